@@ -1,0 +1,84 @@
+"""The dtypes of tensors, in one table: our name (torch's), bits, safetensors' code, ONNX's code, NumPy's storage.
+
+Tensors travel as NumPy arrays of *bits*: bfloat16 as uint16, fp8 as uint8, 4-bit types packed two to a byte (low
+nibble first) as uint8. So no framework and no `ml_dtypes` is needed to move them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bridge.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class DType:
+    name: str
+    bits: int
+    safetensors: str  # 4-bit types have no code of their own in use: they are stored as U8, two to a byte
+    onnx: int  # TensorProto.DataType
+    storage: str  # NumPy dtype that holds the bits
+    floating: bool
+
+
+_TABLE = (
+    #      name                bits  safetensors  onnx  storage    floating
+    DType("float64",           64,   "F64",       11,   "float64", True),
+    DType("float32",           32,   "F32",       1,    "float32", True),
+    DType("float16",           16,   "F16",       10,   "float16", True),
+    DType("bfloat16",          16,   "BF16",      16,   "uint16",  True),
+    DType("float8_e4m3fn",     8,    "F8_E4M3",   17,   "uint8",   True),
+    DType("float8_e5m2",       8,    "F8_E5M2",   19,   "uint8",   True),
+    DType("float8_e8m0fnu",    8,    "F8_E8M0",   24,   "uint8",   True),
+    DType("float4_e2m1fn",     4,    "U8",        23,   "uint8",   True),
+    DType("int64",             64,   "I64",       7,    "int64",   False),
+    DType("int32",             32,   "I32",       6,    "int32",   False),
+    DType("int16",             16,   "I16",       5,    "int16",   False),
+    DType("int8",              8,    "I8",        3,    "int8",    False),
+    DType("int4",              4,    "U8",        22,   "uint8",   False),
+    DType("uint64",            64,   "U64",       13,   "uint64",  False),
+    DType("uint32",            32,   "U32",       12,   "uint32",  False),
+    DType("uint16",            16,   "U16",       4,    "uint16",  False),
+    DType("uint8",             8,    "U8",        2,    "uint8",   False),
+    DType("bool",              8,    "BOOL",      9,    "bool",    False),
+)  # fmt: skip
+
+DTYPES = {d.name: d for d in _TABLE}
+FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}
+SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+
+
+def dtype(name: str) -> DType:
+    """Return the row of `name` (`float16`, or short: `fp16`); UsageError names the known ones."""
+    found = DTYPES.get(SHORT.get(name, name))
+    if found is None:
+        raise UsageError(f"dtype {name!r} is unknown; {nearest(name, [*DTYPES, *SHORT])}")
+    return found
+
+
+def to_float32(bits: np.ndarray, name: str) -> np.ndarray:
+    """Return the float32 values of a float32 / float16 / bfloat16 storage array; exact for all three."""
+    import numpy as np
+
+    if name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.astype(np.float32, copy=False)
+
+
+def from_float32(values: np.ndarray, name: str) -> np.ndarray:
+    """Round float32 values to `name` (nearest, ties to even) and return its storage array.
+
+    NaN stays NaN in bfloat16: the payload is set so that rounding cannot carry into infinity.
+    """
+    import numpy as np
+
+    if name == "bfloat16":
+        u = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        rounded = (u + np.uint32(0x7FFF) + ((u >> 16) & np.uint32(1))) >> np.uint32(16)
+        return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return values.astype(DTYPES[name].storage, copy=False)

@@ -1,0 +1,130 @@
+"""The values that cross module boundaries: frozen dataclasses, no framework.
+
+Glossary: `amax` is max |x|; `scale` is what codes are multiplied by; a *site* is one quantizable module; a *step*
+makes the output tensors of one source tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bridge.dtypes import DTYPES
+from bridge.errors import SourceError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, logical shape and dtype of a tensor. `shape` of a 4-bit tensor counts values, not bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return (self.size * DTYPES[self.dtype].bits + 7) // 8
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when asked for: `read()` returns its storage array (see `bridge.dtypes`)."""
+
+    spec: TensorSpec
+    reader: Callable[[], np.ndarray] = field(compare=False)
+
+    def read(self) -> np.ndarray:
+        """Read the tensor and hold it to its promise: shape and storage dtype of the spec, or SourceError."""
+        import numpy as np
+
+        array = self.reader()
+        want = (self.spec.shape, np.dtype(DTYPES[self.spec.dtype].storage))
+        if (array.shape, array.dtype) != want:
+            raise SourceError(f"{self.spec.name}: promised {want}, the source gave {(array.shape, array.dtype)}")
+        return array
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """How numbers are coded: the dtype of the codes and what one scale covers.
+
+    `per`: "tensor", "channel" (one scale per `out`), "block" (`block` values along `in`; two numbers: `out` x `in`),
+    "token".
+    `scale_dtype`: "float32"; "float8_e4m3fn" means block scales in fp8 under one float32 scale per tensor (NVFP4);
+    "float8_e8m0fnu" means powers of two (MX). `dynamic`: scales are computed when the model runs (activations only).
+    """
+
+    dtype: str
+    per: str
+    block: tuple[int, ...] = ()
+    scale_dtype: str = "float32"
+    dynamic: bool = False
+
+    @property
+    def maxbound(self) -> float:
+        """The largest magnitude a code stands for: scale = amax / maxbound."""
+        return MAXBOUND[self.dtype]
+
+
+# ModelOpt's `maxbound`: int codes use the symmetric range, although -128 and -8 are legal codes.
+MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn": 6.0}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What happens to one site: weight numerics (one after the other), input numeric, algorithm."""
+
+    weight: tuple[Numeric, ...]
+    input: Numeric | None = None
+    algorithm: str = "max"  # "max", "smoothquant", "awq"; further calibrators in mappings/schemes
+
+    @property
+    def prescales(self) -> bool:
+        """True when the input is multiplied by a per-`in` factor that was divided out of the weight."""
+        return self.algorithm in ("smoothquant", "awq")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One quantizable module of an architecture, in checkpoint names.
+
+    `layout` is how the checkpoint stores the weight: "out_in" (Linear), "in_out" (Conv1D), "conv" (out, in / groups,
+    kernel...). `keep` is the reason why it stays unquantized unless a recipe names it ("" where it is quantized).
+    `shares` names a group whose members share one per-tensor weight amax, because the model holds them as one matrix.
+    """
+
+    module: str
+    weight: str
+    layout: str
+    roles: tuple[str, ...] = ()
+    layer: int | None = None
+    expert: int | None = None
+    keep: str = ""
+    shares: str = ""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the plan must know of an architecture: from its table, or traced with torch where it has none.
+
+    `attention`: attention modules by layer, where K and V can be quantized. `tied`: alias -> the tensor that is
+    stored. `ignored`: source tensor -> why it is not carried. `roles`: source tensor -> the roles it holds, empty
+    without a table. `traced`: True when torch was needed to find this out.
+    """
+
+    architecture: str
+    sites: tuple[Site, ...]
+    attention: tuple[str, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    traced: bool = False
