@@ -1,0 +1,119 @@
+"""Says in words where a checkpoint and a table do not fit: every problem, layers folded, and the row to write."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from bridge.errors import fold_layers
+from bridge.tables.match import Entry, Matched
+from bridge.values import TensorSpec
+
+
+def problems(matched: Matched) -> list[str]:
+    """Return one paragraph a problem: missing, misshapen and unknown tensors."""
+    told = [_missing(matched, entry, names) for entry, names in matched.missing]
+    shapes: dict[tuple[int, tuple[int, ...]], list[TensorSpec]] = {}
+    entries = {id(entry): entry for _, entry in matched.misshapen}
+    for spec, entry in matched.misshapen:
+        shapes.setdefault((id(entry), spec.shape), []).append(spec)
+    told += [_misshapen(matched, entries[at], shape, specs) for (at, shape), specs in shapes.items()]
+    strangers: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
+    for spec in matched.unknown:
+        strangers.setdefault((_template(matched, spec.name), spec.shape), []).append(spec)
+    return told + [_unknown(matched, template, specs) for (template, _), specs in strangers.items()]
+
+
+def folded(names: Iterable[str]) -> str:
+    """Fold layers, then experts."""
+    listed = list(names)
+    return listed[0] if len(listed) == 1 else ", ".join(fold_layers(fold_layers(listed)))
+
+
+def _missing(matched: Matched, entry: Entry, names: list[str]) -> str:
+    because = f", because {entry.row.when} ({_given(matched, entry)})" if entry.row.when else ""
+    lines = [
+        f"  missing  {folded(names)} {entry.shape}{because}",
+        f"           {entry.row.place.file}:{entry.row.place.line}: {entry.row.place.row}",
+    ]
+    for tie in matched.table.ties:
+        if tie.alias.endswith(entry.name) and not tie.when.value(matched.names):
+            hint = f"the config says {tie.when} = {tie.when.value(matched.names)}; if true, {tie.stored} serves"
+            lines.append(f"           hint: {hint}")
+    near = [s.name for s in matched.unknown if _template(matched, s.name).split(".")[-2:] == entry.name.split(".")[-2:]]
+    if near:
+        lines.append(f"           hint: is it {folded(near)}?")
+    return "\n".join(lines)
+
+
+def _misshapen(matched: Matched, entry: Entry, shape: tuple[int, ...], specs: list[TensorSpec]) -> str:
+    said = " + ".join(_symbols(matched, role) for role in entry.roles)
+    return "\n".join(
+        [
+            f"  shape    {folded(s.name for s in specs)} has {shape}, the config gives {entry.shape}",
+            f"           {entry.row.place.file}:{entry.row.place.line}: {entry.row.place.row}",
+            f"           {said}",
+        ]
+    )
+
+
+def _symbols(matched: Matched, role: str) -> str:
+    formulas = matched.table.roles.roles[role].shape
+    dims = sorted({name for formula in formulas for name in formula.names})
+    values = ", ".join(f"{dim} = {matched.names[dim]}" for dim in dims)
+    return f"{role} ({', '.join(map(str, formulas))}) with {values}"
+
+
+def _unknown(matched: Matched, template: str, specs: list[TensorSpec]) -> str:
+    lines = [f"  unknown  {folded(spec.name for spec in specs)} {specs[0].shape}"]
+    rows = [row for row in (*matched.table.rows, *matched.table.ignored) if _same(row.name, template, matched)]
+    for row in rows:
+        entry = next(entry for entry in matched.entries if entry.row is row)
+        lines.append(f"           {row.place.file}:{row.place.line}: {row.place.row}")
+        if row.only and matched.architecture not in row.only:
+            lines.append(f"           that row is for {', '.join(row.only)}")
+        elif row.when and entry.layers is not None:
+            lines.append(f"           that row asks for: {row.when}; the config gives {_given(matched, entry)}")
+        elif entry.extents:
+            at = ", ".join(f"{{{index}}} < {extent}" for index, extent in zip(row.index, entry.extents, strict=True))
+            lines.append(f"           the config gives {at}: another model's config, or extra layers?")
+    if not rows:
+        known = [entry.name for entry in matched.entries]
+        near = difflib.get_close_matches(template, known, n=1, cutoff=0.6)
+        lines += [f"           nearest row: {near[0]}"] if near else []
+        roles = _candidates(matched, specs[0])
+        lines.append(f'           write in {matched.table.file.name}: "{template}" = "{roles}"')
+        lines.append(f'           or, if the model does not use it, under [ignore]: "{template}" = "why not"')
+    return "\n".join(lines)
+
+
+def _candidates(matched: Matched, spec: TensorSpec) -> str:
+    """Name the roles of the same shape that the architecture does not hold yet."""
+    taken = {role for entry in matched.entries for role in entry.roles}
+    fits = []
+    for role in matched.table.roles.roles.values():
+        dims = {name for formula in role.shape for name in formula.names}
+        if role.name in taken or not dims <= matched.names.keys():
+            continue
+        if tuple(formula.count(matched.names) for formula in role.shape) == spec.shape:
+            fits.append(role.name)
+    return " or ".join(fits[:3]) or "a new role of mappings/roles.toml"
+
+
+def _template(matched: Matched, name: str) -> str:
+    """Put indices where numbers stand: the first counts layers, the second experts."""
+    indices = iter(matched.table.roles.index)
+    return ".".join("{" + next(indices, "n") + "}" if part.isdecimal() else part for part in name.split("."))
+
+
+def _same(row: str, template: str, matched: Matched) -> bool:
+    blank = re.compile(r"\{\w+\}")
+    ours, prefix = blank.sub("{}", row), matched.table.prefix
+    theirs = blank.sub("{}", template)
+    return ours == theirs or (not matched.prefix and ours.removeprefix(prefix) == theirs)
+
+
+def _given(matched: Matched, entry: Entry) -> str:
+    names = sorted(entry.row.when.names - {"l"}) if entry.row.when else []
+    return ", ".join(f"{name} = {matched.names[name]!r}" for name in names)

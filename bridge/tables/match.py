@@ -1,0 +1,273 @@
+"""Matches a checkpoint's names and shapes against one architecture's table, exactly; must never read a weight.
+
+Names are walked component by component through a tree of the rows, so that 37,000 tensors of a mixture of experts take
+a fraction of a second and no row can shadow another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.errors import PlanError
+from bridge.tables.arch import ArchTable, Row
+from bridge.tables.grammar import roles_in
+from bridge.tables.ops import Shape
+from bridge.tables.rows import row_shape
+from bridge.values import TensorSpec
+
+_LEAF = ""  # no component of a name is empty
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row under one config: its name as the checkpoint spells it, its shape, and the layers it exists in.
+
+    `layers` is None for every layer, empty where the row's condition does not hold.
+    """
+
+    name: str
+    row: Row
+    shape: Shape
+    roles: tuple[str, ...]
+    extents: tuple[int, ...]
+    layers: frozenset[int] | None
+
+    @property
+    def expected(self) -> int:
+        """How many tensors the row stands for."""
+        counts = list(self.extents)
+        if self.layers is not None:
+            if "l" not in self.row.index:
+                return 1 if self.layers else 0
+            counts[self.row.index.index("l")] = len(self.layers)
+        total = 1
+        for count in counts:
+            total *= count
+        return total
+
+    def tensors(self) -> Iterator[str]:
+        """Yield every tensor's name."""
+        if not self.expected:
+            return
+        for numbers in _numbers(self.extents):
+            at = dict(zip(self.row.index, numbers, strict=True))
+            if self.layers is None or "l" not in at or at["l"] in self.layers:
+                yield self.spelled(at)
+
+    def spelled(self, at: Mapping[str, int]) -> str:
+        name = self.name
+        for index, number in at.items():
+            name = name.replace("{" + index + "}", str(number))
+        return name
+
+
+def _numbers(extents: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Count through all indices; unlike itertools.product it begins at once, however large an extent is."""
+    if not extents:
+        yield ()
+        return
+    for number in range(extents[0]):
+        for rest in _numbers(extents[1:]):
+            yield (number, *rest)
+
+
+@dataclass
+class Matched:
+    """What was found. `found`: name -> (entry, layer, expert). `tied`: alias -> the tensor that is stored."""
+
+    table: ArchTable
+    architecture: str
+    names: Mapping[str, object]
+    entries: tuple[Entry, ...]
+    prefix: str  # what names of the base model begin with here
+    found: dict[str, tuple[Entry, int | None, int | None]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    legacy: dict[str, str] = field(default_factory=dict)  # as stored -> as today's transformers spells it
+    unknown: list[TensorSpec] = field(default_factory=list)
+    misshapen: list[tuple[TensorSpec, Entry]] = field(default_factory=list)
+    missing: list[tuple[Entry, list[str]]] = field(default_factory=list)
+
+
+def match(
+    table: ArchTable, architecture: str, config: Mapping[str, object], specs: Mapping[str, TensorSpec]
+) -> Matched:
+    """Match every tensor of `specs`; problems are in the result, not raised."""
+    names = table.names(config)
+    _sane(table, names)
+    stripped = bool(table.prefix) and not any(name.startswith(table.prefix) for name in specs)
+    prefix = "" if stripped else table.prefix
+    entries = tuple(entries_of(table, architecture, names, table.prefix if stripped else ""))
+    matched = Matched(table, architecture, names, entries, prefix)
+    active = {entry.name: entry for entry in entries if entry.row.expr and entry.expected}
+    stored = _tie(matched, active, specs, table.prefix if stripped else "")
+    tree = _tree(entries)
+    known = {entry.name: entry for entry in entries}
+    for name, spec in specs.items():
+        if name not in matched.tied:
+            _place(matched, tree, spec, specs, stored.get(name))
+        elif spec.shape != known[name].shape:
+            matched.misshapen.append((spec, known[name]))
+    _count(matched, active)
+    return matched
+
+
+def _sane(table: ArchTable, names: Mapping[str, object]) -> None:
+    """Refuse a config whose counts no model has before anything loops over them."""
+    for dim in table.roles.index.values():
+        count = names.get(dim, 0)
+        if not (isinstance(count, int) and 0 <= count <= _MOST):
+            place = table.file.place("dims", dim)
+            raise PlanError(f"the config claims {count} {dim} ({place.file}:{place.line}: {place.row})")
+
+
+def entries_of(table: ArchTable, architecture: str, names: Mapping[str, object], strip: str = "") -> Iterator[Entry]:
+    """Yield every row under one config, names without the prefix `strip`; TableError where a row has no shape."""
+    shapes = {name: _shape(table, name, names) for row in table.rows if row.expr for name in roles_in(row.expr)}
+    symbols = {role: ", ".join(map(str, table.roles.roles[role].shape)) for role in shapes}
+    for row in (*table.rows, *table.ignored):
+        layers = _layers(row, architecture, names)
+        shape = row_shape(row.expr, shapes, names, row.place, symbols) if row.expr else ()
+        extents = tuple(_extent(table, row, index, names) for index in row.index) if row.expr else ()
+        roles = roles_in(row.expr) if row.expr else ()
+        yield Entry(row.name.removeprefix(strip), row, shape, roles, extents, layers)
+
+
+def _shape(table: ArchTable, role: str, names: Mapping[str, object]) -> Shape:
+    shape = []
+    for formula in table.roles.roles[role].shape:
+        lacking = sorted(formula.names - names.keys())
+        if lacking:
+            at = next(row.place for row in table.rows if row.expr and role in roles_in(row.expr))
+            raise at.error(f"role `{role}` needs the dim `{lacking[0]}`", hint=f'[dims] {lacking[0]} = "..."')
+        shape.append(formula.count(names))
+    return tuple(shape)
+
+
+def _extent(table: ArchTable, row: Row, index: str, names: Mapping[str, object]) -> int:
+    dim = table.roles.index[index]
+    if dim not in names:
+        raise row.place.error(f"index `{{{index}}}` needs the dim `{dim}`", hint=f'[dims] {dim} = "..."')
+    count = names[dim]
+    assert isinstance(count, int)  # ArchTable.names computed it with Formula.count
+    return count
+
+
+def _layers(row: Row, architecture: str, names: Mapping[str, object]) -> frozenset[int] | None:
+    if row.only and architecture not in row.only:
+        return frozenset()
+    if row.when is None:
+        return None
+    if "l" not in row.when.names:
+        return None if row.when.value(names) else frozenset()
+    layers = names["layers"]
+    assert isinstance(layers, int)
+    return frozenset(at for at in range(layers) if row.when.value({**names, "l": at}))
+
+
+def _tie(matched: Matched, active: dict[str, Entry], specs: Mapping[str, TensorSpec], strip: str) -> dict[str, Entry]:
+    """Resolve ties; what need not be stored leaves `active`. Return entries for tensors stored under an alias."""
+    instead: dict[str, Entry] = {}
+    for tie in matched.table.ties:
+        alias, stored = tie.alias.removeprefix(strip), tie.stored.removeprefix(strip)
+        if stored not in active or not _has(matched, tie.alias) or not tie.when.value(matched.names):
+            continue
+        if alias in specs and stored not in specs:
+            # A writer that removed duplicates kept the other name.
+            matched.tied[stored] = alias
+            entry = active.pop(stored)
+            if alias not in active:
+                instead[alias] = active[alias] = entry
+        else:
+            matched.tied[alias] = stored
+            active.pop(alias, None)
+    return instead
+
+
+def _has(matched: Matched, alias: str) -> bool:
+    """True when the architecture has the tensor `alias`: a classifier, say, has no output head to tie."""
+    rows = [row for row in matched.table.rows if row.name == alias]
+    return any(not row.only or matched.architecture in row.only for row in rows)
+
+
+def _tree(entries: Iterable[Entry]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for entry in entries:
+        node = tree
+        for part in entry.name.split("."):
+            node = node.setdefault("{}" if part.startswith("{") else part, {})
+        node.setdefault(_LEAF, []).append(entry)
+    return tree
+
+
+def lookup(tree: dict[str, Any], name: str) -> tuple[list[Entry], list[int]]:
+    """Return the entries whose name matches and the numbers in the place of their indices."""
+    node, numbers = tree, []
+    for part in name.split("."):
+        child = node.get(part)
+        if child is None:
+            child = node.get("{}")
+            if child is None or not part.isdecimal() or (len(part) > 1 and part[0] == "0"):
+                return [], []
+            numbers.append(int(part))
+        node = child
+    return node.get(_LEAF, []), numbers
+
+
+def _place(
+    matched: Matched, tree: dict[str, Any], spec: TensorSpec, specs: Mapping[str, TensorSpec], instead: Entry | None
+) -> None:
+    entries, numbers = ([instead], []) if instead else lookup(tree, spec.name)
+    if not entries:
+        for old, new in matched.table.legacy.items():
+            if spec.name.endswith(old):
+                modern = spec.name.removesuffix(old) + new
+                entries, numbers = ([], []) if modern in specs else lookup(tree, modern)
+                if entries:
+                    matched.legacy[spec.name] = modern
+    for entry in entries:
+        at = dict(zip(entry.row.index, numbers, strict=True))
+        layer = at.get("l")
+        if entry.layers is not None and (layer not in entry.layers if layer is not None else not entry.layers):
+            continue
+        if entry.row.expr is None:
+            matched.ignored[spec.name] = entry.row.reason
+            return
+        if all(number < extent for number, extent in zip(numbers, entry.extents, strict=True)):
+            matched.found[spec.name] = (entry, layer, at.get("e"))
+            if spec.shape != entry.shape:
+                matched.misshapen.append((spec, entry))
+            return
+    matched.unknown.append(spec)
+
+
+def _count(matched: Matched, active: Mapping[str, Entry]) -> None:
+    """Note rows with tensors missing. Names are unique, so that equal counts mean that all are there."""
+    counts: dict[int, int] = {}
+    for entry, _, _ in matched.found.values():
+        counts[id(entry)] = counts.get(id(entry), 0) + 1
+    have: set[str] = set()
+    for entry in active.values():
+        if counts.get(id(entry), 0) == entry.expected or entry.name in matched.tied:
+            continue
+        have = have or {matched.legacy.get(name, name) for name in matched.found}
+        lacking = itertools.islice((name for name in entry.tensors() if name not in have), _SHOWN)
+        matched.missing.append((entry, list(lacking)))
+
+
+_SHOWN = 10_000  # missing names of one row that a message holds; folded, they are one line
+_MOST = 1_000_000
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """Return the architecture that the config names; PlanError when it names none."""
+    names = config.get("architectures")
+    if not (isinstance(names, list | tuple) and names and isinstance(names[0], str)):
+        raise PlanError(
+            "the config names no architecture: `architectures` is "
+            f'{names!r}\n  hint   add "architectures": ["LlamaForCausalLM"] (or what the model is) to config.json'
+        )
+    return names[0]

@@ -1,0 +1,151 @@
+"""Turns a config and the tensors of a checkpoint into the Structure that the plan needs; reads no weight.
+
+Exact cover: every source tensor belongs to one row, is tied, or is ignored by a rule; every row finds its tensors. All
+that does not fit is told in one PlanError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from bridge.errors import PlanError
+from bridge.tables.arch import ArchTable, load_arch
+from bridge.tables.fit import problems
+from bridge.tables.grammar import Call
+from bridge.tables.match import Entry, Matched, architecture_of, match
+from bridge.tables.ops import Array
+from bridge.tables.rows import read
+from bridge.values import Site, Structure, TensorSpec
+
+__all__ = ["canonical_names", "load_arch", "match_table", "read_roles", "structure"]
+
+Found = tuple[str, tuple[Entry, int | None, int | None]]
+
+_KEEP = {"head": "output head", "router": "router"}
+
+
+def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> Structure:
+    """Return the structure of a checkpoint by its architecture's table.
+
+    PlanError when no table lists the architecture (`load_arch` tells beforehand) or anything does not fit it.
+    """
+    matched = match_table(config, specs)
+    found = sorted(matched.found.items(), key=_order(matched))
+    sites = [site for name, at in found if (site := _site(matched, name, *at))]
+    return Structure(
+        architecture=matched.architecture,
+        sites=(*sites, *_tied_heads(matched)),
+        attention=tuple(name.rsplit(".", 2)[0] for name, (entry, _, _) in found if "attn.k.weight" in entry.roles),
+        tied=matched.tied,
+        ignored=matched.ignored,
+        roles=_roles(matched, found),
+    )
+
+
+def match_table(
+    config: Mapping[str, object], specs: Mapping[str, TensorSpec], table: ArchTable | None = None
+) -> Matched:
+    """Match a checkpoint against `table` (default: the one that lists it); PlanError with all problems."""
+    architecture = architecture_of(config)
+    table = table or load_arch(architecture)
+    if table is None:
+        raise PlanError(f"no file of mappings/arch lists the architecture {architecture!r}")
+    matched = match(table, architecture, config, specs)
+    found = problems(matched)
+    if found:
+        counted = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+        raise PlanError("\n".join([f"{architecture} does not fit {table.file.name}: {counted}", *found]))
+    return matched
+
+
+def canonical_names(config: Mapping[str, object], names: Iterable[str]) -> dict[str, str]:
+    """Return today's spelling of tensors that a checkpoint spells otherwise; empty for most, or without a table.
+
+    Hub checkpoints differ from what `save_pretrained` writes by a missing prefix (`h.0.ln_1.weight` of gpt2, saved from
+    the bare model) and by names of long ago (`LayerNorm.gamma`).
+    """
+    table = load_arch(architecture_of(config))
+    names = list(names)
+    if table is None:
+        return {}
+    has = any(name.startswith(table.prefix) for name in names)
+    wants = architecture_of(config) not in table.bare
+    owned = {row.name for row in (*table.rows, *table.ignored) if row.name.startswith(table.prefix)}
+    heads = {name.removeprefix(table.prefix).split(".")[0] for name in owned}
+    changed = {}
+    for name in names:
+        new = name
+        if has and not wants:
+            new = name.removeprefix(table.prefix)
+        elif wants and not has and name.split(".")[0] in heads:
+            new = table.prefix + name
+        for old, modern in table.legacy.items():
+            new = new.removesuffix(old) + modern if new.endswith(old) else new
+        if new != name:
+            changed[name] = new
+    return changed
+
+
+def read_roles(matched: Matched, name: str, tensor: Array) -> dict[tuple[str, int | None, int | None], Array]:
+    """Return the roles that tensor `name` holds, in normal form, keyed by role, layer and expert."""
+    entry, layer, expert = matched.found[name]
+    assert entry.row.expr is not None  # ignored tensors are not in `found`
+    vocabulary = matched.table.roles.roles
+    shapes = {role: tuple(f.count(matched.names) for f in vocabulary[role].shape) for role in entry.roles}
+    held = read(entry.row.expr, tensor, shapes, matched.names, entry.row.place)
+    return {(role, layer, expert): array for role, array in held.items()}
+
+
+def _order(matched: Matched) -> Callable[[Found], tuple[int, ...]]:
+    """Model order, whatever the order of the shards: what stands before the layers, the layers, what comes after."""
+    layered = [at for at, entry in enumerate(matched.entries) if "l" in entry.row.index and entry.row.expr]
+    first = min(layered, default=0)
+    place = {id(entry): at for at, entry in enumerate(matched.entries)}
+
+    def key(item: Found) -> tuple[int, ...]:
+        _, (entry, layer, expert) = item
+        at = place[id(entry)]
+        if layer is None:
+            return (0 if at < first else 2, 0, 0, at)
+        return (1, layer, -1 if expert is None else expert, at)
+
+    return key
+
+
+def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: int | None) -> Site | None:
+    kinds = {matched.table.roles.roles[role].kind for role in entry.roles}
+    if not kinds & {"linear", "head", "router"}:
+        return None
+    gated = expert is not None and entry.roles[0] in ("moe.gate.weight", "moe.up.weight")
+    return Site(
+        module=name.rpartition(".")[0],
+        weight=name,
+        layout="in_out" if isinstance(entry.row.expr, Call) and entry.row.expr.op == "transpose" else "out_in",
+        roles=entry.roles,
+        layer=layer,
+        expert=expert,
+        keep=next((_KEEP[kind] for kind in sorted(kinds) if kind in _KEEP), ""),
+        shares=f"{layer}.{expert}" if gated else "",
+    )
+
+
+def _tied_heads(matched: Matched) -> list[Site]:
+    """Return the sites of heads whose weight is stored as the embedding."""
+    vocabulary = matched.table.roles.roles
+    sites = []
+    for entry in matched.entries:
+        stored = matched.tied.get(entry.name)
+        if stored and any(vocabulary[role].kind == "head" for role in entry.roles):
+            module = entry.name.rpartition(".")[0]
+            sites.append(Site(module, stored, "out_in", entry.roles, keep=f"output head, tied to {stored}"))
+    return sites
+
+
+def _roles(matched: Matched, found: list[Found]) -> dict[str, tuple[str, ...]]:
+    """Return the roles of every tensor, with those of its alias."""
+    roles = {name: entry.roles for name, (entry, _, _) in found}
+    for alias, stored in matched.tied.items():
+        for entry in matched.entries:
+            if entry.name == alias and stored in roles:
+                roles[stored] += entry.roles
+    return roles

@@ -1,0 +1,150 @@
+"""The models as formulas over roles in normal form, in float64; never reads a module or a name of transformers.
+
+It is the oracle of the tables: logits agree with transformers' only if every row says what its tensor means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Roles = Mapping[tuple[str, int | None, int | None], Tensor]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """What a config says beyond extents. `theta` and `window` by layer: RoPE's base (0: none); 0: sees everything."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    theta: tuple[float, ...]
+    window: tuple[int, ...]
+    eps: float
+    activation: str = "silu"
+    causal: bool = True
+    scale: float | None = None
+    attention_cap: float = 0.0
+    final_cap: float = 0.0
+    embedding_scale: float = 1.0
+    top_k: int = 0
+    renormalize: bool = True
+
+
+def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
+    """Return what the last block (and the final norm, where there is one) gives: positions, hidden."""
+    x = roles["embed.tokens.weight", None, None][ids] * f.embedding_scale
+    if ("embed.positions.weight", None, None) in roles:
+        x = x + roles["embed.positions.weight", None, None][: len(ids)]
+    if types is not None:
+        x = x + roles["embed.types.weight", None, None][types]
+    x = _norm(roles, "embed.norm", None, x, f)
+    for layer in range(f.layers):
+        y = _attention(roles, f, layer, _norm(roles, "attn.norm", layer, x, f))
+        x = x + _norm(roles, "attn.post_norm", layer, y, f)
+        x = _norm(roles, "attn.add_norm", layer, x, f)
+        y = _mlp(roles, f, layer, _norm(roles, "mlp.norm", layer, x, f))
+        x = x + _norm(roles, "mlp.post_norm", layer, y, f)
+        x = _norm(roles, "mlp.add_norm", layer, x, f)
+    return _norm(roles, "final.norm", None, x, f)
+
+
+def vocabulary_logits(roles: Roles, f: Formulas, x: Tensor) -> Tensor:
+    """Return logits over the vocabulary; through the extra block of a masked LM where there is one."""
+    if ("mlm.dense.weight", None, None) in roles:
+        x = ACTIVATIONS[f.activation](_linear(roles, "mlm.dense", None, x))
+        x = _norm(roles, "mlm.norm", None, x, f)
+    logits = _linear(roles, "head", None, x)
+    return f.final_cap * torch.tanh(logits / f.final_cap) if f.final_cap else logits
+
+
+def score_logits(roles: Roles, x: Tensor, role: str = "score") -> Tensor:
+    """Return logits over labels for each row of `x`."""
+    return _linear(roles, role, None, x)
+
+
+def pooled(roles: Roles, x: Tensor) -> Tensor:
+    """Return the summary of a sequence that BERT takes from its first position."""
+    return torch.tanh(_linear(roles, "pool", None, x[:1]))
+
+
+def _norm(roles: Roles, role: str, layer: int | None, x: Tensor, f: Formulas) -> Tensor:
+    weight = roles.get((f"{role}.weight", layer, None))
+    if weight is None:
+        return x
+    if (f"{role}.bias", layer, None) in roles:
+        centred = x - x.mean(-1, keepdim=True)
+        spread = (centred.square().mean(-1, keepdim=True) + f.eps).rsqrt()
+        return centred * spread * weight + roles[f"{role}.bias", layer, None]
+    return x * (x.square().mean(-1, keepdim=True) + f.eps).rsqrt() * weight
+
+
+def _linear(roles: Roles, role: str, layer: int | None, x: Tensor, expert: int | None = None) -> Tensor:
+    y = x @ roles[f"{role}.weight", layer, expert].T
+    return y + roles[f"{role}.bias", layer, expert] if (f"{role}.bias", layer, expert) in roles else y
+
+
+def _rotate(x: Tensor, theta: float) -> Tensor:
+    """RoPE on heads, positions, head_dim: the pairs lie half a head apart."""
+    if not theta:
+        return x
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency  # positions, half
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    length = len(x)
+    q = _linear(roles, "attn.q", layer, x).view(length, f.heads, -1).transpose(0, 1)  # heads, positions, head_dim
+    k = _linear(roles, "attn.k", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
+    v = _linear(roles, "attn.v", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
+    q = _rotate(_norm(roles, "attn.q_norm", layer, q, f), f.theta[layer])
+    k = _rotate(_norm(roles, "attn.k_norm", layer, k, f), f.theta[layer])
+    share = f.heads // f.kv_heads  # query heads that look at one key head
+    k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
+    scores = q @ k.transpose(1, 2) * (f.scale or 1 / math.sqrt(q.shape[-1]))
+    if f.attention_cap:
+        scores = f.attention_cap * torch.tanh(scores / f.attention_cap)
+    behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    hidden = (behind < 0) & f.causal
+    if f.window[layer]:
+        hidden = hidden | (behind >= f.window[layer])
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return _linear(roles, "attn.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
+
+
+def _mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    act = ACTIVATIONS[f.activation]
+    if ("moe.router.weight", layer, None) in roles:
+        return _experts(roles, f, layer, x)
+    if ("mlp.fc1.weight", layer, None) in roles:
+        return _linear(roles, "mlp.fc2", layer, act(_linear(roles, "mlp.fc1", layer, x)))
+    gated = act(_linear(roles, "mlp.gate", layer, x)) * _linear(roles, "mlp.up", layer, x)
+    return _linear(roles, "mlp.down", layer, gated)
+
+
+def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    act = ACTIVATIONS[f.activation]
+    share, chosen = _linear(roles, "moe.router", layer, x).softmax(-1).topk(f.top_k)
+    if f.renormalize:
+        share = share / share.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for position in range(len(x)):
+        for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
+            row = x[position : position + 1]
+            gated = act(_linear(roles, "moe.gate", layer, row, expert)) * _linear(roles, "moe.up", layer, row, expert)
+            out[position] += weight * _linear(roles, "moe.down", layer, gated, expert)[0]
+    return out

@@ -1,0 +1,155 @@
+"""Every row meets values: roles read by the table, a forward from formulas, against the outputs of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import combinations
+
+import pytest
+import torch
+
+from bridge.errors import BridgeError
+from bridge.tables.arch import ArchTable, Row, load_arch, parse_arch
+from bridge.tables.grammar import Call, roles_in
+from bridge.tables.structure import match_table, read_roles
+from tests.tables.reference_forward import Roles
+from tests.tables.tiny import CASES, Tiny, reference, tiny
+
+# transformers computes in float32, the reference in float64: 1.3e-6 of the largest logit is the most seen in any case.
+TOLERANCE = 1e-5
+# What a wrong row must move at least; the least that any exchange of two roles moved is 2e-3.
+NOTICED = 1e-3
+
+# These hold hardly a row that another case does not: breaking them all takes its time.
+VARIANTS = {
+    "llama-tied",
+    "llama-bare",
+    "llama-sequence",
+    "bert",
+    "bert-masked",
+    "bert-masked-untied",
+    "bert-answers",
+} | {"bert-sequence"}
+SWEPT = [pytest.param(case, marks=[pytest.mark.slow] if case in VARIANTS else []) for case in CASES]
+
+Make = Callable[[str], Tiny]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    return cache(lambda case: tiny(case, tmp_path_factory.mktemp(case)))
+
+
+def _table(case: str) -> ArchTable:
+    table = load_arch(CASES[case][0])
+    assert table is not None
+    return table
+
+
+def _read(made: Tiny, table: ArchTable) -> dict[tuple[str, int | None, int | None], torch.Tensor]:
+    matched = match_table(made.config, made.specs, table)
+    roles = {}
+    for name in matched.found:
+        for key, array in read_roles(matched, name, made.tensors[name]).items():
+            assert key not in roles, f"{key} is held twice"
+            roles[key] = torch.from_numpy(array).double()
+    for alias, stored in matched.tied.items():
+        for entry in matched.entries:
+            if entry.name == alias:
+                (role,) = entry.roles
+                roles.setdefault((role, None, None), torch.from_numpy(made.tensors[stored]).double())
+    return roles
+
+
+def _distance(case: str, made: Tiny, roles: Roles) -> float:
+    return float((reference(case, made, roles) - made.outputs).abs().max() / made.outputs.abs().max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_roles_give_the_logits_of_transformers(make: Make, case: str) -> None:
+    model = make(case)
+    assert _distance(case, model, _read(model, _table(case))) < TOLERANCE
+
+
+def _noticed(case: str, model: Tiny, text: str, table: ArchTable) -> bool:
+    """True when parsing, matching or the reference forward tells the broken table from the right one."""
+    try:
+        roles = _read(model, parse_arch(text, table.roles, "broken.toml"))
+        return not _distance(case, model, roles) < NOTICED  # NaN is noticed, too
+    except BridgeError:
+        return True
+
+
+def _active(table: ArchTable, model: Tiny) -> list[Row]:
+    matched = match_table(model.config, model.specs, table)
+    used = {id(entry.row) for entry, _, _ in matched.found.values()}
+    return [row for row in table.rows if id(row) in used]
+
+
+def _rewrite(table: ArchTable, values: Mapping[int, str]) -> str:
+    """Return the table's text with other values on the given lines."""
+    lines = table.file.text.splitlines()
+    for number, value in values.items():
+        key, _, _ = lines[number - 1].partition(" = ")
+        lines[number - 1] = f'{key} = "{value}"'
+    return "\n".join(lines)
+
+
+def _exchanges(table: ArchTable, model: Tiny) -> Iterator[tuple[str, str]]:
+    """Yield every exchange of two roles, in two rows or inside one."""
+    rows = _active(table, model)
+    held = [(row, role) for row in rows for role in roles_in(row.expr)]  # type: ignore[arg-type]
+    for (row, role), (other, another) in combinations(held, 2):
+        swap = {role: another, another: role}
+        values = {r.place.line: _renamed(r, swap) for r in (row, other)}
+        yield f"{role} <-> {another}", _rewrite(table, values)
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> str:
+    text = str(row.expr)
+    for at, name in enumerate(names):
+        text = text.replace(name, f"\0{at}\0")
+    for at, name in enumerate(names.values()):
+        text = text.replace(f"\0{at}\0", name)
+    return text
+
+
+@pytest.mark.parametrize("case", SWEPT)
+def test_every_exchange_of_two_roles_is_noticed(make: Make, case: str) -> None:
+    model = make(case)
+    table = _table(case)
+    broken = list(_exchanges(table, model))
+    assert len(broken) > 50
+    assert [what for what, text in broken if not _noticed(case, model, text, table)] == []
+
+
+@pytest.mark.parametrize("case", SWEPT)
+def test_every_forgotten_op_is_noticed(make: Make, case: str) -> None:
+    model = make(case)
+    table = _table(case)
+    for row in _active(table, model):
+        if isinstance(row.expr, Call) and len(row.expr.args) == 1:
+            text = _rewrite(table, {row.place.line: str(row.expr.args[0])})
+            assert _noticed(case, model, text, table), row.place.row
+
+
+@pytest.mark.parametrize("case", SWEPT)
+def test_a_rope_permutation_too_many_is_noticed(make: Make, case: str) -> None:
+    model = make(case)
+    table = _table(case)
+    for row in _active(table, model):
+        for role, heads in (("attn.q.weight", "heads"), ("attn.k.weight", "kv_heads")):
+            if role in roles_in(row.expr):  # type: ignore[arg-type]
+                text = _rewrite(table, {row.place.line: str(row.expr).replace(role, f"rope({role}, heads={heads})")})
+                assert _noticed(case, model, text, table), row.place.row
+
+
+@pytest.mark.parametrize("case", SWEPT)
+def test_every_row_left_out_is_noticed(make: Make, case: str) -> None:
+    model = make(case)
+    table = _table(case)
+    for row in _active(table, model):
+        lines = table.file.text.splitlines()
+        del lines[row.place.line - 1]
+        assert _noticed(case, model, "\n".join(lines), table), row.place.row

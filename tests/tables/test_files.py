@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from bridge.tables.arch import arch_files
+from bridge.tables.files import mappings, parse_table, read_table
+
+
+def test_every_row_knows_its_line() -> None:
+    for path in [mappings() / "roles.toml", *arch_files()]:
+        file = read_table(path)
+        lines = path.read_text().splitlines()
+        for section, group in file.data.items():
+            for key in group if isinstance(group, dict) and not section.endswith(("_if", "_for")) else ():
+                place = file.place(section, key)
+                assert lines[place.line - 1].strip() == place.row
+                assert key in place.row
+
+
+def test_the_same_key_in_two_sections_has_two_lines() -> None:
+    file = parse_table('[a."x == 1"]\n"k" = 1\n[a."x == 2"]\n"k" = 2\n', "t.toml")
+    assert (file.place('a."x == 1"', "k").line, file.place('a."x == 2"', "k").line) == (2, 4)

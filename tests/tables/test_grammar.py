@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.errors import PlanError, TableError
+from bridge.tables.files import Place
+from bridge.tables.grammar import Call, Expr, Formula, Ref, parse_formula, parse_row, parse_shape, roles_in
+from bridge.tables.ops import OPS
+from bridge.tables.rows import row_shape
+
+ROLES = ["attn.q.weight", "attn.k.weight", "attn.v.weight", "mlp.fc1.weight"]
+DIMS = ["heads", "kv_heads", "head_dim"]
+ROW = '"qkv.weight" = "..."'
+PLACE = Place("mappings/dialects/megatron.toml", 9, ROW)
+
+
+def _parse(text: str) -> Expr:
+    return parse_row(text, PLACE, ROLES, DIMS)
+
+
+def _error(text: str) -> str:
+    with pytest.raises(TableError) as caught:
+        _parse(text)
+    return str(caught.value)
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 3) -> Expr:
+    if depth == 0 or draw(st.booleans()):
+        return Ref(draw(st.sampled_from(ROLES)))
+    op = OPS[draw(st.sampled_from(sorted(OPS)))]
+    args = tuple(draw(expressions(depth=depth - 1)) for _ in range(op.most or 3))
+    counts = ((key, parse_formula(draw(st.sampled_from([*DIMS, "2", "-1"])), PLACE)) for key in op.counts)
+    return Call(op.name, args, tuple(counts))
+
+
+@given(expressions())
+def test_printing_and_parsing_are_inverse(expr: Expr) -> None:
+    assert _parse(str(expr)) == expr
+
+
+def test_roles_are_read_left_to_right() -> None:
+    assert roles_in(_parse("transpose(concat(attn.v.weight, attn.q.weight))")) == ("attn.v.weight", "attn.q.weight")
+
+
+def test_unknown_role_names_the_nearest_of_its_stem() -> None:
+    message = _error("attn.query.weight")
+    assert message.splitlines()[0] == "mappings/dialects/megatron.toml:9: role `attn.query.weight` is unknown"
+    assert f"row    {ROW}" in message
+    assert "known: attn.k.weight, attn.q.weight, attn.v.weight; nearest: attn.q.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("interlave(attn.q.weight, attn.k.weight)", "nearest: interleave"),
+        ("interleave(attn.q.weight, attn.k.weight)", "`interleave` must be told groups"),
+        ("interleave(attn.q.weight, attn.k.weight, group=heads)", "nearest: groups"),
+        ("interleave(attn.q.weight, attn.k.weight, groups=kvheads)", "nearest: kv_heads"),
+        ("transpose(attn.q.weight, attn.k.weight)", "takes 1 inputs, not 2"),
+        ("concat(attn.q.weight)", "takes 2 or more inputs, not 1"),
+        ("transpose(attn.q.weight, dim=1)", "takes no count"),
+        ("reshape(attn.q.weight, height=2)", "must be told channels, width"),
+        ("attn.q.weight + 1", "neither a role nor an op"),
+        ("transpose(*attn)", "neither a role nor an op"),
+        ("(lambda: 1)()", "neither a role nor an op"),
+        ("concat(attn.q.weight,", "is not an expression"),
+        ("rope(attn.q.weight, heads=heads.real)", "is not allowed here"),
+    ],
+)
+def test_a_row_outside_the_grammar_is_refused(text: str, says: str) -> None:
+    assert says in _error(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "value"),
+    [
+        ("head_dim or hidden // heads", {"head_dim": None, "hidden": 48, "heads": 6}, 8),
+        ("head_dim or hidden // heads", {"head_dim": 10, "hidden": 48, "heads": 6}, 10),
+        ("n_inner or 4 * n_embd", {"n_inner": None, "n_embd": 60}, 240),
+        ("ids and len(ids) or n", {"ids": {"0": "a", "1": "b", "2": "c"}, "n": 2}, 3),
+        ("ids and len(ids) or n", {"ids": None, "n": 2}, 2),
+        ("-a + b % 3", {"a": 1, "b": 5}, 1),
+        ("not (dense and l in dense)", {"dense": [1], "l": 1}, False),
+        ("l not in dense", {"dense": [1], "l": 2}, True),
+        ("(l + 1) % step == 0", {"l": 1, "step": 2}, True),
+        ("a != b and a <= 3 and b > 3 and a < b and b >= 4", {"a": 3, "b": 4}, True),
+    ],
+)
+def test_formulas_compute_what_python_would(text: str, fields: dict[str, object], value: object) -> None:
+    formula = parse_formula(text, PLACE, list(fields))
+    assert formula.value(fields) == value
+    assert formula.value(fields) == eval(text, dict(fields))
+    assert formula.names == set(fields)
+
+
+@pytest.mark.parametrize("text", ["open('x')", "a.b", "[1]", "a ** b", "a if b else c", "1.5", "a < b < c", "f'{a}'"])
+def test_a_formula_outside_the_white_list_is_refused(text: str) -> None:
+    with pytest.raises(TableError, match="not allowed"):
+        parse_formula(text, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "says"),
+    [
+        ("hidden // heads", {"hidden": 48, "heads": None}, "the config has heads = None"),
+        ("hidden // heads", {"hidden": 48, "heads": 0}, "heads is 0 in the config"),
+        ("hidden", {"hidden": "48"}, "must be a whole number, it is '48'; given hidden = '48'"),
+        ("hidden", {"hidden": True}, "must be a whole number"),
+        ("len(ids)", {"ids": 3}, "needs a list, the config has ids = 3"),
+        ("3 in ids", {"ids": None}, "needs a list, the config has ids = None"),
+    ],
+)
+def test_a_config_of_the_wrong_type_is_told(text: str, fields: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says.replace("(", r"\(")):
+        parse_formula(text, PLACE).count(fields)
+
+
+def test_shapes_are_formulas_with_commas() -> None:
+    assert [str(f) for f in parse_shape("heads * head_dim, 2", PLACE, DIMS)] == ["heads * head_dim", "2"]
+
+
+def test_equal_formulas_are_equal_however_they_are_spaced() -> None:
+    assert parse_formula("a*b", PLACE) == parse_formula("a * b", PLACE)
+    assert isinstance(parse_formula("a", PLACE), Formula)
+
+
+def test_a_count_that_does_not_divide_names_the_one_that_does() -> None:
+    row = _parse("interleave(attn.q.weight, attn.k.weight, attn.v.weight, groups=heads)")
+    shapes = {"attn.q.weight": (60, 48), "attn.k.weight": (20, 48), "attn.v.weight": (20, 48)}
+    told = {"attn.k.weight": "kv_heads * head_dim, hidden"}
+    with pytest.raises(TableError) as caught:
+        row_shape(row, shapes, {"heads": 6, "kv_heads": 2, "head_dim": 10}, PLACE, told)
+    assert str(caught.value).splitlines() == [
+        "mappings/dialects/megatron.toml:9: `interleave` cannot make 6 groups out of 20 rows",
+        f"  row    {ROW}",
+        "  input  attn.k.weight (20, 48) = kv_heads * head_dim, hidden",
+        "  hint   groups=kv_heads? groups=head_dim?",
+    ]

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from bridge.errors import PlanError
+from bridge.tables.structure import canonical_names, load_arch, structure
+from bridge.values import TensorSpec
+from tests.tables.checkpoints import BERT, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, add, headers
+
+LAYER = "model.layers.{}.self_attn.{}_proj.weight"
+
+
+def _refused(config: dict[str, Any], specs: dict[str, TensorSpec]) -> str:
+    with pytest.raises(PlanError) as caught:
+        structure(config, specs)
+    return str(caught.value)
+
+
+# sites
+
+
+def test_sites_come_in_model_order_whatever_the_order_of_the_shards() -> None:
+    config = LLAMA | {"num_hidden_layers": 12}
+    specs = headers(config)
+    found = structure(config, dict(sorted(specs.items())))
+    assert found == structure(config, dict(sorted(specs.items(), reverse=True)))
+    assert [site.layer for site in found.sites] == [layer for layer in range(12) for _ in range(7)] + [None]
+    assert [s.module.rpartition(".")[2] for s in found.sites[:7]] == [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ]
+    assert found.attention == tuple(f"model.layers.{layer}.self_attn" for layer in range(12))
+
+
+def test_heads_and_routers_are_kept() -> None:
+    sites = structure(MIXTRAL, headers(MIXTRAL)).sites
+    kept = {site.module: site.keep for site in sites if site.keep}
+    assert kept == {f"model.layers.{n}.block_sparse_moe.gate": "router" for n in range(3)} | {"lm_head": "output head"}
+
+
+def test_gate_and_up_of_one_expert_share() -> None:
+    sites = structure(MIXTRAL, headers(MIXTRAL)).sites
+    groups: dict[str, list[str]] = {}
+    for site in sites:
+        groups.setdefault(site.shares, []).append(site.module)
+    assert len(groups.pop("")) == 3 * (4 + 1 + 5) + 1
+    assert len(groups) == 3 * 5
+    experts = "model.layers.2.block_sparse_moe.experts.4"
+    assert groups["2.4"] == [f"{experts}.w1", f"{experts}.w3"]
+
+
+def test_dense_layers_share_nothing_and_hold_no_experts() -> None:
+    found = structure(QWEN3_MOE, headers(QWEN3_MOE))
+    dense = [site for site in found.sites if site.layer == 1]
+    assert len(dense) == 7
+    assert {site.shares for site in dense} == {""}
+    assert {site.expert for site in found.sites if site.layer == 2} == {None, 0, 1, 2, 3, 4}
+
+
+def test_conv1d_lies_in_out() -> None:
+    found = structure(GPT2, headers(GPT2))
+    assert {site.layout for site in found.sites if site.layer is not None} == {"in_out"}
+    assert found.roles["transformer.h.0.attn.c_attn.weight"] == ("attn.q.weight", "attn.k.weight", "attn.v.weight")
+    assert {s.layout for s in structure(LLAMA, headers(LLAMA)).sites} == {"out_in"}
+
+
+# ties
+
+
+def test_a_tied_head_is_a_site_of_the_embedding() -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    specs = headers(config)
+    assert "lm_head.weight" not in specs
+    found = structure(config, specs)
+    embedding = "model.embed_tokens.weight"
+    assert found.tied == {"lm_head.weight": embedding}
+    assert found.roles[embedding] == ("embed.tokens.weight", "head.weight")
+    head = found.sites[-1]
+    assert (head.module, head.weight, head.keep) == ("lm_head", embedding, f"output head, tied to {embedding}")
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_tied() -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    specs = headers(config)
+    add(specs, "lm_head.weight", 97, 48)
+    found = structure(config, specs)
+    assert found.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in found.roles
+
+
+def test_a_tie_stored_under_the_other_name_is_found() -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    specs = headers(config)
+    del specs["model.embed_tokens.weight"]
+    add(specs, "lm_head.weight", 97, 48)
+    found = structure(config, specs)
+    assert found.tied == {"model.embed_tokens.weight": "lm_head.weight"}
+    assert set(found.roles["lm_head.weight"]) == {"head.weight", "embed.tokens.weight"}
+    assert found.sites[-1].weight == "lm_head.weight"
+
+
+def test_a_tied_copy_of_another_shape_is_refused() -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    specs = headers(config)
+    add(specs, "lm_head.weight", 98, 48)
+    assert "lm_head.weight has (98, 48), the config gives (97, 48)" in _refused(config, specs)
+
+
+def test_a_missing_untied_head_points_to_the_tie() -> None:
+    specs = headers(LLAMA)
+    del specs["lm_head.weight"]
+    message = _refused(LLAMA, specs)
+    assert "missing  lm_head.weight (97, 48)" in message
+    assert "tie_word_embeddings = False; if true, model.embed_tokens.weight serves" in message
+
+
+def test_both_tensors_of_berts_head_are_tied() -> None:
+    specs = headers(BERT)
+    add(specs, "cls.predictions.decoder.weight", 97, 60)
+    add(specs, "cls.predictions.decoder.bias", 97)
+    assert structure(BERT, specs).tied == {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+
+# spellings of the hub
+
+
+def test_names_without_the_prefix_of_the_base_model_are_found() -> None:
+    specs = {n.removeprefix("transformer."): s for n, s in headers(GPT2).items()}
+    specs = {n: TensorSpec(n, s.shape, s.dtype) for n, s in specs.items()}
+    add(specs, "h.0.attn.bias", 1, 1, 72, 72)
+    found = structure(GPT2, specs)
+    assert found.tied == {"lm_head.weight": "wte.weight"}
+    assert found.sites[0].module == "h.0.attn.c_attn"
+    assert found.ignored == {"h.0.attn.bias": "the causal mask, a buffer that older versions of transformers saved"}
+    names = canonical_names(GPT2, specs)
+    assert names["h.0.ln_1.weight"] == "transformer.h.0.ln_1.weight"
+    assert len(names) == len(specs)
+
+
+def test_a_bare_model_saved_with_the_prefix_is_found() -> None:
+    config = BERT | {"architectures": ["BertModel"]}
+    specs = headers(config)
+    assert canonical_names(config, specs)["bert.pooler.dense.bias"] == "pooler.dense.bias"
+    assert structure(config, specs).sites[0].module == "bert.encoder.layer.0.attention.self.query"
+
+
+def test_tensorflow_names_of_norms_are_found() -> None:
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    specs: dict[str, TensorSpec] = {}
+    for name, spec in headers(BERT).items():
+        for new, legacy in old.items():
+            name = name.replace(new, legacy)
+        add(specs, name, *spec.shape)
+    found = structure(BERT, specs)
+    assert found.roles["bert.embeddings.LayerNorm.gamma"] == ("embed.norm.weight",)
+    assert canonical_names(BERT, specs)["cls.predictions.transform.LayerNorm.beta"].endswith(".LayerNorm.bias")
+    add(specs, "bert.embeddings.LayerNorm.weight", 60)
+    assert "unknown  bert.embeddings.LayerNorm.gamma" in _refused(BERT, specs)
+
+
+def test_names_of_today_need_no_translation() -> None:
+    for config in (LLAMA, GPT2, BERT, QWEN3_MOE):
+        assert canonical_names(config, headers(config)) == {}
+
+
+def test_what_pre_training_left_is_ignored_with_its_reason() -> None:
+    specs = headers(BERT)
+    for name, *shape in (("bert.pooler.dense.weight", 60, 60), ("cls.seq_relationship.bias", 2)):
+        add(specs, str(name), *map(int, shape))
+    add(specs, "bert.embeddings.position_ids", 1, 72)
+    assert structure(BERT, specs).ignored.keys() == {
+        "bert.pooler.dense.weight", "cls.seq_relationship.bias", "bert.embeddings.position_ids"
+    }  # fmt: skip
+
+
+def test_an_old_config_gets_the_defaults_of_transformers() -> None:
+    config = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 1}
+    assert headers(config)[LAYER.format(0, "k")].shape == (1024, 4096)  # 8 key heads, not 32
+
+
+# bad input
+
+
+def test_all_problems_are_told_at_once_with_layers_folded() -> None:
+    specs = headers(LLAMA)
+    for layer in range(3):
+        del specs[f"model.layers.{layer}.mlp.up_proj.weight"]
+        add(specs, f"model.layers.{layer}.self_attn.sinks", 20)
+    add(specs, LAYER.format(1, "k"), 60, 48)
+    lines = _refused(LLAMA, specs).splitlines()
+    assert lines[0] == "LlamaForCausalLM does not fit mappings/arch/llama.toml: 3 problems"
+    assert "  missing  model.layers.{0..2}.mlp.up_proj.weight (80, 48)" in lines
+    assert "  shape    model.layers.1.self_attn.k_proj.weight has (60, 48), the config gives (20, 48)" in lines
+    symbols = "attn.k.weight (kv_heads * head_dim, hidden) with head_dim = 10, hidden = 48, kv_heads = 2"
+    assert symbols in lines[5]
+    assert "  unknown  model.layers.{0..2}.self_attn.sinks (20,)" in lines
+    assert '"model.layers.{l}.self_attn.sinks" = ' in lines[-2]
+    assert "mappings/arch/llama.toml" in lines[-2]
+
+
+def test_an_expert_that_is_missing_is_named() -> None:
+    specs = headers(MIXTRAL)
+    del specs["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    assert "missing  model.layers.1.block_sparse_moe.experts.3.w2.weight (48, 80)" in _refused(MIXTRAL, specs)
+
+
+def test_experts_are_folded_inside_layers() -> None:
+    specs = {name: spec for name, spec in headers(MIXTRAL).items() if ".w2." not in name}
+    assert "missing  model.layers.{0..2}.block_sparse_moe.experts.{0..4}.w2.weight" in _refused(MIXTRAL, specs)
+
+
+def test_a_layer_too_many_is_told_from_an_unknown_tensor() -> None:
+    specs = headers(LLAMA | {"num_hidden_layers": 4})
+    message = _refused(LLAMA, specs)
+    assert "unknown  model.layers.3.mlp.up_proj.weight (80, 48)" in message
+    assert "the config gives {l} < 3: another model's config, or extra layers?" in message
+
+
+def test_biases_that_the_config_denies_are_told() -> None:
+    specs = headers(LLAMA | {"attention_bias": True})
+    message = _refused(LLAMA, specs)
+    assert "unknown  model.layers.{0..2}.self_attn.q_proj.bias (60,)" in message
+    assert "that row asks for: attention_bias; the config gives attention_bias = False" in message
+
+
+def test_biases_that_the_config_promises_are_missed() -> None:
+    message = _refused(LLAMA | {"attention_bias": True}, headers(LLAMA))
+    assert "self_attn.o_proj.bias (48,), because attention_bias (attention_bias = True)" in message
+
+
+def test_a_row_of_another_architecture_is_named() -> None:
+    config = LLAMA | {"architectures": ["LlamaForSequenceClassification"]}
+    specs = headers(config)
+    add(specs, "lm_head.weight", 97, 48)
+    assert "that row is for LlamaForCausalLM" in _refused(config, specs)
+
+
+def test_numbers_with_leading_zeros_are_no_layers() -> None:
+    specs = headers(LLAMA)
+    spec = specs.pop("model.norm.weight")
+    add(specs, "model.layers.00.input_layernorm.weight", *spec.shape)
+    assert "unknown  model.layers.00.input_layernorm.weight" in _refused(LLAMA, specs)
+
+
+def test_an_unknown_architecture_has_no_table() -> None:
+    assert load_arch("LlamaForCausalLM2") is None
+    assert "no file of mappings/arch lists the architecture 'NobodysModel'" in _refused(
+        {"architectures": ["NobodysModel"]}, {}
+    )
+
+
+@pytest.mark.parametrize("architectures", [None, [], [3], "LlamaForCausalLM"])
+def test_a_config_without_an_architecture_is_refused(architectures: object) -> None:
+    assert '"architectures": ["LlamaForCausalLM"]' in _refused({"architectures": architectures}, {})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("num_attention_heads", 0, "divides by zero"),
+        ("hidden_size", None, "`hidden_size` must be a whole number, it is None"),
+        ("num_hidden_layers", "3", "must be a whole number, it is '3'"),
+    ],
+)
+def test_a_config_of_the_wrong_type_names_the_dim_and_the_line(field: str, value: object, says: str) -> None:
+    message = _refused(LLAMA | {"head_dim": None, field: value}, headers(LLAMA))
+    assert says in message
+    assert "mappings/arch/llama.toml:" in message
+
+
+def test_a_config_that_claims_a_billion_layers_is_refused_at_once() -> None:
+    start = time.perf_counter()
+    for base in (LLAMA, QWEN3_MOE):
+        message = _refused(base | {"num_hidden_layers": 10**9}, headers(base))
+        assert message.startswith("the config claims 1000000000 layers (mappings/arch/")
+    assert time.perf_counter() - start < 2
+
+
+def test_many_missing_layers_are_one_line() -> None:
+    message = _refused(LLAMA | {"num_hidden_layers": 900_000}, headers(LLAMA))
+    assert "missing  model.layers.{3..10002}.mlp.up_proj.weight" in message
+
+
+def test_structure_loads_no_framework() -> None:
+    code = "import sys, bridge.tables.structure; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

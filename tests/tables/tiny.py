@@ -1,0 +1,163 @@
+"""Tiny transformers models with pairwise different extents, their checkpoints, and the formulas of their configs.
+
+Every parameter is random, norms and biases too: a tensor of ones or zeros would hide a wrong row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from bridge.values import TensorSpec
+from tests.tables.reference_forward import (
+    Formulas,
+    Roles,
+    hidden_states,
+    pooled,
+    score_logits,
+    vocabulary_logits,
+)
+
+LENGTH = 70  # a wrong RoPE permutation shows only after some twenty positions
+LABELS = 7
+_LLAMA = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 10, "num_labels": LABELS, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+# For architectures whose head_dim is always hidden / heads.
+_SQUARE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"hidden_size": 60}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 23, "query_pre_attn_scalar": 13}
+_BERT = {
+    "vocab_size": 97, "hidden_size": 60, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "type_vocab_size": 4, "max_position_embeddings": 72, "num_labels": LABELS, "hidden_dropout_prob": 0.0,
+}  # fmt: skip
+_GPT2 = {"vocab_size": 97, "n_embd": 60, "n_inner": 80, "n_layer": 3, "n_head": 6, "n_positions": 72}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "llama-biases": ("LlamaForCausalLM", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("LlamaForCausalLM", _LLAMA | {"tie_word_embeddings": True}),
+    "llama-sequence": ("LlamaForSequenceClassification", _LLAMA | {"pad_token_id": 0}),
+    "llama-token": ("LlamaForTokenClassification", _LLAMA),
+    "llama-bare": ("LlamaModel", _LLAMA),
+    "mistral": ("MistralForCausalLM", _LLAMA | {"sliding_window": 23}),
+    "qwen2": ("Qwen2ForCausalLM", _SQUARE),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA),
+    "qwen3-biases": ("Qwen3ForCausalLM", _LLAMA | {"attention_bias": True}),
+    "gemma2": ("Gemma2ForCausalLM", _LLAMA | _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        _LLAMA | _GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "phi3": ("Phi3ForCausalLM", _SQUARE | {"pad_token_id": 0}),
+    "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "mixtral": ("MixtralForCausalLM", _LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        _LLAMA | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "mlp_only_layers": [1]},
+    ),
+    "bert": ("BertModel", _BERT),
+    "bert-masked": ("BertForMaskedLM", _BERT),
+    "bert-masked-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),
+    "bert-pretraining": ("BertForPreTraining", _BERT),
+    "bert-sequence": ("BertForSequenceClassification", _BERT),
+    "bert-token": ("BertForTokenClassification", _BERT),
+    "bert-answers": ("BertForQuestionAnswering", _BERT | {"num_labels": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A saved tiny model: its config.json, its tensors, and the outputs that transformers computes."""
+
+    config: dict[str, Any]
+    tensors: Mapping[str, np.ndarray]
+    ids: torch.Tensor
+    types: torch.Tensor | None
+    outputs: torch.Tensor
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(name, a.shape, str(a.dtype)) for name, a in self.tensors.items()}
+
+
+def tiny(case: str, directory: Path) -> Tiny:
+    """Make, save and run the model of `case`."""
+    architecture, extents = CASES[case]
+    cls = getattr(transformers, architecture)
+    model = cls._from_config(cls.config_class(**extents), attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 1.2 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    ids = torch.randint(1, 97, (LENGTH,), generator=generator)
+    types = torch.randint(0, 4, (LENGTH,), generator=generator) if architecture.startswith("Bert") else None
+    given = {} if types is None else {"token_type_ids": types[None]}
+    with torch.no_grad():
+        result = model(ids[None], **given)
+    return Tiny(config, load_file(directory / "model.safetensors"), ids, types, _flat(result))
+
+
+def _flat(result: Any) -> torch.Tensor:
+    """Put what the model gives into one vector: logits, or hidden states and what is pooled from them."""
+    keys = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+    keys = keys if any(key in result for key in keys) else ("last_hidden_state", "pooler_output")
+    return torch.cat([result[key].double().flatten() for key in keys if key in result])
+
+
+def reference(case: str, made: Tiny, roles: Roles) -> torch.Tensor:
+    """Compute the same outputs from roles alone."""
+    f = formulas(case, made.config)
+    architecture = CASES[case][0]
+    x = hidden_states(roles, f, made.ids, made.types)
+    outputs: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "ForCausalLM": lambda: [vocabulary_logits(roles, f, x)],
+        "LMHeadModel": lambda: [vocabulary_logits(roles, f, x)],
+        "ForMaskedLM": lambda: [vocabulary_logits(roles, f, x)],
+        "ForPreTraining": lambda: [vocabulary_logits(roles, f, x), score_logits(roles, pooled(roles, x), "nsp")],
+        "BertForSequenceClassification": lambda: [score_logits(roles, pooled(roles, x))],
+        "LlamaForSequenceClassification": lambda: [score_logits(roles, x[-1:])],
+        "ForTokenClassification": lambda: [score_logits(roles, x)],
+        "ForQuestionAnswering": lambda: [score_logits(roles, x).T],
+        "BertModel": lambda: [x, pooled(roles, x)],
+        "LlamaModel": lambda: [x],
+    }
+    (make,) = [value for key, value in outputs.items() if architecture.endswith(key)]
+    return torch.cat([tensor.flatten() for tensor in make()])
+
+
+def formulas(case: str, config: dict[str, Any]) -> Formulas:
+    """Read from a config what is not an extent, by the definitions of the papers and of config.json."""
+    family = case.split("-")[0]
+    if family in ("bert", "gpt2"):
+        heads = config.get("num_attention_heads") or config["n_head"]
+        eps, activation = (1e-12, "gelu") if family == "bert" else (1e-5, "gelu_tanh")
+        return Formulas(3, heads, heads, (0.0,) * 3, (0,) * 3, eps, activation, causal=family == "gpt2")
+    theta = (float(config["rope_parameters"].get("rope_theta", 0)),) * 3
+    window = (config.get("sliding_window") or 0,) * 3
+    more: dict[str, Any] = {}
+    if family in ("gemma2", "gemma3"):
+        kinds = config["layer_types"]
+        window = tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds)
+        more = {"scale": config["query_pre_attn_scalar"] ** -0.5, "embedding_scale": config["hidden_size"] ** 0.5}
+        more |= {"activation": "gelu_tanh"}
+    if family == "gemma2":
+        more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
+    if family == "gemma3":
+        theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
+    if family == "mixtral" or case == "qwen3-moe":
+        more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
+    return Formulas(
+        3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, config["rms_norm_eps"], **more
+    )
