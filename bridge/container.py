@@ -1,0 +1,233 @@
+"""The safetensors byte format, read and written without the safetensors library; never interprets a tensor's values.
+
+A file is: 8 bytes header length (little endian), a JSON object padded with spaces, then the data of all tensors back
+to back. Readers check the whole header before the first tensor is read, as the reference implementation does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge.dtypes import DTYPES, FROM_SAFETENSORS
+from bridge.errors import SourceError
+from bridge.values import TensorSpec
+
+MAX_HEADER = 100_000_000  # the reference implementation's limit; a longer header is a broken or hostile file
+HEAD = 65536  # one read covers the header of all but the largest shards
+PIECE = 64 << 20  # one system call's share, so that Ctrl-C is answered within some tens of milliseconds
+LFS = b"version https://git-lfs.github.com/spec"
+
+
+class Entry(NamedTuple):
+    """A tensor and where its bytes lie: `offset` counts from the start of the file."""
+
+    spec: TensorSpec
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself; `entries` in the order of the data."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: entry.spec for name, entry in self.entries.items()}
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open `path` for reading; what the system says about a file that cannot be opened becomes a SourceError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be opened: {error.strerror}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_into(fd: int, out: np.ndarray, offset: int, path: Path) -> None:
+    """Fill the contiguous array `out` with the bytes of the file from `offset` on."""
+    view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs miss Buffer on 3.11
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done : done + PIECE]], offset + done)
+        if not got:
+            raise SourceError(f"{path}: ends at byte {offset + done}, inside a tensor: truncated since it was opened")
+        done += got
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of one safetensors file; SourceError says what is wrong with it.
+
+    >>> read_header(Path("model.safetensors")).entries["lm_head.weight"].offset  # doctest: +SKIP
+    """
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        head = os.pread(fd, HEAD, 0)
+        refuse_pointer(path, head)
+        length = int.from_bytes(head[:8], "little")
+        if size < 8 or length > size - 8:
+            raise SourceError(
+                f"{path}: truncated, or not a safetensors file: {size} bytes, the header alone should take {length}; "
+                "download it again"
+            )
+        if length > MAX_HEADER:
+            raise SourceError(f"{path}: header of {length} bytes; at most {MAX_HEADER} are allowed: not safetensors?")
+        text = head[8 : 8 + length]
+        while len(text) < length:
+            more = os.pread(fd, length - len(text), 8 + len(text))
+            if not more:
+                raise SourceError(f"{path}: truncated inside its header")
+            text += more
+    try:
+        return _parse(text, size - 8 - length, 8 + length)
+    except _BadHeaderError as error:
+        raise SourceError(f"{path}: {error}") from error
+
+
+def refuse_pointer(path: Path, head: bytes) -> None:
+    """Raise SourceError for what is often found in the place of weights: a Git-LFS pointer, a web page, nothing."""
+    if head.startswith(LFS):
+        raise SourceError(f"{path}: a Git-LFS pointer instead of weights; run `git lfs pull` in its directory")
+    if not head:
+        raise SourceError(f"{path}: an empty file; download it again")
+    if head.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+        raise SourceError(f"{path}: a web page instead of weights (a failed download?); download it again")
+
+
+class _BadHeaderError(Exception):
+    """Reason without the file's name; `read_header` adds it."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise _BadHeaderError(f"header names {', '.join(twice)} twice")
+    return found
+
+
+def _parse(text: bytes, data: int, start: int) -> Header:
+    if text[:1] != b"{":
+        raise _BadHeaderError("header does not begin with `{`: not a safetensors file")
+    try:
+        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise _BadHeaderError(f"header is not UTF-8 at byte {8 + error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise _BadHeaderError(f"header is not JSON: {error}") from error
+    metadata = raw.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _BadHeaderError("`__metadata__` must map strings to strings")
+    entries = sorted((_entry(name, row, start) for name, row in raw.items()), key=lambda e: (e.offset, e.nbytes))
+    end = start
+    for entry in entries:
+        if entry.offset != end:
+            what = (
+                "overlaps the tensor before it"
+                if entry.offset < end
+                else f"leaves a hole of {entry.offset - end} bytes"
+            )
+            raise _BadHeaderError(f"{entry.spec.name} {what}")
+        end += entry.nbytes
+    if end != start + data:
+        what = "truncated" if end > start + data else "longer than its tensors"
+        raise _BadHeaderError(f"{what}: tensors take {end - start} bytes, the file holds {data}; download it again")
+    return Header({entry.spec.name: entry for entry in entries}, metadata)
+
+
+def _entry(name: str, row: object, start: int) -> Entry:
+    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _BadHeaderError(f"{name}: must have exactly dtype, shape and data_offsets")
+    code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    for what, value in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+            raise _BadHeaderError(f"{name}: {what} must be a list of non-negative integers, not {value!r}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _BadHeaderError(f"{name}: data_offsets must be [begin, end], not {offsets!r}")
+    if not isinstance(code, str) or code not in FROM_SAFETENSORS:
+        raise _BadHeaderError(f"{name}: dtype {code!r} is unknown; known: {', '.join(FROM_SAFETENSORS)}")
+    spec = TensorSpec(name, tuple(shape), FROM_SAFETENSORS[code])
+    nbytes = offsets[1] - offsets[0]
+    if nbytes != spec.nbytes:
+        raise _BadHeaderError(f"{name}: {code} {shape} takes {spec.nbytes} bytes, its data_offsets give {nbytes}")
+    return Entry(spec, start + offsets[0], nbytes)
+
+
+def layout(
+    specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None, align: int = 64
+) -> tuple[bytes, dict[str, int], int]:
+    """Place tensors in a file: the header's bytes, each tensor's offset in the file, the file's size.
+
+    The data begin at a multiple of `align`. The format allows no holes, so wide dtypes come first (each keeps the
+    order given): every tensor is then aligned to its own element. 4-bit tensors are U8 with their last axis packed.
+    """
+    ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].bits)
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begins: dict[str, int] = {}
+    end = 0
+    for spec in ordered:
+        assert spec.name not in begins, f"{spec.name} is laid out twice"
+        begins[spec.name] = end
+        header[spec.name] = {
+            "dtype": DTYPES[spec.dtype].safetensors,
+            "shape": stored_shape(spec),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % align)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + at for name, at in begins.items()}, start + end
+
+
+def stored_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of the storage array: 4-bit values lie two to a byte along the last axis."""
+    if DTYPES[spec.dtype].bits != 4:
+        return spec.shape
+    assert spec.shape and spec.shape[-1] % 2 == 0, f"{spec.name}: {spec.shape} cannot be packed along its last axis"
+    return (*spec.shape[:-1], spec.shape[-1] // 2)
+
+
+class SafetensorsFile:
+    """One safetensors file, header read, tensors read when asked for; safe to read from several threads.
+
+    It holds no file open: a checkpoint has hundreds of shards, and opening costs microseconds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = read_header(path)
+        self.specs: Mapping[str, TensorSpec] = self.header.specs
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the storage array of one tensor."""
+        spec, offset, _ = self.header.entries[name]
+        out = np.empty(spec.shape, DTYPES[spec.dtype].storage)
+        with opened(self.path) as fd:
+            read_into(fd, out, offset, self.path)
+        return out
+
+    def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Return rows `begin` to `end` along the first axis, so that a large matrix need not be held whole."""
+        spec, offset, nbytes = self.header.entries[name]
+        out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+        row = nbytes // spec.shape[0] if spec.shape[0] else 0
+        with opened(self.path) as fd:
+            read_into(fd, out, offset + begin * row, self.path)
+        return out

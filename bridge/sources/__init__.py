@@ -1,0 +1,119 @@
+"""Where a model comes from: opens anything a user may call a model as a `Source`; never reads a weight while opening.
+
+A source kind is one file here that has `recognizes` and `open_model`, or an entry point of the group `bridge.sources`
+that names such a module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from bridge.errors import UsageError
+from bridge.values import LazyTensor, TensorSpec
+
+FALLBACK = "bridge.sources.hf"  # takes every string and path that no other kind recognizes, and says what is wrong
+
+
+class Source(Protocol):
+    """A model at rest, in checkpoint names. Opening one checks everything that headers and config can tell."""
+
+    @property
+    def dialect(self) -> str:
+        """Which spelling its tensor names follow: `hf`."""
+
+    @property
+    def where(self) -> str:
+        """What the user calls it, for messages and the report: a path, a hub id, a class name."""
+
+    @property
+    def name(self) -> str:
+        """A short name that can be part of a file name."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether `load_model` has what it needs here, without trying."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of config.json; `architectures` is there."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor, sorted naturally (`layers.2` before `layers.10`)."""
+
+    @property
+    def side_files(self) -> Mapping[str, Path | bytes]:
+        """Relative name -> file to copy, or its content: everything except weights and their index."""
+
+    @property
+    def dropped(self) -> Mapping[str, str]:
+        """File or tensor alias that is there and will not be carried -> why."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the storage array of one tensor; it may be read-only."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that changes when the weights do, so that a resumed run notices another model."""
+
+    def load_model(self) -> Any:
+        """Return the `transformers` model, for calibration and verification; in memory it is the caller's own."""
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer; SourceError where there is none."""
+
+
+class SourceKind(Protocol):
+    """What a module of this package (or of an entry point) offers to be asked by `open_source`."""
+
+    def recognizes(self, model: object) -> bool:
+        """Tell whether `model` is of this kind, from its type or the names in its directory."""
+
+    def open_model(self, model: Any, config: Any, tokenizer: Any) -> Source:
+        """Open it, or raise one SourceError with everything that is wrong with it."""
+
+
+def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source:
+    """Open a `transformers` model in memory, a directory, a hub id (`org/name`, `org/name@revision`), or a Source.
+
+    `config`: a dict whose entries replace those of config.json, a config object, or a path to a JSON file.
+    `tokenizer`: an object, or a directory or hub id to load it from instead of the model's own.
+
+    >>> open_source("examples/models/tiny-llama").dialect  # doctest: +SKIP
+    'hf'
+    """
+    if all(hasattr(type(model), name) for name in ("read", "load_model", "load_tokenizer")):
+        if config is not None or tokenizer is not None:
+            raise UsageError("config= and tokenizer= go to the source itself when `model` is a Source already")
+        return cast(Source, model)
+    if isinstance(model, str) and not model.strip():
+        raise UsageError("model is an empty string; give a directory or a hub id")
+    for kind in _kinds():
+        if kind.recognizes(model):
+            return kind.open_model(model, config, tokenizer)
+    raise UsageError(
+        f"cannot take a model from {type(model).__name__}; give a transformers model, a directory or a hub id"
+    )
+
+
+def lazy(source: Source, name: str) -> LazyTensor:
+    """Return one tensor of `source` that is read when asked for, and then held to its spec."""
+    return LazyTensor(source.specs[name], lambda: source.read(name))
+
+
+def _kinds() -> Iterator[SourceKind]:
+    """Yield entry points first, so that they can take what the built-in kinds would, then ours, the fallback last."""
+    for entry in sorted(entry_points(group="bridge.sources"), key=lambda entry: entry.name):
+        yield cast(SourceKind, entry.load())
+    names = [f"{__name__}.{info.name}" for info in pkgutil.iter_modules(__path__) if info.name[0] != "_"]
+    for name in sorted(names, key=lambda name: (name == FALLBACK, name)):
+        module = importlib.import_module(name)
+        if hasattr(module, "recognizes"):
+            yield cast(SourceKind, module)

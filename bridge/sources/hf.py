@@ -1,0 +1,186 @@
+"""Hugging Face checkpoints on disk or on the hub; never imports a framework to read config, headers or tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import SourceError, UsageError
+from bridge.sources import hub, loading
+from bridge.sources.refuse import other_dialect, quantized
+from bridge.sources.shards import Weights, find_weights, listed
+from bridge.values import TensorSpec
+
+# A file that ends like this holds weights, or a training state; everything else beside the weights is carried along.
+WEIGHT_ENDINGS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".onnx.data", ".gguf",
+    ".ot", ".npz", ".npy", ".pkl", ".tflite", ".mlmodel", ".mlpackage", ".nemo", ".distcp", ".index.json", ".engine",
+)  # fmt: skip
+BOOKKEEPING = (".git", ".gitattributes", ".gitignore", ".cache", ".DS_Store", "__pycache__")
+
+
+class HfSource:
+    """A directory with config.json and weights as `save_pretrained` or the hub lay them out."""
+
+    dialect = "hf"
+
+    def __init__(self, root: Path, where: str, config: dict[str, Any], weights: Weights, tokenizer: Any = None) -> None:
+        self.root = root
+        self.where = where
+        self.name = (
+            Path(where).resolve().name.split("@")[0] if Path(where).exists() else where.split("/")[-1].split("@")[0]
+        )
+        self.config: Mapping[str, Any] = config
+        self.specs: Mapping[str, TensorSpec] = weights.specs
+        self._weights = weights
+        self._tokenizer = tokenizer
+        self.side_files, self.dropped = _beside(root, weights)
+        if self.config != _config_file(root):
+            self.side_files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+    @property
+    def can_run(self) -> bool:
+        """Whether torch and transformers are installed; looks for them without importing them."""
+        return find_spec("torch") is not None and find_spec("transformers") is not None
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the storage array of one tensor."""
+        return self._weights.holder[name].read(name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of config, headers, and each weight file's size and time of change; reads no weight."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True, default=str).encode())
+        for spec in self.specs.values():
+            digest.update(repr((spec.name, spec.shape, spec.dtype)).encode())
+        for path in self._weights.files:
+            stat = path.stat()
+            digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+        return digest.hexdigest()
+
+    def load_model(self) -> Any:
+        """Build the `transformers` model with these weights, in the dtype they are stored in, in eval mode."""
+        return loading.load_model(self)
+
+    def load_tokenizer(self) -> Any:
+        """Return the given tokenizer, else the one beside the weights."""
+        return loading.load_tokenizer(self._tokenizer, self.root, self.where)
+
+
+def recognizes(model: object) -> bool:
+    """Take every string and path: this kind is asked last, and says what is wrong with what is no checkpoint."""
+    return isinstance(model, str | Path)
+
+
+def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
+    """Open a directory or a hub id; everything that headers and config can tell is checked here."""
+    root = Path(model).expanduser()
+    if not root.exists():
+        root = hub.snapshot(model)
+    if root.is_file():
+        raise SourceError(f"{model}: a file; give the directory that holds it together with config.json")
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise SourceError(f"{model}: the directory may not be read by this user")
+    where = str(model)
+    problems: list[str] = []
+    found: dict[str, Any] = {}
+    try:
+        found = settle_config(_config_file(root), config)
+    except SourceError as error:
+        problems.append(str(error))
+    weights = find_weights(root) or Weights()
+    if not weights.files and not weights.problems:
+        raise listed(where, _nothing_here(root, problems))
+    problems += quantized(root, found, weights.specs)
+    problems += weights.problems
+    if problems:
+        raise listed(where, problems)
+    return HfSource(root, where, found, weights, tokenizer)
+
+
+def _nothing_here(root: Path, problems: list[str]) -> list[str]:
+    """Explain a directory without weights; its missing config is no separate problem where it is something else."""
+    known = other_dialect(root)
+    if known:
+        return [known]
+    if not any(root.iterdir()):
+        return ["an empty directory; give one with config.json and *.safetensors"]
+    return [*problems, "no weights: neither *.safetensors nor pytorch_model*.bin"]
+
+
+def settle_config(found: dict[str, Any] | None, given: Any) -> dict[str, Any]:
+    """Return the model's config, changed or replaced by what the caller gave; `architectures` must come out of it."""
+    if isinstance(given, str | Path):
+        found = {**(found or {}), **_read_json(Path(given))}
+    elif isinstance(given, Mapping):
+        found = {**(found or {}), **given}
+    elif hasattr(given, "to_dict"):
+        whole = given.to_dict()
+        found = {**whole, "architectures": whole.get("architectures") or (found or {}).get("architectures")}
+    elif given is not None:
+        raise UsageError(f"config= takes a dict, a config object or a path, not {type(given).__name__}")
+    if found is None:
+        raise SourceError("config.json is missing; put it beside the weights, or give config=")
+    names = found.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        example = f" (model_type is {found['model_type']!r})" if found.get("model_type") else ""
+        raise SourceError(
+            f"config.json has no architectures{example}: which model class it is cannot be told; "
+            'give config={"architectures": ["LlamaForCausalLM"]} with the class it was saved from'
+        )
+    return found
+
+
+def _config_file(root: Path) -> dict[str, Any] | None:
+    path = root / "config.json"
+    return _read_json(path) if path.is_file() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise SourceError(f"{path.name}: cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SourceError(f"{path.name}: must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _beside(root: Path, weights: Weights) -> tuple[dict[str, Path | bytes], dict[str, str]]:
+    """Divide everything beside the weights into files to carry and files to drop, each with its reason."""
+    carried: dict[str, Path | bytes] = {}
+    dropped: dict[str, str] = {}
+    used = {path.name for path in weights.files}
+
+    def walk(folder: Path, prefix: str) -> None:
+        for path in sorted(folder.iterdir()):
+            name = prefix + path.name
+            if path.name in BOOKKEEPING or (not prefix and (name in used or name == _index_of(weights))):
+                continue
+            if path.is_symlink() and not path.is_file():  # followed, a link to a parent would never end
+                dropped[name] = "a link to a directory, or to nothing"
+            elif path.is_dir():
+                if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
+                    dropped[name + "/"] = "another model in a subdirectory"
+                else:
+                    walk(path, name + "/")
+            elif name.endswith(WEIGHT_ENDINGS):
+                dropped[name] = "weights or training state that the checkpoint's index does not name"
+            else:
+                carried[name] = path
+
+    walk(root, "")
+    return carried, dropped
+
+
+def _index_of(weights: Weights) -> str:
+    stem, _, suffix = weights.files[0].name.rpartition(".")
+    return f"{stem.split('-')[0]}.{suffix}.index.json"

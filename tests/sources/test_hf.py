@@ -1,0 +1,332 @@
+"""Directories: what is read, what is carried along, and every way in which one can be broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from bridge.errors import SourceError, UsageError
+from bridge.sources import lazy, open_source
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 6}
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n"
+FIRST = {f"model.layers.{i}.w": np.full((2, 3), i, np.float32) for i in (0, 2)}
+SECOND = {f"model.layers.{i}.w": np.full((4,), i, np.float16) for i in (1, 10)}
+NAMES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    root = tmp_path / "two-shards"
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(CONFIG))
+    save_file(FIRST, root / NAMES[0])
+    save_file(SECOND, root / NAMES[1])
+    write_index(root, {**dict.fromkeys(FIRST, NAMES[0]), **dict.fromkeys(SECOND, NAMES[1])})
+    return root
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    root = tmp_path / "one-file"
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(CONFIG))
+    save_file({**FIRST, **SECOND}, root / "model.safetensors")
+    return root
+
+
+def write_index(root: Path, weight_map: dict[str, str]) -> None:
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def index_of(root: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((root / "model.safetensors.index.json").read_text())["weight_map"]
+    return found
+
+
+def refusal(model: object, **arguments: object) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_source(model, **arguments)
+    return str(caught.value)
+
+
+def test_shards_read_equal_to_the_reference_in_natural_order(sharded: Path) -> None:
+    source = open_source(str(sharded))
+    assert list(source.specs) == [f"model.layers.{i}.w" for i in (0, 1, 2, 10)]
+    want = {**load_file(sharded / NAMES[0]), **load_file(sharded / NAMES[1])}
+    assert all(np.array_equal(lazy(source, name).read(), array) for name, array in want.items())
+    assert (source.dialect, source.name, source.config) == ("hf", "two-shards", CONFIG)
+
+
+def test_several_files_without_index_are_one_checkpoint(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    assert len(open_source(sharded).specs) == 4
+
+
+def test_a_single_file_of_any_name_is_the_checkpoint(single: Path) -> None:
+    (single / "model.safetensors").rename(single / "weights.safetensors")
+    assert len(open_source(single).specs) == 4
+
+
+def test_everything_except_weights_and_index_is_carried(sharded: Path) -> None:
+    carried = ["generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "1_Pooling/config.json"]
+    for name in [*carried, "training_args.bin", "onnx/model.onnx", ".gitattributes", "model.fp16.safetensors"]:
+        (sharded / name).parent.mkdir(exist_ok=True)
+        (sharded / name).write_text("x")
+    source = open_source(sharded)
+    assert set(source.side_files) == {"config.json", *carried}
+    assert set(source.dropped) == {"training_args.bin", "onnx/model.onnx", "model.fp16.safetensors"}
+
+
+def test_another_model_below_is_dropped_by_name(single: Path) -> None:
+    below = single / "checkpoint-500"
+    below.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (below / name).write_bytes((single / name).read_bytes())
+    source = open_source(single)
+    assert dict(source.dropped) == {"checkpoint-500/": "another model in a subdirectory"}
+
+
+def test_links_to_directories_are_dropped_by_name_not_followed(single: Path) -> None:
+    (single / "loop").symlink_to(single)
+    (single / "gone.json").symlink_to(single / "nowhere")
+    (single / "license").symlink_to(single / "config.json")
+    source = open_source(single)
+    assert set(source.dropped) == {"loop", "gone.json"}
+    assert set(source.side_files) == {"config.json", "license"}
+
+
+def test_fingerprint_follows_the_weights(single: Path) -> None:
+    first = open_source(single).fingerprint
+    assert open_source(single).fingerprint == first
+    os.utime(single / "model.safetensors", ns=(1, 1))
+    assert open_source(single).fingerprint != first
+
+
+def test_opening_and_reading_import_no_framework(sharded: Path) -> None:
+    code = (
+        "import sys; from bridge.sources import open_source; s = open_source(sys.argv[1]); s.read('model.layers.0.w');"
+        "s.fingerprint; s.side_files;"
+        "print(*[m for m in ('torch', 'transformers', 'safetensors', 'huggingface_hub', 'numba') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(sharded)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_config_entries_of_the_caller_win_and_are_written(single: Path) -> None:
+    source = open_source(single, config={"hidden_size": 7})
+    assert source.config == {**CONFIG, "hidden_size": 7}
+    written = source.side_files["config.json"]
+    assert isinstance(written, bytes)
+    assert json.loads(written) == source.config
+
+
+def test_config_can_come_from_a_file_when_there_is_none(single: Path, tmp_path: Path) -> None:
+    (single / "config.json").rename(tmp_path / "other.json")
+    assert open_source(single, config=tmp_path / "other.json").config == CONFIG
+
+
+def test_config_of_a_wrong_type_is_a_usage_error(single: Path) -> None:
+    with pytest.raises(UsageError, match="config= takes a dict, a config object or a path, not int"):
+        open_source(single, config=3)
+
+
+def test_missing_config_says_what_to_do(single: Path) -> None:
+    (single / "config.json").unlink()
+    assert refusal(single) == f"{single}: config.json is missing; put it beside the weights, or give config="
+
+
+def test_config_that_is_no_json_is_refused(single: Path) -> None:
+    (single / "config.json").write_text("{")
+    assert "config.json: cannot be read as JSON" in refusal(single)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "Llama", [1]])
+def test_config_without_architectures_says_what_to_give(single: Path, architectures: object) -> None:
+    (single / "config.json").write_text(json.dumps({**CONFIG, "architectures": architectures}))
+    message = refusal(single)
+    assert "config.json has no architectures (model_type is 'llama')" in message
+    assert 'give config={"architectures": ["LlamaForCausalLM"]}' in message
+    assert open_source(single, config={"architectures": ["LlamaForCausalLM"]}).config["architectures"]
+
+
+def test_shard_that_the_index_names_but_is_missing(sharded: Path) -> None:
+    (sharded / NAMES[1]).unlink()
+    assert f"{NAMES[1]}: missing, though the index names it" in refusal(sharded)
+
+
+def test_gap_in_the_numbers_without_index(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    (sharded / NAMES[0]).unlink()
+    assert f"{NAMES[0]}: missing, as the numbers of the others say" in refusal(sharded)
+
+
+def test_tensor_of_the_index_that_no_shard_holds(sharded: Path) -> None:
+    write_index(sharded, {**index_of(sharded), "model.norm": NAMES[0]})
+    assert f"{NAMES[0]}: lacks model.norm, which the index places there" in refusal(sharded)
+
+
+def test_tensor_of_a_shard_that_the_index_lacks(sharded: Path) -> None:
+    weight_map = index_of(sharded)
+    del weight_map["model.layers.10.w"]
+    write_index(sharded, weight_map)
+    assert f"{NAMES[1]}: holds model.layers.10.w, which the index does not place there" in refusal(sharded)
+
+
+def test_tensor_in_two_shards(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    save_file({**SECOND, **FIRST}, sharded / NAMES[1])
+    assert f"{NAMES[1]}: holds model.layers.{{0,2}}.w, which {NAMES[0]} holds as well" in refusal(sharded)
+
+
+def test_truncated_shard(sharded: Path) -> None:
+    path = sharded / NAMES[0]
+    path.write_bytes(path.read_bytes()[:-5])
+    assert f"{NAMES[0]}: truncated: tensors take 48 bytes, the file holds 43" in refusal(sharded)
+
+
+def test_pointers_instead_of_weights_are_all_in_one_message(sharded: Path) -> None:
+    for name in NAMES:
+        (sharded / name).write_text(LFS)
+    message = refusal(sharded)
+    assert message.startswith(f"{sharded}: 2 problems\n")
+    assert all(f"  {name}: a Git-LFS pointer instead of weights; run `git lfs pull`" in message for name in NAMES)
+
+
+def test_pointer_instead_of_the_index(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text(LFS)
+    assert "model.safetensors.index.json: a Git-LFS pointer" in refusal(sharded)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "no weight_map in it"),
+        ("{}", "no weight_map in it"),
+        ('{"weight_map": {"a": 1}}', "weight_map must map tensor names to file names"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names files outside its directory: ../model.safetensors"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "names files outside its directory: /etc/passwd"),
+    ],
+)
+def test_broken_index(sharded: Path, content: str, reason: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert f"model.safetensors.index.json: {reason}" in refusal(sharded)
+
+
+def test_two_checkpoints_in_one_directory(sharded: Path) -> None:
+    save_file(FIRST, sharded / "model.safetensors")
+    assert "describe two checkpoints in one directory; keep one" in refusal(sharded)
+
+
+def test_all_problems_come_in_one_message(sharded: Path) -> None:
+    (sharded / NAMES[0]).write_text(LFS)
+    (sharded / NAMES[1]).unlink()
+    (sharded / "config.json").write_text("{}")
+    message = refusal(sharded)
+    assert all(word in message for word in ("3 problems", "Git-LFS", "missing, though the index", "no architectures"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "writer"),
+    [
+        ("layers.0.q.weight_scale_inv", np.float32, "block-scaled FP8"),
+        ("layers.0.q.weight_scale", np.float32, "ModelOpt or compressed-tensors"),
+        ("layers.0.q.qweight", np.int32, "GPTQ or AWQ"),
+        ("layers.0.q.weight_packed", np.int32, "compressed-tensors"),
+        ("layers.0.q.SCB", np.float32, "bitsandbytes int8"),
+        ("layers.0.q.weight.absmax", np.uint8, "bitsandbytes 4-bit"),
+        ("layers.0.q.input_quantizer._amax", np.float32, "ModelOpt (calibrated, not exported)"),
+    ],
+)
+def test_companions_of_quantized_weights_are_recognized(single: Path, name: str, kind: type, writer: str) -> None:
+    save_file({**FIRST, name: np.ones(3, kind)}, single / "model.safetensors")
+    message = refusal(single)
+    assert f"already quantized ({name}: {writer}" in message
+    assert "start from the unquantized checkpoint" in message
+
+
+def test_names_that_only_look_like_companions_are_plain(single: Path) -> None:
+    save_file(
+        {"logit_scale": np.ones(1, np.float32), "num_blocks": np.ones(1, np.float32)}, single / "model.safetensors"
+    )
+    assert len(open_source(single).specs) == 2
+
+
+def test_low_bit_values_are_recognized_without_companions(single: Path) -> None:
+    import ml_dtypes
+
+    save_file({"q.weight": np.ones((2, 2), ml_dtypes.float8_e4m3fn)}, single / "model.safetensors")
+    assert "already quantized (q.weight: float8_e4m3fn values)" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("config.json", {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "=gptq, bits=4"),
+        ("config.json", {**CONFIG, "text_config": {"quantization_config": {"quant_method": "fp8"}}}, "=fp8"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "hf_quant_config.json: quant_algo=NVFP4"),
+        ("quantize_config.json", {"bits": 4}, "quantize_config.json: bits=4"),
+    ],
+)  # fmt: skip
+def test_quantized_by_its_files(single: Path, file: str, content: object, found: str) -> None:
+    (single / file).write_text(json.dumps(content))
+    message = refusal(single)
+    assert "already quantized (" in message
+    assert found in message
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    assert "an empty directory; give one with config.json and *.safetensors" in refusal(tmp_path)
+
+
+def test_directory_with_config_alone(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    assert "no weights: neither *.safetensors nor pytorch_model*.bin" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (("context/io.json", "weights/.metadata"), "a NeMo 2 checkpoint"),
+        (("model.nemo",), "a NeMo archive"),
+        (("latest_checkpointed_iteration.txt",), "a Megatron checkpoint"),
+        ((".metadata", "__0_0.distcp"), "a torch distributed checkpoint (*.distcp), as torchtitan writes"),
+        (("params.json", "consolidated.00.pth"), "a Meta checkpoint"),
+        (("adapter_config.json", "adapter_model.safetensors"), "an adapter without its base model"),
+        (("model_index.json", "unet/config.json"), "a diffusers pipeline"),
+        (("model-q4.gguf",), "a GGUF model"),
+        (("config.json", "tf_model.h5"), "TensorFlow or Flax weights"),
+        (("checkpoint-500/model.safetensors",), "a training run: give one of its checkpoint-* directories"),
+    ],
+)
+def test_other_dialects_are_recognized(tmp_path: Path, names: tuple[str, ...], what: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path}: {what}")
+
+
+def test_a_file_is_not_a_model(single: Path) -> None:
+    assert "a file; give the directory that holds it" in refusal(single / "model.safetensors")
+
+
+@pytest.mark.parametrize("make", [lambda: 3, lambda: None, lambda: {"a": 1}])
+def test_what_is_no_model_at_all_is_a_usage_error(make: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match="give a transformers model, a directory or a hub id"):
+        open_source(make())
+
+
+def test_a_source_is_passed_through(single: Path) -> None:
+    source = open_source(single)
+    assert open_source(source) is source
+    with pytest.raises(UsageError, match="go to the source itself"):
+        open_source(source, config={})

@@ -1,0 +1,191 @@
+"""Models in memory that cannot be taken as they are, and what a source builds for calibration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bridge.errors import SourceError, UsageError
+from bridge.sources import open_source
+from tests.sources.tiny_families import build
+
+
+def refusal(model: object) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_source(model)
+    return str(caught.value)
+
+
+def test_module_that_is_no_transformers_model_is_refused() -> None:
+    assert "Linear in memory: not a transformers model (it has no config)" in refusal(torch.nn.Linear(2, 3))
+
+
+def test_wrapper_for_parallel_training_is_named() -> None:
+    assert "or its `.module` where it is wrapped" in refusal(torch.nn.DataParallel(build("llama")))
+
+
+def test_compiled_model_is_unwrapped() -> None:
+    model = build("llama")
+    source = open_source(torch.compile(model))
+    assert source.load_model() is model
+    assert source.where == "LlamaForCausalLM in memory"
+
+
+def test_model_with_adapters_is_refused() -> None:
+    model = build("llama")
+    model.peft_config = {"default": object()}
+    assert "carries adapters; merge them first: model = model.merge_and_unload()" in refusal(model)
+
+
+def test_model_with_modelopt_quantizers_is_refused() -> None:
+    model = build("llama")
+    model.model.layers[0].mlp.quantizer = type("TensorQuantizer", (torch.nn.Module,), {})()
+    assert "is quantized by ModelOpt already; give the plain model" in refusal(model)
+
+
+def test_model_with_a_quantizer_of_transformers_is_refused() -> None:
+    model = build("llama")
+    model.hf_quantizer = SimpleNamespace()
+    assert "is quantized already (quantization_config)" in refusal(model)
+
+
+def test_model_of_fp8_values_is_refused() -> None:
+    model = build("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert "already quantized (lm_head.weight: float8_e4m3fn values)" in refusal(model)
+
+
+def test_model_of_complex_values_is_refused() -> None:
+    model = build("llama")
+    model.register_buffer("spectrum", torch.ones(3, dtype=torch.complex64))
+    assert "spectrum: dtype complex64 is unknown" in refusal(model)
+
+
+def test_offloaded_tensor_is_refused_when_read() -> None:
+    model = build("llama")
+    model.lm_head.weight = torch.nn.Parameter(torch.empty(97, 60, device="meta", dtype=torch.bfloat16))
+    with pytest.raises(SourceError, match=r"lm_head\.weight: has no values.*give its directory instead"):
+        open_source(model).read("lm_head.weight")
+
+
+def test_fingerprint_follows_every_value() -> None:
+    model = build("llama")
+    first = open_source(model).fingerprint
+    assert open_source(model).fingerprint == first
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
+    assert open_source(model).fingerprint != first
+
+
+def test_model_is_handed_back_as_it_is() -> None:
+    model = build("llama").train()
+    source = open_source(model)
+    assert source.load_model() is model
+    assert model.training
+    assert source.can_run
+
+
+def test_contiguity_of_the_live_tensor_does_not_matter() -> None:
+    model = build("llama", torch.float32)
+    weight = model.lm_head.weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(weight.t().contiguous().t())
+    assert np.array_equal(open_source(model).read("lm_head.weight"), weight.numpy())
+
+
+def test_config_entries_of_the_caller_win() -> None:
+    source = open_source(build("llama"), config={"max_position_embeddings": 64})
+    assert source.config["max_position_embeddings"] == 64
+    written = source.side_files["config.json"]
+    assert isinstance(written, bytes)
+    assert json.loads(written)["max_position_embeddings"] == 64
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+
+
+def test_tokenizer_is_handed_back_and_carried() -> None:
+    given = tokenizer()
+    source = open_source(build("llama"), tokenizer=given)
+    assert source.load_tokenizer() is given
+    assert {"tokenizer.json", "tokenizer_config.json"} <= source.side_files.keys()
+
+
+def test_model_in_memory_without_a_tokenizer_asks_for_one() -> None:
+    with pytest.raises(UsageError, match="a model in memory brings no tokenizer; give tokenizer="):
+        open_source(build("llama")).load_tokenizer()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    build("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_tokenizer_beside_the_weights_is_loaded(saved: Path) -> None:
+    tokenizer().save_pretrained(saved)
+    assert open_source(saved).load_tokenizer()("b")["input_ids"] == [1]
+
+
+def test_tokenizer_of_another_directory_can_be_given(saved: Path, tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path / "words")
+    assert open_source(saved, tokenizer=tmp_path / "words").load_tokenizer()("b")["input_ids"] == [1]
+
+
+def test_directory_without_a_tokenizer_asks_for_one(saved: Path) -> None:
+    with pytest.raises(SourceError, match=r"no tokenizer could be loaded from .*give tokenizer="):
+        open_source(saved).load_tokenizer()
+
+
+def test_weights_that_the_class_needs_and_the_checkpoint_lacks_are_an_error(saved: Path) -> None:
+    state = load_file(saved / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, saved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SourceError, match=r"needs model.layers.1.mlp.up_proj.weight, which the checkpoint lacks"):
+        open_source(saved).load_model()
+
+
+def test_unknown_architecture_names_the_nearest(saved: Path) -> None:
+    source = open_source(saved, config={"architectures": ["LlamaForCasualLM"]})
+    with pytest.raises(SourceError, match=r"LlamaForCasualLM is not in transformers .*nearest: LlamaForCausalLM"):
+        source.load_model()
+
+
+def test_code_of_the_checkpoint_is_not_run(saved: Path) -> None:
+    (saved / "modeling.py").write_text("raise SystemExit('ran')")
+    auto_map = {"AutoModelForCausalLM": "modeling.OwnForCausalLM"}
+    source = open_source(saved, config={"architectures": ["OwnForCausalLM"], "auto_map": auto_map})
+    with pytest.raises(SourceError, match=r"comes with its own code \(auto_map\), which is not run"):
+        source.load_model()
+
+
+def test_shapes_that_contradict_the_config_are_one_short_error(saved: Path) -> None:
+    source = open_source(saved, config={"intermediate_size": 70})
+    with pytest.raises(SourceError, match="transformers cannot build LlamaForCausalLM") as caught:
+        source.load_model()
+    assert len(str(caught.value)) < 600
+
+
+def test_bin_loads_through_our_own_reader(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = load_file(saved / "model.safetensors")
+    torch.save(state, saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    monkeypatch.setattr(torch, "load", None)
+    loaded = open_source(saved).load_model().state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_loading_keeps_the_terminal_quiet(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    open_source(saved).load_model()
+    assert capfd.readouterr() == ("", "")
