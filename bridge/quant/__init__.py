@@ -1,0 +1,1 @@
+"""Schemes, recipes, calibration and the reference arithmetic; importing this package loads no framework."""

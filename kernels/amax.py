@@ -1,0 +1,80 @@
+"""Largest magnitude per tensor, row, column, block or tile; must never hide a NaN or an infinity.
+
+Magnitudes of floats order like their bits without the sign, so the maximum is an integer maximum: exact, associative,
+and a NaN (above infinity as bits) wins over every number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge._kernels.jit import kernel
+
+
+@kernel
+def _fold(source, target):
+    """target[c] = max(target[c], |source[c]|)."""
+    bits = source.dtype.type
+    mask = bits((1 << (8 * source.itemsize - 1)) - 1)
+    for i in range(source.size):
+        v = bits(source[i] & mask)
+        t = bits(target[i])
+        target[i] = v if v > t else t
+
+
+@kernel
+def _largest(row):
+    bits = row.dtype.type
+    best = bits(0)
+    for i in range(row.size):
+        v = bits(row[i])
+        best = v if v > best else best
+    return best
+
+
+@kernel
+def _pairs(source, target):
+    """target[i] = max(source[2i], source[2i + 1])."""
+    bits = source.dtype.type
+    for i in range(target.size):
+        a = bits(source[2 * i])
+        b = bits(source[2 * i + 1])
+        target[i] = a if a > b else b
+
+
+@kernel
+def amax(bits, block_out, block_in, out):
+    """Write max |x| of each `block_out` x `block_in` block (the last of an axis may be short) into `out`.
+
+    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  out: (ceil(rows / block_out), ceil(cols / block_in)) of
+    the same unsigned type: magnitudes as bits.
+    """
+    rows, cols = bits.shape
+    number = bits.dtype.type
+    fold = np.empty(cols + 1, bits.dtype)
+    half = np.empty(cols // 2 + 1, bits.dtype)
+    # Small power-of-two blocks: halve the row, since a loop of 16 steps does not vectorise.
+    halve = block_in > 1 and block_in <= 64 and (block_in & (block_in - 1)) == 0
+    for group in range(out.shape[0]):
+        fold[:cols] = number(0)
+        for r in range(group * block_out, min(rows, (group + 1) * block_out)):
+            _fold(bits[r], fold[:cols])
+        if block_in == 1:
+            out[group] = fold[:cols]
+        elif halve:
+            whole = cols // block_in
+            n = whole * block_in
+            if n < cols:
+                out[group, whole] = _largest(fold[n:cols])
+            source = fold
+            target = half
+            step = block_in
+            while step > 2:
+                n //= 2
+                _pairs(source[: 2 * n], target[:n])
+                source, target = target, source
+                step //= 2
+            _pairs(source[: 2 * whole], out[group, :whole])
+        else:
+            for b in range(out.shape[1]):
+                out[group, b] = _largest(fold[b * block_in : min(cols, (b + 1) * block_in)])

@@ -1,0 +1,251 @@
+"""`encode` gives the reference's bytes in every layout, `decode` undoes it, and no bad number leaves."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.errors import SchemeError, SourceError
+from bridge.quant import reference
+from bridge.quant.bits import cast
+from bridge.quant.blocks import stored_shapes
+from bridge.quant.compare import compare
+from bridge.quant.encode import decode, encode
+from bridge.values import Numeric
+
+FP8, INT8, INT4, FP4 = "float8_e4m3fn", "int8", "int4", "float4_e2m1fn"
+SCHEMES = {
+    "fp8": (Numeric(FP8, "tensor"),),
+    "fp8_pc_pt": (Numeric(FP8, "channel"),),
+    "fp8_block": (Numeric(FP8, "block", (128, 128)),),
+    "int8": (Numeric(INT8, "channel"),),
+    "int8_tensor": (Numeric(INT8, "tensor"),),
+    "int4": (Numeric(INT4, "block", (128,)),),
+    "w4a8": (Numeric(INT4, "block", (128,)), Numeric(FP8, "tensor")),
+    "nvfp4": (Numeric(FP4, "block", (16,), FP8),),
+    "mxfp8": (Numeric(FP8, "block", (32,), "float8_e8m0fnu"),),
+    "mxfp4": (Numeric(FP4, "block", (32,), "float8_e8m0fnu"),),
+}
+TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+STORAGE = {"float8_e4m3fn": np.uint8, "float8_e8m0fnu": np.uint8, "float4_e2m1fn": np.uint8, "int4": np.uint8}
+
+
+def source(dtype: str, shape: tuple[int, ...] = (330, 274), seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """Weights whose rows and columns differ in size, with a zero row and zero blocks; sizes leave odd tails."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * np.exp2(rng.integers(-8, 3, (shape[0], *[1] * (len(shape) - 1))))
+    values[2] = 0
+    values[5, :128] = 0
+    bits = cast(values.astype(np.float32), "float32", dtype)
+    return bits, torch.from_numpy(cast(bits, dtype, "float32").copy()).to(TORCH[dtype])
+
+
+def as_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, array in ours.items():
+        assert (array.shape, array.dtype) == (theirs[key].shape, theirs[key].dtype), key
+        assert array.flags.c_contiguous
+        np.testing.assert_array_equal(array, theirs[key], err_msg=key)
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_encode_is_the_reference_in_every_layout(scheme: str, dtype: str) -> None:
+    numeric = SCHEMES[scheme]
+    bits, w = source(dtype)
+    for transpose in (False, True):
+        expected = as_numpy(reference.encode(w, numeric, transpose=transpose))
+        assert_same(encode(bits, dtype, numeric, transpose=transpose), expected)
+        stored = np.ascontiguousarray(bits.T)  # what a Conv1D's checkpoint holds
+        assert_same(encode(stored, dtype, numeric, layout="in_out", transpose=not transpose), expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shapes_are_known_before_a_weight_is_read(scheme: str) -> None:
+    numeric = SCHEMES[scheme]
+    bits, _ = source("bfloat16")
+    for transpose in (False, True):
+        promised = stored_shapes(numeric, bits.shape, "out_in", transpose)
+        for key, array in encode(bits, "bfloat16", numeric, transpose=transpose).items():
+            dtype, shape = promised[key]
+            packed = dtype in (INT4, FP4)
+            assert array.shape == ((*shape[:-1], shape[-1] // 2) if packed else shape)
+            assert array.dtype == STORAGE.get(dtype, dtype)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_decode_is_the_reference_whole_and_in_rows(scheme: str) -> None:
+    numeric = SCHEMES[scheme]
+    bits, w = source("bfloat16")
+    for layout, transpose in (("out_in", False), ("out_in", True), ("in_out", False), ("in_out", True)):
+        shape = bits.shape
+        expected = reference.decode(reference.encode(w, numeric, layout=layout), numeric, shape, layout=layout).numpy()
+        arrays = encode(bits, "bfloat16", numeric, layout=layout, transpose=transpose)
+        theirs = reference.decode(
+            reference.encode(w, numeric, layout=layout, transpose=transpose),
+            numeric,
+            shape,
+            layout=layout,
+            transpose=transpose,
+        )
+        np.testing.assert_array_equal(theirs.numpy(), expected)
+        np.testing.assert_array_equal(decode(arrays, numeric, shape, layout=layout, transpose=transpose), expected)
+        part = decode(arrays, numeric, shape, layout=layout, transpose=transpose, rows=(128, 256))
+        np.testing.assert_array_equal(part, expected[128:256])
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_pc_pt", "int8", "int8_tensor"])
+def test_a_convolution_is_a_matrix_of_out_by_the_rest(scheme: str) -> None:
+    numeric = SCHEMES[scheme]
+    bits, w = source("float32", (12, 7, 3, 5))
+    arrays = encode(bits, "float32", numeric, layout="conv")
+    assert_same(arrays, as_numpy(reference.encode(w, numeric, layout="conv")))
+    assert arrays["codes"].shape == bits.shape
+    assert arrays["scale"].shape == (() if numeric[0].per == "tensor" else (12,))
+    expected = reference.decode(reference.encode(w, numeric, layout="conv"), numeric, bits.shape, layout="conv").numpy()
+    np.testing.assert_array_equal(decode(arrays, numeric, bits.shape, layout="conv"), expected)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "w4a8"])
+def test_a_shared_amax_sets_the_scale_of_the_tensor(scheme: str) -> None:
+    bits, w = source("bfloat16")
+    arrays = encode(bits, "bfloat16", SCHEMES[scheme], transpose=True, amax=123.5)
+    assert_same(arrays, as_numpy(reference.encode(w, SCHEMES[scheme], transpose=True, amax=123.5)))
+    bound = 448 * 6 if scheme == "nvfp4" else 448
+    assert arrays["scale" if scheme == "fp8" else "scale_2"] == np.float32(123.5) / np.float32(bound)
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("value", [0.0, -0.0, "smallest"])
+def test_no_scale_is_zero_and_every_code_decodes_to_a_number(scheme: str, dtype: str, value: float | str) -> None:
+    tiny = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}[dtype]
+    bits = cast(np.full((130, 64), tiny if value == "smallest" else value, np.float32), "float32", dtype)
+    arrays = encode(bits, dtype, SCHEMES[scheme])
+    for key in arrays.keys() - {"codes"}:
+        if SCHEMES[scheme][0].scale_dtype != "float8_e8m0fnu":  # its code 0 is 2^-127
+            assert (arrays[key] != 0).all()
+    values = decode(arrays, SCHEMES[scheme], bits.shape)
+    assert np.isfinite(values).all()
+    if value != "smallest":
+        assert (values == 0).all()
+        assert arrays["scale_2" if scheme in ("w4a8", "nvfp4") else "scale"].ravel()[0] in (0, 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_that_is_not_finite_is_refused_by_name(scheme: str, bad: float) -> None:
+    bits, _ = source("float32")
+    bits[300, 17] = bad
+    kind = "1 of .* NaN and 0 infinity" if math.isnan(bad) else "0 of .* NaN and 1 infinity"
+    with pytest.raises(SourceError, match=f"model.layers.0.up_proj.weight: {kind}"):
+        encode(bits, "float32", SCHEMES[scheme], name="model.layers.0.up_proj.weight")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "w4a8"])
+def test_a_shared_amax_that_is_not_finite_is_refused(scheme: str) -> None:
+    bits, _ = source("float32")
+    with pytest.raises(SourceError, match="NaN"):
+        encode(bits, "float32", SCHEMES[scheme], amax=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "layout", "transpose", "message"),
+    [
+        ("int4", (8, 9), "out_in", False, "w: int4 packs two values to a byte .* odd"),
+        ("int4", (9, 8), "out_in", True, "w: int4 packs two values to a byte .* odd"),
+        ("int4", (8, 4, 3, 3), "conv", False, "layout 'conv' cannot have one scale per block"),
+        ("fp8", (8, 4, 3, 3), "conv", True, "w: a convolution of shape .* cannot be stored transposed"),
+        ("fp8", (8, 4, 3), "out_in", False, "w: a weight of shape .* cannot be quantized"),
+        ("fp8", (8,), "out_in", False, "w: a weight of shape .* cannot be quantized"),
+        ("fp8", (0, 8), "out_in", False, "w: a weight of shape .* cannot be quantized"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(
+    scheme: str, shape: tuple[int, ...], layout: str, transpose: bool, message: str
+) -> None:
+    with pytest.raises(SchemeError, match=message):
+        encode(np.ones(shape, np.float32), "float32", SCHEMES[scheme], layout=layout, transpose=transpose, name="w")
+
+
+def test_two_threads_and_read_only_input_give_the_same_bytes() -> None:
+    bits, _ = source("bfloat16", (700, 512))
+    bits.flags.writeable = False
+    expected = encode(bits, "bfloat16", SCHEMES["int4"], transpose=True)
+    found: list[dict[str, np.ndarray]] = []
+    work = lambda: found.append(encode(bits, "bfloat16", SCHEMES["int4"], transpose=True))  # noqa: E731
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for arrays in found:
+        assert_same(arrays, expected)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+def test_parity_sees_what_a_float64_comparison_sees(scheme: str, layout: str) -> None:
+    numeric = SCHEMES[scheme]
+    bits, w = source("bfloat16")
+    arrays = encode(bits, "bfloat16", numeric, layout=layout, transpose=True)
+    found = compare(bits, "bfloat16", arrays, numeric, layout=layout, transpose=True)
+    a = w.double().numpy()
+    b = decode(arrays, numeric, bits.shape, layout=layout, transpose=True).astype(np.float64)
+    expected = [(a * b).sum(), (a * a).sum(), (b * b).sum(), ((a - b) ** 2).sum()]
+    np.testing.assert_allclose([found.dot, found.source, found.decoded, found.error], expected, rtol=1e-12)
+    assert found.cosine == pytest.approx(expected[0] / math.sqrt(expected[1] * expected[2]))
+    assert found.sqnr == pytest.approx(10 * math.log10(expected[1] / expected[3]))
+    assert found == compare(bits, "bfloat16", arrays, numeric, layout=layout, transpose=True)
+
+
+def test_parity_names_the_worst_block_and_the_dropped_scale() -> None:
+    values = np.ones((4, 256), np.float32)
+    values[2, 128:] = np.linspace(1, 2, 128)
+    arrays = encode(values, "float32", SCHEMES["int4"])
+    whole = compare(values, "float32", arrays, SCHEMES["int4"])
+    block = decode(arrays, SCHEMES["int4"], (4, 256))[2, 128:].astype(np.float64)
+    alone = np.linalg.norm(block - values[2, 128:]) / np.linalg.norm(values[2, 128:].astype(np.float64))
+    assert whole.worst == pytest.approx(alone)
+    arrays = encode(values, "float32", SCHEMES["fp8"])
+    dropped = compare(values, "float32", arrays | {"scale": np.ones_like(arrays["scale"])}, SCHEMES["fp8"])
+    assert dropped.cosine > 0.99
+    assert dropped.norm_ratio == pytest.approx(448 / 2, rel=0.01)
+
+
+def test_parity_of_nothing_is_perfect_and_of_something_for_nothing_is_not() -> None:
+    zero = np.zeros((2, 4), np.float32)
+    arrays = encode(zero, "float32", SCHEMES["fp8"])
+    nothing = compare(zero, "float32", arrays, SCHEMES["fp8"])
+    assert (nothing.cosine, nothing.norm_ratio, nothing.sqnr, nothing.worst) == (1.0, 1.0, math.inf, 0.0)
+    wrong = compare(zero, "float32", arrays | {"codes": np.full((2, 4), 0x38, np.uint8)}, SCHEMES["fp8"])
+    assert (wrong.cosine, wrong.norm_ratio, wrong.sqnr, wrong.worst) == (0.0, math.inf, -math.inf, math.inf)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    scheme=st.sampled_from(sorted(SCHEMES)),
+    rows=st.integers(1, 40).map(lambda n: 2 * n),
+    cols=st.integers(1, 150).map(lambda n: 2 * n),
+    seed=st.integers(0, 2**16),
+    transpose=st.booleans(),
+)
+def test_random_shapes_and_bits_give_the_reference_bytes(
+    scheme: str, rows: int, cols: int, seed: int, transpose: bool
+) -> None:
+    bits = np.random.default_rng(seed).integers(0, 65536, (rows, cols)).astype(np.uint16)
+    bits[bits & 0x7F80 == 0x7F80] &= 0xBFFF  # no NaN, no infinity; all other magnitudes, subnormals included
+    w = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    ours = encode(bits, "bfloat16", SCHEMES[scheme], transpose=transpose)
+    assert_same(ours, as_numpy(reference.encode(w, SCHEMES[scheme], transpose=transpose)))
