@@ -1,0 +1,132 @@
+"""The output directory: all or nothing. Work happens in a hidden sibling; one rename makes it visible.
+
+A run that fails removes its work. A run that is killed leaves its work and a journal; the next run with the same plan
+and the same inputs goes on from there, any other run refuses it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from bridge.errors import WriteError
+
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A directory under construction. `done` holds the names that a killed run of the same work had finished."""
+
+    directory: Path
+    done: frozenset[str]
+    journal: IO[str]
+
+    def mark(self, name: str) -> None:
+        """Note that `name` is wholly written; survives a kill of the process."""
+        self.journal.write(json.dumps({"done": name}) + "\n")
+        self.journal.flush()
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Refuse an output that exists, before any work."""
+    if out.exists() and not overwrite:
+        raise WriteError(f"{out} exists already; choose another directory, or pass overwrite=True (--overwrite)")
+    if (
+        out.exists()
+        and overwrite
+        and not (out / "bridge.json").exists()
+        and any(out.iterdir() if out.is_dir() else [out])
+    ):
+        raise WriteError(
+            f"{out} was not written by bridge (no bridge.json in it): it is not overwritten; remove it yourself"
+        )
+
+
+def check_disk(out: Path, need: int) -> None:
+    """Refuse work that the disk cannot hold; `need` in bytes."""
+    parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < need:
+        raise WriteError(
+            f"{parent} has {free / 1e9:.2f} GB free, the plan needs {need / 1e9:.2f} GB: free some, or use another disk"
+        )
+
+
+@contextmanager
+def output_directory(out: Path, identity: str, *, overwrite: bool = False, resume: bool = True) -> Iterator[Work]:
+    """Yield the hidden work directory of `out`; rename it to `out` at the end, remove it if the body raises.
+
+    Args:
+        identity: digest of everything that decides the bytes; a killed run's work is continued only under the same one.
+    """
+    check_free(out, overwrite)
+    out = out.absolute()
+    work = out.parent / f".{out.name}.partial"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir(exist_ok=True)
+        journal = (work / JOURNAL).open("a+")
+    except OSError as error:
+        raise WriteError(f"{out}: cannot be created: {error.strerror}") from error
+    with journal:
+        _lock(journal, work)
+        done = _continue(journal, work, identity, resume)
+        try:
+            yield Work(work, done, journal)
+            (work / JOURNAL).unlink()
+            _make_visible(work, out)
+        except BaseException as error:
+            shutil.rmtree(work, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise WriteError(
+                    f"{out.parent}: the disk is full; nothing was kept. Free some space and run again"
+                ) from error
+            raise
+
+
+def _lock(journal: IO[str], work: Path) -> None:
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise WriteError(f"{work} is being written by another run; wait for it, or choose another output") from error
+
+
+def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> frozenset[str]:
+    """Read the journal of a killed run; start a new one where there is none or `resume` is off."""
+    journal.seek(0)
+    lines = [line for line in journal.read().split("\n")[:-1] if line]  # a torn last line was never acknowledged
+    if lines and resume:
+        first = json.loads(lines[0])
+        if first.get("identity") != identity:
+            raise WriteError(
+                f"{work} is left from a killed run ({first.get('identity', '?')[:12]}, now {identity[:12]}): "
+                "it is not mixed in. Remove it, or pass resume=False (--no-resume) to discard it"
+            )
+        return frozenset(json.loads(line)["done"] for line in lines[1:])
+    for path in work.iterdir():
+        if path.name != JOURNAL:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    journal.truncate(0)
+    journal.write(json.dumps({"identity": identity}) + "\n")
+    journal.flush()
+    return frozenset()
+
+
+def _make_visible(work: Path, out: Path) -> None:
+    """One rename; with `overwrite` the old directory steps aside first and is removed last."""
+    if not out.exists():
+        work.rename(out)
+        return
+    aside = out.parent / f".{out.name}.old"
+    shutil.rmtree(aside, ignore_errors=True)
+    out.rename(aside)
+    work.rename(out)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,100 @@
+"""Targets: what a runtime loads. One file a target, the file name is its registration; imports no framework.
+
+A third party adds one through the entry point group `bridge.targets`: an object that satisfies `Target`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bridge.errors import UsageError, nearest
+from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bridge.conversion import Conversion, Written
+    from bridge.planning import Plan, Step
+    from bridge.sources import Source
+
+
+class Target(Protocol):
+    """What the plan and the conversion ask of a target. All methods but `write` read names and shapes only."""
+
+    name: str
+    weights: str  # the file of the tensors inside the output directory
+    loads: tuple[str, ...]  # the files that the runtime loads; others are for people and for `verify`
+    base_memory: int  # bytes that writing needs besides the tensors of the running steps
+    Options: type[Any]  # a frozen dataclass: its fields are the options of `convert` and the flags of the command line
+
+    def refuse(self, format_: Format, options: Any) -> str:
+        """Why no model can carry this format ("" if it can): the runtime has no such numeric."""
+
+    def refuse_kv(self, kv: Numeric, structure: Structure) -> str:
+        """Why the KV cache cannot be quantized so ("" if it can)."""
+
+    def keeps(self, format_: Format, site: Site) -> str:
+        """Why this one site stays unquantized under a format that the target has ("" if it is quantized)."""
+
+    def misfits(self, format_: Format, site: Site, spec: TensorSpec) -> list[str]:
+        """What of this weight's shape does not fit the format, each with its remedy."""
+
+    def drop(self, name: str, structure: Structure, options: Any) -> str:
+        """Why a source tensor has no place in the output ("" if it has)."""
+
+    def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: Any) -> Step: ...
+
+    def quantized_step(self, spec: TensorSpec, site: Site, format_: Format, options: Any) -> Step: ...
+
+    def kv_step(self, attention: str, kv: Numeric) -> Step: ...
+
+    def notes(self, structure: Structure, options: Any) -> tuple[str, ...]:
+        """Sentences for the plan: costs and departures that the user should know before the run."""
+
+    def resolve(self, options: Any, structure: Structure, scheme: Any, specs: Any) -> Any:
+        """Options with every `None` replaced by what this model and scheme need; UsageError where they contradict."""
+
+    def lint(self, directory: Path, plan: Plan) -> list[str]:
+        """Check a written model against the runtime's rules; what breaks one, as messages."""
+
+    def runtime(self, directory: Path) -> Any:
+        """Load a written model to run it here (`bridge.graph.runtime.Runtime`); VerifyError says why it cannot."""
+
+    def damage(
+        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+    ) -> tuple[tuple[str, float], ...]:
+        """What each quantized module adds to the error of its own output, relative L2, the worst first."""
+
+    def write(self, conversion: Conversion, directory: Path) -> Written:
+        """Write the model into an empty directory; whoever calls makes it visible afterwards."""
+
+
+def target_names() -> list[str]:
+    """Names of the targets that ship here and of those that entry points add."""
+    own = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+    return sorted({*own, *(point.name for point in entry_points(group="bridge.targets"))})
+
+
+def load_target(name: str) -> Target:
+    """Return the target called `name`; UsageError names the known ones and the nearest."""
+    for point in entry_points(group="bridge.targets"):
+        if point.name == name:
+            return point.load()  # type: ignore[no-any-return]
+    if name not in target_names():
+        raise UsageError(f"target {name!r} is unknown; {nearest(name, target_names())}")
+    return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]
+
+
+def make_options(target: Target, given: dict[str, Any]) -> Any:
+    """Build the target's options from keyword arguments; UsageError names unknown ones and the nearest known."""
+    known = [f.name for f in dataclasses.fields(target.Options)]
+    for name in given:
+        if name not in known:
+            raise UsageError(f"target {target.name} has no option {name!r}; {nearest(name, known)}")
+    return target.Options(**given)

@@ -1,0 +1,265 @@
+"""Target `trt`: standard ONNX with Q/DQ as TensorRT's explicit quantization wants it, weights stored quantized.
+
+Planning is here and reads names and shapes only; `bridge.graph` makes and edits the graph. TensorRT's rules and their
+sources are listed in `bridge.graph.lint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.dtypes import DTYPES, dtype
+from bridge.errors import UsageError, nearest
+from bridge.planning import Output, Plan, Step
+from bridge.quant.blocks import stored_shapes
+from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bridge.conversion import Conversion, Written
+    from bridge.quant.scheme import Scheme
+    from bridge.sources import Source
+
+TASKS = (
+    "causal-lm",
+    "feature-extraction",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "masked-lm",
+    "image-classification",
+)
+FLOATS = ("float32", "float16", "bfloat16")
+# TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 under FP8 scales, MXFP8 blocks of 32.
+INT4_BLOCKS = (64, 128)
+# Graph export of a few layers and the stamping of the rest, measured on the 1.1 B Llama shape (benchmarks/trt.py).
+EXPORT_MEMORY = 800 << 20
+
+
+@dataclass(frozen=True)
+class TrtOptions:
+    """Options of target `trt`."""
+
+    task: str | None = field(default=None, metadata={"help": f"one of {', '.join(TASKS)}; default: the architecture's"})
+    dtype: str | None = field(
+        default=None, metadata={"help": "fp16, bf16 or fp32 for what stays unquantized; default: the source's"}
+    )
+    opset: int | None = field(
+        default=None, metadata={"help": "ONNX opset 21 to 25; default: the lowest that can say it"}
+    )
+    cache: bool = field(default=True, metadata={"help": "decoders: past_key_values inputs and present outputs"})
+    custom_ops: bool = field(default=False, metadata={"help": "allow TensorRT's own FP4 / MXFP8 ops (domain trt)"})
+    stamp: bool = field(default=True, metadata={"help": "export a few layers and stamp the identical rest"})
+
+
+class Trt:
+    """See `bridge.targets.Target`."""
+
+    name = "trt"
+    weights = "model.safetensors"
+    loads = ("model.onnx", "model.safetensors")
+    base_memory = EXPORT_MEMORY
+    Options = TrtOptions
+
+    def resolve(
+        self, options: TrtOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
+    ) -> TrtOptions:
+        if options.task is not None and options.task not in TASKS:
+            raise UsageError(f"task {options.task!r} is unknown; {nearest(options.task, TASKS)}")
+        counts = Counter[str]()
+        for spec in specs.values():
+            if DTYPES[spec.dtype].floating:
+                counts[spec.dtype] += spec.size
+        chosen = dtype(options.dtype).name if options.dtype else counts.most_common(1)[0][0]
+        if chosen not in FLOATS:
+            raise UsageError(f"dtype {chosen!r} cannot be the graph's; known: fp32, fp16, bf16")
+        least = self._least_opset(chosen, scheme, structure)
+        opset = options.opset or least
+        if not least <= opset <= 25:
+            raise UsageError(f"opset {opset} cannot say this model: it needs {least} (TensorRT 11 reads up to 25)")
+        return dataclasses.replace(options, dtype=chosen, opset=opset)
+
+    @staticmethod
+    def _least_opset(chosen: str, scheme: Scheme | None, structure: Structure) -> int:
+        """21 has block scales; 23 lets a float32 scale go with half data (`output_dtype`) and has FLOAT4E2M1."""
+        formats = [scheme.format_of(site) for site in structure.sites] if scheme else []
+        fp4 = any(
+            isinstance(f, Format) and n.dtype == "float4_e2m1fn"
+            for f in formats
+            if isinstance(f, Format)
+            for n in f.weight
+        )
+        quantized = any(isinstance(f, Format) for f in formats) or bool(scheme and scheme.kv)
+        return 23 if fp4 or (quantized and chosen != "float32") else 21
+
+    def refuse(self, format_: Format, options: TrtOptions) -> str:
+        codes = {n.dtype for n in (*format_.weight, *((format_.input,) if format_.input else ()))}
+        entry = format_.input
+        if entry and entry.dynamic and entry.per == "token":
+            return "TensorRT quantizes activations per tensor with constant scales, not per token; use fp8"
+        if entry and entry.dynamic and not options.custom_ops:
+            return (
+                f"standard ONNX cannot quantize activations to {entry.dtype} blocks at run time; pass custom_ops=True "
+                "(--custom-ops) for TensorRT's own ops, or use the weight-only scheme"
+            )
+        for numeric in format_.weight:
+            if numeric.dtype == "int4" and numeric.block not in [(b,) for b in INT4_BLOCKS]:
+                return f"TensorRT's INT4 has blocks of 64 or 128 along `in`, not {numeric.block}"
+            if numeric.dtype == "float4_e2m1fn" and (numeric.block, numeric.scale_dtype) != ((16,), "float8_e4m3fn"):
+                return "TensorRT's FP4 has blocks of 16 under FP8 scales; use nvfp4_wo"
+            if numeric.scale_dtype == "float8_e8m0fnu" and not options.custom_ops:
+                return "TensorRT takes E8M0 scales only through its own ops; pass custom_ops=True (--custom-ops)"
+        return (
+            "" if codes <= {"float8_e4m3fn", "int8", "int4", "float4_e2m1fn"} else f"TensorRT has no codes of {codes}"
+        )
+
+    def refuse_kv(self, kv: Numeric, structure: Structure) -> str:
+        if kv.dynamic or kv.per != "tensor":
+            return (
+                f"KV cache in {kv.dtype} blocks: standard ONNX has no scales made at run time; use kv='fp8' or 'int8'"
+            )
+        if not structure.attention:
+            return f"KV cache: {structure.architecture} has no attention module with a cache"
+        return ""
+
+    def keeps(self, format_: Format, site: Site) -> str:
+        if site.layout == "conv" and any(n.per == "block" for n in format_.weight):
+            return "convolution: block scales need a matrix"
+        if site.layout == "conv" and format_.prescales:
+            return "convolution: a pre-scale along `in` needs a matrix"
+        return ""
+
+    def misfits(self, format_: Format, site: Site, spec: TensorSpec) -> list[str]:
+        if site.layout == "conv":
+            return []
+        out, in_ = _out_in(spec, site)
+        problems = []
+        for numeric in format_.weight:
+            block = numeric.block[-1] if numeric.per == "block" else 1
+            if in_ % block:
+                divisors = [b for b in INT4_BLOCKS if in_ % b == 0 and numeric.dtype == "int4"]
+                remedy = f"a recipe with block = {divisors[0]}" if divisors else "a recipe that keeps these modules"
+                problems.append(
+                    f"in = {in_} does not divide into blocks of {block}: TensorRT pads nothing; write {remedy}"
+                )
+            if DTYPES[numeric.dtype].bits == 4 and out % 2:
+                problems.append(
+                    f"out = {out} is odd: {numeric.dtype} codes are packed in pairs along `out`; keep it in a recipe"
+                )
+        return problems
+
+    def drop(self, name: str, structure: Structure, options: TrtOptions) -> str:
+        return ""
+
+    def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:
+        cast = DTYPES[spec.dtype].floating and options.dtype is not None and spec.dtype != options.dtype
+        target = options.dtype if cast and options.dtype else spec.dtype
+        text = f"cast({spec.name}, {target})" if cast else spec.name
+        return Step(spec.name, (Output(TensorSpec(spec.name, spec.shape, target), "weight", text),), site, None, kept)
+
+    def quantized_step(self, spec: TensorSpec, site: Site, format_: Format, options: TrtOptions) -> Step:
+        transpose = site.layout == "out_in"
+        text = spec.name if not format_.prescales else f"{spec.name} / pre_quant_scale"
+        text = f"transpose({text})" if transpose else text
+        outputs = _weight_outputs(spec, site, format_, transpose, text)
+        if format_.prescales:
+            _, in_ = _out_in(spec, site)
+            scale = TensorSpec(f"{site.module}.pre_quant_scale", (in_,), options.dtype or spec.dtype)
+            outputs.append(Output(scale, "pre_quant_scale", f"calibration: {format_.algorithm}"))
+        if format_.input and _needs_input_scale(format_.input):
+            bound = format_.input.maxbound * (448 if format_.input.dynamic else 1)
+            scale = TensorSpec(f"{site.module}.input_scale", (), "float32")
+            outputs.append(Output(scale, "input_scale", f"calibration: input amax / {bound:g}"))
+        return Step(spec.name, tuple(outputs), site, format_, "", transpose)
+
+    def kv_step(self, attention: str, kv: Numeric) -> Step:
+        outputs = [
+            Output(
+                TensorSpec(f"{attention}.{p}_scale", (), "float32"),
+                f"{p}_scale",
+                f"calibration: {p} amax / {kv.maxbound:g}",
+            )
+            for p in ("k", "v")
+        ]
+        return Step("", tuple(outputs), format=None, attention=attention)
+
+    def notes(self, structure: Structure, options: TrtOptions) -> tuple[str, ...]:
+        notes = []
+        experts = {site.expert for site in structure.sites if site.expert is not None}
+        if experts:
+            notes.append(
+                f"every token passes all {len(experts)} experts in the graph: standard ONNX has no fused routing"
+            )
+        if options.dtype != "float32":
+            notes.append(
+                f"{options.dtype} graph: ONNX Runtime's CPU cannot run it as it is; verify runs its float32 twin"
+            )
+        return tuple(notes)
+
+    def lint(self, directory: Path, plan: Plan) -> list[str]:
+        from bridge.graph.lint import lint
+
+        return [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
+
+    def runtime(self, directory: Path) -> Any:
+        from bridge.graph.runtime import Runtime
+
+        return Runtime(directory)
+
+    def damage(
+        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+    ) -> tuple[tuple[str, float], ...]:
+        from bridge.graph.damage import layer_damage
+
+        return layer_damage(directory, plan, source, batch)
+
+    def write(self, conversion: Conversion, directory: Path) -> Written:
+        from bridge.graph.writer import write_onnx
+
+        return write_onnx(conversion, directory)
+
+
+def _needs_input_scale(entry: Numeric) -> bool:
+    """Static scales, and NVFP4's global scale under dynamic block scales; MX scales need nothing."""
+    return not entry.dynamic or entry.scale_dtype == "float8_e4m3fn"
+
+
+def _out_in(spec: TensorSpec, site: Site) -> tuple[int, int]:
+    out, in_ = spec.shape[:2] if site.layout != "in_out" else spec.shape[1::-1]
+    return out, in_
+
+
+def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bool, text: str) -> list[Output]:
+    """Codes and scales of a weight as ONNX wants them: scales (), (out,) per channel, [in / block, out] per block."""
+    first, shapes = format_.weight[0], stored_shapes(format_.weight, spec.shape, site.layout, transpose, site.module)
+    block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
+    what = {
+        "codes": (site.weight, "weight", f"codes({text})"),
+        "scale": (
+            f"{site.module}.weight_scale",
+            "scale",
+            f"amax({spec.name}, {first.per}{block}) / {first.maxbound:g}",
+        ),
+        "scale_2": (
+            f"{site.module}.weight_scale_2",
+            "scale_2",
+            f"amax({spec.name}) / {6 * 448 if len(format_.weight) == 1 else 448}",
+        ),
+    }
+    outputs = []
+    for key, (stored, shape) in shapes.items():
+        name, part, expression = what[key]
+        if key == "scale" and len(first.block) == 2:  # ONNX blocks have one axis: the scale repeats along `out`
+            shape, expression = (shape[0], _out_in(spec, site)[0]), f"repeat({expression}, {first.block[0]})"
+        stored = "uint8" if stored == "float8_e8m0fnu" else stored
+        outputs.append(Output(TensorSpec(name, shape, stored), part, expression))
+    return outputs
+
+
+TARGET = Trt()

@@ -1,0 +1,142 @@
+"""A plan is complete, consistent, and made before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.errors import PlanError, SchemeError, UsageError
+from bridge.planning import plan_from_dict
+from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
+
+SCHEMES_OF_STANDARD_ONNX = (
+    "fp8",
+    "fp8_block",
+    "int8",
+    "int8_sq",
+    "int8_wo",
+    "int4_wo",
+    "int4_awq",
+    "w4a8_awq",
+    "nvfp4_wo",
+)
+
+
+def headers_only(**config: object) -> MadeSource:
+    """A source whose every read fails."""
+    source = made_llama()
+    settled = {**CONFIG, **config}
+    shapes = llama_shapes(settled)
+    specs = {n: source.specs[n] for n in shapes if n in source.specs}
+    return MadeSource({}, specs, settled, broken=frozenset(specs))
+
+
+@pytest.mark.parametrize("quant", [None, *SCHEMES_OF_STANDARD_ONNX])
+def test_planning_reads_no_weight(quant: str | None) -> None:
+    assert bridge.plan(headers_only(), target="trt", quant=quant).outputs
+
+
+@pytest.mark.parametrize("quant", SCHEMES_OF_STANDARD_ONNX)
+def test_every_source_tensor_is_written_tied_or_dropped(quant: str) -> None:
+    plan = bridge.plan(headers_only(), target="trt", quant=quant)
+    assert {step.source for step in plan.steps if step.source} | set(plan.tied) | set(plan.dropped) == set(plan.sources)
+
+
+@pytest.mark.parametrize("quant", SCHEMES_OF_STANDARD_ONNX)
+def test_no_two_outputs_have_one_name(quant: str) -> None:
+    names = [output.spec.name for output in bridge.plan(headers_only(), target="trt", quant=quant, kv="fp8").outputs]
+    assert len(names) == len(set(names))
+
+
+def test_linear_weights_are_planned_transposed_and_heads_are_kept_with_the_reason() -> None:
+    plan = bridge.plan(headers_only(), target="trt", quant="fp8")
+    shapes = {output.spec.name: (output.spec.shape, output.spec.dtype) for output in plan.outputs}
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == ((384, 128), "float8_e4m3fn")
+    assert shapes["model.layers.1.mlp.down_proj.input_scale"] == ((), "float32")
+    kept = {step.source: step.kept for step in plan.steps if step.kept}
+    assert kept["lm_head.weight"] == "output head"
+    assert "not a matrix multiplication" in kept["model.norm.weight"]
+
+
+def test_a_plan_survives_json() -> None:
+    plan = bridge.plan(headers_only(), target="trt", quant="w4a8_awq", kv="fp8")
+    assert plan_from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_digest_changes_with_what_is_written() -> None:
+    plans = [bridge.plan(headers_only(), target="trt", quant=quant) for quant in ("fp8", "int8_wo", "fp8")]
+    assert plans[0].digest == plans[2].digest != plans[1].digest
+
+
+def test_quantizing_a_tied_head_makes_it_a_tensor_of_its_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "head.toml"
+    recipe.write_text('base = "int8_wo"\n[[rule]]\nmodules = ["lm_head"]\nquant = "int8_wo"\n')
+    source = headers_only(tie_word_embeddings=True)
+    plan = bridge.plan(source, target="trt", quant=recipe)
+    shapes = {output.spec.name: output.spec for output in plan.outputs}
+    assert shapes["lm_head.weight"].dtype == "int8"
+    assert shapes["lm_head.weight"].shape == (128, 80)
+    assert shapes["model.embed_tokens.weight"].dtype == "float32"
+    assert "lm_head.weight" in bridge.plan(source, target="trt", quant="int8_wo").tied
+
+
+@pytest.mark.parametrize(
+    ("quant", "options", "says"),
+    [
+        ("fp8_pc_pt", {}, "not per token"),
+        ("mxfp4_wo", {}, "blocks of 16"),
+        ("nvfp4", {}, "custom_ops"),
+        ("mxfp8", {}, "custom_ops"),
+    ],
+)
+def test_a_scheme_the_target_cannot_express_is_refused_with_the_remedy(quant: str, options: dict, says: str) -> None:
+    with pytest.raises(SchemeError, match=says) as error:
+        bridge.plan(headers_only(), target="trt", quant=quant, **options)
+    assert "layers.{0..2}" in str(error.value)
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "mxfp8"])
+def test_custom_ops_make_dynamic_schemes_expressible(quant: str) -> None:
+    assert bridge.plan(headers_only(), target="trt", quant=quant, custom_ops=True).quantized
+
+
+def test_dimensions_that_do_not_divide_into_blocks_name_modules_and_remedy(tmp_path: Path) -> None:
+    changed = {**CONFIG, "intermediate_size": 320}
+    made = made_llama()
+    shapes = llama_shapes(changed)
+    specs = {n: type(s)(n, shapes[n], s.dtype) for n, s in made.specs.items()}
+    source = MadeSource({}, specs, changed)
+    with pytest.raises(PlanError) as error:
+        bridge.plan(source, target="trt", quant="int4_wo")
+    text = str(error.value)
+    assert "model.layers.{0..2}.mlp.down_proj: in = 320 does not divide into blocks of 128" in text
+    assert "block = 64" in text
+
+
+def test_unknown_words_name_the_nearest() -> None:
+    for call, says in (
+        ({"target": "trtt"}, "nearest: trt"),
+        ({"target": "trt", "quant": "fp9"}, "nearest: fp8"),
+        ({"target": "trt", "opsett": 21}, "nearest: opset"),
+        ({"target": "trt", "task": "causal"}, "nearest: causal-lm"),
+        ({"target": "trt", "dtype": "fp61"}, "nearest: fp16"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            bridge.plan(headers_only(), **call)
+
+
+def test_half_graphs_need_an_opset_with_float32_scales() -> None:
+    plan = bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16")
+    assert plan.options["opset"] == 23
+    with pytest.raises(UsageError, match="needs 23"):
+        bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16", opset=21)
+
+
+def test_kv_without_a_scheme_and_dynamic_kv_are_refused() -> None:
+    with pytest.raises(UsageError, match="needs a scheme"):
+        bridge.plan(headers_only(), target="trt", kv="fp8")
+    with pytest.raises(PlanError, match="KV cache"):
+        bridge.plan(headers_only(), target="trt", quant="fp8", kv="nvfp4")
