@@ -1,0 +1,134 @@
+"""The words of a scheme's TOML and their values; reads files as data, unknown words are errors."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import SchemeError, nearest
+from bridge.values import MAXBOUND, Numeric
+
+ALGORITHMS = {
+    # algorithm -> the parameters it takes, with ModelOpt's default
+    "max": {},
+    "smoothquant": {"alpha": 1.0},
+    "awq": {"alpha_step": 0.1},
+}
+POLICIES = ("error", "floor", "peers")
+_PER = ("tensor", "channel", "block", "token")
+_SCALES = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Two-sided threshold: least cosine, and the band of the norm ratio (a dropped scale keeps the cosine at 1)."""
+
+    cosine: float
+    norm: tuple[float, float]
+
+    def loosest(self, other: Gate) -> Gate:
+        """The gate that both pass through: what a model of mixed precision can be held to."""
+        low, high = zip(self.norm, other.norm, strict=True)
+        return Gate(min(self.cosine, other.cosine), (min(low), max(high)))
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Gates of one weight after dequantization (`tensor`) and of the model's outputs (`output`)."""
+
+    tensor: Gate
+    output: Gate
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What happens to an amax that cannot be used, see `bridge.quant.policies`.
+
+    Not finite has no softer default: an activation that overflows is a broken model.
+    """
+
+    zero: str = "peers"
+    never_seen: str = "peers"
+    not_finite: str = "error"
+
+
+def parse_numeric(words: Any, where: str) -> Numeric:
+    """Parse a table of dtype, per, block, scale_dtype, dynamic."""
+    if not isinstance(words, dict):
+        raise SchemeError(f"{where}: expected a table, got {words!r}")
+    check_keys(words, {"dtype", "per", "block", "scale_dtype", "dynamic"}, where)
+    for key, known in (("dtype", list(MAXBOUND)), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
+        if key not in words and key != "scale_dtype":
+            raise SchemeError(f"{where}: `{key}` is missing")
+        if key in words and words[key] not in known:
+            raise SchemeError(f"{where}: {key} = {words[key]!r} is unknown; {nearest(str(words[key]), known)}")
+    block = words.get("block", [])
+    fits = isinstance(block, list) and all(type(n) is int and n > 0 for n in block) and len(block) <= 2
+    if not fits or bool(block) != (words["per"] == "block"):
+        raise SchemeError(
+            f'{where}: per = {words["per"]!r} with block = {block!r}; per = "block" needs one or two sizes'
+        )
+    if type(words.get("dynamic", False)) is not bool:
+        raise SchemeError(f"{where}: dynamic = {words['dynamic']!r}; expected true or false")
+    if words["per"] == "token" and not words.get("dynamic", False):
+        raise SchemeError(f'{where}: per = "token" is computed when the model runs: write dynamic = true')
+    scale = words.get("scale_dtype", "float32")
+    return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
+
+
+def parse_parity(words: Any, where: str) -> Parity:
+    """Parse [parity.tensor] and [parity.output]."""
+    gates = {}
+    if not isinstance(words, dict) or set(words) != {"tensor", "output"}:
+        raise SchemeError(f"{where}: `parity` needs the tables [parity.tensor] and [parity.output]")
+    for key, gate in words.items():
+        at = f"{where}: [parity.{key}]"
+        norm = gate.get("norm") if isinstance(gate, dict) else None
+        if norm is None or set(gate) != {"cosine", "norm"} or not isinstance(norm, list) or len(norm) != 2:
+            raise SchemeError(f"{at}: expected `cosine` and `norm = [low, high]`")
+        numbers = (gate["cosine"], *norm)
+        if not all(type(n) in (int, float) for n in numbers) or not (0 < numbers[0] <= 1 and norm[0] < 1 < norm[1]):
+            raise SchemeError(f"{at}: cosine in (0, 1] and norm around 1, got {numbers}")
+        gates[key] = Gate(float(gate["cosine"]), (float(norm[0]), float(norm[1])))
+    return Parity(gates["tensor"], gates["output"])
+
+
+def parse_options(words: Any, algorithm: str, where: str) -> tuple[tuple[str, float], ...]:
+    """Parse the algorithm's parameters; its defaults fill the rest."""
+    known = ALGORITHMS[algorithm]
+    if not isinstance(words, dict):
+        raise SchemeError(f"{where}: `options` is a table")
+    check_keys(words, set(known), f"{where}: [options] of algorithm {algorithm!r}")
+    for key, value in words.items():
+        if type(value) not in (int, float) or not 0 < value <= 1:
+            raise SchemeError(f"{where}: [options] {key} = {value!r}; expected a number in (0, 1]")
+    return tuple(sorted({**known, **{key: float(value) for key, value in words.items()}}.items()))
+
+
+def parse_policies(words: Any, where: str) -> Policies:
+    """Parse [policy]: what happens to amax that is zero, never seen or not finite."""
+    if not isinstance(words, dict):
+        raise SchemeError(f"{where}: `policy` is a table")
+    check_keys(words, {"zero", "never_seen", "not_finite"}, f"{where}: [policy]")
+    for key, value in words.items():
+        if value not in POLICIES:
+            raise SchemeError(f"{where}: [policy] {key} = {value!r} is unknown; {nearest(str(value), POLICIES)}")
+    return Policies(**words)
+
+
+def check_keys(words: Mapping[str, Any], known: set[str], where: str) -> None:
+    """SchemeError for keys nobody reads: a misspelled one must not be ignored."""
+    for key in words:
+        if key not in known:
+            raise SchemeError(f"{where}: key `{key}` is unknown; {nearest(key, known)}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read TOML as data; SchemeError with the file and the line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
+        raise SchemeError(f"{path}: cannot be read as TOML: {cause}") from cause

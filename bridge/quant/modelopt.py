@@ -1,0 +1,379 @@
+"""Calibration with ModelOpt, the only module that imports it; never changes the caller's model.
+
+ModelOpt works on a twin: a deep copy of the module tree whose parameters lie over the same memory. So the original
+keeps its classes, hooks, flags and weights whatever happens (an exception, Ctrl-C), and no weight is copied, except
+those that SmoothQuant and AWQ divide by their pre-scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.errors import CalibrationError, fold_layers
+from bridge.quant.answers import Run, as_arrays, perplexity, pick, runner, sample
+from bridge.quant.calibration import Applied, Calibration, HeldOut, Provenance
+from bridge.quant.data import Data
+from bridge.quant.policies import settle
+from bridge.quant.quantizers import Wire, quant_cfg, wires
+from bridge.quant.scheme import Scheme, is_calibrated, is_static
+from bridge.values import Structure
+
+if TYPE_CHECKING:
+    from bridge.sources import Source
+    from bridge.sources.live import Origin
+
+Progress = Callable[[int, int, str], None]
+_PASSES = {"max": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data
+
+
+@dataclass(frozen=True)
+class Twin:
+    """ModelOpt's fake-quantized model and how our sites lie in it. `scales` are the pre-scales by live module."""
+
+    model: Any
+    wires: tuple[Wire, ...]
+    attention: dict[str, str]  # live -> checkpoint
+    scales: dict[str, Any]
+
+
+def calibrate(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    *,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Run the model with ModelOpt and return the statistics that `scheme` needs.
+
+    Raises:
+        CalibrationError: before the model is loaded where data or CUDA are missing.
+    """
+    check_device(scheme, device)
+    if not data.batches and data.forward_loop is None and scheme.needs_calibration:
+        raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+    scheme = scheme.bound(structure.sites)
+    model = source.load_model()
+    from bridge.sources.live import live_names
+
+    origins = live_names(model, source.specs)
+    report = progress or (lambda done, total, text: None)
+    with fake_quantized(model, scheme, structure, data, origins, device=device, progress=report) as twin:
+        statistics, applied = _statistics(twin, scheme)
+        held = _held_out(model, twin, scheme, data, report) if data.held_out else None
+    provenance = Provenance(
+        scheme=scheme.name,
+        scheme_digest=scheme.digest,
+        architecture=structure.architecture,
+        model=_fingerprint(structure, source),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        data_digest=data.digest,
+        samples=data.samples,
+        sequence=data.sequence,
+        versions={name: _version(name) for name in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
+    )
+    return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
+
+
+def check_device(scheme: Scheme, device: str | None) -> None:
+    """CalibrationError where CUDA is asked for or needed, and is not there; loads torch, no model."""
+    if not (scheme.needs_cuda or str(device or "").startswith("cuda")):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    why = scheme.needs_cuda or f"device={device!r} was asked for"
+    raise CalibrationError(
+        f"scheme {scheme.name}: no CUDA device here, and {why}; calibrate on a machine with one and pass its saved "
+        "calibration (calib=), or choose another scheme"
+    )
+
+
+@contextlib.contextmanager
+def fake_quantized(
+    model: Any,
+    scheme: Scheme,
+    structure: Structure,
+    data: Data,
+    origins: Mapping[str, Origin],
+    *,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Twin]:
+    """Calibrate a twin of `model` and lend it: its forward is ModelOpt's fake-quantized one. `model` stays as it is."""
+    mtq = _modelopt()
+    import torch
+
+    formats = {site.module: scheme.format_of(site) for site in structure.sites}
+    wired = wires(structure.sites, formats, origins)
+    live = _attention(structure, origins) if scheme.kv else {}
+    twin = _twin(model, {w.module for w in wired if w.format.prescales}, torch)
+    if device is not None:
+        twin = twin.to(device)
+    loop = _loop(data, progress or (lambda done, total, text: None), _passes(wired))
+    before = {
+        w.module: _weight_amax(twin.get_submodule(w.module), w.site.layout)
+        for w in wired
+        if w.format.algorithm == "smoothquant"
+    }
+    with quiet(), torch.no_grad():
+        _run(mtq, twin, scheme, wired, live, loop)
+        _check_hooked(twin, wired, live)
+        scales = _smoothquant_scales(twin, before, dict(scheme.options).get("alpha", 1.0))
+    yield Twin(twin, tuple(wired), live, scales)
+
+
+def _modelopt() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import modelopt.torch.quantization as mtq
+    except ImportError as cause:
+        raise CalibrationError(
+            f"calibration needs ModelOpt, which cannot be imported ({cause}); `pip install 'qbridge[calibrate]'`, or "
+            "pass a saved calibration"
+        ) from cause
+    return mtq
+
+
+def _twin(model: Any, smoothed: set[str], torch: Any) -> Any:
+    """Copy the module tree over the same memory; the modules in `smoothed` get weights of their own, untied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().clone()
+    twin = copy.deepcopy(model, memo).eval()
+    for name in sorted(smoothed):
+        module = twin.get_submodule(name)
+        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+            module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    return twin
+
+
+def _run(
+    mtq: Any, twin: Any, scheme: Scheme, wired: Sequence[Wire], live: Mapping[str, str], loop: Callable[[Any], None]
+) -> None:
+    """Convert the twin and calibrate it, once for each algorithm: an algorithm treats every enabled quantizer alike.
+
+    "max" comes first, while the weights are still those of the model.
+    """
+    names = [name for name, _ in twin.named_modules()]
+    used = {w.format.algorithm for w in wired} | ({"max"} if live else set())
+    enabled: list[str] = []
+    for algorithm in (a for a in ("max", "smoothquant", "awq") if a in used):
+        part = [w for w in wired if w.format.algorithm == algorithm]
+        kv = scheme.kv if algorithm == "max" else None
+        config = quant_cfg(part, list(live) if kv else [], kv, names)
+        static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_static(kv))
+        forward, method = loop if static else None, _method(algorithm, scheme)
+        if not enabled:
+            mtq.quantize(twin, {"quant_cfg": config, "algorithm": method}, forward)
+        else:
+            mtq.set_quantizer_attributes_partial(twin, "*", {"enable": False})
+            mtq.set_quantizer_by_cfg(twin, config[1:])
+            mtq.calibrate(twin, method, forward)
+        enabled += [entry["quantizer_name"] for entry in config[1:]]
+    for pattern in enabled if len(used) > 1 else []:
+        mtq.set_quantizer_attributes_partial(twin, pattern, {"enable": True})
+
+
+def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
+    options = dict(scheme.options)
+    if algorithm == "smoothquant":
+        return {"method": "smoothquant", "alpha": options.get("alpha", 1.0)}
+    if algorithm == "awq":
+        # debug keeps the float32 scale that the weight was multiplied by; the buffer is rounded to the model's dtype
+        return {"method": "awq_lite", "alpha_step": options.get("alpha_step", 0.1), "debug": True}
+    return {"method": "max"}
+
+
+def _loop(data: Data, report: Progress, passes: int) -> Callable[[Any], None]:
+    """The data as ModelOpt's forward_loop; what a user's own loop prints still reaches the terminal."""
+    done, total, terminal = 0, passes * len(data.batches), sys.stdout
+
+    def loop(model: Any) -> None:
+        nonlocal done
+        if data.forward_loop is not None:
+            with contextlib.redirect_stdout(terminal):
+                data.forward_loop(model)
+            return
+        run = runner(model)
+        for batch in data.batches:
+            run(batch)
+            done += 1
+            report(done, total, "calibrate")
+
+    return loop
+
+
+def _passes(wired: Sequence[Wire]) -> int:
+    return sum(_PASSES[a] for a in {w.format.algorithm for w in wired if is_calibrated(w.format)}) or 1
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep ModelOpt's prints and warnings off the terminal, and name the cause where its own assertion fails."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except AssertionError as cause:
+        said = str(cause).strip().splitlines() or ["an assertion failed"]
+        raise CalibrationError(
+            f"ModelOpt refused: {said[0][:300]}; a NaN or an infinity among the activations is the usual reason: "
+            "check the weights and the data, or calibrate in bfloat16 or float32"
+        ) from cause
+
+
+def _check_hooked(twin: Any, wired: Sequence[Wire], live: Mapping[str, str]) -> None:
+    """CalibrationError where ModelOpt put no quantizer: it skips modules it does not know without a word."""
+    present = {name for name, module in twin.named_modules() if hasattr(module, "is_enabled")}
+    lost = [w.site.module for w in wired if w.weight_quantizer not in present]
+    lost += [w.site.module for w in wired if w.format.input is not None and w.input_quantizer not in present]
+    if lost:
+        kinds = sorted({type(twin.get_submodule(w.module)).__name__ for w in wired if w.site.module in lost})
+        raise CalibrationError(
+            f"ModelOpt cannot quantize {', '.join(fold_layers(dict.fromkeys(lost)))} ({', '.join(kinds)}); keep them "
+            'with a recipe (quant = "none")'
+        )
+    blind = [name for name in live if f"{name}.k_bmm_quantizer" not in present]
+    if blind:
+        kind = type(twin.get_submodule(blind[0])).__name__
+        raise CalibrationError(
+            f"ModelOpt cannot quantize the KV cache of {kind} ({', '.join(fold_layers(blind))}); drop kv="
+        )
+
+
+def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str, str]:
+    from bridge.sources.live import live_modules
+
+    wanted = set(structure.attention)
+    found = {live: ours for live, names in live_modules(origins).items() for ours in names if ours in wanted}
+    if lost := wanted - set(found.values()):
+        raise CalibrationError(
+            f"the model in memory lacks the attention modules {', '.join(fold_layers(sorted(lost)))}"
+        )
+    return found
+
+
+def _statistics(twin: Twin, scheme: Scheme) -> tuple[dict[str, dict[str, np.ndarray]], list[Applied]]:
+    """Read amax and pre-scales off the quantizers, settled by the scheme's policies, by checkpoint module."""
+    raw: dict[str, float | None] = {}
+    bounds: dict[str, float] = {}
+    applied: list[Applied] = []
+    arrays: dict[str, dict[str, np.ndarray]] = {"smoothing_amax": {}, "awq_scale": {}, "pre_scale": {}}
+    for wire in twin.wires:
+        name, form = wire.site.module, wire.format
+        if form.input is not None and is_static(form.input):
+            bounds[name] = form.input.maxbound
+            values = [v for v in (raw.get(name), _amax(twin.model, wire.input_quantizer)) if v is not None]
+            raw[name] = max(values, default=None)
+        if form.prescales:
+            kind, array = _pre_scale(twin, wire, scheme)
+            if kind == "":
+                applied.append(Applied(name, "pre-scale", "never seen", "ones", 1.0))
+            arrays[kind or "pre_scale"][name] = array
+    sites = [wire.site for wire in twin.wires]
+    arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies)
+    applied += used
+    for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
+        found = {ours: _amax(twin.model, f"{live}.{letter}_bmm_quantizer") for live, ours in twin.attention.items()}
+        full = dict.fromkeys(found, scheme.kv.maxbound if scheme.kv else 1.0)
+        arrays[f"{letter}_amax"], used = settle(found, f"{letter} amax", (), full, scheme.policies)
+        applied += used
+    return arrays, applied
+
+
+def _amax(model: Any, quantizer: str) -> float | None:
+    value = getattr(model.get_submodule(quantizer), "_amax", None)
+    return None if value is None else float(value.float().max())
+
+
+def _pre_scale(twin: Twin, wire: Wire, scheme: Scheme) -> tuple[str, np.ndarray]:
+    """The kind of a module's pre-scale and its values; kind "" and ones where no token arrived."""
+    module = twin.model.get_submodule(wire.module)
+    if wire.format.algorithm == "awq":
+        found, kind = getattr(getattr(module, "awq_lite", None), "best_scale", None), "awq_scale"
+    elif dict(scheme.options).get("alpha", 1.0) == 1.0:
+        found, kind = getattr(module.input_quantizer, "_amax_for_smoothing", None), "smoothing_amax"
+    else:
+        found, kind = twin.scales.get(wire.module), "pre_scale"
+    if found is None:
+        return "", np.ones(module.weight.shape[1], np.float32)
+    return kind, found.float().cpu().reshape(-1).numpy().copy()
+
+
+def _weight_amax(module: Any, layout: str) -> Any:
+    # max |w| of each `in`, before ModelOpt smooths the weight (and turns a Conv1D's [in, out] around)
+    return module.weight.detach().abs().amax(dim=1 if layout == "in_out" else 0)
+
+
+def _smoothquant_scales(twin: Any, before: Mapping[str, Any], alpha: float) -> dict[str, Any]:
+    """SmoothQuant's float32 pre-scales as ModelOpt computes them: it keeps only their rounding to the model's dtype."""
+    scales = {}
+    for name, weight in before.items():
+        amax = getattr(twin.get_submodule(name).input_quantizer, "_amax_for_smoothing", None)
+        if amax is None:
+            continue
+        seen = amax.float().reshape(-1).to(weight.device)
+        scale = weight.pow(1 - alpha) / seen.pow(alpha)
+        if scale.min() <= 2.0**-31:
+            scale[seen <= 2.0**-31] = 1
+        scales[name] = scale.clamp(min=1e-4, max=1e4)
+    return scales
+
+
+def _held_out(model: Any, twin: Twin, scheme: Scheme, data: Data, report: Progress) -> HeldOut:
+    """What both models answer to the held-out inputs; ModelOpt's only where its kernels run."""
+    import torch
+
+    batches, total = data.held_out, 2 * len(data.held_out)
+    done = 0
+
+    def counted(run: Run) -> Run:
+        def step(batch: Mapping[str, Any]) -> Any:
+            nonlocal done
+            output = run(batch)
+            done += 1
+            report(min(done, total), total, "run the held-out inputs")
+            return output
+
+        return step
+
+    source = counted(runner(model))
+    first = source(batches[0])
+    rows, columns = sample(first, batches[0])
+    ours, loss = pick(first, rows, columns), perplexity(source, batches, model)
+    theirs, loss_quantized = np.empty((rows.size, 0), np.float32), None
+    if not scheme.simulation_needs_cuda or torch.cuda.is_available():
+        quantized = counted(runner(twin.model))
+        with quiet():
+            theirs = pick(quantized(batches[0]), rows, columns)
+            loss_quantized = perplexity(quantized, batches, model)
+    return HeldOut(as_arrays(batches), rows, columns, ours, theirs, loss, loss_quantized)
+
+
+def _fingerprint(structure: Structure, source: Source) -> str:
+    said = repr((structure.architecture, sorted((s.name, s.shape, s.dtype) for s in source.specs.values())))
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,149 @@
+"""Schemes as data: what the files say, what a site gets, and what happens to a misspelled word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import SchemeError, UsageError
+from bridge.quant.grammar import Gate
+from bridge.quant.scheme import check_schemes, kv_names, load_scheme, read_scheme, scheme_names
+from bridge.values import Format, Site
+
+ALL = [
+    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
+    "nvfp4_wo", "w4a8_awq",
+]  # fmt: skip
+PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
+
+GOOD = """
+summary = "words"
+[[weight]]
+dtype = "int8"
+per   = "channel"
+[parity.tensor]
+cosine = 0.9
+norm   = [0.9, 1.1]
+[parity.output]
+cosine = 0.9
+norm   = [0.9, 1.1]
+"""
+
+
+def test_the_schemes_of_the_design_are_there_and_hold_together() -> None:
+    assert scheme_names() == ALL
+    assert kv_names() == ["fp8", "int8", "nvfp4"]
+    assert check_schemes() == []
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("int8-weight-only", "int8_wo"), ("int4-weight-only", "int4_wo"), ("float8", "fp8")]
+)
+def test_seed_words_name_schemes(alias: str, name: str) -> None:
+    assert load_scheme(alias) == load_scheme(name)
+
+
+def test_only_schemes_with_static_activations_or_pre_scales_need_calibration() -> None:
+    needing = {name for name in ALL if load_scheme(name).needs_calibration}
+    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"}
+    assert load_scheme("int8_wo", kv="fp8").needs_calibration
+
+
+def test_gates_are_two_sided_and_a_dropped_scale_fails_them() -> None:
+    for name in ALL:
+        parity = load_scheme(name).parity
+        for gate in (parity.tensor, parity.output):
+            assert gate.norm[0] > 0.5 and gate.norm[1] < 2, f"{name}: a factor of two would pass"
+
+
+def test_format_of_keeps_what_the_architecture_keeps() -> None:
+    scheme = load_scheme("fp8")
+    assert scheme.format_of(PLAIN) == Format(scheme.weight, scheme.input, "max")
+    assert scheme.format_of(replace(PLAIN, keep="output head")) == "output head"
+
+
+@pytest.mark.parametrize("site", [replace(PLAIN, expert=3), replace(PLAIN, layout="conv")])
+def test_experts_and_convolutions_are_not_smoothed(site: Site) -> None:
+    for name in ("int8", "int8_sq", "int4_awq", "w4a8_awq"):
+        form = load_scheme(name).format_of(site)
+        assert isinstance(form, Format) and not form.prescales
+        assert form.weight == load_scheme(name).weight
+
+
+def test_unknown_names_tell_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"'fp9' is unknown.*nearest: fp8"):
+        load_scheme("fp9")
+    with pytest.raises(UsageError, match=r"kv='fp9' is unknown; known: fp8, int8, nvfp4; nearest: fp8"):
+        load_scheme("fp8", kv="fp9")
+
+
+def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
+    scheme = load_scheme("fp8")
+    assert replace(scheme, name="x", summary="y", parity=load_scheme("nvfp4").parity).digest == scheme.digest
+    assert len({load_scheme(name).digest for name in ALL}) == len(ALL)
+    assert load_scheme("fp8", kv="fp8").digest != scheme.digest
+    assert replace(load_scheme("int8"), options=(("alpha", 0.5),)).digest != load_scheme("int8").digest
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ('sumary = "x"', "key `sumary` is unknown.*nearest: summary"),
+        ('algorithm = "awk"', "algorithm 'awk' is unknown.*nearest: awq"),
+        ("[options]\nalpha = 0.5", "key `alpha` is unknown"),
+        ('algorithm = "smoothquant"\n[options]\nalpha = 2', r"alpha = 2; expected a number in \(0, 1\]"),
+        ('[input]\ndtype = "fp8"\nper = "tensor"', "dtype = 'fp8' is unknown.*float8_e4m3fn"),
+        ('[input]\ndtype = "int8"\nper = "row"', "per = 'row' is unknown"),
+        ('[input]\ndtype = "int8"', "`per` is missing"),
+        ('[input]\ndtype = "int8"\nper = "block"', "needs one or two sizes"),
+        ('[input]\ndtype = "int8"\nper = "tensor"\nblock = [16]', "needs one or two sizes"),
+        ('[input]\ndtype = "int8"\nper = "block"\nblock = [0]', "needs one or two sizes"),
+        ('[input]\ndtype = "int8"\nper = "token"', "write dynamic = true"),
+        ('[input]\ndtype = "int8"\nper = "tensor"\ndynamic = 1', "expected true or false"),
+        ('[policy]\nzero = "skip"', "zero = 'skip' is unknown; known: error, floor, peers"),
+        ("[parity.tensor]", "cannot be read as TOML"),
+    ],
+)
+def test_every_wrong_word_is_an_error_that_names_the_file(tmp_path: Path, change: str, said: str) -> None:
+    head = change if "[" not in change or change.startswith("algorithm") else ""
+    tail = "" if head else change
+    path = tmp_path / "mine.toml"
+    lines = head.split("\n[")
+    path.write_text(lines[0] + GOOD + tail + ("\n[" + lines[1] if len(lines) > 1 else ""))
+    with pytest.raises(SchemeError, match=said) as raised:
+        read_scheme(path)
+    assert "mine.toml" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('summary = "words"', "", "`summary` is missing"),
+        ("[[weight]]", "[weight]", r"\[\[weight\]\] tables"),
+        ("[parity.output]\ncosine = 0.9\nnorm   = [0.9, 1.1]", "", r"\[parity.tensor\] and \[parity.output\]"),
+        ("norm   = [0.9, 1.1]\n[parity.output]", "norm   = [1.1, 1.2]\n[parity.output]", "norm around 1"),
+        ("cosine = 0.9\nnorm   = [0.9, 1.1]\n[parity.output]", "cosine = 0.9\n[parity.output]", "expected `cosine` and"),
+    ],
+)
+def test_every_missing_part_is_an_error(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in GOOD
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(SchemeError, match=said):
+        read_scheme(path)
+
+
+def test_the_loosest_gate_admits_what_either_admits() -> None:
+    assert Gate(0.9, (0.8, 1.1)).loosest(Gate(0.95, (0.7, 1.05))) == Gate(0.9, (0.7, 1.1))
+
+
+def test_loading_a_scheme_loads_no_framework() -> None:
+    code = (
+        "import sys; from bridge.quant.scheme import load_scheme; load_scheme('int4_awq');"
+        "assert not {'torch', 'modelopt', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
