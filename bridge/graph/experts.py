@@ -1,0 +1,83 @@
+"""Mixture-of-experts blocks whose experts are separate matrices; changes only the model it is given.
+
+transformers 5 stacks the experts in 3-D parameters. Its own loops either depend on data (`eager`), have no ONNX
+translation (`grouped_mm`) or gather whole matrices per token (`batched_mm`), which a quantized engine would have to
+dequantize for every token. Here every expert runs on all tokens, times its routing weight: E / k times the flops.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from bridge.errors import ExportError
+
+
+def unstack_experts(model: Any) -> None:
+    """Give each expert of `model` (meta parameters) its own 2-D parameters and the dense forward.
+
+    Names: `down_proj[3]`, and for a fused gate and up `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`: expressions over
+    the live parameter, in the live orientation.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+            continue
+        if module.has_post_expert_norm:
+            raise ExportError(f"{name}: experts with a norm after each expert are not supported; remedy: none yet")
+        for key in list(module._parameters):
+            _unstack(module, key)
+        module.forward = types.MethodType(_dense_forward, module)
+
+
+def _unstack(module: Any, key: str) -> None:
+    from torch import nn
+
+    stack = module._parameters.pop(key)
+    split = key in ("gate_up_proj", "gate_up_proj_bias") and module.has_gate and not _own_gate(module)
+    for e in range(stack.shape[0]):
+        one = stack[e]
+        if not split:
+            module._parameters[f"{key}[{e}]"] = nn.Parameter(one, requires_grad=False)
+            continue
+        axis = one.dim() - 1 if module.is_transposed else 0
+        half = one.narrow(axis, 0, one.shape[axis] // 2).contiguous()
+        for part in ("gate", "up"):
+            module._parameters[f"{key}[{e}, {part}]"] = nn.Parameter(half, requires_grad=False)
+
+
+def _own_gate(module: Any) -> bool:
+    """True where the class joins gate and up in its own way (gpt-oss): then they stay one matrix."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return type(module)._apply_gate is not _default_apply_gate or not module.is_concatenated
+
+
+def _linear(module: Any, x: Any, key: str, suffix: str) -> Any:
+    from torch.nn import functional
+
+    weight = module._parameters[key + suffix]
+    bias = module._parameters.get(f"{key}_bias{suffix}")
+    if module.is_transposed:
+        y = x @ weight
+        return y if bias is None else y + bias
+    return functional.linear(x, weight, bias)
+
+
+def _dense_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    import torch
+
+    tokens = hidden_states.shape[0]
+    routing = torch.zeros(tokens, self.num_experts, dtype=top_k_weights.dtype).scatter(1, top_k_index, top_k_weights)
+    total = None
+    for e in range(self.num_experts):
+        if not self.has_gate:
+            inner = self.act_fn(_linear(self, hidden_states, "up_proj", f"[{e}]"))
+        elif _own_gate(self):
+            inner = self._apply_gate(_linear(self, hidden_states, "gate_up_proj", f"[{e}]"))
+        else:
+            gate = _linear(self, hidden_states, "gate_up_proj", f"[{e}, gate]")
+            inner = self.act_fn(gate) * _linear(self, hidden_states, "gate_up_proj", f"[{e}, up]")
+        part = _linear(self, inner, "down_proj", f"[{e}]") * routing[:, e : e + 1]
+        part = part.to(hidden_states.dtype)
+        total = part if total is None else total + part
+    return total

@@ -1,0 +1,348 @@
+"""An architecture's config becomes a float ONNX graph without a single weight; never downloads, never runs hub code.
+
+Why not `torch.onnx.export` on the model: its optimizer reads weights, its fallbacks try a failing export three times,
+and identical layers are exported again and again. Here a few layers are exported and the rest is stamped.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from bridge.dtypes import dtype as dtype_row
+from bridge.errors import BridgeError, ExportError, UsageError
+from bridge.graph import skeleton
+from bridge.graph.stamp import KV, MODULE, Refused, stamp_layers
+from bridge.graph.tasks import TASKS, infer_task, model_class, resolve_config
+from bridge.graph.translate import to_onnx
+
+# ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
+_IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
+_DTYPES = ("float32", "float16", "bfloat16")
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_PREFIX = "model."  # the wrapper's attribute
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A float graph. Weights (all that a state dict holds) are initializers without data (`const_value` is None),
+    other buffers carry theirs.
+
+    `weights`: initializer -> live parameter of the transformers model, or an expression over one for an expert
+    (`...experts.down_proj[3]`, `...experts.gate_up_proj[3, gate]`). `tied`: alias -> initializer. `layers`: blocks of
+    the whole model. `note`: why the layers were not stamped, "" where they were or where nothing repeats.
+    """
+
+    model: ir.Model
+    weights: dict[str, str]
+    layers: int
+    stamped: bool
+    note: str
+    tied: dict[str, str] = field(default_factory=dict)
+    task: str = ""
+
+
+def export_graph(
+    config: Any,
+    *,
+    task: str | None = None,
+    dtype: str = "float32",
+    opset: int = 21,
+    cache: bool = True,
+    stamp: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Graph:
+    """Export the graph of `config` (a transformers config, or the dict in config.json).
+
+    >>> graph = export_graph({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})  # doctest: +SKIP
+    """
+    if opset not in _IR_VERSION:
+        raise UsageError(f"opset {opset} cannot be exported; known: {', '.join(map(str, _IR_VERSION))}")
+    row = dtype_row(dtype).name
+    if row not in _DTYPES:
+        raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(_DTYPES)}")
+    tell = progress or (lambda _: None)
+    with skeleton.quiet(), _no_collection():
+        resolved = resolve_config(config)
+        name = infer_task(resolved, task)
+        return _Run(resolved, name, row, opset, cache, tell).graph(stamp)
+
+
+def strip(model: ir.Model) -> None:
+    """Drop what `find_sites` and `find_kv` need and a saved file must not hold. Call it last."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+    ClearMetadataAndDocStringPass()(model)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Tracing makes millions of small live objects: the collector finds nothing and costs a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class _Run:
+    config: Any
+    task: str
+    dtype: str
+    opset: int
+    cache: bool
+    tell: Callable[[str], None]
+
+    def graph(self, stamp: bool) -> Graph:
+        config, model = self._build()
+        text = config.get_text_config()
+        layers = skeleton.find_layers(model, text)
+        count = len(layers.kinds) if layers else getattr(text, "num_hidden_layers", 0) or 0
+        note = "" if layers else "no list of layers to stamp"
+        keep = layers.chosen() if layers else []
+        if not stamp:
+            note = "not asked for"
+        elif layers and len(keep) == count > 2:
+            note = "no kind of layer occurs more than twice"
+        elif layers and len(keep) < count:
+            try:
+                skeleton.cut_layers(model, text, layers, keep)
+                self.tell(f"export {len(keep)} of {count} layers")
+                few, tied = self._export(config, model)
+                stamp_layers(few, layers, keep)
+                return self._finish(few, tied, count, True, "")
+            except Refused as refused:
+                note = str(refused)
+            except ExportError as error:
+                if not isinstance(error.__cause__, LookupError | AttributeError | TypeError | ValueError):
+                    raise  # torch's own refusal: the whole model would meet it too, later
+                note = "the model cannot be cut to fewer layers"
+            config, model = self._build()
+        self.tell(f"export {count} layers")
+        whole, tied = self._export(config, model)
+        return self._finish(whole, tied, count, False, note)
+
+    def _build(self) -> tuple[Any, Any]:
+        import copy
+
+        import torch
+
+        config = copy.deepcopy(self.config)
+        cls = model_class(config, self.task)
+        try:
+            return config, skeleton.build_meta(config, cls, getattr(torch, self.dtype))
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise ExportError(
+                f"{cls.__name__}: transformers cannot build it from this config: {_short(error)}"
+            ) from error
+
+    def _export(self, config: Any, model: Any) -> tuple[ir.Model, dict[str, str]]:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental import _config as experimental
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        from bridge.graph import wrappers
+        from bridge.graph.experts import unstack_experts
+
+        unstack_experts(model)
+        skeleton.settle_rope(model)
+        env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        skeleton.make_fake(model, mode)
+        tied = _ties(model)
+        task, dtype = TASKS[self.task], getattr(torch, self.dtype)
+        accepted = model.main_input_name
+        try:
+            with torch.no_grad(), experimental.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+                if accepted == "pixel_values":
+                    call = wrappers.image_call(model, task, mode, dtype)
+                else:
+                    call = wrappers.text_call(model, task, mode, dtype, cache=self.cache)
+                graph = to_onnx(_trace(call), self.opset)
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise ExportError(_refusal(type(model).__name__, error)) from error
+        _name(graph, call)
+        optimize(graph)
+        _mark(graph, call)
+        return graph, tied
+
+    def _finish(self, model: ir.Model, tied: dict[str, str], count: int, stamped: bool, note: str) -> Graph:
+        model.ir_version = _IR_VERSION[self.opset]
+        model.producer_name, model.producer_version = "bridge", ""
+        values = model.graph.initializers
+        for alias, name in tied.items():
+            if alias in values and name not in values:
+                value = values.pop(alias)
+                value.name = name
+                values[name] = value
+        weights = {name: name for name, value in values.items() if value.const_value is None}
+        return Graph(model, weights, count, stamped, note, {a: n for a, n in tied.items() if n in weights}, self.task)
+
+
+def _trace(call: Any) -> Any:
+    """Trace; where torch names tighter bounds for a dynamic axis, take them and try once more.
+
+    Such bounds: a table of positions ends somewhere, or a layout differs for one token (`size != 1`), which says
+    something about torch's strides and nothing about the graph.
+    """
+    import torch
+    from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+
+    try:
+        return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
+    except torch._dynamo.exc.UserError as error:
+        try:
+            shapes = refine_dynamic_shapes_from_suggested_fixes(error.msg, call.dynamic_shapes)
+        except Exception:
+            if " != 1" not in error.msg:
+                raise error from None
+            shapes = _at_least_two(call.dynamic_shapes)
+        return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
+
+
+def _at_least_two(shapes: Any) -> Any:
+    from torch.export import Dim
+
+    def replace(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: replace(branch) for key, branch in tree.items()}
+        if isinstance(tree, list | tuple):
+            return type(tree)(replace(branch) for branch in tree)
+        return Dim("sequence", min=2, max=tree.max) if getattr(tree, "__name__", "") == "sequence" else tree
+
+    return replace(shapes)
+
+
+def _ties(model: Any) -> dict[str, str]:
+    """Alias -> the name a checkpoint has, by transformers' tie table where it says, else the first name."""
+    stored = {alias: name for alias, name in (getattr(model, "all_tied_weights_keys", None) or {}).items()}
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    for names in groups.values():
+        source = next((n for n in names if n not in stored), names[0])
+        tied.update({n: source for n in names if n != source})
+    return tied
+
+
+def _name(model: ir.Model, call: Any) -> None:
+    """Give inputs, outputs, axes and initializers the names users know; drop the data of fakes."""
+    graph = model.graph
+    if len(graph.inputs) != len(call.inputs) or len(graph.outputs) != len(call.outputs):
+        raise ExportError(
+            f"torch exported {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, expected "
+            f"{len(call.inputs)} and {len(call.outputs)}: the architecture drops or repeats some"
+        )
+    symbols: dict[str, str] = {}
+    for value, (name, axes) in zip(graph.inputs, call.inputs.items(), strict=True):
+        for dim, axis in zip(value.shape or (), axes, strict=True):
+            if isinstance(axis, str) and isinstance(dim, ir.SymbolicDim) and dim.value:
+                symbols.setdefault(dim.value, axis)
+        value.name = name
+        value.shape = ir.Shape(axes)
+    for node in graph:
+        for value in node.outputs:
+            _rename_axes(value, symbols)
+    for value, (name, axes) in zip(graph.outputs, call.outputs.items(), strict=True):
+        value.name = name
+        value.shape = ir.Shape(axes)
+    for old in list(graph.initializers):
+        value = graph.initializers.pop(old)
+        value.name = old.removeprefix(_PREFIX)
+        if _is_fake(value.const_value):
+            value.const_value = None
+        graph.initializers[value.name] = value
+
+
+def _rename_axes(value: ir.Value, symbols: dict[str, str]) -> None:
+    if value.shape is None:
+        return
+    dims: list[Any] = []
+    for dim in value.shape:
+        text = getattr(dim, "value", dim)
+        if isinstance(text, str):
+            text = re.sub(r"[A-Za-z_]\w*", lambda m: symbols.get(m.group(), m.group()), text)
+            if sorted(text.split(" + ")) == ["past_sequence", "sequence"]:
+                text = "total_sequence"
+        dims.append(text)
+    value.shape = ir.Shape(dims)
+
+
+def _is_fake(tensor: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    raw = getattr(tensor, "raw", None)
+    return isinstance(raw, FakeTensor) or isinstance(getattr(raw, "data", None), FakeTensor)
+
+
+def optimize(model: ir.Model) -> None:
+    """Fold constants and rewrite, without a look at weights; lose no weight that was there."""
+    from onnxscript.optimizer import optimize_ir
+
+    before = {n for n, v in model.graph.initializers.items() if v.const_value is None and v.uses()}
+    optimize_ir(model)
+    lost = before - set(model.graph.initializers)
+    if lost:
+        raise ExportError(f"the optimizer lost weights: {', '.join(sorted(lost))}")
+
+
+def _mark(model: ir.Model, call: Any) -> None:
+    """Keep of the exporter's metadata only the module's name; the rest holds local paths and stack traces.
+
+    K and V are marked where they leave the cache; outputs that only served to find them are dropped.
+    """
+    import ast
+
+    graph = model.graph
+    for node in graph:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        node.metadata_props.clear()
+        node.doc_string = None
+        if len(scopes) > 1:
+            node.metadata_props[MODULE] = scopes[-2].removeprefix(_PREFIX)
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+    for value in (*graph.inputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+    for value, name in zip(list(graph.outputs), call.outputs, strict=True):
+        if name.startswith("present."):
+            value.metadata_props[KV] = name.removeprefix("present.")
+        if name in call.taps:
+            graph.outputs.remove(value)
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
+
+
+def _refusal(architecture: str, error: Exception) -> str:
+    return (
+        f"{architecture}: torch cannot export this architecture\n"
+        f"  reason {_short(error)}\n"
+        "  hint   convert it with target `hf`, which needs no graph"
+    )
+
+
+def _short(error: BaseException) -> str:
+    """One or two lines of torch's reason, which is a page with a stack trace and advice for torch's developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " ".join(lines[:2])[:300]

@@ -1,0 +1,112 @@
+"""Hold a written ONNX file to the rules that TensorRT documents for explicit quantization; must never change it.
+
+No rule was tried in TensorRT: each names the document it was read in. Values are read of scales and zero points only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bridge.errors import fold_layers
+from bridge.graph.lint import files as f
+from bridge.graph.lint import operators as o
+from bridge.graph.lint import quantize as q
+from bridge.graph.lint.model import Model, read_model
+from bridge.graph.lint.problem import Finding, Problem, Rule
+
+__all__ = ["Finding", "Problem", "Rule", "describe", "lint", "rules"]
+
+PARSER = "onnx-tensorrt onnxOpImporters.cpp, TensorRT 10.15 era"
+OPERATORS = "onnx-tensorrt docs/operators.md, TensorRT 10.15"
+CUSTOM = "onnx-tensorrt docs/TRT_custom_ops.md and onnxOpImporters.cpp"
+HEADER = "TensorRT 11.1 NvInfer.h, IQuantizeLayer and IDequantizeLayer"
+SCHEMES = "TensorRT documentation, Quantization Schemes"
+GUIDE = "TensorRT documentation, ONNX Opset Guide (11.x)"
+ONNX = "ONNX Operators.md and IR.md"
+EXTERNAL = "ONNX ExternalData.md; measured with onnx.checker and ONNX Runtime"
+SAFETENSORS = "safetensors README.md, Format"
+RUNTIME = "ONNX Runtime 1.31, measured"
+
+# One line a rule: id, what it asks, where that is written, the function.
+RULES = (
+    Rule("qdq-type", "codes are INT8, INT4, FP8 E4M3 or FP4 E2M1", PARSER, q.types),
+    Rule("zero-point", "constant, zero, as many as scales; Q has one or output_dtype", PARSER, q.zero_points),
+    Rule("output-dtype", "output_dtype equals the zero point's type where both are given", PARSER, q.output_types),
+    Rule("scale-constant", "scales are constants", PARSER, q.constant_scales),
+    Rule("scale-positive", "scales are finite and greater than zero", PARSER, q.positive_scales),
+    Rule("scale-type", "scales are FP32, FP16 or BF16; a half scale has the input's type", HEADER, q.scale_types),
+    Rule("mx-scale", "E8M0 scales only in TensorRT's own ops", PARSER, q.mx_scales),
+    Rule("scale-rank", "scales have rank 2 at most", HEADER, q.scale_ranks),
+    Rule("activation-per-tensor", "activations have one scale", HEADER, q.activations_per_tensor),
+    Rule("scale-axis", "a 1-D scale is as long as the axis it names", PARSER, q.scale_axes),
+    Rule("block-scale", "the data's rank, one blocked axis of the last two, even blocks", PARSER, q.block_scales),
+    Rule("int4", "INT4: weights only, blocks of 64 or 128, an even number of values", SCHEMES, q.int4),
+    Rule("fp4", "FP4: weights in blocks of 16 under double-quantized FP8 scales", SCHEMES, q.fp4),
+    Rule("weight-direct", "a quantized initializer goes straight into DequantizeLinear", PARSER, q.direct_weights),
+    Rule("code-flow", "between Q and DQ stands no other op (Concat, Transpose take no codes)", OPERATORS, q.code_flow),
+    Rule("integer-op", "no DynamicQuantizeLinear, MatMulInteger, ConvInteger, QLinear*", OPERATORS, o.integer_ops),
+    Rule("opset", "opset 21 to 25", GUIDE, o.opset),
+    Rule("opset-feature", "attributes, types and ops only where the opset has them", ONNX, o.opset_features),
+    Rule("ir-version", "ir_version 10 to 13", RUNTIME, o.ir_version),
+    Rule("domain", "standard ONNX; domain trt only where allowed, with ops its parser knows", CUSTOM, o.domains),
+    Rule("function", "no model-local functions", ONNX, o.functions),
+    Rule("custom-block", "dynamic quantization: block, axis, static extent, scalar scale", CUSTOM, o.custom_blocks),
+    Rule("topk", "TopK is sorted, K below 3840", OPERATORS, o.topk),
+    Rule("attention", "Attention without past, present and softcap, 4-D", OPERATORS, o.attention),
+    Rule("tensor-scatter", "TensorScatter on 4-D caches along axis -2", OPERATORS, o.tensor_scatter),
+    Rule("rotary", "RotaryEmbedding with int64 positions", OPERATORS, o.rotary),
+    Rule("scatter", "ScatterND without reduction", OPERATORS, o.scatter),
+    Rule("border", "inputs and outputs have types and shapes, dynamic axes have names", ONNX, o.border),
+    Rule("missing-value", "every value that is read is made", ONNX, o.missing_values),
+    Rule("external-path", "external data is a plain file name", EXTERNAL, f.locations),
+    Rule("external-file", "external data exists and is no link", EXTERNAL, f.files),
+    Rule("external-bounds", "regions lie inside the file and are dims times dtype long", EXTERNAL, f.bounds),
+    Rule("external-overlap", "regions are equal or disjoint", EXTERNAL, f.overlaps),
+    Rule("initializer-data", "every initializer has data", ONNX, f.inline),
+    Rule("safetensors", "the header agrees: name, dtype, shape, offset", SAFETENSORS, f.headers),
+    Rule("unused", "every initializer and every stored tensor is read", ONNX, f.unused),
+    Rule("checker", "onnx.checker accepts the file, types and shapes included", ONNX, o.checker),
+)  # fmt: skip
+
+
+def rules() -> tuple[Rule, ...]:
+    """Return every rule with its source, in the order in which they run."""
+    return RULES
+
+
+def lint(path: Path | str, *, custom_ops: bool | None = None) -> list[Finding]:
+    """Check `path` (an .onnx file or the directory of one) against every rule; an empty list is a clean model.
+
+    TensorRT's own ops (domain `trt`) pass with `custom_ops=True`, are errors with False, warnings unless it is said.
+
+    >>> [str(finding) for finding in lint("llama-fp8")]  # doctest: +SKIP
+    []
+    """
+    model = read_model(Path(path), custom_ops)
+    malformed = any(True for _ in o.checker(model))
+    return [
+        Finding(rule.id, problem.severity, problem.where, problem.message)
+        for rule in RULES
+        for problem in _run(rule, model, malformed)
+    ]
+
+
+def _run(rule: Rule, model: Model, malformed: bool) -> list[Problem]:
+    """Run one rule. On a file that is not even ONNX (a node without inputs, names that are no text) it may stumble."""
+    try:
+        return list(rule.check(model))
+    except Exception as error:
+        if not malformed:
+            raise
+        return [Problem("model", f"cannot be checked while onnx.checker refuses the file ({error!r}); mend that first")]
+
+
+def describe(findings: list[Finding]) -> list[str]:
+    """Return one line for each message, errors first, with the layers it concerns folded."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for finding in sorted(findings, key=lambda finding: finding.severity):
+        groups.setdefault((finding.severity, finding.rule, finding.message), []).append(finding.where)
+    return [
+        f"{severity} [{rule}] {', '.join(fold_layers(where))}: {message}"
+        for (severity, rule, message), where in groups.items()
+    ]

@@ -1,0 +1,228 @@
+"""Runs a written model in ONNX Runtime on the CPU; the file is never changed.
+
+Graph optimizations are off: with them ONNX Runtime rewrites FP8 Q/DQ into integer kernels that fail to load, and
+weight-only INT8 / INT4 into kernels with quantized activations (1e-2 error). What its CPU kernels lack (half graphs,
+FP4, float32 scales beside half data) runs as the *float32 twin*: the same codes and scales, float32 everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import VerifyError
+
+HALF = ("FLOAT16", "BFLOAT16")
+
+
+class Runtime:
+    """A written model, loaded. `twin` says why it is not the file itself that runs ("" if it is).
+
+    >>> Runtime("tiny-llama-fp8").generate(np.array([[1, 2, 3]]), max_new_tokens=8).shape  # doctest: +SKIP
+    (1, 11)
+    """
+
+    def __init__(self, path: str | Path, *, taps: Sequence[str] = ()) -> None:
+        """Load `model.onnx` of a directory, or an .onnx file; `taps` are inner values to return as well."""
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise VerifyError("running a model needs onnxruntime: pip install 'qbridge[trt]'") from error
+        file = Path(path)
+        file = file / "model.onnx" if file.is_dir() else file
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 3
+        model, self.twin = _runnable(file, taps)
+        try:
+            if model is None:
+                self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            else:
+                options.add_session_config_entry(
+                    "session.model_external_initializers_file_folder_path", str(file.parent)
+                )
+                self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime raises its own unrelated classes
+            raise VerifyError(f"{file}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+        self.inputs = {i.name: i for i in self.session.get_inputs()}
+        self.outputs = [o.name for o in self.session.get_outputs()]
+
+    @property
+    def cached(self) -> bool:
+        """True for a decoder with `past_key_values` inputs."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run once. Decoders get empty caches, full masks and running positions where `feeds` lacks them."""
+        full = {name: _as_input(array, self.inputs[name].type) for name, array in feeds.items() if name in self.inputs}
+        self._complete(full)
+        missing = [name for name in self.inputs if name not in full]
+        if missing:
+            raise VerifyError(f"inputs {', '.join(missing)} are missing; given: {', '.join(feeds)}")
+        return dict(zip(self.outputs, self.session.run(self.outputs, full), strict=True))
+
+    def generate(self, input_ids: np.ndarray, max_new_tokens: int, stop: int | None = None) -> np.ndarray:
+        """Greedy decoding: [batch, sequence] token ids in, the same with up to `max_new_tokens` appended out."""
+        tokens = np.asarray(input_ids, np.int64)
+        feeds: dict[str, np.ndarray] = {"input_ids": tokens}
+        past = 0
+        for _ in range(max_new_tokens):
+            out = self.run(feeds)
+            new = out["logits"][:, -1].argmax(-1).astype(np.int64)[:, None]
+            tokens = np.concatenate([tokens, new], axis=1)
+            if stop is not None and (new == stop).all():
+                break
+            if self.cached:
+                past = tokens.shape[1] - 1
+                feeds = {"input_ids": new, **_carry(out)}
+                feeds["attention_mask"] = np.ones_like(tokens)
+                feeds["position_ids"] = np.full_like(new, past)
+            else:
+                feeds = {"input_ids": tokens}
+        return tokens
+
+    def _complete(self, feeds: dict[str, np.ndarray]) -> None:
+        if "input_ids" not in feeds:
+            return
+        batch, length = feeds["input_ids"].shape
+        past = next((a.shape[2] for name, a in feeds.items() if name.startswith("past_key_values.")), 0)
+        for name, entry in self.inputs.items():
+            if name in feeds:
+                continue
+            if name == "attention_mask":
+                feeds[name] = np.ones((batch, past + length), np.int64)
+            elif name == "position_ids":
+                feeds[name] = _positions(feeds.get("attention_mask"), batch, past, length)
+            elif name == "token_type_ids":
+                feeds[name] = np.zeros((batch, length), np.int64)
+            elif name.startswith("past_key_values."):
+                _, heads, _, width = entry.shape
+                feeds[name] = np.zeros((batch, heads, 0, width), np.float32)
+
+
+def _positions(mask: np.ndarray | None, batch: int, past: int, length: int) -> np.ndarray:
+    """Positions count the tokens that the mask lets through, so that left padding takes none."""
+    if mask is None:
+        return np.arange(past, past + length, dtype=np.int64)[None].repeat(batch, 0)
+    return np.maximum(mask.cumsum(-1) - 1, 0)[:, -length:].astype(np.int64)
+
+
+def _carry(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {n.replace("present.", "past_key_values."): a for n, a in outputs.items() if n.startswith("present.")}
+
+
+def _as_input(array: np.ndarray, kind: str) -> np.ndarray:
+    wanted = {
+        "tensor(int64)": np.int64,
+        "tensor(float)": np.float32,
+        "tensor(int32)": np.int32,
+        "tensor(bool)": np.bool_,
+    }
+    made: np.ndarray = np.ascontiguousarray(array, wanted.get(kind, array.dtype))
+    return made
+
+
+def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
+    """The bytes to load in the file's stead and why; (None, "") where the file itself runs."""
+    import onnx_ir as ir
+
+    try:
+        model = ir.load(file)
+    except Exception as error:  # protobuf's and onnx_ir's errors have no common base
+        raise VerifyError(f"{file}: not a readable ONNX file: {str(error).splitlines()[0]}") from error
+    reason = _reason(model)
+    if not reason and not taps:
+        return None, ""
+    if reason:
+        _to_twin(model)
+    values = {v.name: v for node in model.graph for v in node.outputs}
+    for name in taps:
+        model.graph.outputs.append(values[name])
+    return ir.to_proto(model).SerializeToString(), reason
+
+
+def _reason(model: Any) -> str:
+    if any(node.domain not in ("", "ai.onnx") for node in model.graph):
+        raise VerifyError(
+            "the graph holds TensorRT's own ops: ONNX Runtime cannot run it; its weights are compared instead"
+        )
+    kinds = {v.dtype.name for v in model.graph.initializers.values() if v.dtype is not None}
+    if kinds & set(HALF):
+        return "half-precision graph"
+    return "FP4 codes" if "FLOAT4E2M1" in kinds else ""
+
+
+def _to_twin(model: Any) -> None:
+    """Turn a half graph into float32 in place and FP4 weights into values; codes and scales stay as they are."""
+    import onnx_ir as ir
+
+    half = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+    for value in list(model.graph.initializers.values()):
+        if value.dtype in half:
+            _widen(model, value)
+    for node in list(model.graph):
+        for key in ("to", "output_dtype", "dtype"):
+            attribute = node.attributes.get(key)
+            if (
+                attribute is not None
+                and attribute.type == ir.AttributeType.INT
+                and attribute.value in {int(h) for h in half}
+            ):
+                node.attributes[key] = ir.AttrInt64(key, int(ir.DataType.FLOAT))
+        for attribute in list(node.attributes.values()):
+            if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in half:
+                tensor = ir.tensor(attribute.value.numpy().astype(np.float32), name=attribute.value.name)
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
+        if node.op_type == "DequantizeLinear" and node.inputs[0].dtype == ir.DataType.FLOAT4E2M1:
+            _unpack_fp4(model, node)
+    for value in [*model.graph.inputs, *(v for node in model.graph for v in node.outputs)]:
+        if value.dtype in half:
+            value.dtype = ir.DataType.FLOAT
+
+
+def _widen(model: Any, value: Any) -> None:
+    """Read a half initializer through a Cast, so that the twin needs no second copy of the weights."""
+    import onnx_ir as ir
+
+    uses = tuple(value.uses())
+    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)})
+    cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = (
+        f"{value.name}/float32",
+        ir.DataType.FLOAT,
+        value.shape,
+    )
+    model.graph.insert_before(model.graph[0], cast)
+    for node, at in uses:
+        node.replace_input_with(at, cast.outputs[0])
+
+
+def _unpack_fp4(model: Any, node: Any) -> None:
+    """Replace codes by their values and DequantizeLinear by blocks times scale: ONNX Runtime has no FP4 kernels."""
+    import onnx_ir as ir
+
+    codes, scale = node.inputs[0], node.inputs[1]
+    axis, block = node.attributes["axis"].as_int(), node.attributes["block_size"].as_int()
+    numbers = codes.const_value.numpy().astype(np.float32)
+    values = ir.tensor(numbers, name=f"{codes.name}/float32")
+    holder = ir.Value(
+        name=values.name, shape=ir.Shape(numbers.shape), type=ir.TensorType(ir.DataType.FLOAT), const_value=values
+    )
+    model.graph.register_initializer(holder)
+    blocks = codes.shape[axis] // block
+    block_of = np.repeat(np.arange(blocks, dtype=np.int64), block)
+    index = ir.tensor(block_of, name=f"{codes.name}/blocks")
+    index_value = ir.Value(
+        name=index.name, shape=ir.Shape(block_of.shape), type=ir.TensorType(ir.DataType.INT64), const_value=index
+    )
+    model.graph.register_initializer(index_value)
+    spread = ir.node("Gather", [scale, index_value], {"axis": axis})
+    product = ir.node("Mul", [holder, spread.outputs[0]])
+    spread.outputs[0].name, product.outputs[0].name = f"{codes.name}/scales", f"{codes.name}/values"
+    product.outputs[0].dtype = ir.DataType.FLOAT
+    model.graph.insert_before(node, [spread, product])
+    ir.convenience.replace_all_uses_with(node.outputs[0], product.outputs[0])
+    model.graph.remove(node, safe=True)
+    del model.graph.initializers[codes.name]

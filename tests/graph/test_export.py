@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from bridge.errors import ExportError, UsageError
+from bridge.graph.export import Graph, export_graph, strip
+from tests.graph import onnx_parity as parity
+from tests.graph.architectures import CORE, DECODERS, bert, gpt2, llama, mixtral, resnet, vit
+
+# float32 in another order of additions; a wrong mask or a swapped weight reads 1e-1 and more.
+TOLERANCE = 2e-5
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DECODERS if name not in CORE]
+
+
+def _weights_of(model: Any) -> set[str]:
+    tied = set(model.all_tied_weights_keys)
+    return {name for name, _ in model.state_dict().items() if name not in tied}
+
+
+@pytest.fixture(scope="module")
+def exported() -> Callable[[str], Graph]:
+    """Export a decoder once for all tests of this file; data that one test fills in do not matter to the others."""
+    return functools.cache(lambda name: export_graph(DECODERS[name]()))
+
+
+@pytest.mark.parametrize("name", [*CORE, *_SLOW])
+def test_one_pass_chunks_and_single_tokens_with_left_padding_give_torchs_logits(
+    name: str, exported: Callable[[str], Graph], tmp_path: Path
+) -> None:
+    graph = exported(name)
+    assert graph.note == ""
+    assert graph.stamped == (graph.layers > 2)
+    model = parity.live_model(DECODERS[name]())
+    assert {live.split("[")[0] for live in graph.weights.values()} == _weights_of(model)
+    session = parity.fill(graph, model, tmp_path)
+    ids, mask = parity.padded_batch()
+    want = parity.torch_logits(model, ids, mask)[mask == 1]
+    for sizes in ([19], [5, 7, 7], [1] * 19):
+        got = parity.in_chunks(session, ids, mask, sizes)[mask == 1]
+        assert parity.relative(got, want) < TOLERANCE, sizes
+
+
+@pytest.mark.parametrize("opset", [21, pytest.param(23, marks=pytest.mark.slow)])
+def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_it(opset: int, tmp_path: Path) -> None:
+    config = llama(num_hidden_layers=3, tie_word_embeddings=True)
+    graph = export_graph(config, cache=False, opset=opset)
+    assert [v.name for v in graph.model.graph.inputs] == ["input_ids", "attention_mask", "position_ids"]
+    assert [v.name for v in graph.model.graph.outputs] == ["logits"]
+    model = parity.live_model(config)
+    assert set(graph.weights) == _weights_of(model)
+    assert graph.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    ids, mask = parity.padded_batch()
+    got = parity.in_chunks(parity.fill(graph, model, tmp_path), ids, mask, [19])
+    assert parity.relative(got[mask == 1], parity.torch_logits(model, ids, mask)[mask == 1]) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_opset_23_gives_the_same_logits_through_attention_nodes(name: str, tmp_path: Path) -> None:
+    config = DECODERS[name]()
+    graph = export_graph(config, opset=23)
+    assert graph.stamped
+    assert any(node.op_type == "Attention" for node in graph.model.graph)
+    assert graph.model.ir_version == 11
+    model = parity.live_model(config)
+    ids, mask = parity.padded_batch()
+    got = parity.in_chunks(parity.fill(graph, model, tmp_path), ids, mask, [6, 13])
+    assert parity.relative(got[mask == 1], parity.torch_logits(model, ids, mask)[mask == 1]) < TOLERANCE
+
+
+def _text_feeds() -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(3, 101, (3, 17))
+    mask = np.ones_like(ids)
+    mask[1, 11:] = 0
+    kinds = np.repeat([[0] * 9 + [1] * 8], 3, 0)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": kinds}
+
+
+ENCODERS = {
+    "BertModel": ["last_hidden_state", "pooler_output"],
+    "BertForMaskedLM": ["logits"],
+    "BertForSequenceClassification": ["logits"],
+    "BertForTokenClassification": ["logits"],
+    "BertForQuestionAnswering": ["start_logits", "end_logits"],
+}
+
+
+@pytest.mark.parametrize(
+    "architecture", [n if n == "BertModel" else pytest.param(n, marks=pytest.mark.slow) for n in ENCODERS]
+)
+def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp_path: Path) -> None:
+    config = bert(architecture)
+    graph = export_graph(config)
+    assert graph.stamped
+    assert [v.name for v in graph.model.graph.outputs] == ENCODERS[architecture]
+    model = parity.live_model(config)
+    feeds = _text_feeds()
+    with torch.no_grad():
+        want = model(**{name: torch.tensor(array) for name, array in feeds.items()})
+    for name, got in parity.run(parity.fill(graph, model, tmp_path), feeds).items():
+        real = feeds["attention_mask"] == 1 if got.shape[1] == 17 else slice(None)
+        assert parity.relative(got[real], want[name].numpy()[real]) < TOLERANCE
+
+
+@pytest.mark.parametrize("config", [vit(), pytest.param(resnet(), marks=pytest.mark.slow)], ids=["vit", "resnet"])
+def test_image_classifiers_equal_torch_at_another_batch_size(config: Any, tmp_path: Path) -> None:
+    graph = export_graph(config)
+    model = parity.live_model(config)
+    assert {n for n, t in model.state_dict().items() if t.is_floating_point()} == set(graph.weights)
+    size = getattr(config, "image_size", 224)
+    pixels = np.random.default_rng(0).standard_normal((3, 3, size, size)).astype(np.float32)
+    got = parity.run(parity.fill(graph, model, tmp_path), {"pixel_values": pixels})["logits"]
+    with torch.no_grad():
+        assert parity.relative(got, model(torch.tensor(pixels)).logits.numpy()) < TOLERANCE
+
+
+def test_half_precision_graph_has_half_weights_and_stays_near_torch(tmp_path: Path) -> None:
+    config = llama(num_hidden_layers=1)
+    graph = export_graph(config, dtype="fp16")
+    values = graph.model.graph.initializers
+    assert {values[name].dtype for name in graph.weights} == {ir.DataType.FLOAT16}
+    model = parity.live_model(config)
+    ids, mask = parity.padded_batch()
+    got = parity.in_chunks(parity.fill(graph, model, tmp_path), ids, mask, [19]).astype(np.float32)
+    assert parity.relative(got[mask == 1], parity.torch_logits(model, ids, mask)[mask == 1]) < 2e-2
+
+
+def _saved(config: Any) -> bytes:
+    graph = export_graph(config)
+    assert graph.stamped
+    strip(graph.model)
+    return ir.to_proto(graph.model).SerializeToString(deterministic=True)
+
+
+def test_same_config_gives_the_same_bytes_and_no_local_path() -> None:
+    saved = _saved(llama(num_hidden_layers=3))
+    assert saved == _saved(llama(num_hidden_layers=3).to_dict())
+    for word in (b"site-packages", b".py", b"_Flat", b"bridge.module"):
+        assert word not in saved
+
+
+@pytest.mark.slow
+def test_same_bytes_in_processes_that_hash_differently() -> None:
+    script = (
+        "import hashlib; from tests.graph import test_export as t; "
+        "print(hashlib.sha256(t._saved(t.DECODERS['gemma3']())).hexdigest())"
+    )
+    digests = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+        digests.add(done.stdout.split()[-1])
+    assert len(digests) == 1
+
+
+def test_export_changes_neither_the_config_nor_global_state() -> None:
+    from torch.nn.modules import module
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def state() -> Any:
+        hooks = len(module._global_parameter_registration_hooks)
+        return torch.get_default_dtype(), sorted(ALL_EXPERTS_FUNCTIONS.valid_keys()), hooks
+
+    config = mixtral(num_hidden_layers=1)
+    before, known = copy.deepcopy(config.to_dict()), state()
+    graph = export_graph(config, dtype="bfloat16", cache=False)
+    assert (config.to_dict(), state()) == (before, known)
+    experts = [n for n in graph.weights if "experts" in n]
+    assert len(experts) == 5 * 3
+    assert "model.layers.0.mlp.experts.gate_up_proj[4, up]" in experts
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model_type": "nonesuch"}, ExportError, "'nonesuch' is not in transformers .*upgrade"),
+        ({"model_type": None}, ExportError, "no `model_type`"),
+        ({"architectures": None}, UsageError, "give the task; known: causal-lm"),
+        ({"architectures": ["LlamaForLove"]}, UsageError, "'LlamaForLove' .*known: causal-lm"),
+        ({"hidden_act": "nonesuch"}, ExportError, "cannot build it from this config"),
+    ],
+)
+def test_a_config_that_cannot_be_exported_says_why(change: dict[str, Any], error: Any, says: str) -> None:
+    config = {k: v for k, v in {**llama().to_dict(), **change}.items() if v is not None}
+    with pytest.raises(error, match=says):
+        export_graph(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"task": "causal"}, "nearest: causal-lm"),
+        ({"task": "masked-lm"}, "no masked-lm head .*causal-lm"),
+        ({"opset": 20}, "opset 20 .*known: 21"),
+        ({"dtype": "float31"}, "nearest: float32"),
+        ({"dtype": "int8"}, "int8 .*float16"),
+    ],
+)
+def test_wrong_options_name_the_right_ones(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        export_graph(llama(), **options)
+
+
+def test_an_architecture_without_keys_and_values_is_refused_with_its_reason() -> None:
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 48, "num_hidden_layers": 2}
+    with pytest.raises(ExportError, match=r"MambaForCausalLM: .*keys and values per layer[\s\S]*hint .*cache=False"):
+        export_graph(config)
+
+
+def test_layers_that_depend_on_their_place_are_exported_in_full_and_the_note_says_so(tmp_path: Path) -> None:
+    config = gpt2(n_layer=3, scale_attn_by_inverse_layer_idx=True)
+    graph = export_graph(config)
+    assert not graph.stamped
+    assert graph.note == "no kind of layer occurs more than twice"
+    model = parity.live_model(config)
+    ids, mask = parity.padded_batch()
+    got = parity.in_chunks(parity.fill(graph, model, tmp_path), ids, mask, [19])
+    assert parity.relative(got[mask == 1], parity.torch_logits(model, ids, mask)[mask == 1]) < TOLERANCE
+
+
+def test_caches_are_named_per_layer_and_in_order(exported: Callable[[str], Graph]) -> None:
+    graph = exported("gemma3")
+    slots = [f"{layer}.{kind}" for layer in range(8) for kind in ("key", "value")]
+    inputs = [v.name for v in graph.model.graph.inputs]
+    assert inputs == ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{s}" for s in slots)]
+    outputs = {v.name: str(v.shape) for v in graph.model.graph.outputs}
+    assert list(outputs) == ["logits", *(f"present.{s}" for s in slots)]
+    assert outputs["logits"] == "[batch,sequence,101]"
+    assert outputs["present.7.key"] == "[batch,2,total_sequence,10]"

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from bridge.errors import ExportError
+from bridge.graph.export import Graph, export_graph
+from bridge.graph.sites import Use, find_kv, find_sites
+from tests.graph.architectures import bert, gpt2, llama, qwen3_moe, resnet
+
+
+@pytest.fixture(scope="module")
+def tied_llama() -> Graph:
+    return export_graph(llama(num_hidden_layers=4, tie_word_embeddings=True))
+
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_every_linear_is_found_with_its_activation_and_the_transpose_between(tied_llama: Graph) -> None:
+    modules = {f"model.layers.{i}.self_attn.{n}" for i in range(4) for n in LINEARS}
+    uses = find_sites(tied_llama, modules)
+    assert uses.keys() == modules
+    for module, use in uses.items():
+        assert use.initializer.name == f"{module}.weight"
+        assert use.node.op_type == "MatMul"
+        assert [node.op_type for node in use.transposes] == ["Transpose"]
+        assert use.node.inputs[1] is use.transposes[-1].outputs[0]
+        assert use.input is use.node.inputs[0]
+        assert use.trans_b
+        assert use.also == ()
+    q, k, v = (uses[f"model.layers.3.self_attn.{n}"].input for n in LINEARS[:3])
+    assert q is k
+    assert k is v
+    assert uses["model.layers.2.self_attn.q_proj"].input is not q
+
+
+def test_tied_head_names_the_stored_tensor_and_reports_the_gather(tied_llama: Graph) -> None:
+    use = find_sites(tied_llama, ["lm_head"])["lm_head"]
+    assert use.initializer.name == "model.embed_tokens.weight"
+    assert use.node.op_type == "MatMul"
+    assert [node.op_type for node in use.also] == ["Gather"]
+
+
+def test_a_module_without_a_matrix_product_is_an_error_that_names_all(tied_llama: Graph) -> None:
+    with pytest.raises(ExportError) as caught:
+        find_sites(tied_llama, ["model.layers.0.nope", "model.layers.1.nope", "model.norm"])
+    assert "model.layers.{0..1}.nope is not in the graph" in str(caught.value)
+    assert "model.norm is read by no MatMul, Gemm or Conv" in str(caught.value)
+
+
+def test_keys_and_values_are_the_presents_and_are_read_inside(tied_llama: Graph) -> None:
+    kv = find_kv(tied_llama)
+    assert list(kv) == [0, 1, 2, 3]
+    for layer, (key, value) in kv.items():
+        assert (key.name, value.name) == (f"present.{layer}.key", f"present.{layer}.value")
+        for one in (key, value):
+            producer = one.producer()
+            assert producer is not None
+            assert producer.op_type == "Concat"
+            assert len(list(one.uses())) >= 1
+
+
+def test_without_a_cache_keys_and_values_are_still_found_in_every_layer() -> None:
+    graph = export_graph(llama(), cache=False)
+    kv = find_kv(graph)
+    assert list(kv) == list(range(5))
+    assert len({id(value) for pair in kv.values() for value in pair}) == 10
+    for key, value in kv.values():
+        assert not key.is_graph_output()
+        assert key.uses()
+        assert value.uses()
+
+
+def test_conv1d_is_a_gemm_on_the_stored_layout() -> None:
+    graph = export_graph(gpt2())
+    modules = [f"transformer.h.{i}.{n}" for i in range(4) for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")]
+    for use in find_sites(graph, modules).values():
+        assert use.node.op_type == "Gemm"
+        assert not use.trans_b
+        assert use.transposes == ()
+
+
+def _forms(uses: dict[str, Use]) -> dict[str, tuple[str, bool]]:
+    return {name: (use.node.op_type, use.trans_b) for name, use in uses.items()}
+
+
+@pytest.mark.slow
+def test_linears_on_two_dimensions_are_gemm_with_transb() -> None:
+    graph = export_graph(bert("BertForSequenceClassification"))
+    modules = ["bert.pooler.dense", "classifier", "bert.encoder.layer.3.intermediate.dense"]
+    forms = _forms(find_sites(graph, modules))
+    assert forms["bert.pooler.dense"] == ("Gemm", True)
+    assert forms["classifier"] == ("Gemm", True)
+    assert forms["bert.encoder.layer.3.intermediate.dense"] == ("MatMul", True)
+
+
+@pytest.mark.slow
+def test_convolutions_are_found_although_batch_norm_asks_for_their_shape() -> None:
+    graph = export_graph(resnet())
+    convolutions = {n.removesuffix(".weight") for n in graph.weights if n.endswith("convolution.weight")}
+    uses = find_sites(graph, convolutions)
+    assert len(uses) > 15
+    assert {(use.node.op_type, use.also) for use in uses.values()} == {("Conv", ())}
+
+
+@pytest.mark.slow
+def test_each_expert_is_a_matrix_of_its_own() -> None:
+    graph = export_graph(qwen3_moe())
+    experts = [name for name in graph.weights if ".experts." in name]
+    assert len(experts) == 5 * 5 * 3  # layers 0 and 3 are dense
+    uses = find_sites(graph, experts)
+    for name, use in uses.items():
+        assert use.initializer.name == name
+        assert use.initializer.shape is not None
+        assert len(use.initializer.shape) == 2
+        assert use.node.op_type in ("MatMul", "Gemm")
+        assert use.trans_b
+    gate = uses["model.layers.4.mlp.experts.gate_up_proj[3, gate]"]
+    assert gate.input is uses["model.layers.4.mlp.experts.gate_up_proj[3, up]"].input
