@@ -1,0 +1,299 @@
+"""The verbs: plan, calibrate, convert, verify, check. Each is the README's flow, in order; no stage is written here."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.conversion import Conversion, Progress, quiet
+from bridge.errors import UsageError
+
+if TYPE_CHECKING:
+    from bridge.planning import Plan
+    from bridge.quant.calibration import Calibration
+    from bridge.quant.data import Data
+    from bridge.quant.scheme import Scheme
+    from bridge.report import Parity, Report
+    from bridge.sources import Source
+    from bridge.values import Format, Structure
+
+
+@dataclass
+class _Clock:
+    """Seconds by stage, in the order in which the stages ran."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def plan(
+    model: Any,
+    target: str,
+    quant: Any = None,
+    *,
+    kv: str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
+
+    Takes the same arguments as `convert`; reads no weight, and loads no framework for an architecture with a table.
+    """
+    source = _open(model, config, None)
+    structure = _structure(source)
+    return _plan(source, structure, target, _scheme(quant, kv, structure), options)
+
+
+def calibrate(
+    model: Any,
+    quant: Any,
+    data: Any = None,
+    *,
+    kv: str | None = None,
+    device: str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Run the model with ModelOpt once and return its statistics; `save()` them and use them for any target.
+
+    Args:
+        data: None (the embedded text), a text or JSONL file, a dataset id, batches, a DataLoader, or a
+            `forward_loop(model)`.
+        samples, sequence: how many sequences of how many tokens; None takes the defaults of `bridge.quant.data`.
+    """
+    source = _open(model, config, tokenizer)
+    structure = _structure(source)
+    scheme = _scheme(quant, kv, structure)
+    if scheme is None:
+        raise UsageError("calibrate needs a scheme: quant='fp8', say")
+    prepared = _data(source, data, samples, sequence)
+    return _calibrate(source, structure, scheme, prepared, device, progress or quiet)
+
+
+def convert(
+    model: Any,
+    target: str,
+    quant: Any = None,
+    out: str | Path | None = None,
+    *,
+    calib: Any = None,
+    kv: str | None = None,
+    device: str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | None = None,
+    memory: int | None = None,
+    **options: Any,
+) -> Report:
+    """Convert a model to what `target` loads, quantized by `quant`; the output appears whole or not at all.
+
+    Args:
+        model: a `transformers` model in memory (left as it is), a directory, a hub id, or a `Source`.
+        target: "trt", or what an entry point adds.
+        quant: a scheme's name, a recipe's path, a `Scheme`; None converts without quantizing.
+        out: the directory to write; None takes the model's name and the scheme's.
+        calib: what `calibrate` takes as `data`, or a `Calibration`, or the path of a saved one.
+        kv: None, "fp8", "int8" or "nvfp4".
+        memory: byte budget of the stream; None takes what the plan needs.
+        options: the target's own, see `bridge.targets.<target>.Options`.
+
+    Raises:
+        BridgeError: one of its classes, before any weight is read where that is possible.
+    """
+    from bridge.finish import carry_side_files, held_out, make_manifest, make_report, prove
+    from bridge.output import check_disk, check_free, output_directory
+    from bridge.quant.modelopt import check_device
+
+    clock, report_progress = _Clock(), progress or quiet
+    with clock.stage("plan"):
+        source = _open(model, config, tokenizer)
+        structure = _structure(source)
+        scheme = _scheme(quant, kv, structure)
+        plan_ = _plan(source, structure, target, scheme, options)
+        directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
+        check_free(directory, overwrite)
+        check_disk(directory, plan_.disk)
+        given = _given_calibration(calib, plan_, scheme)
+        if scheme and scheme.needs_calibration and not given:
+            check_device(scheme, device)
+        data = None if given or not _runs(scheme, source) else _data(source, calib, None, None)
+    identity = _digest(plan_.digest, source.fingerprint, given.digest if given else data.digest if data else "")
+    with output_directory(directory, identity, overwrite=overwrite, resume=resume) as work:
+        calibration = given
+        if scheme and data and scheme.needs_calibration:
+            with clock.stage("calibrate"):
+                calibration = _calibrate_once(work.directory, source, structure, scheme, data, device, report_progress)
+        elif calibration:
+            calibration.save(work.directory / "calibration.safetensors")
+        conversion = Conversion(plan_, source, calibration, scheme, memory or plan_.memory, work, 2, report_progress)
+        with clock.stage("write"):
+            written = _target(target).write(conversion, work.directory)
+            carry_side_files(source, work.directory)
+            manifest = make_manifest(conversion, written)
+            manifest.save(work.directory)
+        parity: Parity | None = None
+        findings: tuple[str, ...] = ()
+        if verify:
+            with clock.stage("verify"):
+                held = held_out(source, plan_, calibration, data)
+                parity, findings = prove(work.directory, manifest, source, held, report_progress)
+        report = make_report(directory, work.directory, manifest, calibration, parity, findings, clock.seconds)
+        report.save(work.directory)
+    return report
+
+
+def verify(
+    out: str | Path, against: Any, *, data: Any = None, tokenizer: Any = None, progress: Progress | None = None
+) -> Report:
+    """Re-read a written model, compare every weight with its source and run it; returns a fresh report.
+
+    Args:
+        against: the source that it was made from: anything `convert` takes as `model`.
+        data: held-out text or batches; None takes those kept with the calibration, else the embedded text.
+
+    Raises:
+        VerifyError: `out` is no model that bridge wrote, or was made from other weights than `against`.
+    """
+    from bridge.errors import VerifyError
+    from bridge.finish import CALIBRATION, held_out, load_manifest, make_report, prove
+    from bridge.quant.calibration import Calibration
+
+    clock, directory, source = _Clock(), Path(out), _open(against, None, tokenizer)
+    manifest = load_manifest(directory)
+    if dict(source.specs) != manifest.plan.sources:
+        raise VerifyError(f"{out} was not made from {source.where}: their tensors differ in name, shape or dtype")
+    saved = directory / CALIBRATION
+    calibration = Calibration.load(saved) if saved.exists() and data is None else None
+    with clock.stage("verify"):
+        prepared = None if calibration and calibration.held_out else _data(source, data, None, None)
+        held = held_out(source, manifest.plan, calibration, prepared)
+        parity, findings = prove(directory, manifest, source, held, progress or quiet)
+    return make_report(directory, directory, manifest, calibration, parity, findings, clock.seconds)
+
+
+def check() -> list[str]:
+    """Check every table and scheme against each other; returns the problems, none when all is well. Needs no torch."""
+    from bridge.quant.scheme import check_schemes
+    from bridge.tables.check import check as check_tables
+
+    return [*check_tables(), *check_schemes()]
+
+
+def _open(model: Any, config: Mapping[str, Any] | str | Path | None, tokenizer: Any) -> Source:
+    from bridge.sources import open_source
+
+    return open_source(model, config=config, tokenizer=tokenizer)
+
+
+def _scheme(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
+    from bridge.quant.scheme import load_scheme
+
+    if quant is None:
+        if kv:
+            raise UsageError(f"kv={kv!r} needs a scheme beside it: quant='fp8', say")
+        return None
+    return load_scheme(quant, kv=kv).bound(structure.sites)
+
+
+def _structure(source: Source) -> Structure:
+    """From the architecture's table; traced with torch where nobody wrote one."""
+    from bridge.tables.match import architecture_of
+    from bridge.tables.structure import load_arch, structure
+
+    if load_arch(architecture_of(source.config)) is not None:
+        return structure(source.config, source.specs)
+    from bridge.trace import trace_structure
+
+    return trace_structure(source)
+
+
+def _target(name: str) -> Any:
+    from bridge.targets import load_target
+
+    return load_target(name)
+
+
+def _plan(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
+    from bridge.planning import make_plan
+    from bridge.targets import make_options
+
+    chosen = _target(target)
+    resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
+    return make_plan(source, structure, chosen, scheme, resolved)
+
+
+def _given_calibration(calib: Any, plan_: Plan, scheme: Scheme | None) -> Calibration | None:
+    """A `Calibration`, loaded if `calib` is the path of one, checked to hold every statistic that the plan needs."""
+    from bridge.quant.calibration import Calibration
+
+    if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
+        calib = Calibration.load(Path(calib))
+    if not isinstance(calib, Calibration):
+        return None
+    if scheme is None:
+        raise UsageError("a calibration was given but no scheme: pass quant=")
+    formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
+    attention = [step.attention for step in plan_.steps if step.attention]
+    calib.require(formats, attention, scheme.kv)
+    return calib
+
+
+def _runs(scheme: Scheme | None, source: Source) -> bool:
+    """True when data are needed or can at least serve the comparison at the end."""
+    return scheme is not None and (scheme.needs_calibration or source.can_run)
+
+
+def _data(source: Source, data: Any, samples: int | None, sequence: int | None) -> Data:
+    from bridge.quant.data import prepare
+
+    return prepare(data, source, samples=samples, sequence=sequence)
+
+
+def _calibrate(
+    source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, progress: Progress
+) -> Calibration:
+    from bridge.quant.modelopt import calibrate as run
+
+    return run(source, structure, scheme, data, device=device, progress=progress)
+
+
+def _calibrate_once(
+    directory: Path,
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    device: str | None,
+    progress: Progress,
+) -> Calibration:
+    """Calibrate, or take up what a killed run of the same work saved before it began to write."""
+    from bridge.quant.calibration import Calibration
+
+    saved = directory / "calibration.safetensors"
+    if saved.exists():
+        return Calibration.load(saved)
+    calibration = _calibrate(source, structure, scheme, data, device, progress)
+    calibration.save(saved)
+    return calibration
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

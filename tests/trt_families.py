@@ -1,0 +1,94 @@
+"""Small random models for target `trt`: extents differ pairwise, every `in` is a multiple of 128 (INT4 blocks)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 320
+_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 96,
+}  # fmt: skip
+_SQUARE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"hidden_size": 256}
+_GEMMA = {"sliding_window": 7, "num_hidden_layers": 4, "hidden_activation": "gelu_pytorch_tanh"}
+_MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_BERT = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 96, "type_vocab_size": 3,
+}  # fmt: skip
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _LLAMA),
+    "mistral": ("Mistral", _LLAMA | {"sliding_window": 7}),
+    "qwen2": ("Qwen2", _SQUARE),
+    "qwen3": ("Qwen3", _LLAMA | {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", _LLAMA | _GEMMA),
+    "gemma3": ("Gemma3", _LLAMA | _GEMMA | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "phi3": ("Phi3", _SQUARE | {"pad_token_id": 0}),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": VOCAB, "n_embd": 128, "n_inner": 384, "n_layer": 3, "n_head": 4, "n_positions": 96},
+    ),
+    "mixtral": ("Mixtral", _LLAMA | _MOE | {"num_local_experts": 3}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _LLAMA
+        | _MOE
+        | {"num_experts": 3, "moe_intermediate_size": 128, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+}
+# Families that the issue does not name and no table describes.
+UNNAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("GPTNeoX", {k: v for k, v in _BERT.items() if k != "type_vocab_size"}),
+    "opt": (
+        "OPT",
+        {"vocab_size": VOCAB, "hidden_size": 128, "ffn_dim": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "max_position_embeddings": 96, "word_embed_proj_dim": 128, "dropout": 0.0, "pad_token_id": 1},
+    ),
+    "olmo2": ("Olmo2", _SQUARE),
+    "granite": ("Granite", _SQUARE),
+}  # fmt: skip
+
+
+def decoder(family: str, seed: int = 0) -> Any:
+    """A causal LM of `family`, float32, every parameter random; weights wide enough that quantizing them shows."""
+    kind, fields = {**DECODERS, **UNNAMED}[family]
+    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    torch.manual_seed(seed)
+    model = getattr(transformers, head)(config_class(**fields)).eval()
+    return randomize(model, seed)
+
+
+def encoder(name: str, seed: int = 0) -> Any:
+    """A BERT (`bert`, `bert-classifier`, `bert-mlm`), a ViT or a ResNet, float32, every parameter random."""
+    torch.manual_seed(seed)
+    T = transformers
+    made = {
+        "bert": lambda: T.BertModel(T.BertConfig(**_BERT)),
+        "bert-classifier": lambda: T.BertForSequenceClassification(T.BertConfig(**_BERT, num_labels=5)),
+        "bert-mlm": lambda: T.BertForMaskedLM(T.BertConfig(**_BERT)),
+        "vit": lambda: T.ViTForImageClassification(
+            T.ViTConfig(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, image_size=32,
+                        patch_size=8, num_labels=5)
+        ),
+        "resnet": lambda: T.ResNetForImageClassification(
+            T.ResNetConfig(embedding_size=24, hidden_sizes=[24, 40, 56], depths=[1, 2, 1], layer_type="basic", num_labels=5)
+        ),
+    }[name]()  # fmt: skip
+    return randomize(made.eval(), seed)
+
+
+def randomize(model: Any, seed: int) -> Any:
+    """Widen matrices and randomize norms and biases in place: a tensor of ones or zeros would hide a wrong row."""
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3 if "embed" not in name and parameter.ndim == 2 else 1)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
