@@ -157,9 +157,8 @@ def main() -> None:
         if not args.no_peer:
             theirs.mkdir()
             wall_peer, peak_peer = run([sys.executable, "-c", PEER, str(checkpoint), str(theirs)])
-            print(
-                f"peer    {wall_peer:6.1f} s  {peak_peer:5.2f} GB  {size(theirs):.2f} GB   {wall_peer / wall:.1f} x bridge"
-            )
+            row = f"peer    {wall_peer:6.1f} s  {peak_peer:5.2f} GB  {size(theirs):.2f} GB"
+            print(f"{row}   {wall_peer / wall:.1f} x bridge", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 WORKERS = 2
 # float32 sums of a few thousand products in another order: an unquantized graph must be this near, relative L2.
 FLOAT_ERROR = 1e-3
-# A position agrees if it is within 1e-4: flips cost 1e-2, float32 rounding 1e-6; the first tokens of a sequence do.
+# A position agrees if it is within 1e-4: flips cost 1e-2, float32 rounding 1e-6.
 EXACT = 1e-4
-EXACT_SHARE = 0.01
 
 
 def tensor_parity(
@@ -117,9 +116,9 @@ def output_parity(
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare with what the references answered.
 
-    Against "modelopt" the difference must also be rounding: below a quarter of the scheme's own error, or none at all
-    in some positions and below that error in the others (one code that flips at a tie is felt by every later layer and
-    token). Against "source" the scheme's gate decides; an unquantized model must agree to float32 rounding.
+    Against "source" the scheme's gate decides; an unquantized model must agree to float32 rounding. Against "modelopt"
+    the difference must also stay below the scheme's own error: one code that flips at a tie (6 of 98,304 in the first
+    layer of a BERT in fp8) is felt by every later layer and token, so equality can only be asked node by node.
     """
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
@@ -139,9 +138,8 @@ def output_parity(
         return (ours,)
     theirs = _outputs("modelopt", answers[0], held.quantized, gate, perplexity, held.quantized_perplexity)
     own_error = relative_l2(held.quantized, held.source)
-    near = theirs.relative_l2 <= max(own_error / 4, FLOAT_ERROR)
-    flips = theirs.exact >= EXACT_SHARE and theirs.relative_l2 <= own_error
-    return ours, replace(theirs, passed=theirs.passed and (near or flips))
+    near = theirs.relative_l2 <= max(own_error, FLOAT_ERROR)
+    return ours, replace(theirs, passed=theirs.passed and near)
 
 
 def _outputs(

@@ -5,6 +5,8 @@ The order of additions is fixed by the block alone: `LANES` running sums, then h
 
 from __future__ import annotations
 
+from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+
 import numpy as np
 
 from bridge._kernels.jit import kernel

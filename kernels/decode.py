@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+
 import numpy as np
 
 from bridge._kernels.jit import kernel

@@ -5,6 +5,8 @@ The magic addition of `fp8.py` with one mantissa bit: exponent clamped below at 
 
 from __future__ import annotations
 
+from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+
 import numpy as np
 
 from bridge._kernels.jit import kernel

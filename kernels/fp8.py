@@ -6,6 +6,8 @@ exactly the three mantissa bits of e4m3 at the bottom of a float32; subnormal co
 
 from __future__ import annotations
 
+from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+
 import numpy as np
 
 from bridge._kernels.jit import kernel

@@ -5,6 +5,8 @@ Adding 1.5 * 2^23 to |x| < 2^22 leaves the rounded integer in the low bits of th
 
 from __future__ import annotations
 
+from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+
 import numpy as np
 
 from bridge._kernels.jit import kernel

@@ -20,6 +20,14 @@ _BERT = {
     "max_position_embeddings": 96, "type_vocab_size": 3,
 }  # fmt: skip
 
+_VIT = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 8, "num_labels": 5,
+}  # fmt: skip
+_RESNET = {
+    "embedding_size": 24, "hidden_sizes": [24, 40, 56], "depths": [1, 2, 1], "layer_type": "basic", "num_labels": 5,
+}  # fmt: skip
+
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
     "mistral": ("Mistral", _LLAMA | {"sliding_window": 7}),
@@ -71,14 +79,9 @@ def encoder(name: str, seed: int = 0) -> Any:
         "bert": lambda: T.BertModel(T.BertConfig(**_BERT)),
         "bert-classifier": lambda: T.BertForSequenceClassification(T.BertConfig(**_BERT, num_labels=5)),
         "bert-mlm": lambda: T.BertForMaskedLM(T.BertConfig(**_BERT)),
-        "vit": lambda: T.ViTForImageClassification(
-            T.ViTConfig(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, image_size=32,
-                        patch_size=8, num_labels=5)
-        ),
-        "resnet": lambda: T.ResNetForImageClassification(
-            T.ResNetConfig(embedding_size=24, hidden_sizes=[24, 40, 56], depths=[1, 2, 1], layer_type="basic", num_labels=5)
-        ),
-    }[name]()  # fmt: skip
+        "vit": lambda: T.ViTForImageClassification(T.ViTConfig(**_VIT)),
+        "resnet": lambda: T.ResNetForImageClassification(T.ResNetConfig(**_RESNET)),
+    }[name]()
     return randomize(made.eval(), seed)
 
 

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from bridge.dtypes import dtype as dtype_row
 from bridge.errors import BridgeError, ExportError, UsageError
 from bridge.graph import skeleton
+from bridge.graph.naming import name_by_structure
 from bridge.graph.stamp import KV, MODULE, Refused, stamp_layers
 from bridge.graph.tasks import TASKS, infer_task, model_class, resolve_config
 from bridge.graph.translate import to_onnx
@@ -183,6 +184,7 @@ class _Run:
     def _finish(self, model: ir.Model, tied: dict[str, str], count: int, stamped: bool, note: str) -> Graph:
         model.ir_version = _IR_VERSION[self.opset]
         model.producer_name, model.producer_version = "bridge", ""
+        name_by_structure(model)
         values = model.graph.initializers
         for alias, name in tied.items():
             if alias in values and name not in values:

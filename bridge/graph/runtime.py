@@ -115,14 +115,8 @@ def _carry(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _as_input(array: np.ndarray, kind: str) -> np.ndarray:
-    wanted = {
-        "tensor(int64)": np.int64,
-        "tensor(float)": np.float32,
-        "tensor(int32)": np.int32,
-        "tensor(bool)": np.bool_,
-    }
-    made: np.ndarray = np.ascontiguousarray(array, wanted.get(kind, array.dtype))
-    return made
+    wanted = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
+    return array.astype(wanted[kind], copy=False) if kind in wanted else array
 
 
 def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:

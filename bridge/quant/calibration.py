@@ -59,7 +59,8 @@ class HeldOut:
     """Inputs that calibration did not use, and what the models answered to the first batch.
 
     `quantized` is ModelOpt's fake-quantized model, `source` the model as it was: output 0 of each, its leading axes
-    flattened, at `rows` and `columns` (a vocabulary is too wide to be kept whole). Perplexities are over all batches,
+    flattened, at `rows` and `columns` (a vocabulary is too wide to be kept whole); `quantized` has no columns where
+    ModelOpt's kernels do not run. Perplexities are over all batches,
     None where the model has no next-token loss.
     """
 
@@ -243,7 +244,9 @@ def _held(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
     if set(rest) != {"rows", "columns", "source", "quantized"} or sorted(batches) != list(range(len(batches))):
         raise ValueError(f"held_out holds {sorted(arrays)}")
     shape = (rest["rows"].size, rest["columns"].size)
-    wanted = {"rows": ("int64", shape[:1]), "columns": ("int64", shape[1:])}
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {"rows": ("int64", shape[:1]), "columns": ("int64", shape[1:])}
+    if rest["quantized"].shape == (shape[0], 0):  # ModelOpt's model could not be run
+        wanted["quantized"] = ("float32", (shape[0], 0))
     for name, array in rest.items():
         if (array.dtype.name, array.shape) != wanted.get(name, ("float32", shape)):
             raise ValueError(f"held_out/{name}: {array.dtype} {array.shape} does not fit {shape}")

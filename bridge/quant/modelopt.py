@@ -118,7 +118,9 @@ def fake_quantized(
     import torch
 
     formats = {site.module: scheme.format_of(site) for site in structure.sites}
-    wired = wires(structure.sites, formats, origins)
+    from bridge.sources.live import tied_names
+
+    wired = wires(structure.sites, formats, origins, tied_names(model))
     live = _attention(structure, origins) if scheme.kv else {}
     twin = _twin(model, {w.module for w in wired if w.format.prescales}, torch)
     if device is not None:

@@ -50,10 +50,13 @@ class Wire:
         return f"{self.module}.{name}"
 
 
-def wires(sites: Iterable[Site], formats: Mapping[str, Format | str], origins: Mapping[str, Origin]) -> list[Wire]:
+def wires(
+    sites: Iterable[Site], formats: Mapping[str, Format | str], origins: Mapping[str, Origin], tied: Mapping[str, str]
+) -> list[Wire]:
     """Find the live module of every quantized site; a site in several live matrices has one wire for each.
 
-    `formats` is by module. CalibrationError lists sites whose weight the live model does not hold.
+    `formats` is by module, `tied` maps live aliases to the live tensor they are. CalibrationError lists sites whose
+    weight the live model does not hold.
     """
     found: list[Wire] = []
     lost: list[str] = []
@@ -66,7 +69,7 @@ def wires(sites: Iterable[Site], formats: Mapping[str, Format | str], origins: M
             lost.append(site.module)
             continue
         for part in origin.parts:
-            module, _, parameter = part.live.rpartition(".")
+            module, _, parameter = _own(site, part.live, tied).rpartition(".")
             # a stack of experts is indexed by the expert, everything else is a matrix (or a range of its rows)
             wire = Wire(site, form, module, parameter, part.expert)
             if wire not in found[-len(origin.parts) :]:
@@ -76,6 +79,14 @@ def wires(sites: Iterable[Site], formats: Mapping[str, Format | str], origins: M
             f"the model in memory lacks modules that the plan quantizes: {', '.join(fold_layers(lost))}"
         )
     return found
+
+
+def _own(site: Site, live: str, tied: Mapping[str, str]) -> str:
+    # a tied output head is a module of its own: its input is quantized, not that of the embedding whose weight it has
+    canonical = tied.get(live, live)
+    names = [live, canonical, *(alias for alias, stored in tied.items() if stored == canonical)]
+    leaf = site.module.rpartition(".")[2]
+    return next((name for name in names if name.split(".")[-2:-1] == [leaf]), live)
 
 
 def quant_cfg(

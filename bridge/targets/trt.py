@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bridge.conversion import Conversion, Written
+    from bridge.graph.engine import Profile
     from bridge.quant.scheme import Scheme
     from bridge.sources import Source
 
@@ -55,6 +56,9 @@ class TrtOptions:
     )
     cache: bool = field(default=True, metadata={"help": "decoders: past_key_values inputs and present outputs"})
     custom_ops: bool = field(default=False, metadata={"help": "allow TensorRT's own FP4 / MXFP8 ops (domain trt)"})
+    engine: bool = field(
+        default=False, metadata={"help": "also build model.engine (needs the tensorrt package and a GPU)"}
+    )
     stamp: bool = field(default=True, metadata={"help": "export a few layers and stamp the identical rest"})
 
 
@@ -70,6 +74,8 @@ class Trt:
     def resolve(
         self, options: TrtOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> TrtOptions:
+        if options.engine:
+            self._refuse_engine()
         if options.task is not None and options.task not in TASKS:
             raise UsageError(f"task {options.task!r} is unknown; {nearest(options.task, TASKS)}")
         counts = Counter[str]()
@@ -84,6 +90,13 @@ class Trt:
         if not least <= opset <= 25:
             raise UsageError(f"opset {opset} cannot say this model: it needs {least} (TensorRT 11 reads up to 25)")
         return dataclasses.replace(options, dtype=chosen, opset=opset)
+
+    @staticmethod
+    def _refuse_engine() -> None:
+        from bridge.graph.engine import EngineUnavailable, missing
+
+        if lack := missing():
+            raise EngineUnavailable(f"engine=True: no TensorRT engine can be built here: {lack}")
 
     @staticmethod
     def _least_opset(chosen: str, scheme: Scheme | None, structure: Structure) -> int:
@@ -220,9 +233,17 @@ class Trt:
         return layer_damage(directory, plan, source, batch)
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
+        from bridge.graph.engine import EngineOptions, build_engine, trtexec_line
         from bridge.graph.writer import write_onnx
 
-        return write_onnx(conversion, directory)
+        written = write_onnx(conversion, directory)
+        build = EngineOptions(profile_of(conversion.source.config, bool(conversion.plan.options["cache"])))
+        line = trtexec_line(directory / "model.onnx", options=build, shown="model.onnx")
+        (directory / "trtexec.txt").write_text(line + "\n")
+        if conversion.plan.options["engine"]:
+            engine = directory / "model.engine"
+            build_engine(directory / "model.onnx", engine, build, progress=conversion.progress)
+        return written
 
 
 def _needs_input_scale(entry: Numeric) -> bool:
@@ -260,6 +281,18 @@ def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bo
         stored = "uint8" if stored == "float8_e8m0fnu" else stored
         outputs.append(Output(TensorSpec(name, shape, stored), part, expression))
     return outputs
+
+
+def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:
+    """The engine's default shapes, cut to the positions that the model has: past and sequence share them."""
+    from bridge.graph.engine import Profile
+
+    limit = config.get("max_position_embeddings") or config.get("n_positions")
+    if not isinstance(limit, int):
+        return Profile()
+    most = min(512, max(limit // 2, 1) if cache else limit)
+    past = min(1024, limit - most)
+    return Profile(sequence=(1, min(128, most), most), past=(0, min(128, past), past))
 
 
 TARGET = Trt()

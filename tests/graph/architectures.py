@@ -26,7 +26,9 @@ def gpt2(**changes: Any) -> Any:
 
 
 def bert(architecture: str = "BertModel") -> Any:
-    entries = {**_TEXT, "num_hidden_layers": 4, "max_position_embeddings": 40, "num_labels": 7}
+    entries = {**_TEXT, "num_hidden_layers": 4, "max_position_embeddings": 40}
+    if not architecture.endswith("QuestionAnswering"):  # whose two labels are start and end
+        entries["num_labels"] = 7
     return _config("BertConfig", architecture, **entries)
 
 

@@ -126,7 +126,11 @@ def test_every_wrong_word_is_an_error_that_names_the_file(tmp_path: Path, change
         ("[[weight]]", "[weight]", r"\[\[weight\]\] tables"),
         ("[parity.output]\ncosine = 0.9\nnorm   = [0.9, 1.1]", "", r"\[parity.tensor\] and \[parity.output\]"),
         ("norm   = [0.9, 1.1]\n[parity.output]", "norm   = [1.1, 1.2]\n[parity.output]", "norm around 1"),
-        ("cosine = 0.9\nnorm   = [0.9, 1.1]\n[parity.output]", "cosine = 0.9\n[parity.output]", "expected `cosine` and"),
+        (
+            "cosine = 0.9\nnorm   = [0.9, 1.1]\n[parity.output]",
+            "cosine = 0.9\n[parity.output]",
+            "expected `cosine` and",
+        ),
     ],
 )
 def test_every_missing_part_is_an_error(tmp_path: Path, old: str, new: str, said: str) -> None:

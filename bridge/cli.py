@@ -1,0 +1,300 @@
+"""The command line: the verbs of `bridge.api` by the same names, targets' options as flags; must never do their work.
+
+Importing this reads the targets' option tables and nothing else: `qbridge --help` is part of how a tool feels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+
+import typer
+
+import bridge
+from bridge.errors import UsageError
+from bridge.terminal import BELOW, FAILED, Exit, Terminal, session
+
+if TYPE_CHECKING:
+    from bridge.report import Report
+
+# rich's markup costs 0.12 s of every --help; typer's own tracebacks would hide ours
+app = typer.Typer(
+    name="qbridge",
+    help="Trained models, quantized, onto inference runtimes: planned first, streamed, proved.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="a directory or a hub id")]
+Paths = Annotated[
+    list[Path] | None, typer.Argument(metavar="[PATH]...", help="written models, .onnx files, recipes, tables")
+]
+What = Annotated[
+    str,
+    typer.Argument(metavar="WHAT", help="schemes, targets or architectures; a scheme, a written model, a calibration"),
+]
+Target = Annotated[str, typer.Option(help="what loads the result: see `qbridge show targets`")]
+Quant = Annotated[str | None, typer.Option(help="a scheme (`qbridge show schemes`) or a recipe's path; none: plain")]
+Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4")]
+Config = Annotated[Path | None, typer.Option(help="JSON whose entries replace those of config.json")]
+Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
+Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
+Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON on stdout instead of tables")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no tables")]
+Debug = Annotated[bool, typer.Option("--debug", help="tracebacks, and what the frameworks say")]
+
+EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity below its threshold."
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    app()
+
+
+def target_flags() -> dict[str, inspect.Parameter]:
+    """A flag for every option of every target, by name; None means that it was not given."""
+    from bridge.targets import load_target, target_names
+
+    helps: dict[str, list[str]] = {}
+    kinds: dict[str, type] = {}
+    for name in target_names():
+        options = load_target(name).Options
+        types = get_type_hints(options)
+        for entry in dataclasses.fields(options):
+            said = entry.metadata.get("help", "")
+            default = "" if entry.default is None else f"; default: {entry.default}".lower()
+            helps.setdefault(entry.name, []).append(f"{said}{default} [{name}]")
+            kinds[entry.name] = _kind(types[entry.name])
+    return {name: _flag(name, kinds[name], "; ".join(said)) for name, said in helps.items()}
+
+
+def _kind(annotation: Any) -> type:
+    """`bool`, `int` or `str`, out of an annotation such as `int | None`."""
+    said = (annotation, *get_args(annotation))
+    return next(kind for kind in (bool, int, float, str) if kind in said)
+
+
+def _flag(name: str, kind: type, help_: str) -> inspect.Parameter:
+    dashed = name.replace("_", "-")
+    names = f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}"
+    annotation = Annotated[kind | None, typer.Option(names, help=help_, show_default=False)]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def takes_target_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `options` of a verb by the flags of all targets."""
+    flags = target_flags()
+    own = inspect.signature(verb, eval_str=True)
+
+    def run(**given: Any) -> None:
+        options = {name: given.pop(name) for name in flags}
+        verb(**given, options={name: value for name, value in options.items() if value is not None})
+
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "options"]
+    signature = own.replace(parameters=[*kept, *flags.values()])
+    run.__name__, run.__doc__ = verb.__name__, verb.__doc__
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return run
+
+
+@app.command(epilog=EXITS)
+@takes_target_options
+def convert(
+    model: Model,
+    target: Target,
+    options: dict[str, Any],
+    quant: Quant = None,
+    out: Annotated[Path | None, typer.Option(help="directory to write; default: MODEL-SCHEME-TARGET")] = None,
+    calib: Annotated[str | None, typer.Option(help="a saved calibration, or data as `calibrate` takes it")] = None,
+    kv: Kv = None,
+    device: Device = None,
+    config: Config = None,
+    tokenizer: Tokenizer = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="discard what a killed run left")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not re-read and run what was written")] = False,
+    memory: Annotated[str | None, typer.Option(help="byte budget of the stream: 2GB, 512MiB")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a model to what the target loads.
+
+    The output appears whole or not at all.
+    """
+    with session(debug=debug, quiet=quiet) as terminal:
+        report = bridge.convert(
+            model, target, quant, out, calib=calib, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            verify=not no_verify, overwrite=overwrite, resume=not no_resume, progress=terminal.progress,
+            memory=_bytes(memory), **options,
+        )  # fmt: skip
+        _finish(terminal, report, as_json, quiet)
+
+
+@app.command()
+@takes_target_options
+def plan(
+    model: Model,
+    target: Target,
+    options: dict[str, Any],
+    quant: Quant = None,
+    kv: Kv = None,
+    config: Config = None,
+    every: Annotated[bool, typer.Option("--all", help="one line a tensor instead of one a kind of layer")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print what `convert` would write, from headers alone.
+
+    Every tensor with its shape, dtype, bytes and expression; what stays unquantized and why; memory and disk.
+    """
+    with session(debug=debug, quiet=True) as terminal:
+        made = bridge.plan(model, target, quant, kv=kv, config=config, **options)
+        if as_json:
+            _print_json(terminal, {**made.to_dict(), "digest": made.digest})
+            return
+        from bridge.show import plan_table
+
+        terminal.print(plan_table(made, every))
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    quant: Annotated[str, typer.Option(help="a scheme (`qbridge show schemes`) or a recipe's path")],
+    out: Annotated[Path, typer.Option(help="file to write: NAME.safetensors")],
+    data: Data = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="how many sequences")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="tokens of each")] = None,
+    kv: Kv = None,
+    device: Device = None,
+    config: Config = None,
+    tokenizer: Tokenizer = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run a model with ModelOpt once and save its statistics.
+
+    One calibration serves every target.
+    """
+    with session(debug=debug, quiet=quiet) as terminal:
+        _check_sidecar(out, overwrite)
+        made = bridge.calibrate(
+            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, samples=samples,
+            sequence=sequence, progress=terminal.progress,
+        )  # fmt: skip
+        made.save(out)
+        if not quiet:
+            from bridge.describe import calibration_table
+
+            terminal.print(calibration_table(made), f"written: {out}")
+
+
+@app.command(epilog=EXITS)
+def verify(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a directory that `convert` wrote")],
+    against: Annotated[str, typer.Option(help="the model it was made from: a directory or a hub id")],
+    data: Data = None,
+    tokenizer: Tokenizer = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Compare a written model with its source, and run it."""
+    with session(debug=debug, quiet=quiet) as terminal:
+        report = bridge.verify(out, against, data=data, tokenizer=tokenizer, progress=terminal.progress)
+        _finish(terminal, report, as_json, quiet)
+
+
+@app.command()
+def check(
+    paths: Paths = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check tables and schemes, or the files in PATH.
+
+    Exits with 1 if anything is wrong.
+    """
+    with session(debug=debug, quiet=True) as terminal:
+        from bridge.describe import Problem, check_path
+
+        if paths:
+            problems = [Problem(f"{path}: {text}", fatal) for path in paths for text, fatal in check_path(path)]
+        else:
+            problems = [Problem(line) for line in bridge.check()]
+        if as_json:
+            _print_json(terminal, [problem._asdict() for problem in problems])
+        else:
+            where = ", ".join(map(str, paths or [])) or "tables and schemes"
+            count = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all is well"
+            terminal.print(*(problem.text for problem in problems), f"{where}: {count}")
+        if any(problem.fatal for problem in problems):
+            raise Exit(FAILED)
+
+
+@app.command()
+def show(
+    what: What,
+    every: Annotated[bool, typer.Option("--all", help="one line a tensor")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a list, a scheme, a written model, a calibration."""
+    with session(debug=debug, quiet=True) as terminal:
+        from bridge.describe import describe
+
+        data, tables = describe(what, every)
+        if as_json:
+            _print_json(terminal, data)
+        else:
+            terminal.print(*tables)
+
+
+def _finish(terminal: Terminal, report: Report, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        terminal.print(report.to_json())
+    elif not quiet:
+        terminal.print(report)
+    if not report.passed:
+        raise Exit(BELOW)
+
+
+def _print_json(terminal: Terminal, data: Any) -> None:
+    import json
+
+    terminal.print(json.dumps(data, indent=2, default=str))
+
+
+def _check_sidecar(out: Path, overwrite: bool) -> None:
+    """Before minutes of calibration, not after."""
+    if out.suffix != ".safetensors":
+        raise UsageError(f"--out {out}: a calibration is kept as safetensors: --out {out.with_suffix('.safetensors')}")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: {out.absolute().parent} is no directory; make it first")
+    if out.exists() and not overwrite:
+        raise UsageError(f"--out {out}: exists already; choose another name, or pass --overwrite")
+
+
+def _bytes(text: str | None) -> int | None:
+    """2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
+    if not found or not float(found[1]):
+        raise UsageError(f"--memory {text!r} is no size; write 2GB, 512MiB or a number of bytes")
+    power = " kmgt".index(found[2] or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+if __name__ == "__main__":
+    main()

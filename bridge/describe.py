@@ -1,0 +1,259 @@
+"""What `qbridge show` and `qbridge check` find behind a name or a path; reads what is written, changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bridge.errors import BridgeError, TableError, UsageError, VerifyError, nearest
+from bridge.show import Columns, fold, grouped, pattern, plan_table, report_table
+from bridge.values import Numeric
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from bridge.quant.calibration import Calibration
+    from bridge.quant.grammar import Gate
+    from bridge.quant.scheme import Scheme
+    from bridge.report import Report
+
+LISTS = ("schemes", "targets", "architectures")
+Said = tuple[Any, list["RenderableType"]]  # plain data for --json, and what is printed without it
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a file; `fatal` decides the exit code."""
+
+    text: str
+    fatal: bool = True
+
+
+def describe(what: str, every: bool = False) -> Said:
+    """Say what a list, a scheme, a recipe, a written model or a calibration holds; UsageError for anything else."""
+    if what in LISTS:
+        return {"schemes": _schemes, "targets": _targets, "architectures": _architectures}[what]()
+    path = Path(what)
+    if path.is_dir():
+        return _model(path, every)
+    if path.suffix == ".safetensors" and path.is_file():
+        from bridge.quant.calibration import Calibration
+
+        calibration = Calibration.load(path)
+        data = {"provenance": dataclasses.asdict(calibration.provenance), "applied": _plain(calibration.applied)}
+        return data, [calibration_table(calibration)]
+    if path.suffix in (".onnx", ".json") and path.is_file():
+        return _model(path.parent, every)
+    return _scheme(what)
+
+
+def check_path(path: Path) -> list[Problem]:
+    """What is wrong with a written model or .onnx file (lint), a recipe, a scheme or a table."""
+    if path.is_dir() or path.suffix == ".onnx":
+        from bridge.graph.lint import lint
+
+        return [Problem(str(finding), finding.severity == "error") for finding in lint(path)]
+    if path.suffix != ".toml":
+        raise UsageError(f"{path}: check reads written models, .onnx files, and recipes or tables in .toml")
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        _check_toml(path)
+    except BridgeError as error:
+        return [Problem(str(error))]
+    return []
+
+
+def _check_toml(path: Path) -> None:
+    from bridge.quant.scheme import load_scheme
+    from bridge.tables.arch import load_roles, parse_arch, parse_roles
+    from bridge.tables.files import parse_table
+
+    try:
+        table = parse_table(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise TableError(f"{path}: not a text in UTF-8: {error}") from error
+    if "architectures" in table.data:
+        parse_arch(table, load_roles())
+    elif "index" in table.data and "dims" in table.data:
+        parse_roles(table)
+    elif "base" in table.data or "weight" in table.data:
+        load_scheme(path)
+    else:
+        raise TableError(
+            f"{path}: neither a recipe (it has `base`), nor a scheme ([[weight]]), nor a table of an architecture "
+            f"(`architectures`); its keys are {', '.join(table.data) or 'none'}"
+        )
+
+
+def _schemes() -> Said:
+    from bridge.quant.scheme import load_scheme, scheme_names
+
+    schemes = [load_scheme(name) for name in scheme_names()]
+    rows = [(s.name, weights(s), numeric(s.input), s.algorithm, needs(s), s.summary) for s in schemes]
+    columns = ("scheme", "weights", "activations", "algorithm", "calibration", "what it is")
+    return [_scheme_data(scheme) for scheme in schemes], [Columns(columns, rows)]
+
+
+def _targets() -> Said:
+    from bridge.targets import load_target, target_names
+
+    data: dict[str, dict[str, str]] = {}
+    for name in target_names():
+        options = dataclasses.fields(load_target(name).Options)
+        data[name] = {entry.name: str(entry.metadata.get("help", "")) for entry in options}
+    rows = [(name, option, text) for name, options_ in data.items() for option, text in options_.items()]
+    return data, [Columns(("target", "option", "what it does"), rows)]
+
+
+def _architectures() -> Said:
+    data = architectures()
+    rows = [(name, ", ".join(classes)) for name, classes in data.items()]
+    note = (
+        "An architecture without a table is traced with torch; it has no roles, so recipes match its modules by name."
+    )
+    return data, [Columns(("table", "architectures"), rows), "", note]
+
+
+def architectures() -> dict[str, list[str]]:
+    """Table -> the classes of transformers that it describes."""
+    from bridge.tables.arch import arch_files
+    from bridge.tables.files import read_table
+
+    return {path.stem: list(read_table(path).data["architectures"]) for path in arch_files()}
+
+
+def _scheme(what: str) -> Said:
+    from bridge.quant.scheme import load_scheme, scheme_names
+
+    try:
+        scheme = load_scheme(what)
+    except UsageError as error:
+        known = [*LISTS, *scheme_names()]
+        raise UsageError(
+            f"{what!r} is no list, scheme, recipe, written model or calibration here; {nearest(what, known)}"
+        ) from error
+    rows = [
+        ("what it is", scheme.summary),
+        ("weights", weights(scheme)),
+        ("activations", numeric(scheme.input)),
+        ("KV cache", numeric(scheme.kv)),
+        ("algorithm", " ".join([scheme.algorithm, *(f"{k}={v:g}" for k, v in scheme.options)])),
+        ("calibration", needs(scheme)),
+        ("gate, a weight", _gate(scheme.parity.tensor)),
+        ("gate, outputs", _gate(scheme.parity.output)),
+    ]
+    rules = [(rule.label, rule.quant, _matches(rule)) for rule in scheme.rules]
+    tables: list[RenderableType] = [Columns(("scheme", scheme.name), rows)]
+    tables += ["", Columns(("rule", "quant", "where"), rules)] if rules else []
+    return _scheme_data(scheme), tables
+
+
+def _scheme_data(scheme: Scheme) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(scheme).items() if key not in ("origin", "depth")}
+
+
+def _matches(rule: Any) -> str:
+    layers = [f"{a}..{b}" if a != b else str(a) for a, b in rule.layers]
+    said = {"roles": rule.roles, "modules": rule.modules, "layers": layers}
+    return "; ".join(f"{key} {', '.join(values)}" for key, values in said.items() if values) or "everywhere"
+
+
+def weights(scheme: Scheme) -> str:
+    """The weight numerics of a scheme in words."""
+    return ", then ".join(numeric(n) for n in scheme.weight)
+
+
+def numeric(entry: Numeric | None) -> str:
+    """A numeric in words.
+
+    >>> numeric(Numeric("int4", "block", (128,)))
+    'int4 per block of 128'
+    """
+    if entry is None:
+        return "not quantized"
+    block = f" of {'x'.join(map(str, entry.block))}" if entry.block else ""
+    scale = f", {entry.scale_dtype} scales" if entry.scale_dtype != "float32" else ""
+    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}"
+
+
+def needs(scheme: Scheme) -> str:
+    """Whether a scheme is calibrated, and where that can run."""
+    if not scheme.needs_calibration:
+        return "none"
+    return f"needs CUDA: {scheme.needs_cuda}" if scheme.needs_cuda else "CPU or CUDA"
+
+
+def _gate(gate: Gate) -> str:
+    return f"cosine at least {gate.cosine:g}, norm ratio {gate.norm[0]:g} to {gate.norm[1]:g}"
+
+
+def _model(directory: Path, every: bool) -> Said:
+    """A written model, from its manifest and its report."""
+    from bridge.planning import plan_from_dict
+
+    manifest = read_json(directory / "bridge.json", f"{directory}: not written by bridge")
+    data: dict[str, Any] = {"manifest": manifest}
+    tables: list[RenderableType] = []
+    if "plan" in manifest:
+        tables.append(plan_table(plan_from_dict(manifest["plan"]), every))
+    if (directory / "report.json").is_file():
+        data["report"] = read_json(directory / "report.json", str(directory))
+        tables += ["", report_table(report_from_dict(data["report"]))]
+    return data, tables
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Content of a file that bridge wrote; VerifyError says `what` is wrong where it is not there or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise VerifyError(f"{what}: {path.name} is missing ({error.strerror})") from error
+    except ValueError as error:
+        raise VerifyError(f"{what}: {path.name} is not JSON: {error}") from error
+
+
+def report_from_dict(data: Mapping[str, Any]) -> Report:
+    """The inverse of `Report.to_json`."""
+    from bridge.report import OutputParity, Parity, Report, TensorParity
+
+    plain = {key: value for key, value in data.items() if key not in ("passed", "parity")}
+    for key in ("findings", "notes"):
+        plain[key] = tuple(plain[key])
+    parity = data["parity"]
+    if parity is None:
+        return Report(**plain)
+    return Report(
+        **plain,
+        parity=Parity(
+            tensors=tuple(TensorParity(**row) for row in parity["tensors"]),
+            outputs=tuple(OutputParity(**row) for row in parity["outputs"]),
+            layers=tuple((name, value) for name, value in parity["layers"]),
+            not_run=tuple(parity["not_run"]),
+        ),
+    )
+
+
+def calibration_table(calibration: Calibration) -> RenderableType:
+    """Provenance, and each statistic with its range over the modules."""
+    from rich.console import Group
+
+    made = [(f.name, str(getattr(calibration.provenance, f.name))) for f in dataclasses.fields(calibration.provenance)]
+    rows = []
+    for kind in ("input_amax", "smoothing_amax", "awq_scale", "k_amax", "v_amax"):
+        for group in grouped(getattr(calibration, kind).items(), lambda item: pattern(f"{item[0]}.")):
+            low, high = min(a.min() for _, a in group), max(a.max() for _, a in group)
+            module = fold([f"{name}." for name, _ in group])[:-1]
+            rows.append((kind, module, str(len(group)), f"{low:.4g}", f"{high:.4g}"))
+    columns = ("statistic", "module", "n", "least", "largest")
+    parts: list[RenderableType] = [Columns(("calibration", ""), made), "", Columns(columns, rows, right=(2, 3, 4))]
+    policies = [(a.module, a.what, a.case, a.policy, f"{a.value:.4g}") for a in calibration.applied]
+    if policies:
+        parts += ["", Columns(("module", "statistic", "case", "policy", "value"), policies, right=(4,))]
+    return Group(*parts)
+
+
+def _plain(rows: Any) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]

@@ -1,0 +1,71 @@
+"""Order and names of a graph that follow from its structure alone; changes nothing that is computed.
+
+transformers walks over sets of strings while it is traced (`set(config.layer_types)`), so the exporter's order and
+numbers differ from process to process. And `model.layers.3.mlp.up_proj/MatMul` tells a reader of TensorRT's log
+more than `linear_23`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import onnx_ir as ir
+
+from bridge.graph.stamp import MODULE
+
+_LIFTED = re.compile(r"[\w.]*val_\d+|constant_\d+")  # what the optimizer calls constants that it lifted
+
+
+def name_by_structure(model: ir.Model) -> None:
+    """Put nodes in the order in which the outputs ask for them; name them, and constants, by module and operator."""
+    graph = model.graph
+    ordered = _by_demand(graph)
+    graph.remove(list(graph))
+    graph.extend(ordered)
+    count: dict[str, int] = {}
+    fixed = {id(v) for v in graph.outputs}
+    for node in ordered:
+        base = f"{node.metadata_props.get(MODULE, '')}/{node.op_type}"
+        node.name = _numbered(base, count)
+        for i, value in enumerate(node.outputs):
+            if id(value) not in fixed:
+                value.name = node.name if i == 0 else f"{node.name}:{i}"
+    _order_initializers(graph, ordered)
+
+
+def _by_demand(graph: ir.Graph) -> list[ir.Node]:
+    """Depth first from the outputs; a node comes after all that it reads. What nothing asks for is left out."""
+    ordered: list[ir.Node] = []
+    done: set[ir.Node] = set()
+    todo = [(node, False) for v in reversed(graph.outputs) if (node := v.producer()) is not None]
+    while todo:
+        node, ready = todo.pop()
+        if node in done:
+            continue
+        if ready:
+            done.add(node)
+            ordered.append(node)
+            continue
+        todo.append((node, True))
+        producers = [v.producer() for v in node.inputs if v is not None]
+        todo.extend((p, False) for p in reversed(producers) if p is not None and p not in done)
+    return ordered
+
+
+def _order_initializers(graph: ir.Graph, ordered: list[ir.Node]) -> None:
+    used: dict[ir.Value, None] = {}
+    for node in ordered:
+        used.update((v, None) for v in node.inputs if v is not None and v.is_initializer())
+    used.update((v, None) for v in graph.outputs if v.is_initializer())
+    graph.initializers.clear()
+    count: dict[str, int] = {}
+    for value in used:
+        if value.const_value is not None and _LIFTED.fullmatch(value.name or ""):
+            value.name = _numbered("constant", count)
+        graph.initializers[value.name or ""] = value
+
+
+def _numbered(base: str, count: dict[str, int]) -> str:
+    number = count.get(base, 0)
+    count[base] = number + 1
+    return f"{base}_{number}" if number else base

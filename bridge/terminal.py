@@ -1,0 +1,193 @@
+"""The terminal's side of a verb: progress bars, one message per error, exit codes, signals; must never know a verb.
+
+Frameworks talk on both streams while they load. During a verb their words go to a buffer: `--debug` shows them as they
+come, and an error that is not ours is shown with the last of them, so that nothing real is hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from bridge.conversion import Progress as Callback
+
+FAILED, USAGE, BELOW = 1, 2, 3  # exit codes of README, "Exit codes"; errors bring their own
+# Read by the frameworks when they are imported; they change what is printed, never a result.
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+}
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM: unwinds like an interrupt, so that whoever holds a half-written thing removes it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Exit(SystemExit):
+    """Ends the command with this exit code; everything is said already."""
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Where a verb prints: `out` for what was asked for, `progress` for how far it is."""
+
+    out: Console
+    progress: Callback
+
+    def print(self, *what: Any) -> None:
+        """Print renderables to stdout, every line whole: rich would crop those that are wider than the terminal."""
+        for item in what:
+            self.out.print(item, crop=False, soft_wrap=isinstance(item, str))
+
+
+@contextmanager
+def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
+    """Run a verb: bars on stderr, every failure as one message there and as the exit code."""
+    out, err = sys.stdout, sys.stderr
+    chatter: TextIO = err if debug else io.StringIO()
+    problem = ""
+    code = 0
+    try:
+        with _signals(), _hushed(chatter, debug), _bars(err, quiet) as progress:
+            yield Terminal(console(out), progress)
+    except BridgeError as error:
+        if debug:
+            traceback.print_exc(file=err)
+        problem, code = f"{type(error).__name__}: {error}", error.exit_code
+    except (KeyboardInterrupt, Stopped) as stop:
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+        problem, code = f"stopped by {signal.Signals(number).name}; nothing half-written is left", 128 + number
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- or the interpreter complains when it flushes at exit
+        code = FAILED
+    except MemoryError:
+        problem, code = (
+            "out of memory; --memory bounds the stream, `qbridge plan` shows what a conversion needs",
+            FAILED,
+        )
+    except Exception as error:
+        problem, code = _unforeseen(error, chatter, debug), FAILED
+    if problem:
+        print(problem, file=err, flush=True)
+    if code:
+        raise Exit(code)
+
+
+def console(stream: TextIO) -> Console:
+    """A console on `stream`: a terminal's own width; in a pipe or file as wide as the content."""
+    from rich.console import Console
+
+    width = None if stream.isatty() else 1000
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def _unforeseen(error: Exception, chatter: TextIO, debug: bool) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "the output"
+        return f"WriteError: {where}: no space left on the disk; nothing half-written is kept. Free some and run again"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{type(error).__name__}: {error.filename or 'a file'}: {error.strerror}"
+    if debug:
+        return traceback.format_exc()
+    said = chatter.getvalue().strip().splitlines()[-10:] if isinstance(chatter, io.StringIO) else []
+    lines = [f"unforeseen {type(error).__name__}: {error}", "this is a bug, ours or below us; --debug shows where"]
+    return "\n  ".join(lines + [f"before it: {line}" for line in said])
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into `Stopped`; the next ones cannot disturb the cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for name in before:
+            signal.signal(name, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    for name in before:
+        signal.signal(name, stop)
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+@contextmanager
+def _hushed(chatter: TextIO, debug: bool) -> Iterator[None]:
+    """Send what libraries print, warn and log to `chatter`."""
+    if not debug:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(chatter))
+        stack.enter_context(contextlib.redirect_stderr(chatter))
+        if not debug:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.WARNING)
+        yield
+
+
+@contextmanager
+def _bars(err: TextIO, quiet: bool) -> Iterator[Callback]:
+    from bridge.conversion import quiet as silence
+
+    if quiet or not err.isatty():
+        yield silence
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(err), transient=True, redirect_stdout=False, redirect_stderr=False) as bars:
+        yield _Bars(bars)
+
+
+class _Bars:
+    """One bar a text. Called from several threads at once: the graph is made while the weights stream."""
+
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.tasks: dict[str, TaskID] = {}
+        self.endless: str | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        with self.lock:
+            if text not in self.tasks:
+                self.tasks[text] = self.bars.add_task(text, total=total or None)
+            if total:
+                self.bars.update(self.tasks[text], completed=done, total=total)
+            elif self.endless != text:  # work of unknown length ends when the next such work begins
+                if self.endless is not None:
+                    self.bars.update(self.tasks[self.endless], completed=1, total=1)
+                self.endless = text

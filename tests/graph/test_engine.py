@@ -1,0 +1,339 @@
+"""Engine building against a stand-in for `tensorrt` that records calls; no test here ran TensorRT."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from onnx import TensorProto, helper
+
+from bridge.errors import UsageError, WriteError
+from bridge.graph import engine as module
+from bridge.graph.engine import (
+    EngineOptions,
+    EngineUnavailable,
+    Profile,
+    build_engine,
+    missing,
+    profile_shapes,
+    trtexec_line,
+)
+
+PLAN = b"an engine"
+CACHE = b"timings"
+PAST = {
+    f"past_key_values.{layer}.{side}": ("batch", 2, "past_sequence", 48)
+    for layer in range(2)
+    for side in ("key", "value")
+}
+INPUTS: dict[str, tuple[int | str | None, ...]] = {
+    "input_ids": ("batch", "sequence"), "attention_mask": ("batch", "total_sequence"), **PAST, "fixed": (3, 5),
+}  # fmt: skip
+
+
+def write_onnx(folder: Path, inputs: dict[str, tuple[int | str | None, ...]] = INPUTS) -> Path:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, next(iter(inputs.values())))
+    graph = helper.make_graph([helper.make_node("Identity", [next(iter(inputs))], ["y"])], "g", values, [output])
+    path = folder / "model.onnx"
+    path.write_bytes(helper.make_model(graph).SerializeToString())
+    return path
+
+
+@dataclass
+class ParserError:
+    name: str
+    text: str
+
+    def node(self) -> int:
+        return 7
+
+    def node_name(self) -> str:
+        return self.name
+
+    def node_operator(self) -> str:
+        return "QuantizeLinear"
+
+    def desc(self) -> str:
+        return self.text
+
+
+@dataclass
+class Recorder:
+    """What the stand-in was asked to do, and how it should answer."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    errors: list[ParserError] = field(default_factory=list)
+    plan: bytes | None = PLAN
+    accepts: tuple[bytes, ...] = (b"", CACHE)
+    monitor: Any = None
+    log: Any = None
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
+    severity = SimpleNamespace(ERROR="error", INTERNAL_ERROR="internal", INFO="info")
+
+    class ILogger:
+        Severity = severity
+
+    class IProgressMonitor:
+        pass
+
+    class Config:
+        progress_monitor: Any = None
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: record.calls.append((name, *given)) or 0
+
+        def create_timing_cache(self, data: bytes) -> bytes:
+            return data
+
+        def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+            record.calls.append(("set_timing_cache", cache, ignore_mismatch))
+            return cache in record.accepts
+
+        def get_timing_cache(self) -> Any:
+            return SimpleNamespace(serialize=lambda: CACHE)
+
+    class Builder:
+        def __init__(self, log: Any) -> None:
+            record.log = log
+
+        def create_network(self, flags: int) -> str:
+            record.calls.append(("create_network", flags))
+            return "network"
+
+        def create_builder_config(self) -> Config:
+            return Config()
+
+        def create_optimization_profile(self) -> Any:
+            return SimpleNamespace(set_shape=lambda *given: record.calls.append(("set_shape", *given)))
+
+        def build_serialized_network(self, network: str, config: Config) -> bytes | None:
+            record.monitor = config.progress_monitor
+            record.monitor.phase_start("Building", None, 2)
+            record.monitor.phase_start("Tactics", "Building", 5)
+            going = record.monitor.step_complete("Tactics", 0) and record.monitor.step_complete("Building", 0)
+            record.monitor.phase_finish("Tactics")
+            record.calls.append(("built", going))
+            record.log.log(severity.INFO, "all is well")
+            if record.plan is None:
+                record.log.log(severity.ERROR, "no tactic for node /q")
+            return record.plan if going else None
+
+    class OnnxParser:
+        num_errors = len(record.errors)
+
+        def __init__(self, network: str, log: Any) -> None:
+            pass
+
+        def parse_from_file(self, path: str) -> bool:
+            record.calls.append(("parse_from_file", path))
+            return not record.errors
+
+        def get_error(self, at: int) -> ParserError:
+            return record.errors[at]
+
+    names = SimpleNamespace(VERSION_COMPATIBLE="vc", REFIT="refit", STRIP_PLAN="strip")
+    return SimpleNamespace(
+        __version__=version, ILogger=ILogger, IProgressMonitor=IProgressMonitor, Builder=Builder,
+        OnnxParser=OnnxParser, BuilderFlag=names, MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
+        NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=3),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setitem(sys.modules, "tensorrt", stand_in(found))
+    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    return found
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "model.onnx")
+
+
+def test_profiles_cover_every_dynamic_input_and_no_other(tmp_path: Path) -> None:
+    shapes = profile_shapes(write_onnx(tmp_path), Profile(batch=(1, 2, 4), sequence=(1, 9, 30), past=(0, 11, 70)))
+    assert shapes["input_ids"] == ((1, 1), (2, 9), (4, 30))
+    assert shapes["attention_mask"] == ((1, 1), (2, 20), (4, 100))
+    assert shapes["past_key_values.1.value"] == ((1, 2, 0, 48), (2, 2, 11, 48), (4, 2, 70, 48))
+    assert set(shapes) == {"input_ids", "attention_mask", *PAST}
+
+
+def test_an_axis_without_a_range_is_named_with_its_remedy(tmp_path: Path) -> None:
+    path = write_onnx(tmp_path, {"pixels": ("batch", 3, "height", None)})
+    with pytest.raises(UsageError, match=r"pixels: axis height, pixels: axis \(no name\).*Profile\(others="):
+        profile_shapes(path, Profile())
+
+
+def test_a_range_for_an_axis_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no dynamic axis 'sequense'; known: .*nearest: sequence"):
+        profile_shapes(write_onnx(tmp_path), Profile(others={"sequense": (1, 2, 3)}))
+
+
+@pytest.mark.parametrize("bad", [(2, 1, 3), (1, 5, 4), (-1, 1, 1)])
+def test_a_range_that_does_not_rise_is_refused(bad: tuple[int, int, int], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"min <= opt <= max.*batch"):
+        profile_shapes(write_onnx(tmp_path), Profile(batch=bad))
+
+
+def test_the_command_says_the_whole_build(tmp_path: Path) -> None:
+    path = write_onnx(tmp_path, {"input_ids": ("batch", "sequence"), "fixed": (3, 5)})
+    options = EngineOptions(
+        Profile(batch=(1, 2, 4), sequence=(1, 9, 30)), Path("my cache"), True, True, True, workspace=3 << 30
+    )
+    assert trtexec_line(path, "m.engine", options) == (
+        f"trtexec --onnx={path} --saveEngine=m.engine --stronglyTyped --minShapes=input_ids:1x1 "
+        "--optShapes=input_ids:2x9 --maxShapes=input_ids:4x30 '--timingCacheFile=my cache' "
+        "--memPoolSize=workspace:3072M --versionCompatible --refit --stripWeights"
+    )
+    assert "--stronglyTyped" not in trtexec_line(path, major=11)
+    assert not {"--refit", "--stripWeights", "--versionCompatible"} & set(trtexec_line(path).split())
+
+
+def test_a_static_model_needs_no_profile(record: Recorder, tmp_path: Path) -> None:
+    path = write_onnx(tmp_path, {"x": (3, 5)})
+    assert "Shapes" not in trtexec_line(path)
+    build_engine(path, tmp_path / "m.engine")
+    assert not record.named("set_shape") and not record.named("add_optimization_profile")
+
+
+def test_a_build_makes_the_documented_calls(record: Recorder, tmp_path: Path) -> None:
+    path = write_onnx(tmp_path)
+    options = EngineOptions(version_compatible=True, refit=True, strip_weights=True, workspace=1 << 30)
+    assert build_engine(path, tmp_path / "m.engine", options).read_bytes() == PLAN
+    assert record.named("create_network") == [(1 << 3,)]
+    assert record.named("parse_from_file") == [(str(path),)]
+    assert record.named("set_flag") == [("vc",), ("refit",), ("strip",)]
+    assert record.named("set_memory_pool_limit") == [("workspace", 1 << 30)]
+    assert {(name, *sides) for name, *sides in record.named("set_shape")} == {
+        (name, *sides) for name, sides in profile_shapes(path, Profile()).items()
+    }
+    assert len(record.named("add_optimization_profile")) == 1
+    assert leftovers(tmp_path) == ["m.engine"]
+
+
+def test_version_11_is_not_asked_for_a_strongly_typed_network(
+    record: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", stand_in(record, "11.1.0"))
+    build_engine(write_onnx(tmp_path), tmp_path / "m.engine")
+    assert record.named("create_network") == [(0,)]
+
+
+def test_the_parsers_errors_are_listed_with_node_names(
+    record: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record.errors = [ParserError(f"layers.{i}.q", "axis is wrong") for i in range(3)] + [ParserError("", "no type")]
+    monkeypatch.setitem(sys.modules, "tensorrt", stand_in(record))
+    with pytest.raises(WriteError, match="parser refuses it") as raised:
+        build_engine(write_onnx(tmp_path), tmp_path / "m.engine")
+    assert "layers.{0..2}.q: QuantizeLinear: axis is wrong" in str(raised.value)
+    assert "node 7: QuantizeLinear: no type" in str(raised.value)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failed_build_tells_what_tensorrt_logged_and_leaves_nothing(record: Recorder, tmp_path: Path) -> None:
+    record.plan = None
+    with pytest.raises(WriteError, match=r"built no engine: no tactic for node /q\n.*trtexec"):
+        build_engine(write_onnx(tmp_path), tmp_path / "m.engine", EngineOptions(timing_cache=tmp_path / "cache"))
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("held", "offered"), [(None, [b""]), (CACHE, [CACHE]), (b"of another GPU", [b"of another GPU", b""])]
+)
+def test_the_timing_cache_is_used_refilled_and_never_fatal(
+    held: bytes | None, offered: list[bytes], record: Recorder, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    if held is not None:
+        cache.write_bytes(held)
+    build_engine(write_onnx(tmp_path), tmp_path / "m.engine", EngineOptions(timing_cache=cache))
+    assert record.named("set_timing_cache") == [(data, False) for data in offered]
+    assert cache.read_bytes() == CACHE
+
+
+def test_progress_counts_the_outermost_phase_and_names_the_innermost(record: Recorder, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    build_engine(write_onnx(tmp_path), tmp_path / "m.engine", progress=lambda *given: told.append(given))
+    assert told == [(0, 2, "Building"), (0, 2, "Tactics"), (0, 2, "Tactics"), (1, 2, "Building")]
+
+
+def test_an_interrupt_cancels_the_build_and_is_raised_outside_of_it(record: Recorder, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, text: str) -> None:
+        if text == "Tactics":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(write_onnx(tmp_path), tmp_path / "m.engine", progress=interrupt)
+    assert record.named("built") == [(False,)]
+    assert leftovers(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_half_engine(record: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = write_onnx(tmp_path)
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(WriteError, match="No space left on device"):
+        build_engine(path, tmp_path / "m.engine")
+    assert leftovers(tmp_path) == []
+
+
+def test_an_engine_that_exists_is_kept_unless_told_otherwise(record: Recorder, tmp_path: Path) -> None:
+    path = write_onnx(tmp_path)
+    (tmp_path / "m.engine").write_bytes(b"older")
+    with pytest.raises(WriteError, match="overwrite=True"):
+        build_engine(path, tmp_path / "m.engine")
+    assert (tmp_path / "m.engine").read_bytes() == b"older"
+    assert record.calls == []
+    assert build_engine(path, tmp_path / "m.engine", overwrite=True).read_bytes() == PLAN
+
+
+def test_a_missing_package_is_said_with_the_install_command_and_the_build_as_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(EngineUnavailable, match=r"(?s)`tensorrt` cannot be imported.*pip install.*trtexec --onnx="):
+        build_engine(write_onnx(tmp_path), tmp_path / "m.engine")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_missing_gpu_a_placeholder_and_an_old_version_are_each_said(
+    record: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert missing() == ""
+    monkeypatch.setattr(module, "gpu_count", lambda: 0)
+    assert "no NVIDIA GPU" in missing()
+    monkeypatch.setitem(sys.modules, "tensorrt", stand_in(record, "8.6.1"))
+    assert "8.6.1 is too old" in missing()
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace())
+    assert "placeholder" in missing()
+
+
+def test_counting_gpus_without_a_driver_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(module.ctypes, "CDLL", absent)
+    assert module.gpu_count() == 0
+
+
+@pytest.mark.parametrize("what", ["model", "directory"])
+def test_what_is_not_there_is_refused_before_work(what: str, record: Recorder, tmp_path: Path) -> None:
+    path = write_onnx(tmp_path) if what == "directory" else tmp_path / "model.onnx"
+    target = tmp_path / "no" / "m.engine" if what == "directory" else tmp_path / "m.engine"
+    with pytest.raises(UsageError, match=r"does not exist|no such file"):
+        build_engine(path, target)
+    assert record.calls == []

@@ -1,0 +1,240 @@
+"""Calibration data: every kind a user may have becomes the same batches, and every kind that cannot is one error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.errors import CalibrationError, SourceError, UsageError
+from bridge.quant.data import Data, prepare
+
+TEXT = "".join(chr(97 + (n * n + n // 7) % 26) for n in range(4000))
+
+
+class Letters:
+    """A tokenizer of one id a character, with BOS 1 and EOS 2 around a text."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        ids = [3 + ord(c) % 60 for c in text]
+        return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        assert not tokenize
+        if any(set(m) != {"role", "content"} for m in messages):
+            raise ValueError("a message needs role and content")
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+class Stub:
+    """As much of a source as data needs."""
+
+    def __init__(self, tokenizer: Any = None, **config: Any) -> None:
+        self.config = {"vocab_size": 64, "max_position_embeddings": 96, **config}
+        self.tokenizer = tokenizer
+
+    def load_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise SourceError("a model in memory brings no tokenizer; give tokenizer=")
+        return self.tokenizer
+
+
+def made(data: Any, source: Any = None, **options: Any) -> Data:
+    return prepare(data, source or Stub(Letters()), **options)
+
+
+def rows(data: Data) -> torch.Tensor:
+    return torch.cat([batch["input_ids"] for batch in data.batches])
+
+
+def test_rows_begin_and_end_as_the_tokenizer_does(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    data = made(tmp_path / "a.txt", sequence=40)
+    assert bool((rows(data)[:, 0] == 1).all() and (rows(data)[:, -1] == 2).all())
+    assert rows(data).shape == (data.samples, 40) and data.sequence == 40
+    assert data.batches[0]["attention_mask"].shape == data.batches[0]["input_ids"].shape
+
+
+def test_held_out_rows_are_other_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    data = made(str(tmp_path / "a.txt"), sequence=40, samples=24)
+    used = {tuple(row) for row in rows(data).tolist()}
+    held = [tuple(row) for batch in data.held_out for row in batch["input_ids"].tolist()]
+    assert data.samples == 24 and len(held) == 3
+    assert not used & set(held)
+
+
+def test_the_embedded_text_is_enough_for_the_defaults() -> None:
+    data = made(None)
+    assert data.samples == 32 and data.sequence == 96  # the model's positions
+    assert sum(b["input_ids"].numel() for b in data.held_out) >= 64
+    assert data.missing == ""
+
+
+def test_the_digest_follows_the_ids_and_nothing_else(tmp_path: Path) -> None:
+    for name, text in (("a.txt", TEXT), ("b.txt", TEXT), ("c.txt", TEXT[::-1])):
+        (tmp_path / name).write_text(text)
+    a, b, c = (made(tmp_path / name, sequence=40) for name in ("a.txt", "b.txt", "c.txt"))
+    assert a.digest == b.digest != c.digest
+
+
+def test_jsonl_gives_text_and_messages(tmp_path: Path) -> None:
+    lines = [{"text": TEXT[:300]}, {"messages": [{"role": "user", "content": TEXT[300:700]}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    (tmp_path / "a.txt").write_text(TEXT[:300] + "\n\n<user>" + TEXT[300:700])
+    assert made(tmp_path / "a.jsonl", sequence=40).digest == made(tmp_path / "a.txt", sequence=40).digest
+
+
+IDS = torch.arange(160).reshape(4, 40) % 60
+
+
+def test_every_kind_of_batch_means_the_same() -> None:
+    kinds: list[Any] = [
+        [IDS, IDS + 1],
+        [IDS.tolist(), (IDS + 1).tolist()],
+        [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, {"input_ids": IDS + 1, "labels": IDS}],
+        [(IDS, torch.zeros(4)), (IDS + 1, torch.zeros(4))],
+        torch.utils.data.DataLoader(torch.cat([IDS, IDS + 1]).tolist(), batch_size=4, collate_fn=torch.tensor),
+        (batch for batch in (IDS, IDS + 1)),
+    ]
+    digests = {made(kind).digest for kind in kinds}
+    assert len(digests) == 1
+
+
+def test_lists_of_ids_are_single_rows() -> None:
+    data = made([[5, 6, 7, 8], [6, 7, 8, 9], [7, 8, 9, 10]])
+    assert rows(data).tolist() == [[5, 6, 7, 8], [6, 7, 8, 9]]
+    assert data.held_out[0]["input_ids"].tolist() == [[7, 8, 9, 10]]
+
+
+def test_one_batch_is_split_and_an_endless_generator_ends() -> None:
+    data = made({"input_ids": IDS})
+    assert (data.samples, data.held_out[0]["input_ids"].shape[0]) == (3, 1)
+
+    def endless() -> Iterator[torch.Tensor]:
+        while True:
+            yield IDS
+
+    assert made(endless(), samples=16).samples <= 24
+
+
+def test_texts_can_be_given_directly() -> None:
+    assert made([TEXT[:2000], TEXT[2000:]], sequence=40).samples == 32
+
+
+def test_pixels_pass_through() -> None:
+    source = Stub(vocab_size=None, image_size=8)
+    data = made([torch.ones(2, 3, 8, 8), torch.zeros(2, 3, 8, 8)], source)
+    assert data.batches[0]["pixel_values"].shape == (2, 3, 8, 8) and data.sequence == 0
+
+
+def test_a_forward_loop_is_kept_and_held_out_rows_come_from_the_embedded_text() -> None:
+    def loop(model: Any) -> None:
+        raise AssertionError("not called while preparing")
+
+    data = made(loop)
+    assert data.forward_loop is loop and not data.batches and data.held_out
+
+
+def test_images_and_missing_tokenizers_are_no_error_until_data_are_needed() -> None:
+    assert "reads no text" in made(None, Stub(vocab_size=None, image_size=8)).missing
+    assert "give tokenizer=" in made(None, Stub()).missing
+
+
+@pytest.mark.parametrize("text", ["", "  \n "])
+def test_empty_text_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(CalibrationError, match=r"a\.txt: the calibration text is empty"):
+        made(tmp_path / "a.txt")
+
+
+def test_text_shorter_than_a_batch_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a few words")
+    with pytest.raises(CalibrationError, match=r"11 tokens are shorter than a batch.*take 188.*smaller sequence="):
+        made(tmp_path / "a.txt")
+
+
+def test_more_samples_than_the_text_holds_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(CalibrationError, match=r"42 rows of 96 tokens, samples=100"):
+        made(tmp_path / "a.txt", samples=100)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "is empty"),
+        ([IDS, "text"], "mixes texts and batches"),
+        ([IDS + 40, IDS], "ids reach from 40 to 99, the model's vocabulary ends at 64"),
+        ([IDS - 1, IDS], "ids reach from -1"),
+        ([[[1, 2], [3]], IDS], "pad rows to one length"),
+        ([{"labels": IDS}, IDS], "nothing but labels"),
+        ([IDS[:1]], "one sample cannot both calibrate and be held out"),
+        ([torch.zeros(2, 100, dtype=torch.int64)] * 2, "rows of 100 tokens, the model has 96 positions"),
+        ([torch.full((1, 3, 8, 8), float("nan"))] * 2, "pixel_values holds NaN or infinity"),
+        ([torch.empty(2, 0, dtype=torch.int64)] * 2, "expected ids"),
+        (7, "cannot calibrate with int"),
+        ("no/such/file.txt", "no such calibration file"),
+    ],
+)
+def test_data_that_cannot_calibrate_is_one_error(data: Any, said: str) -> None:
+    with pytest.raises(CalibrationError, match=said):
+        made(data)
+
+
+def test_files_that_cannot_be_read_say_where(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
+    with pytest.raises(CalibrationError, match=r'a\.jsonl:2: expected a field "text"'):
+        made(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text("{\n")
+    with pytest.raises(CalibrationError, match=r"b\.jsonl:1: not JSON"):
+        made(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(CalibrationError, match=r"c\.jsonl:1: .*chat template refused"):
+        made(tmp_path / "c.jsonl")
+    (tmp_path / "d.txt").write_bytes(b"ab\xff\xfe")
+    with pytest.raises(CalibrationError, match="not UTF-8 text at byte 2"):
+        made(tmp_path / "d.txt")
+    with pytest.raises(CalibrationError, match="a directory"):
+        made(tmp_path)
+
+
+def test_a_text_file_without_tokenizer_says_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(SourceError, match="give tokenizer="):
+        made(tmp_path / "a.txt", Stub())
+
+
+def test_a_dataset_that_cannot_be_loaded_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(CalibrationError, match=r"neither a file nor a dataset.*offline.*cache"):
+        made("org/name")
+
+
+def test_a_dataset_gives_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(repo: str, config: str | None, split: str) -> list[dict[str, str]]:
+        asked.append((repo, config, split.partition("[")[0]))
+        return [{"text": TEXT[:2000]}, {"text": TEXT[2000:]}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert made("org/name:small", sequence=40).digest == made([TEXT[:2000], TEXT[2000:]], sequence=40).digest
+    assert asked == [("org/name", "small", "train")]
+
+
+@pytest.mark.parametrize("option", [{"samples": 0}, {"sequence": -1}, {"samples": True}])
+def test_options_must_be_positive_numbers(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected a positive whole number"):
+        made(None, **option)

@@ -1,0 +1,369 @@
+"""Calibration runs ModelOpt as its own presets do, and leaves no trace on the model it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+mtq = pytest.importorskip("modelopt.torch.quantization")
+
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from bridge.errors import CalibrationError  # noqa: E402
+from bridge.quant.calibration import Calibration  # noqa: E402
+from bridge.quant.data import prepare  # noqa: E402
+from bridge.quant.modelopt import calibrate, fake_quantized  # noqa: E402
+from bridge.quant.scheme import Scheme, load_scheme  # noqa: E402
+from bridge.quant.sensitivity import sensitivity  # noqa: E402
+from bridge.sources import open_source  # noqa: E402
+from bridge.sources.live import live_names  # noqa: E402
+from bridge.tables.structure import structure  # noqa: E402
+from bridge.values import Format  # noqa: E402
+
+DECODER = {
+    "hidden_size": 60, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 10, "vocab_size": 112, "max_position_embeddings": 96,
+}  # fmt: skip
+IDS = [torch.randint(0, 112, (2, 40), generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**DECODER))
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_embd=60, n_layer=2, n_head=6, vocab_size=112, n_positions=96))
+
+
+def mixtral() -> Any:
+    return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=5, num_experts_per_tok=2))
+
+
+def bert() -> Any:
+    sizes = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
+    return BertForMaskedLM(BertConfig(**sizes))
+
+
+FAMILIES = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral, "bert": bert}
+
+
+def built(family: str, dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(5)
+    model = FAMILIES[family]().eval().to(dtype)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def run(model: Any, scheme: Scheme, data: Any = None, **options: Any) -> Calibration:
+    source = open_source(model)
+    return calibrate(source, structure(source.config, source.specs), scheme, prepare(data or IDS, source), **options)
+
+
+def preset(model: Any, config: Any, algorithm: Any = None) -> Any:
+    """ModelOpt's own preset on a copy, without the quantizers of norms, embeddings and BERT's head."""
+    config = copy.deepcopy(config)
+    kinds = ("nn.LayerNorm", "nn.Embedding")
+    config["quant_cfg"] += [{"quantizer_name": "*input_quantizer", "parent_class": k, "enable": False} for k in kinds]
+    config["quant_cfg"] += [{"quantizer_name": "*decoder*", "enable": False}]  # BERT's head, under another name
+    if algorithm:
+        config["algorithm"] = algorithm
+
+    def loop(copied: Any) -> None:
+        for ids in IDS[:-1]:  # the last batch is held out
+            copied(ids)
+
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        return mtq.quantize(copy.deepcopy(model), config, loop)
+
+
+def live_quantizer(name: str, family: str) -> str:
+    """Where ModelOpt keeps the input quantizer of a checkpoint module of `family`."""
+    if family == "mixtral" and ".experts." in name:
+        stack, _, leaf = name.rpartition(".")
+        param = "down_proj" if leaf == "w2" else "gate_up_proj"
+        return f"{stack.rpartition('.')[0].replace('block_sparse_moe', 'mlp')}.{param}_input_quantizer"
+    return f"{name}.input_quantizer"
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_fp8_statistics_are_those_of_modelopts_preset(family: str) -> None:
+    model = built(family)
+    found, theirs = run(model, load_scheme("fp8")), preset(model, mtq.FP8_DEFAULT_CFG)
+    expected = {n for n, m in theirs.named_modules() if n.endswith("input_quantizer") and m.is_enabled}
+    assert {live_quantizer(name, family) for name in found.input_amax} == expected
+    for name, amax in found.input_amax.items():
+        assert float(amax) == float(theirs.get_submodule(live_quantizer(name, family)).amax), name
+
+
+def test_every_expert_gets_the_statistics_of_its_stack() -> None:
+    found = run(built("mixtral"), load_scheme("fp8"))
+    experts = [name for name in found.input_amax if ".experts." in name]
+    assert len(experts) == 2 * 5 * 3
+    layer = {float(found.input_amax[f"model.layers.0.block_sparse_moe.experts.{e}.w1"]) for e in range(5)}
+    assert len(layer) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_kv_statistics_are_those_of_modelopts_preset(family: str) -> None:
+    model = built(family)
+    found = run(model, load_scheme("int8_wo", kv="fp8"))
+    config = {**copy.deepcopy(mtq.FP8_KV_CFG), "algorithm": "max"}
+    theirs = preset(model, config)
+    assert found.input_amax == {} and len(found.k_amax) == len(found.v_amax) == 2
+    for name, amax in found.k_amax.items():
+        assert float(amax) == float(theirs.get_submodule(f"{name}.k_bmm_quantizer").amax)
+        assert float(found.v_amax[name]) == float(theirs.get_submodule(f"{name}.v_bmm_quantizer").amax)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_smoothquant_statistics_are_those_of_modelopts_preset(family: str) -> None:
+    model = built(family, torch.bfloat16)
+    found, theirs = run(model, load_scheme("int8_sq")), preset(model, mtq.INT8_SMOOTHQUANT_CFG)
+    assert found.smoothing_amax and not found.pre_scale and found.provenance.dtype == "bfloat16"
+    for name, amax in found.smoothing_amax.items():
+        quantizer = theirs.get_submodule(f"{name}.input_quantizer")
+        assert np.array_equal(amax, quantizer._amax_for_smoothing.float().reshape(-1).numpy())
+        assert float(found.input_amax[name]) == float(quantizer.amax)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_int8_pre_scales_are_those_of_modelopts_smoothquant(family: str, dtype: str) -> None:
+    model = built(family, getattr(torch, dtype))
+    alpha = dict(load_scheme("int8").options)["alpha"]
+    found = run(model, load_scheme("int8"))
+    theirs = preset(model, mtq.INT8_SMOOTHQUANT_CFG, {"method": "smoothquant", "alpha": alpha})
+    assert found.pre_scale and not found.smoothing_amax
+    for name, scale in found.pre_scale.items():
+        module = theirs.get_submodule(name)
+        rounded = torch.from_numpy(scale).to(model.dtype)
+        assert torch.equal(rounded, module.input_quantizer._pre_quant_scale.reshape(-1)), name
+        plain = model.get_submodule(name).weight
+        plain = plain.T if family == "gpt2" else plain
+        smoothed = (plain * (1 / torch.from_numpy(scale))).to(model.dtype)
+        assert torch.equal(smoothed, module.weight), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4_awq", "w4a8_awq"])
+def test_awq_scales_are_those_of_modelopts_preset(name: str) -> None:
+    model = built("llama")
+    config = {"int4_awq": mtq.INT4_AWQ_CFG, "w4a8_awq": mtq.W4A8_AWQ_BETA_CFG}[name]
+    found = run(model, load_scheme(name))
+    theirs = preset(model, config, {"method": "awq_lite", "alpha_step": 0.1})
+    assert len(found.awq_scale) == 14
+    for module, scale in found.awq_scale.items():
+        expected = theirs.get_submodule(module)
+        assert torch.equal(torch.from_numpy(1 / scale), expected.input_quantizer._pre_quant_scale), module
+        smoothed = model.get_submodule(module).weight * (1 / torch.from_numpy(1 / scale))
+        assert torch.equal(smoothed, expected.weight), module
+        if name == "w4a8_awq":
+            assert float(found.input_amax[module]) == float(expected.input_quantizer.amax)
+
+
+def traces(model: Any) -> tuple[Any, ...]:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    flags = [(m.training, sorted(vars(m))) for m in model.modules()]
+    pointers = [p.data_ptr() for p in model.parameters()]
+    grads = [(id(p), p.requires_grad) for p in model.parameters()]
+    config = copy.deepcopy(model.config.to_dict())
+    return state, [type(m) for m in model.modules()], hooks, flags, pointers, grads, config
+
+
+def same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    states = before[0].keys() == after[0].keys() and all(torch.equal(v, after[0][k]) for k, v in before[0].items())
+    return states and before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int8_sq", pytest.param("int4_awq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_the_model_is_as_it_was(family: str, scheme: str) -> None:
+    model = built(family).train()
+    model.register_forward_hook(lambda *_: None)
+    before, answer = traces(model), model.eval()(IDS[0]).logits
+    model.train()
+    run(model, load_scheme(scheme, kv="fp8"))
+    assert same(before, traces(model))
+    assert torch.equal(model.eval()(IDS[0]).logits, answer)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in the loop"), KeyboardInterrupt()])
+@pytest.mark.parametrize("scheme", ["int8_sq", "int4_awq"])
+def test_the_model_is_as_it_was_when_the_loop_raises(scheme: str, error: BaseException) -> None:
+    model = built("gpt2")
+    before = traces(model)
+    calls = 0
+
+    def loop(twin: Any) -> None:
+        nonlocal calls
+        calls += 1
+        twin(IDS[0])
+        raise error
+
+    with pytest.raises(type(error)):
+        run(model, load_scheme(scheme), loop)
+    assert calls == 1 and same(before, traces(model))
+
+
+def test_a_head_tied_to_the_embedding_is_smoothed_apart_from_it(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('base = "int8_sq"\n[[rule]]\nmodules = ["lm_head"]\nquant = "int8_sq"')
+    model = built("gpt2")
+    source = open_source(model)
+    arch = structure(source.config, source.specs)
+    scheme, origins = load_scheme(tmp_path / "r.toml").bound(arch.sites), live_names(model, source.specs)
+    with fake_quantized(model, scheme, arch, prepare(IDS, source), origins) as twin:
+        assert torch.equal(twin.model.transformer.wte.weight, model.transformer.wte.weight)
+        assert not torch.equal(twin.model.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_same_inputs_give_the_same_bytes(scheme: str) -> None:
+    first, second = (run(built("llama"), load_scheme(scheme)).digest for _ in range(2))
+    assert first == second
+
+
+def test_modelopts_presets_stay_as_they_are() -> None:
+    names = [name for name in dir(mtq) if name.endswith("_CFG")]
+    before = {name: copy.deepcopy(getattr(mtq, name)) for name in names}
+    run(built("llama"), load_scheme("int8_sq", kv="fp8"))
+    assert {name: getattr(mtq, name) for name in names} == before
+
+
+def test_norms_embeddings_and_heads_carry_no_enabled_quantizer() -> None:
+    model = built("bert")
+    source = open_source(model)
+    arch = structure(source.config, source.specs)
+    scheme, origins = load_scheme("int8").bound(arch.sites), live_names(model, source.specs)
+    with fake_quantized(model, scheme, arch, prepare(IDS, source), origins) as twin:
+        enabled = {
+            n.rpartition(".")[0] for n, m in twin.model.named_modules() if hasattr(m, "is_enabled") and m.is_enabled
+        }
+    assert enabled == {s.module for s in arch.sites if isinstance(scheme.format_of(s), Format)}
+    assert not any("LayerNorm" in name or "embeddings" in name for name in enabled)
+
+
+def test_a_mixed_recipe_calibrates_each_part_as_its_scheme_alone(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(
+        'base = "fp8"\n[[rule]]\nmodules = ["*.o_proj"]\nquant = "int8_sq"\n[[rule]]\nlayers = [1]\n'
+        'modules = ["*.down_proj"]\nquant = "none"'
+    )
+    model = built("llama")
+    mixed, plain, smooth = (run(model, load_scheme(name)) for name in (tmp_path / "r.toml", "fp8", "int8_sq"))
+    assert set(mixed.smoothing_amax) == {f"model.layers.{n}.self_attn.o_proj" for n in range(2)}
+    assert "model.layers.1.mlp.down_proj" not in mixed.input_amax
+    for name, amax in mixed.input_amax.items():
+        other = smooth if "o_proj" in name else plain
+        assert float(amax) == float(other.input_amax[name]), name
+
+
+def test_held_out_answers_are_those_of_both_models() -> None:
+    model = built("llama")
+    held = run(model, load_scheme("fp8")).held_out
+    assert held is not None and [b["input_ids"].tolist() for b in held.inputs] == [IDS[-1].tolist()]
+    with torch.no_grad():
+        logits = model(IDS[-1]).logits
+        theirs = preset(model, mtq.FP8_DEFAULT_CFG)(IDS[-1]).logits
+    assert held.source.shape == (80, 112)
+    assert np.array_equal(held.source, logits.reshape(80, 112).numpy())
+    assert np.array_equal(held.quantized, theirs.reshape(80, 112).numpy())
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 112), IDS[-1][:, 1:].reshape(-1))
+    assert held.source_perplexity == pytest.approx(float(loss.exp()), rel=1e-5)
+    assert held.quantized_perplexity and held.quantized_perplexity != held.source_perplexity
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_wo", "mxfp8", "mxfp4_wo"])
+def test_schemes_that_modelopt_cannot_simulate_here_calibrate_all_the_same(scheme: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is here: ModelOpt can simulate")
+    model = built("llama")
+    found, fp8 = run(model, load_scheme(scheme)), run(model, load_scheme("fp8"))
+    assert found.held_out is not None and found.held_out.quantized.shape == (80, 0)
+    if scheme == "nvfp4":
+        assert {k: float(v) for k, v in found.input_amax.items()} == {k: float(v) for k, v in fp8.input_amax.items()}
+    else:
+        assert found.input_amax == {}
+
+
+def test_cuda_that_is_needed_and_missing_is_an_error_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = open_source(built("llama"))
+    arch, data = structure(source.config, source.specs), prepare(IDS, source)
+    monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("loaded"))
+    with pytest.raises(CalibrationError, match="no CUDA device here, and the kernel exists there only"):
+        calibrate(source, arch, replace(load_scheme("fp8"), needs_cuda="the kernel exists there only"), data)
+    with pytest.raises(CalibrationError, match="device='cuda:0' was asked for"):
+        calibrate(source, arch, load_scheme("fp8"), data, device="cuda:0")
+
+
+def test_data_that_are_missing_are_an_error_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(built("llama"))
+    arch = structure(source.config, source.specs)
+    monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("loaded"))
+    with pytest.raises(CalibrationError, match=r"scheme fp8 needs statistics of activations: .*tokenizer"):
+        calibrate(source, arch, load_scheme("fp8"), prepare(None, source))
+
+
+def test_a_loop_that_runs_another_model_is_an_error() -> None:
+    model = built("llama")
+    with pytest.raises(CalibrationError, match=r"never seen: model.layers.\{0..1\}.*no calibration token"):
+        run(model, load_scheme("fp8"), lambda twin: model(IDS[0]))
+
+
+def test_activations_that_are_not_finite_are_an_error() -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[0] = float("inf")
+    with pytest.raises(CalibrationError, match=r"infinity|not finite"):
+        run(model, load_scheme("fp8"))
+
+
+def test_a_dead_input_gets_a_scale_of_one_and_is_told() -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.zero_()
+    found = run(model, load_scheme("fp8"))
+    assert [(a.module, a.case, a.policy) for a in found.applied] == [("model.layers.1.mlp.down_proj", "zero", "floor")]
+    assert float(found.input_amax["model.layers.1.mlp.down_proj"]) == 448.0
+
+
+def test_progress_counts_up_to_its_total() -> None:
+    seen: list[tuple[int, int, str]] = []
+    run(built("llama"), load_scheme("fp8"), progress=lambda *args: seen.append(args))
+    first = [s for s in seen if s[2] == "calibrate"]
+    assert [s[0] for s in first] == list(range(1, len(first) + 1)) and first[-1][0] == first[-1][1]
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    run(built("llama"), load_scheme("int8_sq", kv="fp8"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_sensitivity_names_the_module_that_hurts() -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate_proj.weight[3, 5] = 40.0
+    source = open_source(model)
+    arch = structure(source.config, source.specs)
+    damage = sensitivity(source, arch, load_scheme("fp8"), prepare(IDS, source))
+    assert len(damage) == 14 and next(iter(damage)) in ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj")
+    assert list(damage.values()) == sorted(damage.values(), reverse=True)

@@ -1,0 +1,286 @@
+"""The command line: exit codes, one message per error, the same verbs as in Python."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import bridge
+from bridge.cli import app
+from bridge.errors import PlanError
+from bridge.report import OutputParity, Parity, Report
+
+MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+CONVERT = ["convert", str(MODEL), "--target", "trt", "--quant", "fp8"]
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def report(passed: bool = True) -> Report:
+    outputs = (OutputParity("source", 64, 0.9, 1.0, 0.4, 0.0, 300.0, 281.0, passed),)
+    parity = Parity(outputs=outputs)
+    return Report("out", "ab" * 32, "trt", "fp8", 3, 1, 1000, 4000, {"plan": 0.1}, 10**8, parity)
+
+
+def raising(error: BaseException) -> Any:
+    def verb(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return verb
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", str(MODEL), "--target", "tr", "--quant", "fp8"], "nearest: trt"),
+        (["plan", str(MODEL), "--target", "trt", "--quant", "fp9"], "nearest: fp8"),
+        (["plan", str(MODEL), "--target", "trt", "--quant", "fp8", "--kv", "fp7"], "nearest: fp8"),
+        (["plan", str(MODEL), "--target", "trt", "--quant", "fp8", "--task", "causal"], "nearest: causal-lm"),
+        ([*CONVERT, "--memory", "much"], "--memory 'much'"),
+        (["show", "scheme"], "nearest: schemes"),
+        (["check", "README.md"], ".toml"),
+        (["calibrate", str(MODEL), "--quant", "fp8", "--out", "c.json"], "--out c.safetensors"),
+    ],
+)
+def test_a_wrong_word_ends_with_2_and_the_nearest_right_one(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_or_verb_ends_with_2() -> None:
+    assert run("plan", str(MODEL), "--target", "trt", "--tsk", "x").exit_code == 2
+    assert run("konvert").exit_code == 2
+
+
+def test_a_model_that_is_not_there_ends_with_an_error_of_the_source(tmp_path: Path) -> None:
+    done = run("plan", str(tmp_path / "none"), "--target", "trt")
+    assert done.exit_code in (1, 2)
+    assert "none" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_that_exists_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("kept")
+    done = run(*CONVERT, "--out", str(tmp_path))
+    assert done.exit_code == 1
+    assert "--overwrite" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_a_plan_prints_every_tensor_once_and_ends_with_0() -> None:
+    done = run("plan", str(MODEL), "--target", "trt", "--quant", "fp8", "--all")
+    assert done.exit_code == 0
+    lines = [line.split() for line in done.stdout.splitlines()]
+    plan = bridge.plan(MODEL, "trt", "fp8")
+    rows = [line[0] for line in lines if len(line) > 4 and line[1] == "1"]
+    assert rows == [output.spec.name for output in plan.outputs]
+
+
+def test_json_of_a_plan_is_the_plan() -> None:
+    done = run("plan", str(MODEL), "--target", "trt", "--quant", "int8_wo", "--json")
+    data = json.loads(done.stdout)
+    plan = bridge.plan(MODEL, "trt", "int8_wo")
+    assert data["digest"] == plan.digest
+    assert len(data["steps"]) == len(plan.steps)
+
+
+def test_a_flag_of_the_target_reaches_the_target() -> None:
+    done = run("plan", str(MODEL), "--target", "trt", "--dtype", "fp16", "--no-cache", "--json")
+    options = json.loads(done.stdout)["options"]
+    assert (options["dtype"], options["cache"]) == ("float16", False)
+
+
+def test_every_option_of_every_target_is_a_flag() -> None:
+    import dataclasses
+
+    from bridge.targets import load_target, target_names
+
+    text = run("convert", "--help").stdout
+    for name in target_names():
+        for field in dataclasses.fields(load_target(name).Options):
+            assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def convert(*args: Any, **kwargs: Any) -> Report:
+        given.update(kwargs, args=args)
+        return report()
+
+    monkeypatch.setattr(bridge, "convert", convert)
+    words = ["--out", "o", "--calib", "c", "--kv", "fp8", "--device", "cpu", "--config", "f.json", "--tokenizer", "t"]
+    done = run(*CONVERT, *words, "--memory", "1.5GiB", "--overwrite", "--no-resume", "--no-verify", "--opset", "23")
+    assert done.exit_code == 0, done.stderr
+    assert given.pop("args") == (str(MODEL), "trt", "fp8", Path("o"))
+    assert callable(given.pop("progress"))
+    assert given == {
+        "calib": "c", "kv": "fp8", "device": "cpu", "config": Path("f.json"), "tokenizer": "t", "verify": False,
+        "overwrite": True, "resume": False, "memory": 3 << 29, "opset": 23,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 3)])
+def test_parity_below_its_threshold_ends_with_3(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "convert", lambda *args, **kwargs: report(passed))
+    monkeypatch.setattr(bridge, "verify", lambda *args, **kwargs: report(passed))
+    done = run(*CONVERT)
+    assert done.exit_code == code
+    assert ("BELOW" in done.stdout) == (not passed)
+    done = run("verify", "out", "--against", str(MODEL), "--json")
+    assert done.exit_code == code
+    assert json.loads(done.stdout)["passed"] is passed
+
+
+def test_what_frameworks_print_does_not_mix_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chatty(*args: Any, **kwargs: Any) -> Report:
+        import logging
+        import warnings
+
+        print("Inserted 100 quantizers")
+        print("W: something", file=sys.stderr)
+        warnings.warn("deprecated", stacklevel=1)
+        logging.getLogger("transformers").warning("slow path")
+        return report()
+
+    monkeypatch.setattr(bridge, "convert", chatty)
+    done = run(*CONVERT, "--json")
+    assert json.loads(done.stdout)["scheme"] == "fp8"
+    assert done.stderr == ""
+    done = run(*CONVERT, "--json", "--debug")
+    assert json.loads(done.stdout)["scheme"] == "fp8"
+    assert "Inserted 100 quantizers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PlanError("lm_head: 100 does not divide"), 1, "PlanError: lm_head: 100 does not divide\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/out/w"), 1, "no space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), 1, "/out: Permission denied"),
+        (MemoryError(), 1, "out of memory"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+        (ZeroDivisionError("division by zero"), 1, "unforeseen ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_failure_is_one_message_without_a_traceback(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "convert", raising(error))
+    done = run(*CONVERT)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_where_an_error_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (PlanError("no"), ZeroDivisionError("no")):
+        monkeypatch.setattr(bridge, "convert", raising(error))
+        assert "in verb" in run(*CONVERT, "--debug").stderr
+
+
+def test_an_unforeseen_error_comes_with_what_was_said_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verb(*args: Any, **kwargs: Any) -> Report:
+        print("the reason, from below", file=sys.stderr)
+        raise RuntimeError("failed")
+
+    monkeypatch.setattr(bridge, "convert", verb)
+    assert "the reason, from below" in run(*CONVERT).stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_unwinds_and_removes_what_is_half_written(number: int, code: int, tmp_path: Path) -> None:
+    script = f"""
+import time, bridge
+from bridge.cli import app
+from bridge.output import output_directory
+from pathlib import Path
+def convert(*args, **kwargs):
+    with output_directory(Path({str(tmp_path / "out")!r}), "id") as work:
+        (work.directory / "model.onnx").write_text("half")
+        Path({str(tmp_path / "ready")!r}).touch()
+        time.sleep(60)
+bridge.convert = convert
+app({CONVERT!r})
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if (tmp_path / "ready").exists():
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, len(said.splitlines())) == (code, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["ready"]
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    command = f"{sys.executable} -m bridge.cli plan {MODEL} --target trt --quant fp8 --all | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "LlamaForCausalLM" in done.stdout
+    assert done.stderr == ""
+
+
+def test_check_without_a_path_is_bridge_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "check", lambda: [])
+    assert run("check").exit_code == 0
+    monkeypatch.setattr(bridge, "check", lambda: ["mappings/arch/x.toml:3: no such role"])
+    done = run("check")
+    assert done.exit_code == 1
+    assert "x.toml:3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('base = "fp8"\n[[rule]]\nlayers = [0]\nquant = "none"\n', ""),
+        ('base = "fp9"\n', "nearest: fp8"),
+        ('base = "fp8"\nbase = "fp8"\n', "TOML"),
+        ('kind = "table"\n', "its keys are kind"),
+    ],
+)
+def test_check_of_a_recipe_tells_what_is_wrong(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mixed.toml").write_text(text)
+    done = run("check", str(tmp_path / "mixed.toml"))
+    assert done.exit_code == (1 if said else 0)
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["arch", "schemes"])
+def test_check_accepts_the_tables_that_ship_here(kind: str) -> None:
+    from bridge.tables.files import mappings
+
+    paths = [str(path) for path in (mappings() / kind).glob("*.toml") if path.stem != "kv"]
+    done = run("check", *paths)
+    assert done.exit_code == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("512MiB", 512 << 20), ("64", 64), ("1.5 kb", 1500), ("3 B", 3)]
+)
+def test_a_size_is_read_in_powers_of_1000_or_1024(text: str, size: int) -> None:
+    from bridge.cli import _bytes
+
+    assert _bytes(text) == size
+
+
+def test_help_names_the_verbs_of_the_package() -> None:
+    text = run("--help").stdout
+    assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
+        "convert", "plan", "calibrate", "verify", "check", "show",
+    ]  # fmt: skip

@@ -1,0 +1,95 @@
+"""The wheel and the sdist: built as a user's pip builds them, and used from the wheel alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*build, "--wheel-dir", out, ROOT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("qbridge-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def run(site: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=site, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_file_of_package_tables_and_kernels(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    moved = {"bridge": "bridge", "mappings": "bridge/_mappings", "kernels": "bridge/_kernels"}
+    for directory, inside in moved.items():
+        files = [p for p in (ROOT / directory).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        wanted = {f"{inside}/{path.relative_to(ROOT / directory)}" for path in files} - {"bridge/_kernels.py"}
+        assert wanted <= names, wanted - names
+    assert {"bridge/py.typed", "bridge/_mappings/roles.toml", "bridge/_kernels/fp8.py"} <= names
+
+
+def test_the_wheel_puts_nothing_else_at_the_top_level(wheel: Path) -> None:
+    top = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"bridge"}
+    assert "bridge/_kernels.py" not in zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_wheel_carries_the_licences_and_the_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = next(name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name)
+    assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+    assert "Python Software Foundation" in archive.read(f"{info}/licenses/NOTICE").decode()
+    assert "qbridge = bridge.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+
+
+def test_the_installed_package_finds_its_own_tables_and_kernels(installed: Path) -> None:
+    code = """
+import bridge, bridge._kernels.fp8, bridge.tables.files, bridge.quant.scheme
+print(bridge.__file__, bridge._kernels.fp8.__file__, bridge.tables.files.mappings())
+print(len(bridge.quant.scheme.scheme_names()))
+"""
+    *places, schemes = run(installed, "-c", code).split()
+    assert all(place.startswith(str(installed)) for place in places)
+    assert int(schemes) == len(list((ROOT / "mappings" / "schemes").glob("*.toml"))) - 1
+
+
+def test_the_installed_command_plans(installed: Path) -> None:
+    model = ROOT / "examples" / "models" / "tiny-llama"
+    said = run(installed, "-m", "bridge.cli", "plan", str(model), "--target", "trt", "--quant", "int4_awq")
+    assert "35 of 36 matrices quantized" in said
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    from hatchling.build import build_sdist
+
+    before = Path.cwd()
+    os.chdir(ROOT)  # the hook of PEP 517 works in the current directory
+    try:
+        archive = tmp_path / build_sdist(str(tmp_path))
+    finally:
+        os.chdir(before)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, "--wheel-dir", tmp_path, archive], check=True, capture_output=True, timeout=300)
+    again = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    assert sorted(again.namelist()) == sorted(zipfile.ZipFile(wheel).namelist())

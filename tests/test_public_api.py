@@ -1,0 +1,63 @@
+"""The public surface: a name or a signature that changes here is a change for users, and belongs in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import bridge
+
+SIGNATURES = {
+    "plan": "model, target, quant=None, *, kv=None, config=None, **options",
+    "convert": (
+        "model, target, quant=None, out=None, *, calib=None, kv=None, device=None, config=None, tokenizer=None, "
+        "verify=True, overwrite=False, resume=True, progress=None, memory=None, **options"
+    ),
+    "calibrate": (
+        "model, quant, data=None, *, kv=None, device=None, config=None, tokenizer=None, samples=None, sequence=None, "
+        "progress=None"
+    ),
+    "verify": "out, against, *, data=None, tokenizer=None, progress=None",
+    "check": "",
+}
+REPORT = (
+    "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
+    "parity", "skipped", "policies", "findings", "notes", "versions",
+)  # fmt: skip
+
+
+def test_the_names_are_these_and_no_others() -> None:
+    names = {*SIGNATURES, "BridgeError", "Calibration", "Plan", "Report", "Scheme", "__version__"}
+    assert set(bridge.__all__) == names
+    assert all(getattr(bridge, name) is not None for name in names)
+
+
+@pytest.mark.parametrize("verb", SIGNATURES)
+def test_a_verb_keeps_its_signature(verb: str) -> None:
+    signature = inspect.signature(getattr(bridge, verb))
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[verb]})"
+
+
+def test_a_report_keeps_its_fields() -> None:
+    assert tuple(field.name for field in dataclasses.fields(bridge.Report)) == REPORT
+
+
+@pytest.mark.parametrize("method", ["save", "load"])
+def test_a_calibration_can_be_kept(method: str) -> None:
+    assert callable(getattr(bridge.Calibration, method))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'converted'"):
+        _ = bridge.converted
+
+
+def test_every_error_of_the_package_has_one_base_and_an_exit_code() -> None:
+    from bridge import errors
+
+    classes = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
+    assert len(classes) > 5
+    assert all(issubclass(cls, bridge.BridgeError) and cls.exit_code in (1, 2) for cls in classes)

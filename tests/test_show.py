@@ -1,0 +1,253 @@
+"""Tables and the page: everything the plan and the report hold is there once, layers folded, names escaped."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import bridge
+from bridge.describe import describe, report_from_dict
+from bridge.planning import Output, Plan, Step
+from bridge.report import OutputParity, Parity, Report, TensorParity
+from bridge.show import fold, html, plan_table, report_table, size
+from bridge.terminal import Terminal
+from bridge.values import TensorSpec
+
+MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+
+
+def text(renderable: Any, width: int = 1000) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, markup=False, highlight=False).print(renderable)
+    return stream.getvalue()
+
+
+def tensor(name: str, sqnr: float = 31.0, passed: bool = True) -> TensorParity:
+    return TensorParity(name, "fp8", 0.9996, 1.0001, sqnr, 0.04, passed)
+
+
+def report(**changes: Any) -> Report:
+    tensors = [tensor(f"layers.{n}.up.weight", 31.0 + n, n != 2) for n in range(5)]
+    outputs = (
+        OutputParity("source", 512, 0.9991, 1.0010, 0.0312, 0.0, 283.25, 281.5, True),
+        OutputParity("modelopt", 512, 0.99999, 1.0, 0.0004, 0.9, None, None, True),
+    )
+    parity = Parity((*tensors, tensor("head<b>.weight")), outputs, (("layers.4.up", 0.05),), ("why & how",))
+    made = Report(
+        "out", "ab" * 32, "trt", "fp8", 118, 35, 2_730_000, 6_170_000, {"plan": 0.11, "write": 2.5}, 9 * 10**8, parity,
+        skipped={"layers.0.freq": "computed", "layers.1.freq": "computed"}, policies={"layers.3.up": "zero: floor"},
+        findings=("warning [x] y: z",), notes=("one note",), versions={"torch": "2.13.0"},
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def test_folded_rows_of_a_plan_add_up_to_its_tensors_and_bytes() -> None:
+    plan = bridge.plan(MODEL, "trt", "fp8", kv="fp8")
+    rows = re.findall(r"^  (\S+)\s+(\d+)  (\S+)\s+(\w+)\s+([\d,]+)  \S", text(plan_table(plan)), re.MULTILINE)
+    assert sum(int(n) for _, n, _, _, _ in rows) == len(plan.outputs)
+    assert sum(int(nbytes.replace(",", "")) for *_, nbytes in rows) == plan.disk
+    assert len(rows) < len(plan.outputs) / 2
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_plan_says_why_each_tensor_stays_unquantized(every: bool) -> None:
+    plan = bridge.plan(MODEL, "trt", "fp8")
+    said = text(plan_table(plan, every)).partition("unquantized, and why")[2]
+    for step in plan.steps:
+        if step.kept:
+            assert step.kept in said
+            assert re.sub(r"\.\d+\.", ".{0..4}.", step.source) in said or step.source in said
+
+
+def test_a_plan_shows_ties_drops_notes_and_side_files() -> None:
+    plan = dataclasses.replace(
+        bridge.plan(MODEL, "trt", "fp8"), tied={"alias.weight": "stored.weight"}, dropped={"a.freq": "from the config"},
+        notes=("costs something",), side_files=("chat.jinja",), traced=True,
+    )  # fmt: skip
+    said = text(plan_table(plan))
+    for words in (
+        "alias.weight",
+        "stored.weight",
+        "a.freq",
+        "from the config",
+        "costs something",
+        "chat.jinja",
+        "torch",
+    ):
+        assert words in said
+
+
+def test_tensors_of_different_dtype_are_not_folded_together() -> None:
+    def step(layer: int, dtype: str) -> Step:
+        spec = TensorSpec(f"layers.{layer}.w", (3, 5), dtype)
+        return Step(spec.name, (Output(spec, "weight", spec.name),))
+
+    steps = tuple(step(n, "int8" if n in (1, 2, 4) else "float16") for n in range(6))
+    plan = Plan("A", "trt", "s", "", {}, {}, steps)
+    assert re.findall(r"^  (layers\S+)", text(plan_table(plan)), re.MULTILINE) == [
+        "layers.{0,3,5}.w",
+        "layers.{1..2,4}.w",
+    ]
+
+
+def test_a_narrow_terminal_loses_no_character() -> None:
+    plan = bridge.plan(MODEL, "trt", "fp8")
+    narrow = text(plan_table(plan), width=70)
+    assert max(map(len, narrow.splitlines())) <= 70
+    assert "…" not in narrow
+
+
+def test_one_line_a_tensor_is_never_cropped() -> None:
+    plan = bridge.plan(MODEL, "trt", "fp8")
+    stream = io.StringIO()
+    Terminal(Console(file=stream, width=40), lambda done, total, what: None).print(plan_table(plan, every=True))
+    lines = {line.strip() for line in stream.getvalue().splitlines()}
+    for output in plan.outputs:
+        assert any(line.startswith(f"{output.spec.name} ") and line.endswith(output.expression) for line in lines)
+
+
+def test_where_a_table_does_not_fit_names_get_their_own_line() -> None:
+    lines = [line.strip() for line in text(report_table(report()), width=80).splitlines()]
+    at = lines.index("layers.{0..4}.up.weight")
+    assert lines[at + 1].split() == ["5", "fp8", "0.999600", "1.0001", "33.0", "4.00e-02", "2", "BELOW"]
+    assert "source          512  0.999100  1.0010  3.12e-02      283.25     281.50  passed" in lines
+
+
+def test_names_fold_over_layers_and_experts() -> None:
+    names = [f"layers.{layer}.experts.{e}.w" for layer in (0, 1, 3) for e in range(4)]
+    assert fold(names) == "layers.{0..1,3}.experts.{0..3}.w"
+    assert fold(["layers.3.w"]) == "layers.3.w"
+
+
+def test_a_report_shows_the_worst_of_folded_layers() -> None:
+    row = next(line for line in text(report_table(report())).splitlines() if "up.weight" in line)
+    assert row.split() == [
+        "layers.{0..4}.up.weight",
+        "5",
+        "fp8",
+        "0.999600",
+        "1.0001",
+        "33.0",
+        "4.00e-02",
+        "2",
+        "BELOW",
+    ]
+    healthy = dataclasses.replace(
+        report().parity or Parity(), tensors=(tensor("layers.0.w", 31), tensor("layers.1.w", 28))
+    )
+    row = next(line for line in text(report_table(report(parity=healthy))).splitlines() if "{0..1}.w" in line)
+    assert row.split()[-3:] == ["4.00e-02", "1", "passed"]
+    assert "28.0" in row
+
+
+def test_a_report_shows_every_field() -> None:
+    said = text(report_table(report()))
+    for words in (
+        "283.25", "281.50", "3.12e-02", "layers.4.up", "5.00e-02", "why & how", "zero: floor", "layers.{0..1}.freq",
+        "warning [x] y: z", "one note", "6.17 MB -> 2.73 MB (44%)", "2.6 (plan 0.1, write 2.5)", "900 MB",
+        "BELOW THRESHOLD: layers.2.up.weight",
+    ):  # fmt: skip
+        assert words in said, words
+
+
+def test_a_report_without_comparison_says_so() -> None:
+    assert "not compared" in text(report_table(report(parity=None)))
+    assert "not compared" in html(report(parity=None))
+
+
+class Page(HTMLParser):
+    """Tags that stay open, and everything a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.fetched += [tag] if tag in ("script", "link", "img", "iframe") else []
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_fetches_nothing_and_escapes_names() -> None:
+    page = Page()
+    page.feed(html(report()))
+    assert (page.open, page.fetched) == ([], [])
+    assert "head<b>.weight" in page.text
+    for words in ("283.25", "why & how", "zero: floor", "one note", "2.13.0", "BELOW"):
+        assert words in page.text
+
+
+def test_the_page_plots_every_tensor_and_marks_those_below() -> None:
+    page = html(report())
+    assert page.count('class="ok"') == 2 * 5 + 1
+    assert page.count('class="low"') == 2
+
+
+def test_equal_reports_make_equal_pages() -> None:
+    assert html(report()) == html(report())
+    assert html(report()) != html(report(scheme="int8"))
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_plots() -> None:
+    parity = Parity((tensor("a.weight", float("inf")), tensor("b.weight", -3.0)), layers=(("a", float("nan")),))
+    page = html(report(parity=parity))
+    assert not re.search(r'(?:x|y|width|height)="(?:nan|inf|-inf)"', page)
+
+
+def test_a_report_survives_its_json() -> None:
+    import json
+
+    assert report_from_dict(json.loads(report().to_json())) == report()
+    assert report_from_dict(json.loads(report(parity=None).to_json())) == report(parity=None)
+
+
+def test_a_written_model_shows_its_plan_and_its_report(tmp_path: Path) -> None:
+    import json
+
+    plan = bridge.plan(MODEL, "trt", "fp8")
+    (tmp_path / "bridge.json").write_text(json.dumps({"plan": plan.to_dict()}))
+    (tmp_path / "report.json").write_text(report().to_json())
+    data, tables = describe(str(tmp_path))
+    said = "".join(text(table) for table in tables)
+    assert plan.digest[:12] in said
+    assert "BELOW THRESHOLD" in said
+    assert set(data) == {"manifest", "report"}
+
+
+def test_a_calibration_shows_where_it_comes_from_and_its_ranges(tmp_path: Path) -> None:
+    import numpy as np
+
+    from bridge.quant.calibration import Applied, Calibration, Provenance
+
+    amax = {f"layers.{n}.up": np.array(0.5 + n, np.float32) for n in range(3)}
+    applied = (Applied("layers.1.up", "input amax", "zero", "floor", 0.125),)
+    made = Calibration(Provenance("fp8", "d" * 64, "A", "m", "float32", "e" * 64, 8, 64), amax, applied=applied)
+    path = made.save(tmp_path / "c.safetensors")
+    data, tables = describe(str(path))
+    said = "".join(text(table) for table in tables)
+    assert re.search(r"input_amax\s+layers\.\{0\.\.2\}\.up\s+3\s+0\.5\s+2\.5", said)
+    assert "0.125" in said
+    assert data["provenance"]["samples"] == 8
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_234_567, "1.23 MB"), (999_900_000, "1 GB")]
+)
+def test_sizes_are_said_in_powers_of_1000(nbytes: int, said: str) -> None:
+    assert size(nbytes) == said
