@@ -319,7 +319,9 @@ def _mark(model: ir.Model, call: Any) -> None:
         node.metadata_props.clear()
         node.doc_string = None
         if len(scopes) > 1:
-            node.metadata_props[MODULE] = scopes[-2].removeprefix(_PREFIX)
+            # torch's hook for the input shapes counts as no module at all
+            module = scopes[-2].removeprefix(_PREFIX)
+            node.metadata_props[MODULE] = "" if module.startswith("_empty_nn_module") else module
         for value in node.outputs:
             value.metadata_props.clear()
             value.doc_string = None

@@ -7,13 +7,9 @@ more than `linear_23`.
 
 from __future__ import annotations
 
-import re
-
 import onnx_ir as ir
 
 from bridge.graph.stamp import MODULE
-
-_LIFTED = re.compile(r"[\w.]*val_\d+|constant_\d+")  # what the optimizer calls constants that it lifted
 
 
 def name_by_structure(model: ir.Model) -> None:
@@ -24,13 +20,22 @@ def name_by_structure(model: ir.Model) -> None:
     graph.extend(ordered)
     count: dict[str, int] = {}
     fixed = {id(v) for v in graph.outputs}
+    modules = _modules(ordered)
     for node in ordered:
-        base = f"{node.metadata_props.get(MODULE, '')}/{node.op_type}"
-        node.name = _numbered(base, count)
+        node.name = _numbered(f"{modules[node]}/{node.op_type}", count)
         for i, value in enumerate(node.outputs):
             if id(value) not in fixed:
                 value.name = node.name if i == 0 else f"{node.name}:{i}"
     _order_initializers(graph, ordered)
+
+
+def _modules(ordered: list[ir.Node]) -> dict[ir.Node, str]:
+    """The module that made each node; the optimizer's own nodes (a fused Split) count to the module they feed."""
+    modules: dict[ir.Node, str] = {}
+    for node in reversed(ordered):
+        users = [modules.get(user, "") for value in node.outputs for user, _ in value.uses()]
+        modules[node] = node.metadata_props.get(MODULE, min(users, default=""))
+    return modules
 
 
 def _by_demand(graph: ir.Graph) -> list[ir.Node]:
@@ -60,7 +65,8 @@ def _order_initializers(graph: ir.Graph, ordered: list[ir.Node]) -> None:
     graph.initializers.clear()
     count: dict[str, int] = {}
     for value in used:
-        if value.const_value is not None and _LIFTED.fullmatch(value.name or ""):
+        # A buffer has a module in front of its name; what has none was lifted by torch or the optimizer.
+        if value.const_value is not None and "." not in (value.name or ""):
             value.name = _numbered("constant", count)
         graph.initializers[value.name or ""] = value
 

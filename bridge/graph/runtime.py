@@ -106,8 +106,9 @@ class Runtime:
 def _positions(mask: np.ndarray | None, batch: int, past: int, length: int) -> np.ndarray:
     """Positions count the tokens that the mask lets through, so that left padding takes none."""
     if mask is None:
-        return np.arange(past, past + length, dtype=np.int64)[None].repeat(batch, 0)
-    return np.maximum(mask.cumsum(-1) - 1, 0)[:, -length:].astype(np.int64)
+        return np.tile(np.arange(past, past + length, dtype=np.int64), (batch, 1))
+    positions: np.ndarray = np.maximum(mask.cumsum(-1) - 1, 0)[:, -length:]
+    return positions.astype(np.int64)
 
 
 def _carry(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
