@@ -112,7 +112,7 @@ def convert(
         out: the directory to write; None takes the model's name and the scheme's.
         calib: what `calibrate` takes as `data`, or a `Calibration`, or the path of a saved one.
         kv: None, "fp8", "int8" or "nvfp4".
-        memory: byte budget of the stream; None takes what the plan needs.
+        memory: bytes that the run may use; None takes what the plan says.
         options: the target's own, see `bridge.targets.<target>.Options`.
 
     Raises:
@@ -120,6 +120,7 @@ def convert(
     """
     from bridge.finish import carry_side_files, held_out, make_manifest, make_report, prove
     from bridge.output import check_disk, check_free, output_directory
+    from bridge.planning import stream_memory
     from bridge.quant.modelopt import check_device
 
     clock, report_progress = _Clock(), progress or quiet
@@ -131,6 +132,7 @@ def convert(
         directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
         check_free(directory, overwrite)
         check_disk(directory, plan_.disk)
+        budget = stream_memory(plan_, memory)
         given = _given_calibration(calib, plan_, scheme)
         if scheme and scheme.needs_calibration and not given:
             check_device(scheme, device)
@@ -143,7 +145,7 @@ def convert(
                 calibration = _calibrate_once(work.directory, source, structure, scheme, data, device, report_progress)
         elif calibration:
             calibration.save(work.directory / "calibration.safetensors")
-        conversion = Conversion(plan_, source, calibration, scheme, memory or plan_.memory, work, 2, report_progress)
+        conversion = Conversion(plan_, source, calibration, scheme, budget, work, 2, report_progress)
         with clock.stage("write"):
             written = _target(target).write(conversion, work.directory)
             carry_side_files(source, work.directory)

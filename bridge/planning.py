@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import PlanError, SchemeError, fold_layers
+from bridge.errors import PlanError, SchemeError, UsageError, fold_layers
 from bridge.values import Format, Numeric, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
@@ -96,7 +96,16 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, the inverse of `plan_from_dict`."""
-        return dataclasses.asdict(self)
+        return _plain(self)  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, mappings and tuples as JSON has them; `dataclasses.asdict` copies every leaf, far slower."""
+    if dataclasses.is_dataclass(value):
+        return {key: _plain(item) for key, item in vars(value).items()}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def plan_from_dict(data: Mapping[str, Any]) -> Plan:
@@ -212,6 +221,18 @@ def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
     """Bytes in memory while the step runs: the source as it is read (twice if it is smoothed), and the outputs."""
     read = sources[step.source].nbytes if step.source else 0
     return read * (2 if step.format and step.format.prescales else 1) + step.nbytes
+
+
+def stream_memory(plan: Plan, memory: int | None) -> int:
+    """Bytes that running steps may use together; UsageError where `memory` does not hold even the largest step."""
+    base = plan.memory - sum(sorted((working_set(step, plan.sources) for step in plan.steps), reverse=True)[:2])
+    largest = max((working_set(step, plan.sources) for step in plan.steps), default=0)
+    if memory is not None and memory < base + largest:
+        raise UsageError(
+            f"memory={memory / 1e9:.2f} GB is too little: the target needs {base / 1e9:.2f} GB and the largest tensor "
+            f"{largest / 1e9:.2f} GB while it is converted; give at least {(base + largest) / 1e9:.2f} GB"
+        )
+    return (memory or plan.memory) - base
 
 
 def _formats(structure: Structure, target: Target, scheme: Scheme | None, options: Any) -> dict[str, Format | str]:

