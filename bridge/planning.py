@@ -210,11 +210,18 @@ def _sized(
         tied={alias: name for alias, name in structure.tied.items() if alias not in untied},
         dropped=dropped,
         side_files=tuple(sorted(source.side_files)),
-        notes=target.notes(structure, options),
+        notes=(*target.notes(structure, options), *_smoothing_notes(scheme, steps)),
         memory=target.base_memory + sum(largest),
         disk=sum(step.nbytes for step in steps),
         traced=structure.traced,
     )
+
+
+def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
+    experts = any(step.format and step.site and step.site.expert is not None for step in steps)
+    if scheme and experts and scheme.format.prescales:
+        return (f"experts are not smoothed by {scheme.format.algorithm}: they share one input, as in ModelOpt",)
+    return ()
 
 
 def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:

@@ -68,9 +68,19 @@ class TensorFile:
 
 @dataclass
 class Streamed:
-    """What a run of the stream leaves to tell: tensor -> the policy that was applied to it."""
+    """What a run leaves to tell: tensor -> the policy applied to it, sharing group -> largest over smallest amax in it."""
 
     policies: dict[str, str] = field(default_factory=dict)
+    spreads: dict[str, float] = field(default_factory=dict)
+
+    def notes(self) -> tuple[str, ...]:
+        """The sharing groups in one sentence."""
+        if not self.spreads:
+            return ()
+        worst = max(self.spreads.values())
+        return (
+            f"{len(self.spreads)} groups share one weight scale; their amax differed by a factor of {worst:.2f} at most",
+        )
 
 
 class Budget:
@@ -172,7 +182,7 @@ def _make(
         made["pre_quant_scale"] = stored(scale, spec.dtype, graph_dtype)
         bits, largest = smooth(bits, spec.dtype, scale, layout=site.layout), None
     if site.shares:
-        largest = _shared_amax(step, conversion, peers)
+        largest = _shared_amax(step, conversion, peers, streamed)
     encoded = encode(
         bits, spec.dtype, format_.weight, layout=site.layout, transpose=step.transpose, amax=largest, name=step.source
     )
@@ -204,11 +214,14 @@ def _finite_amax(bits: np.ndarray, spec: TensorSpec) -> float:
     return largest
 
 
-def _shared_amax(step: Step, conversion: Conversion, peers: Mapping[str, list[Step]]) -> float:
+def _shared_amax(step: Step, conversion: Conversion, peers: Mapping[str, list[Step]], streamed: Streamed) -> float:
     """The maximum over the tensors that share this step's scale; the others are read once more, never held together."""
     assert step.site
     specs = [conversion.plan.sources[peer.source] for peer in peers[step.site.shares]]
-    return max(_finite_amax(conversion.source.read(spec.name), spec) for spec in specs)
+    amaxes = [_finite_amax(conversion.source.read(spec.name), spec) for spec in specs]
+    if min(amaxes) > 0:
+        streamed.spreads[step.site.shares] = max(amaxes) / min(amaxes)
+    return max(amaxes)
 
 
 def _kv_scales(step: Step, conversion: Conversion) -> dict[str, np.ndarray]:

@@ -55,8 +55,9 @@ def _ignored(model: Any, source: Source, origins: Mapping[str, Origin], tied: Ma
     """Source tensors that transformers says it does not read: buffers of old versions, heads of another task."""
     import re
 
+    counters = {n: "a counter of training steps" for n in source.specs if n.endswith(".num_batches_tracked")}
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return {
+    return counters | {
         name: f"{type(model).__name__} ignores it on load"
         for name in source.specs
         if name not in origins and name not in tied and any(re.search(pattern, name) for pattern in patterns)

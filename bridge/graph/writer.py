@@ -37,7 +37,7 @@ def write_onnx(conversion: Conversion, directory: Path) -> Written:
             stop.set()
             raise
     save(graph.model, directory / MODEL)
-    notes = (f"layers were exported one by one: {graph.note}",) if graph.note else ()
+    notes = ((f"layers were exported one by one: {graph.note}",) if graph.note else ()) + streamed.notes()
     skipped = {name: f"not read by the {graph.task} graph; kept in {WEIGHTS}" for name in unused}
     return Written(streamed.policies, skipped, notes)
 
