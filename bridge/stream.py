@@ -24,7 +24,7 @@ from bridge.planning import Plan, Step, working_set
 from bridge.quant.bits import FLOATS, amax, cast, matrix, smooth
 from bridge.quant.encode import encode
 from bridge.quant.smoothing import pre_scale, stored
-from bridge.values import TensorSpec
+from bridge.values import Format, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion
@@ -68,7 +68,7 @@ class TensorFile:
 
 @dataclass
 class Streamed:
-    """What a run leaves to tell: tensor -> the policy applied to it, sharing group -> largest over smallest amax in it."""
+    """What a run leaves to tell: tensor -> its policy, sharing group -> its largest over its smallest amax."""
 
     policies: dict[str, str] = field(default_factory=dict)
     spreads: dict[str, float] = field(default_factory=dict)
@@ -78,9 +78,7 @@ class Streamed:
         if not self.spreads:
             return ()
         worst = max(self.spreads.values())
-        return (
-            f"{len(self.spreads)} groups share one weight scale; their amax differed by a factor of {worst:.2f} at most",
-        )
+        return (f"{len(self.spreads)} groups share one weight scale; their amax differed {worst:.2f} times at most",)
 
 
 class Budget:
@@ -154,9 +152,15 @@ def _peers(plan: Plan) -> dict[str, list[Step]]:
     """Sharing group -> its steps: their per-tensor amax is the group's maximum."""
     groups: dict[str, list[Step]] = {}
     for step in plan.quantized:
-        if step.site and step.site.shares:
+        if step.site and step.site.shares and step.format and _has_tensor_scale(step.format):
             groups.setdefault(step.site.shares, []).append(step)
     return groups
+
+
+def _has_tensor_scale(format_: Format) -> bool:
+    """True where some scale covers the whole weight: per tensor, NVFP4's global one, the second of W4A8."""
+    first = format_.weight[0]
+    return first.per == "tensor" or first.scale_dtype == "float8_e4m3fn" or len(format_.weight) == 2
 
 
 def _make(
@@ -181,7 +185,7 @@ def _make(
         graph_dtype = next(o.spec.dtype for o in step.outputs if o.part == "pre_quant_scale")
         made["pre_quant_scale"] = stored(scale, spec.dtype, graph_dtype)
         bits, largest = smooth(bits, spec.dtype, scale, layout=site.layout), None
-    if site.shares:
+    if site.shares in peers:
         largest = _shared_amax(step, conversion, peers, streamed)
     encoded = encode(
         bits, spec.dtype, format_.weight, layout=site.layout, transpose=step.transpose, amax=largest, name=step.source
