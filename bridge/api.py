@@ -148,7 +148,7 @@ def convert(
         conversion = Conversion(plan_, source, calibration, scheme, budget, work, 2, report_progress)
         with clock.stage("write"):
             written = _target(target).write(conversion, work.directory)
-            carry_side_files(source, work.directory)
+            carry_side_files(source, plan_, work.directory)
             manifest = make_manifest(conversion, written)
             manifest.save(work.directory)
         parity: Parity | None = None

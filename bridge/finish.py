@@ -85,14 +85,11 @@ def make_manifest(conversion: Conversion, written: Written) -> Manifest:
     return Manifest(conversion.plan, conversion.source.fingerprint, gates, output_gate, written)
 
 
-def carry_side_files(source: Source, directory: Path) -> None:
-    """Copy everything that stands beside the weights; what the target writes itself is never overwritten."""
-    for name, content in sorted(source.side_files.items()):
+def carry_side_files(source: Source, plan: Plan, directory: Path) -> None:
+    """Copy what stands beside the weights, as the plan lists it."""
+    for name in plan.side_files:
+        content = source.side_files[name]
         path = directory / name
-        if path.exists():
-            raise VerifyError(
-                f"side file {name} of the source has the name of a file that the target writes; rename it"
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
             path.write_bytes(content)

@@ -10,11 +10,11 @@ import errno
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from bridge.errors import WriteError
 
@@ -23,15 +23,15 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(frozen=True)
 class Work:
-    """A directory under construction. `done` holds the names that a killed run of the same work had finished."""
+    """A directory under construction. `done`: what a killed run of the same work had finished, and told."""
 
     directory: Path
-    done: frozenset[str]
+    done: Mapping[str, Mapping[str, Any]]
     journal: IO[str]
 
-    def mark(self, name: str) -> None:
-        """Note that `name` is wholly written; survives a kill of the process."""
-        self.journal.write(json.dumps({"done": name}) + "\n")
+    def mark(self, name: str, told: Mapping[str, Any]) -> None:
+        """Note that `name` is wholly written, and what there is to tell of it; survives a kill of the process."""
+        self.journal.write(json.dumps({"done": name, "told": dict(told)}) + "\n")
         self.journal.flush()
 
 
@@ -99,7 +99,7 @@ def _lock(journal: IO[str], work: Path) -> None:
         raise WriteError(f"{work} is being written by another run; wait for it, or choose another output") from error
 
 
-def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> frozenset[str]:
+def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> dict[str, Mapping[str, Any]]:
     """Read the journal of a killed run; start a new one where there is none or `resume` is off."""
     journal.seek(0)
     lines = [line for line in journal.read().split("\n")[:-1] if line]  # a torn last line was never acknowledged
@@ -110,14 +110,15 @@ def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> froz
                 f"{work} is left from a killed run ({first.get('identity', '?')[:12]}, now {identity[:12]}): "
                 "it is not mixed in. Remove it, or pass resume=False (--no-resume) to discard it"
             )
-        return frozenset(json.loads(line)["done"] for line in lines[1:])
+        records = [json.loads(line) for line in lines[1:]]
+        return {record["done"]: record["told"] for record in records}
     for path in work.iterdir():
         if path.name != JOURNAL:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     journal.truncate(0)
     journal.write(json.dumps({"identity": identity}) + "\n")
     journal.flush()
-    return frozenset()
+    return {}
 
 
 def _make_visible(work: Path, out: Path) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from bridge.targets import Target
 
 
+# Files beside what the target writes; see bridge.finish and bridge.output.
+WRITES = ("bridge.json", "calibration.safetensors", "report.json", "report.html", "journal.jsonl")
+
+
 @dataclass(frozen=True)
 class Output:
     """One tensor to write: what part of its step it is, and the expression that makes it.
@@ -197,6 +201,7 @@ def _sized(
     steps: list[Step],
     dropped: dict[str, str],
 ) -> Plan:
+    own = {*target.writes, *WRITES}
     untied = {step.site.weight for step in steps if step.site and step.format}
     largest = sorted((working_set(step, source.specs) for step in steps), reverse=True)[:2]
     return Plan(
@@ -208,8 +213,9 @@ def _sized(
         sources=dict(source.specs),
         steps=tuple(steps),
         tied={alias: name for alias, name in structure.tied.items() if alias not in untied},
-        dropped=dropped,
-        side_files=tuple(sorted(source.side_files)),
+        dropped=dropped
+        | {name: f"side file: {target.name} writes its own" for name in source.side_files if name in own},
+        side_files=tuple(name for name in sorted(source.side_files) if name not in own),
         notes=(*target.notes(structure, options), *_smoothing_notes(scheme, steps)),
         memory=target.base_memory + sum(largest),
         disk=sum(step.nbytes for step in steps),

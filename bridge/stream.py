@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from bridge.values import Format, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion
+
+
+FLOAT16_OVERFLOW = 65520.0  # rounds to infinity: the middle between the largest float16 and what would follow it
 
 
 @dataclass
@@ -73,6 +76,13 @@ class Streamed:
     policies: dict[str, str] = field(default_factory=dict)
     spreads: dict[str, float] = field(default_factory=dict)
 
+    def add(self, step: Step, told: Mapping[str, Any]) -> None:
+        """Take in what one step had to tell; it survives a kill in the journal."""
+        if "policy" in told:
+            self.policies[step.source] = told["policy"]
+        if "spread" in told and step.site:
+            self.spreads[step.site.shares] = told["spread"]
+
     def notes(self) -> tuple[str, ...]:
         """The sharing groups in one sentence."""
         if not self.spreads:
@@ -117,13 +127,15 @@ def run(conversion: Conversion, path: Path, stop: threading.Event) -> Streamed:
             return
         taken = budget.take(working_set(step, plan.sources))
         try:
+            told = dict(conversion.work.done.get(_key(step)) or {})
             if _key(step) not in conversion.work.done:
-                made = _make(step, conversion, peers, streamed)
+                made = _make(step, conversion, peers, told)
                 for output in step.outputs:
                     file.write(output.spec.name, made[output.part])
                 del made
             with lock:
-                conversion.work.mark(_key(step))
+                streamed.add(step, told)
+                conversion.work.mark(_key(step), told)
                 progressed[0] += step.nbytes
                 conversion.progress(progressed[0], total, "weights")
         except BaseException:
@@ -164,7 +176,7 @@ def _has_tensor_scale(format_: Format) -> bool:
 
 
 def _make(
-    step: Step, conversion: Conversion, peers: Mapping[str, list[Step]], streamed: Streamed
+    step: Step, conversion: Conversion, peers: Mapping[str, list[Step]], told: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Part -> storage array, for every output of the step."""
     if step.attention:
@@ -174,9 +186,9 @@ def _make(
     largest: float | None = _finite_amax(bits, spec) if DTYPES[spec.dtype].floating else 0.0
     if step.format is None or step.site is None:
         target = step.outputs[0].spec.dtype
-        return {"weight": bits if spec.dtype == target else cast(bits, spec.dtype, target)}
+        return {"weight": _cast(bits, spec, target, largest)}
     if largest == 0:
-        streamed.policies[step.source] = "all zero: scale 1, codes 0"
+        told["policy"] = "all zero: scale 1, codes 0"
     made: dict[str, np.ndarray] = {}
     site, format_ = step.site, step.format
     if format_.prescales:
@@ -186,7 +198,7 @@ def _make(
         made["pre_quant_scale"] = stored(scale, spec.dtype, graph_dtype)
         bits, largest = smooth(bits, spec.dtype, scale, layout=site.layout), None
     if site.shares in peers:
-        largest = _shared_amax(step, conversion, peers, streamed)
+        largest = _shared_amax(step, conversion, peers, told)
     encoded = encode(
         bits, spec.dtype, format_.weight, layout=site.layout, transpose=step.transpose, amax=largest, name=step.source
     )
@@ -200,6 +212,15 @@ def _make(
         bound = format_.input.maxbound * (448.0 if format_.input.dynamic else 1.0)
         made["input_scale"] = _scale(conversion.calibration.input_amax[site.module], bound)
     return made
+
+
+def _cast(bits: np.ndarray, spec: TensorSpec, target: str, largest: float | None) -> np.ndarray:
+    """Round to the graph's dtype; SourceError where a value would become infinite in float16."""
+    if spec.dtype == target:
+        return bits
+    if target == "float16" and largest is not None and largest >= FLOAT16_OVERFLOW:
+        raise SourceError(f"{spec.name}: {largest:g} does not fit float16; choose dtype bf16 or fp32 (--dtype)")
+    return cast(bits, spec.dtype, target)
 
 
 def _finite_amax(bits: np.ndarray, spec: TensorSpec) -> float:
@@ -218,13 +239,13 @@ def _finite_amax(bits: np.ndarray, spec: TensorSpec) -> float:
     return largest
 
 
-def _shared_amax(step: Step, conversion: Conversion, peers: Mapping[str, list[Step]], streamed: Streamed) -> float:
+def _shared_amax(step: Step, conversion: Conversion, peers: Mapping[str, list[Step]], told: dict[str, Any]) -> float:
     """The maximum over the tensors that share this step's scale; the others are read once more, never held together."""
     assert step.site
     specs = [conversion.plan.sources[peer.source] for peer in peers[step.site.shares]]
     amaxes = [_finite_amax(conversion.source.read(spec.name), spec) for spec in specs]
     if min(amaxes) > 0:
-        streamed.spreads[step.site.shares] = max(amaxes) / min(amaxes)
+        told["spread"] = max(amaxes) / min(amaxes)
     return max(amaxes)
 
 

@@ -69,7 +69,7 @@ def kill_inside(out: Path, identity: str) -> None:
     code = (
         "import os, signal\nfrom pathlib import Path\nfrom bridge.output import output_directory\n"
         f"with output_directory(Path({str(out)!r}), {identity!r}) as work:\n"
-        "    (work.directory / 'x').write_text('1')\n    work.mark('x')\n"
+        "    (work.directory / 'x').write_text('1')\n    work.mark('x', {'policy': 'floor'})\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False)
@@ -79,7 +79,7 @@ def kill_inside(out: Path, identity: str) -> None:
 def test_a_killed_run_is_continued_by_the_same_work(tmp_path: Path) -> None:
     kill_inside(tmp_path / "model", "a")
     with output_directory(tmp_path / "model", "a") as work:
-        assert work.done == {"x"}
+        assert work.done == {"x": {"policy": "floor"}}
         assert (work.directory / "x").read_text() == "1"
     assert names(tmp_path / "model") == ["x"]
 

@@ -29,6 +29,7 @@ class Target(Protocol):
 
     name: str
     weights: str  # the file of the tensors inside the output directory
+    writes: tuple[str, ...]  # every file it may write; a side file of that name is not carried
     loads: tuple[str, ...]  # the files that the runtime loads; others are for people and for `verify`
     base_memory: int  # bytes that writing needs besides the tensors of the running steps
     Options: type[Any]  # a frozen dataclass: its fields are the options of `convert` and the flags of the command line

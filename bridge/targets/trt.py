@@ -78,6 +78,7 @@ class Trt:
 
     name = "trt"
     weights = "model.safetensors"
+    writes = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt")
     loads = ("model.onnx", "model.safetensors")
     base_memory = EXPORT_MEMORY
     Options = TrtOptions
