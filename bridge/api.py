@@ -208,7 +208,7 @@ def _open(model: Any, config: Mapping[str, Any] | str | Path | None, tokenizer: 
 def _scheme(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
     from bridge.quant.scheme import load_scheme
 
-    if quant is None:
+    if quant is None or quant == "none":
         if kv:
             raise UsageError(f"kv={kv!r} needs a scheme beside it: quant='fp8', say")
         return None

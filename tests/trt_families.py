@@ -91,7 +91,7 @@ def randomize(model: Any, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                parameter.mul_(2 if "embed" not in name and parameter.ndim == 2 else 1)
+                parameter.mul_(1.5 if "embed" not in name and parameter.ndim == 2 else 1)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.dtypes import DTYPES, dtype
+from bridge.dtypes import DTYPES, SHORT, dtype
 from bridge.errors import UsageError, nearest
 from bridge.planning import Output, Plan, Step
 from bridge.quant.blocks import stored_shapes
@@ -36,6 +36,7 @@ TASKS = (
     "masked-lm",
     "image-classification",
 )
+NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
 # What an architecture's class name says of its head; other names are looked up in transformers when the graph is made.
 SUFFIXES = (
     ("ForCausalLM", "causal-lm"),
@@ -63,7 +64,7 @@ class TrtOptions:
         default=None, metadata={"help": "fp16, bf16 or fp32 for what stays unquantized; default: the source's"}
     )
     opset: int | None = field(
-        default=None, metadata={"help": "ONNX opset 21 to 25; default: the lowest that can say it"}
+        default=None, metadata={"help": "ONNX opset 21 to 24; default: the lowest that can say it"}
     )
     cache: bool = field(default=True, metadata={"help": "decoders: past_key_values inputs and present outputs"})
     custom_ops: bool = field(default=False, metadata={"help": "allow TensorRT's own FP4 / MXFP8 ops (domain trt)"})
@@ -97,13 +98,19 @@ class Trt:
         for spec in specs.values():
             if DTYPES[spec.dtype].floating:
                 counts[spec.dtype] += spec.size
+        if options.dtype and SHORT.get(options.dtype, options.dtype) not in FLOATS:
+            raise UsageError(
+                f"dtype {options.dtype!r} cannot be the graph's; {nearest(options.dtype, [*FLOATS, *SHORT])}"
+            )
         chosen = dtype(options.dtype).name if options.dtype else counts.most_common(1)[0][0]
         if chosen not in FLOATS:
             raise UsageError(f"dtype {chosen!r} cannot be the graph's; known: fp32, fp16, bf16")
         least = self._least_opset(chosen, scheme, structure)
         opset = options.opset or least
-        if not least <= opset <= 25:
-            raise UsageError(f"opset {opset} cannot say this model: it needs {least} (TensorRT 11 reads up to 25)")
+        if not least <= opset <= NEWEST_OPSET:
+            raise UsageError(
+                f"opset {opset} cannot be written for this model and scheme; known: {least} to {NEWEST_OPSET}"
+            )
         return dataclasses.replace(options, task=task, dtype=chosen, opset=opset)
 
     @staticmethod
