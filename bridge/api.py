@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.conversion import Conversion, Progress, quiet
-from bridge.errors import UsageError
+from bridge.errors import UsageError, VerifyError
+from bridge.planning import CALIBRATION
 
 if TYPE_CHECKING:
     from bridge.planning import Plan
     from bridge.quant.calibration import Calibration
     from bridge.quant.data import Data
     from bridge.quant.scheme import Scheme
-    from bridge.report import Parity, Report
+    from bridge.report import Report
     from bridge.sources import Source
+    from bridge.targets import Target
     from bridge.values import Format, Structure
 
 
@@ -118,48 +120,79 @@ def convert(
     Raises:
         BridgeError: one of its classes, before any weight is read where that is possible.
     """
-    from bridge.finish import carry_side_files, held_out, make_manifest, make_report, prove
-    from bridge.output import check_disk, check_free, output_directory
+    from bridge.finish import make_report, prove, write
+    from bridge.output import output_directory
+
+    clock, tell = _Clock(), progress or quiet
+    with clock.stage("plan"):
+        source = _open(model, config, tokenizer)
+        job = _prepare(source, target, quant, out, calib, kv, device, overwrite, memory, verify, options)
+    with output_directory(job.out, job.identity, overwrite=overwrite, resume=resume) as work:
+        calibration = job.given
+        if calibration is None and job.scheme and job.data and job.scheme.needs_calibration:
+            with clock.stage("calibrate"):
+                calibration = _calibrate_once(work.directory, job, device, tell)
+        elif calibration:
+            calibration.save(work.directory / CALIBRATION)
+        conversion = Conversion(job.plan, job.source, calibration, job.scheme, job.memory, work, progress=tell)
+        with clock.stage("write"):
+            manifest = write(conversion)
+        with clock.stage("verify") if verify else nullcontext():
+            proof = prove(work.directory, manifest, job.source, calibration, job.data, tell) if verify else None
+        report = make_report(job.out, work.directory, manifest, calibration, proof, clock.seconds)
+        report.save(work.directory)
+    return report
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A conversion that nothing speaks against: everything that is known before the first weight is read."""
+
+    source: Source
+    structure: Structure
+    scheme: Scheme | None
+    plan: Plan
+    out: Path
+    given: Calibration | None
+    data: Data | None
+    memory: int
+    identity: str
+
+
+def _prepare(
+    source: Source,
+    target: str,
+    quant: Any,
+    out: str | Path | None,
+    calib: Any,
+    kv: str | None,
+    device: str | None,
+    overwrite: bool,
+    memory: int | None,
+    verify: bool,
+    options: dict[str, Any],
+) -> _Job:
+    """Plan, and refuse what can be refused: output, disk, memory, CUDA, calibration, data."""
+    from bridge.output import check_disk, check_free
     from bridge.planning import stream_memory
     from bridge.quant.modelopt import check_device
 
-    clock, report_progress = _Clock(), progress or quiet
-    with clock.stage("plan"):
-        source = _open(model, config, tokenizer)
-        structure = _structure(source)
-        scheme = _scheme(quant, kv, structure)
-        plan_ = _plan(source, structure, target, scheme, options)
-        directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
-        check_free(directory, overwrite)
-        check_disk(directory, plan_.disk)
-        budget = stream_memory(plan_, memory)
-        given = _given_calibration(calib, plan_, scheme)
-        if scheme and scheme.needs_calibration and not given:
-            check_device(scheme, device)
-        data = None if given or not _runs(scheme, source) else _data(source, calib, None, None)
+    structure = _structure(source)
+    scheme = _scheme(quant, kv, structure)
+    plan_ = _plan(source, structure, target, scheme, options)
+    directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
+    check_free(directory, overwrite)
+    check_disk(directory, plan_.disk)
+    budget = stream_memory(plan_, memory)
+    given = _given_calibration(calib, plan_, scheme)
+    needed = scheme is not None and scheme.needs_calibration and given is None
+    if scheme and needed:
+        check_device(scheme, device)
+    data = None
+    if needed or (verify and source.can_run and (given is None or given.held_out is None)):
+        data = _data(source, calib if given is None else None, None, None, needed or calib is not None)
     identity = _digest(plan_.digest, source.fingerprint, given.digest if given else data.digest if data else "")
-    with output_directory(directory, identity, overwrite=overwrite, resume=resume) as work:
-        calibration = given
-        if scheme and data and scheme.needs_calibration:
-            with clock.stage("calibrate"):
-                calibration = _calibrate_once(work.directory, source, structure, scheme, data, device, report_progress)
-        elif calibration:
-            calibration.save(work.directory / "calibration.safetensors")
-        conversion = Conversion(plan_, source, calibration, scheme, budget, work, 2, report_progress)
-        with clock.stage("write"):
-            written = _target(target).write(conversion, work.directory)
-            carry_side_files(source, plan_, work.directory)
-            manifest = make_manifest(conversion, written)
-            manifest.save(work.directory)
-        parity: Parity | None = None
-        findings: tuple[str, ...] = ()
-        if verify:
-            with clock.stage("verify"):
-                held = held_out(source, plan_, calibration, data)
-                parity, findings = prove(work.directory, manifest, source, held, report_progress)
-        report = make_report(directory, work.directory, manifest, calibration, parity, findings, clock.seconds)
-        report.save(work.directory)
-    return report
+    return _Job(source, structure, scheme, plan_, directory, given, data, budget, identity)
 
 
 def verify(
@@ -172,10 +205,9 @@ def verify(
         data: held-out text or batches; None takes those kept with the calibration, else the embedded text.
 
     Raises:
-        VerifyError: `out` is no model that bridge wrote, or was made from other weights than `against`.
+        VerifyError: `out` is no model that bridge wrote, or the tensors of `against` have other names or shapes.
     """
-    from bridge.errors import VerifyError
-    from bridge.finish import CALIBRATION, held_out, load_manifest, make_report, prove
+    from bridge.finish import load_manifest, make_report, prove
     from bridge.quant.calibration import Calibration
 
     clock, directory, source = _Clock(), Path(out), _open(against, None, tokenizer)
@@ -185,10 +217,9 @@ def verify(
     saved = directory / CALIBRATION
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
-        prepared = None if calibration and calibration.held_out else _data(source, data, None, None)
-        held = held_out(source, manifest.plan, calibration, prepared)
-        parity, findings = prove(directory, manifest, source, held, progress or quiet)
-    return make_report(directory, directory, manifest, calibration, parity, findings, clock.seconds)
+        prepared = None if calibration and calibration.held_out else _data(source, data, None, None, data is not None)
+        proof = prove(directory, manifest, source, calibration, prepared, progress or quiet)
+    return make_report(directory, directory, manifest, calibration, proof, clock.seconds)
 
 
 def check() -> list[str]:
@@ -227,7 +258,7 @@ def _structure(source: Source) -> Structure:
     return trace_structure(source)
 
 
-def _target(name: str) -> Any:
+def _target(name: str) -> Target:
     from bridge.targets import load_target
 
     return load_target(name)
@@ -255,18 +286,21 @@ def _given_calibration(calib: Any, plan_: Plan, scheme: Scheme | None) -> Calibr
     formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
     attention = [step.attention for step in plan_.steps if step.attention]
     calib.require(formats, attention, scheme.kv)
+    calib.check()
     return calib
 
 
-def _runs(scheme: Scheme | None, source: Source) -> bool:
-    """True when data are needed or can at least serve the comparison at the end."""
-    return scheme is not None and (scheme.needs_calibration or source.can_run)
+def _data(source: Source, data: Any, samples: int | None, sequence: int | None, asked: bool = True) -> Data:
+    """Prepare data; where they would only serve the comparison at the end, what is wrong with them waits until then."""
+    from bridge.errors import BridgeError
+    from bridge.quant.data import Data, prepare
 
-
-def _data(source: Source, data: Any, samples: int | None, sequence: int | None) -> Data:
-    from bridge.quant.data import prepare
-
-    return prepare(data, source, samples=samples, sequence=sequence)
+    try:
+        return prepare(data, source, samples=samples, sequence=sequence)
+    except BridgeError as error:
+        if asked:
+            raise
+        return Data((), (), "", 0, 0, missing=str(error))
 
 
 def _calibrate(
@@ -277,22 +311,15 @@ def _calibrate(
     return run(source, structure, scheme, data, device=device, progress=progress)
 
 
-def _calibrate_once(
-    directory: Path,
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    device: str | None,
-    progress: Progress,
-) -> Calibration:
+def _calibrate_once(directory: Path, job: _Job, device: str | None, progress: Progress) -> Calibration:
     """Calibrate, or take up what a killed run of the same work saved before it began to write."""
     from bridge.quant.calibration import Calibration
 
-    saved = directory / "calibration.safetensors"
+    saved = directory / CALIBRATION
     if saved.exists():
         return Calibration.load(saved)
-    calibration = _calibrate(source, structure, scheme, data, device, progress)
+    assert job.scheme and job.data
+    calibration = _calibrate(job.source, job.structure, job.scheme, job.data, device, progress)
     calibration.save(saved)
     return calibration
 

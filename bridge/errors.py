@@ -54,6 +54,10 @@ class VerifyError(BridgeError):
     """The written model cannot be read back or run."""
 
 
+class CannotRun(VerifyError):
+    """Nothing is wrong with the model, but this machine cannot run it: no runtime, memory, kernels or data."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "known: a, b, c; nearest: b" for an error about an unknown `name`."""
     names = sorted(known)

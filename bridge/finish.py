@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from bridge import __version__
 from bridge.conversion import Conversion, Progress, Written
-from bridge.errors import BridgeError, VerifyError
+from bridge.errors import BridgeError, CannotRun, VerifyError
 from bridge.planning import Plan, plan_from_dict
 from bridge.quant.grammar import Gate
-from bridge.report import Parity, Report
+from bridge.report import OutputParity, Parity, Report
 from bridge.targets import load_target
 from bridge.verification import output_parity, tensor_parity
 
 if TYPE_CHECKING:
-    from bridge.quant.calibration import HeldOut
+    from bridge.quant.calibration import Calibration, HeldOut
     from bridge.quant.data import Data
     from bridge.sources import Source
 
 MANIFEST = "bridge.json"
-CALIBRATION = "calibration.safetensors"
 PACKAGES = ("torch", "transformers", "nvidia-modelopt", "onnx", "onnx-ir", "onnxruntime", "numpy", "numba")
 # Values held at once when a model runs: its weights in float32, and the runtime's own copy.
 RUN_BYTES_PER_VALUE = 8
+POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Manifest:
     """`bridge.json`: the plan, what it was made from, and the gates to hold it to. Equal runs write equal manifests."""
 
     plan: Plan
-    fingerprint: str
     gates: dict[str, Gate]
     output_gate: Gate
     written: Written
@@ -45,7 +44,6 @@ class Manifest:
     def save(self, directory: Path) -> None:
         data = {
             "qbridge": __version__,
-            "fingerprint": self.fingerprint,
             "plan_digest": self.plan.digest,
             "gates": {module: asdict(gate) for module, gate in self.gates.items()},
             "output_gate": asdict(self.output_gate),
@@ -62,7 +60,6 @@ def load_manifest(directory: Path) -> Manifest:
         written = data["written"]
         return Manifest(
             plan_from_dict(data["plan"]),
-            data["fingerprint"],
             {module: _gate(gate) for module, gate in data["gates"].items()},
             _gate(data["output_gate"]),
             Written(written["policies"], written["skipped"], tuple(written["notes"])),
@@ -77,65 +74,90 @@ def _gate(data: Mapping[str, Any]) -> Gate:
     return Gate(data["cosine"], (data["norm"][0], data["norm"][1]))
 
 
-def make_manifest(conversion: Conversion, written: Written) -> Manifest:
-    """Gather what a later `verify` needs from the conversion."""
-    scheme = conversion.scheme
-    gates = {s.site.module: scheme.gate_of(s.site) for s in conversion.plan.quantized if s.site and scheme}
-    output_gate = scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0))
-    return Manifest(conversion.plan, conversion.source.fingerprint, gates, output_gate, written)
-
-
-def carry_side_files(source: Source, plan: Plan, directory: Path) -> None:
-    """Copy what stands beside the weights, as the plan lists it."""
+def write(conversion: Conversion) -> Manifest:
+    """Let the target write, carry the side files, and leave the manifest that a later `verify` needs."""
+    plan, source, scheme = conversion.plan, conversion.source, conversion.scheme
+    directory = conversion.work.directory
+    written = load_target(plan.target).write(conversion, directory)
     for name in plan.side_files:
-        content = source.side_files[name]
-        path = directory / name
+        content, path = source.side_files[name], directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
             path.write_bytes(content)
         else:
             shutil.copyfile(content, path)
+    gates = {s.site.module: scheme.gate_of(s.site) for s in plan.quantized if s.site and scheme}
+    manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written)
+    manifest.save(directory)
+    return manifest
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Parity, and what lint and the runtime found wrong with the file."""
+
+    parity: Parity
+    findings: tuple[str, ...]
 
 
 def prove(
-    directory: Path, manifest: Manifest, source: Source, held: HeldOut | str, progress: Progress
-) -> tuple[Parity, tuple[str, ...]]:
-    """Lint and compare a written model; `held` is the reason where there is nothing to compare its outputs with."""
-    target = load_target(manifest.plan.target)
-    findings = tuple(target.lint(directory, manifest.plan))
-    tensors = tensor_parity(manifest.plan, source, manifest.gates, directory / target.weights, progress)
-    if isinstance(held, str):
-        return Parity(tensors, not_run=(held,)), findings
+    directory: Path,
+    manifest: Manifest,
+    source: Source,
+    calibration: Calibration | None,
+    data: Data | None,
+    progress: Progress,
+) -> Proof:
+    """Lint a written model, compare its weights with the source, run it and compare what it answers."""
+    plan = manifest.plan
+    target = load_target(plan.target)
+    findings = list(target.lint(directory, plan))
+    tensors = tensor_parity(plan, source, manifest.gates, directory / target.weights, progress)
+    outputs: tuple[OutputParity, ...] = ()
+    layers: tuple[tuple[str, float], ...] = ()
+    not_run: list[str] = []
     try:
+        held = _held_out(source, plan, calibration, data)
         runtime = target.runtime(directory)
-        quantized = bool(manifest.plan.quantized)
-        outputs = output_parity(runtime, held, manifest.output_gate, quantized, progress)
-        layers = target.damage(directory, manifest.plan, source, held.inputs[0]) if quantized else ()
-    except VerifyError as error:
-        return Parity(tensors, not_run=(str(error),)), findings
-    notes = (f"ran as its float32 twin: {runtime.twin}",) if runtime.twin else ()
-    return Parity(tensors, outputs, layers, notes), findings
+        outputs = output_parity(runtime, held, manifest.output_gate, bool(plan.quantized), progress)
+        layers = target.damage(directory, plan, source, held.inputs[0]) if plan.quantized else ()
+        not_run += _reservations(outputs, bool(plan.quantized), runtime.twin)
+    except CannotRun as error:
+        not_run.append(f"outputs were not compared: {error}")
+    except VerifyError as error:  # a file of ours that does not load or run is broken, not unproved
+        findings.append(f"error [runtime] {error}")
+    return Proof(Parity(tensors, outputs, layers, tuple(not_run)), tuple(findings))
 
 
-def held_out(source: Source, plan: Plan, calibration: Any, data: Data | None) -> HeldOut | str:
-    """The inputs and answers to compare outputs with; a reason where there are none."""
+def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, twin: str) -> list[str]:
+    """What the numbers do not prove."""
+    said = [f"the file itself was not run, but its float32 twin: {twin}"] if twin else []
+    if outputs and outputs[0].positions < POSITIONS:
+        said.append(f"outputs were compared on {outputs[0].positions} positions only; {POSITIONS} are needed to tell")
+    if quantized and all(o.reference != "modelopt" for o in outputs):
+        said.append("no comparison with ModelOpt's fake-quantized model: it did not run (calibrate keeps its answers)")
+    return said
+
+
+def _held_out(source: Source, plan: Plan, calibration: Calibration | None, data: Data | None) -> HeldOut:
+    """The inputs and answers to compare outputs with; CannotRun with the reason where there are none."""
     if calibration is not None and calibration.held_out is not None:
-        return calibration.held_out  # type: ignore[no-any-return]
-    values = sum(spec.size for spec in plan.sources.values())
+        return calibration.held_out
+    need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
     available = _available_memory()
-    if values * RUN_BYTES_PER_VALUE > available:
-        return (
-            f"outputs were not compared: running the model takes {values * RUN_BYTES_PER_VALUE / 1e9:.1f} GB, "
-            f"{available / 1e9:.1f} GB are free; calibrate on a larger machine and pass its calibration"
+    if need > available:
+        raise CannotRun(
+            f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; "
+            "calibrate on a larger machine and pass its calibration"
         )
-    if data is None:
-        return "outputs were not compared: no data to run"
+    if data is None or not data.held_out:
+        raise CannotRun(data.missing if data else "there are no data to run it on")
     from bridge.quant.answers import answer
 
     try:
         return answer(source, data)
     except BridgeError as error:
-        return f"outputs were not compared: {error}"
+        raise CannotRun(str(error)) from error
 
 
 def _available_memory() -> int:
@@ -147,14 +169,15 @@ def _available_memory() -> int:
 
 
 def make_report(
-    out: Path, directory: Path, manifest: Manifest, calibration: Any,
-    parity: Parity | None, findings: tuple[str, ...], seconds: dict[str, float],
+    out: Path, directory: Path, manifest: Manifest, calibration: Calibration | None,
+    proof: Proof | None, seconds: dict[str, float],
 ) -> Report:  # fmt: skip
     """Fold a conversion's outcome into one value."""
     plan = manifest.plan
     policies = dict(manifest.written.policies)
     for applied in calibration.applied if calibration else ():
         policies[f"{applied.module} {applied.what}"] = f"{applied.case}: {applied.policy} ({applied.value:g})"
+    tied = {alias: f"tied to {name}" for alias, name in plan.tied.items()}
     kept = {step.outputs[0].spec.name: step.kept for step in plan.steps if step.kept and step.site}
     return Report(
         out=str(out),
@@ -167,10 +190,10 @@ def make_report(
         source_bytes=sum(spec.nbytes for spec in plan.sources.values()),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        parity=parity,
-        skipped={**plan.dropped, **manifest.written.skipped, **kept},
+        parity=proof.parity if proof else None,
+        skipped={**tied, **plan.dropped, **manifest.written.skipped, **kept},
         policies=policies,
-        findings=findings,
+        findings=proof.findings if proof else (),
         notes=(*plan.notes, *manifest.written.notes),
         versions=versions(),
     )

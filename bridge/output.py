@@ -78,6 +78,7 @@ def output_directory(out: Path, identity: str, *, overwrite: bool = False, resum
         raise WriteError(f"{out}: cannot be created: {error.strerror}") from error
     with journal:
         _lock(journal, work)
+        _restore(out)
         done = _continue(journal, work, identity, resume)
         try:
             yield Work(work, done, journal)
@@ -103,15 +104,20 @@ def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> dict
     """Read the journal of a killed run; start a new one where there is none or `resume` is off."""
     journal.seek(0)
     lines = [line for line in journal.read().split("\n")[:-1] if line]  # a torn last line was never acknowledged
+    strangers = [path.name for path in work.iterdir() if path.name != JOURNAL]
+    if not lines and strangers:
+        raise WriteError(
+            f"{work} holds {', '.join(sorted(strangers)[:3])} and no journal: not ours; move it away first"
+        )
     if lines and resume:
-        first = json.loads(lines[0])
+        first = _record(lines[0], work)
         if first.get("identity") != identity:
             raise WriteError(
                 f"{work} is left from a killed run ({first.get('identity', '?')[:12]}, now {identity[:12]}): "
                 "it is not mixed in. Remove it, or pass resume=False (--no-resume) to discard it"
             )
-        records = [json.loads(line) for line in lines[1:]]
-        return {record["done"]: record["told"] for record in records}
+        records = [_record(line, work) for line in lines[1:]]
+        return {record["done"]: record.get("told", {}) for record in records}
     for path in work.iterdir():
         if path.name != JOURNAL:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -119,6 +125,21 @@ def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> dict
     journal.write(json.dumps({"identity": identity}) + "\n")
     journal.flush()
     return {}
+
+
+def _record(line: str, work: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise WriteError(f"{work / JOURNAL} is damaged ({error}); remove {work}, or pass resume=False") from error
+    return record if isinstance(record, dict) else {}
+
+
+def _restore(out: Path) -> None:
+    """Put back the old output where a run was killed between the two renames of an overwrite."""
+    aside = out.parent / f".{out.name}.old"
+    if aside.exists() and not out.exists():
+        aside.rename(out)
 
 
 def _make_visible(work: Path, out: Path) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import PlanError, SchemeError, UsageError, fold_layers
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 # Files beside what the target writes; see bridge.finish and bridge.output.
-WRITES = ("bridge.json", "calibration.safetensors", "report.json", "report.html", "journal.jsonl")
+CALIBRATION = "calibration.safetensors"
+WRITES = ("bridge.json", CALIBRATION, "report.json", "report.html", "journal.jsonl")
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def make_plan(source: Source, structure: Structure, target: Target, scheme: Sche
     by_weight = {site.weight: site for site in structure.sites}
     problems: list[str] = []
     steps: list[Step] = []
-    dropped = dict(structure.ignored)
+    untold = {name: why for name, why in source.dropped.items() if name not in structure.tied}
+    dropped = {**untold, **structure.ignored}
     for name, spec in source.specs.items():
         if name in structure.tied or name in dropped:
             continue
@@ -218,9 +221,13 @@ def _sized(
         side_files=tuple(name for name in sorted(source.side_files) if name not in own),
         notes=(*target.notes(structure, options), *_smoothing_notes(scheme, steps)),
         memory=target.base_memory + sum(largest),
-        disk=sum(step.nbytes for step in steps),
+        disk=sum(step.nbytes for step in steps) + sum(_length(content) for content in source.side_files.values()),
         traced=structure.traced,
     )
+
+
+def _length(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
@@ -231,9 +238,10 @@ def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...
 
 
 def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
-    """Bytes in memory while the step runs: the source as it is read (twice if it is smoothed), and the outputs."""
+    """Bytes in memory while the step runs: the source (twice if smoothed, or beside a peer) and the outputs."""
     read = sources[step.source].nbytes if step.source else 0
-    return read * (2 if step.format and step.format.prescales else 1) + step.nbytes
+    twice = step.format is not None and (step.format.prescales or bool(step.site and step.site.shares))
+    return read * (2 if twice else 1) + step.nbytes
 
 
 def stream_memory(plan: Plan, memory: int | None) -> int:
@@ -251,14 +259,12 @@ def stream_memory(plan: Plan, memory: int | None) -> int:
 def _formats(structure: Structure, target: Target, scheme: Scheme | None, options: Any) -> dict[str, Format | str]:
     """Weight name -> its format, or the reason why it is kept."""
     if scheme is None:
-        return {site.weight: "no scheme was asked for" for site in structure.sites}
+        return {}
     formats: dict[str, Format | str] = {}
     refused: dict[str, list[str]] = {}
     for site in structure.sites:
         format_: Format | str = scheme.format_of(site)
         if isinstance(format_, Format):
-            if format_.prescales and site.expert is not None:  # experts share one input: ModelOpt smooths none of them
-                format_ = dataclasses.replace(format_, algorithm="max")
             kept = target.keeps(format_, site)
             reason = "" if kept else target.refuse(format_, options)
             if reason:

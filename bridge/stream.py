@@ -7,6 +7,7 @@ leaves.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Mapping
@@ -24,13 +25,15 @@ from bridge.planning import Plan, Step, working_set
 from bridge.quant.bits import FLOATS, amax, cast, matrix, smooth
 from bridge.quant.encode import encode
 from bridge.quant.smoothing import pre_scale, stored
+from bridge.sources import lazy
 from bridge.values import Format, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion
 
 
-FLOAT16_OVERFLOW = 65520.0  # rounds to infinity: the middle between the largest float16 and what would follow it
+# What rounds to infinity: the middle between the largest number and what would follow it.
+OVERFLOW = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}
 
 
 @dataclass
@@ -47,7 +50,7 @@ class TensorFile:
         header, self.offsets, self.size = layout(self.specs.values())
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            os.posix_fallocate(fd, 0, max(self.size, 1))
+            _reserve(fd, max(self.size, 1))
             os.pwrite(fd, header, 0)
         finally:
             os.close(fd)
@@ -67,6 +70,15 @@ class TensorFile:
                 done += os.pwrite(fd, data[done:], self.offsets[name] + done)
         finally:
             os.close(fd)
+
+
+def _reserve(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)  # some network file systems reserve nothing
 
 
 @dataclass
@@ -144,6 +156,7 @@ def run(conversion: Conversion, path: Path, stop: threading.Event) -> Streamed:
         finally:
             budget.give(taken)
 
+    _check_ties(conversion)
     with ThreadPoolExecutor(conversion.workers, thread_name_prefix="stream") as pool:
         futures = [pool.submit(work, step) for step in plan.steps]
         try:
@@ -154,6 +167,19 @@ def run(conversion: Conversion, path: Path, stop: threading.Event) -> Streamed:
         for future in done:
             future.result()
     return streamed
+
+
+def _check_ties(conversion: Conversion) -> None:
+    """A tensor that the config ties and the checkpoint stores twice must be one tensor; SourceError where it is two."""
+    for alias, canonical in conversion.plan.tied.items():
+        if not {alias, canonical} <= set(conversion.plan.sources):
+            continue
+        one, other = (lazy(conversion.source, name).read() for name in (alias, canonical))
+        if not np.array_equal(one.view(f"u{one.itemsize}"), other.view(f"u{other.itemsize}")):
+            raise SourceError(
+                f"{alias} and {canonical} differ, but the config ties them: which one is meant?\n"
+                '  hint   "tie_word_embeddings": false in config.json, or in config=, keeps both'
+            )
 
 
 def _key(step: Step) -> str:
@@ -182,7 +208,7 @@ def _make(
     if step.attention:
         return _kv_scales(step, conversion)
     spec = conversion.plan.sources[step.source]
-    bits = conversion.source.read(step.source)
+    bits = lazy(conversion.source, step.source).read()
     largest: float | None = _finite_amax(bits, spec) if DTYPES[spec.dtype].floating else 0.0
     if step.format is None or step.site is None:
         target = step.outputs[0].spec.dtype
@@ -215,11 +241,11 @@ def _make(
 
 
 def _cast(bits: np.ndarray, spec: TensorSpec, target: str, largest: float | None) -> np.ndarray:
-    """Round to the graph's dtype; SourceError where a value would become infinite in float16."""
+    """Round to the graph's dtype; SourceError where a value would become infinite."""
     if spec.dtype == target:
         return bits
-    if target == "float16" and largest is not None and largest >= FLOAT16_OVERFLOW:
-        raise SourceError(f"{spec.name}: {largest:g} does not fit float16; choose dtype bf16 or fp32 (--dtype)")
+    if largest is not None and largest >= OVERFLOW.get(target, float("inf")):
+        raise SourceError(f"{spec.name}: {largest:g} does not fit {target}; choose another dtype (--dtype)")
     return cast(bits, spec.dtype, target)
 
 
@@ -243,7 +269,7 @@ def _shared_amax(step: Step, conversion: Conversion, peers: Mapping[str, list[St
     """The maximum over the tensors that share this step's scale; the others are read once more, never held together."""
     assert step.site
     specs = [conversion.plan.sources[peer.source] for peer in peers[step.site.shares]]
-    amaxes = [_finite_amax(conversion.source.read(spec.name), spec) for spec in specs]
+    amaxes = [_finite_amax(lazy(conversion.source, spec.name).read(), spec) for spec in specs]
     if min(amaxes) > 0:
         told["spread"] = max(amaxes) / min(amaxes)
     return max(amaxes)

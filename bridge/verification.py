@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from bridge.container import SafetensorsFile
 from bridge.conversion import Progress, quiet
 from bridge.errors import VerifyError, fold_layers
 from bridge.planning import Plan, Step
+from bridge.quant.answers import mean_perplexity, next_token_loss
 from bridge.quant.bits import cast, smooth
 from bridge.quant.compare import compare
 from bridge.quant.grammar import Gate
 from bridge.report import OutputParity, TensorParity
+from bridge.sources import lazy
 from bridge.values import Format, Numeric
 
 if TYPE_CHECKING:
@@ -29,6 +31,17 @@ if TYPE_CHECKING:
     from bridge.sources import Source
 
 WORKERS = 2
+
+
+class Runnable(Protocol):
+    """A written model, loaded: `run` returns outputs by name, `twin` says why it is not the file itself that runs."""
+
+    outputs: list[str]
+    twin: str
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
+
+
 # float32 sums of a few thousand products in another order: an unquantized graph must be this near, relative L2.
 FLOAT_ERROR = 1e-3
 # A position agrees if it is within 1e-4: flips cost 1e-2, float32 rounding 1e-6.
@@ -64,7 +77,7 @@ def _carried(step: Step, plan: Plan, source: Source, file: SafetensorsFile) -> T
     if step.attention:
         return None
     output, spec = step.outputs[0].spec, plan.sources[step.source]
-    bits = source.read(step.source)
+    bits = lazy(source, step.source).read()
     expected = bits if spec.dtype == output.dtype else cast(bits, spec.dtype, output.dtype)
     if expected.tobytes() == file.read(output.name).tobytes():
         return None
@@ -76,7 +89,7 @@ def _quantized(
 ) -> TensorParity:
     assert step.site and step.format
     spec = plan.sources[step.source]
-    bits = source.read(step.source)
+    bits = lazy(source, step.source).read()
     arrays = {"codes" if o.part == "weight" else o.part: file.read(o.spec.name) for o in step.outputs}
     if "pre_quant_scale" in arrays:  # as the file has it: a wrong one would show as a wrong weight
         stored = next(o.spec.dtype for o in step.outputs if o.part == "pre_quant_scale")
@@ -86,16 +99,16 @@ def _quantized(
         arrays["scale"] = arrays["scale"][:, :: first.block[0]]
     parity = compare(bits, spec.dtype, arrays, step.format.weight, layout=step.site.layout, transpose=step.transpose)
     gate = gates[step.site.module]
-    passed = parity.cosine >= gate.cosine and gate.norm[0] <= parity.norm_ratio <= gate.norm[1]
+    passed = _passes(gate, parity.cosine, parity.norm_ratio)
     if not parity.source:  # an all-zero weight has no direction; it must be written as zeros
         passed = not parity.decoded
     return TensorParity(
         step.site.weight,
         format_name(step.format),
-        parity.cosine,
-        parity.norm_ratio if math.isfinite(parity.norm_ratio) else 0.0,
-        min(max(parity.sqnr, -999.0), 999.0),
-        parity.worst,
+        _finite(parity.cosine),
+        _finite(parity.norm_ratio),
+        _finite(min(max(parity.sqnr, -999.0), 999.0), -999.0),
+        _finite(parity.worst, 999.0),
         passed,
     )
 
@@ -112,7 +125,7 @@ def _numeric_name(numeric: Numeric) -> str:
 
 
 def output_parity(
-    runtime: Any, held: HeldOut, gate: Gate, quantized: bool, progress: Progress = quiet
+    runtime: Runnable, held: HeldOut, gate: Gate, quantized: bool, progress: Progress = quiet
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare with what the references answered.
 
@@ -130,7 +143,7 @@ def output_parity(
         if held.source_perplexity is not None:
             losses.append(next_token_loss(first, batch))
         progress(at + 1, len(held.inputs), "run in ONNX Runtime")
-    perplexity = math.exp(sum(loss for loss, _ in losses) / max(sum(n for _, n in losses), 1)) if losses else None
+    perplexity = mean_perplexity(losses)
     ours = _outputs("source", answers[0], held.source, gate, perplexity, held.source_perplexity)
     if not quantized:
         return (replace(ours, passed=ours.relative_l2 <= FLOAT_ERROR),)
@@ -146,20 +159,29 @@ def _outputs(
     reference: str, ours: np.ndarray, theirs: np.ndarray, gate: Gate, perplexity: float | None, other: float | None
 ) -> OutputParity:
     cosine, ratio = cosine_and_ratio(ours, theirs)
-    passed = cosine >= gate.cosine and gate.norm[0] <= ratio <= gate.norm[1]
+    passed = _passes(gate, cosine, ratio)
     norms = np.linalg.norm(theirs.astype(np.float64), axis=1)
     exact = np.linalg.norm(ours.astype(np.float64) - theirs, axis=1) <= EXACT * norms
     return OutputParity(
         reference,
         len(ours),
-        cosine,
-        ratio,
-        relative_l2(ours, theirs),
+        _finite(cosine),
+        _finite(ratio),
+        _finite(relative_l2(ours, theirs), 999.0),
         float(exact.mean()),
         perplexity,
         other,
         bool(passed),
     )
+
+
+def _passes(gate: Gate, cosine: float, ratio: float) -> bool:
+    return bool(cosine >= gate.cosine and gate.norm[0] <= ratio <= gate.norm[1])  # False for NaN
+
+
+def _finite(value: float, instead: float = 0.0) -> float:
+    """A report holds no NaN and no infinity: what is not finite fails its gate and is told as the worst value."""
+    return value if math.isfinite(value) else instead
 
 
 def cosine_and_ratio(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
@@ -175,16 +197,3 @@ def relative_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
     """|ours - theirs| / |theirs| in float64."""
     norm = float(np.linalg.norm(theirs.astype(np.float64)))
     return float(np.linalg.norm(ours.astype(np.float64) - theirs)) / norm if norm else 0.0
-
-
-def next_token_loss(logits: np.ndarray, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
-    """Sum of the negative log-likelihoods of the next tokens, and their number; padding does not count."""
-    ids = batch["input_ids"]
-    mask = batch.get("attention_mask", np.ones_like(ids))[:, 1:].astype(bool) & batch.get(
-        "attention_mask", np.ones_like(ids)
-    )[:, :-1].astype(bool)
-    shifted = logits[:, :-1].astype(np.float64)
-    shifted -= shifted.max(-1, keepdims=True)
-    log_sum = np.log(np.exp(shifted).sum(-1))
-    chosen = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
-    return float(((log_sum - chosen) * mask).sum()), int(mask.sum())

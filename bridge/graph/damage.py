@@ -39,8 +39,8 @@ def layer_damage(
         runtime = Runtime(directory, taps=[name for name in taps])
         values = runtime.run(small)
         for module in group:
-            x, y, bias = (values.get(name) if name else None for name in places[module])
-            found[module] = _damage(steps[module], source, plan, x, y, bias)
+            x, y, bias = places[module]
+            found[module] = _damage(steps[module], source, plan, values[x], values[y], bias)
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -55,8 +55,8 @@ def _damage(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -
     return float(np.linalg.norm(made - product)) / norm if norm else 0.0
 
 
-def _places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Module -> names of its float input, its output, and the bias that a Gemm has added to it ("" for none)."""
+def _places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:
+    """Module -> names of its float input and its output, and the bias that a Gemm has added to it."""
     import onnx_ir as ir
 
     model = ir.load(path)
@@ -69,8 +69,9 @@ def _places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[
                 break
             node = users[0]
             if node.op_type in ("MatMul", "Gemm"):
-                bias = node.inputs[2].name if len(node.inputs) > 2 and node.inputs[2] is not None else ""
-                yield module, (str(_before_quantizer(node.inputs[0]).name), str(node.outputs[0].name), str(bias))
+                bias = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+                added = None if bias is None else bias.numpy().astype(np.float32)
+                yield module, (str(_before_quantizer(node.inputs[0]).name), str(node.outputs[0].name), added)
                 break
             value = node.outputs[0]
 

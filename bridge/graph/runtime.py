@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import VerifyError
+from bridge.errors import CannotRun, VerifyError
 
 HALF = ("FLOAT16", "BFLOAT16")
 
@@ -30,7 +30,7 @@ class Runtime:
         try:
             import onnxruntime
         except ImportError as error:
-            raise VerifyError("running a model needs onnxruntime: pip install 'qbridge[trt]'") from error
+            raise CannotRun("running a model needs onnxruntime: pip install 'qbridge[trt]'") from error
         file = Path(path)
         file = file / "model.onnx" if file.is_dir() else file
         options = onnxruntime.SessionOptions()
@@ -62,7 +62,10 @@ class Runtime:
         missing = [name for name in self.inputs if name not in full]
         if missing:
             raise VerifyError(f"inputs {', '.join(missing)} are missing; given: {', '.join(feeds)}")
-        return dict(zip(self.outputs, self.session.run(self.outputs, full), strict=True))
+        try:
+            return dict(zip(self.outputs, self.session.run(self.outputs, full), strict=True))
+        except Exception as error:  # onnxruntime raises its own unrelated classes
+            raise VerifyError(f"ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
 
     def generate(self, input_ids: np.ndarray, max_new_tokens: int, stop: int | None = None) -> np.ndarray:
         """Greedy decoding: [batch, sequence] token ids in, the same with up to `max_new_tokens` appended out."""
@@ -141,7 +144,7 @@ def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
 
 def _reason(model: Any) -> str:
     if any(node.domain not in ("", "ai.onnx") for node in model.graph):
-        raise VerifyError(
+        raise CannotRun(
             "the graph holds TensorRT's own ops: ONNX Runtime cannot run it; its weights are compared instead"
         )
     kinds = {v.dtype.name for v in model.graph.initializers.values() if v.dtype is not None}

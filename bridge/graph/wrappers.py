@@ -159,7 +159,7 @@ def _no_cache(model: Any, reason: str) -> ExportError:
     return ExportError(
         f"{type(model).__name__}: a graph with a cache needs keys and values per layer "
         f"(past_key_values.N.key/value), which this architecture does not have: {reason}\n"
-        "  hint   export it with cache=False, or convert it with target `hf`, which needs no graph"
+        "  hint   convert it with target `hf`, which needs no graph"
     )
 
 

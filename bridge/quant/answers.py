@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,18 +80,33 @@ def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 def perplexity(run: Run, batches: Sequence[Mapping[str, Any]], model: Any) -> float | None:
     """exp of the mean next-token loss; None for a model that does not predict the next token."""
-    import torch
-
     kind = type(model).__name__
     if not ("ForCausalLM" in kind or kind.endswith("LMHeadModel")):
         return None
-    total, count = 0.0, 0
-    for batch in batches:
-        ids, logits = batch["input_ids"], run(batch)
-        keep = batch.get("attention_mask", torch.ones_like(ids))[:, 1:].bool()
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1][keep], ids[:, 1:][keep].cpu(), reduction="sum")
-        total, count = total + float(loss), count + int(keep.sum())
-    return math.exp(min(total / count, 700.0)) if count else None
+    return mean_perplexity(next_token_loss(run(batch).numpy(), arrays) for batch, arrays in _with_arrays(batches))
+
+
+def next_token_loss(logits: np.ndarray, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
+    """Sum of the negative log-likelihoods of the next tokens, and their number; padding is left out on both sides."""
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", np.ones_like(ids)).astype(bool)
+    keep = mask[:, 1:] & mask[:, :-1]
+    shifted = logits[:, :-1].astype(np.float64)
+    shifted -= shifted.max(-1, keepdims=True)
+    chosen = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
+    return float(((np.log(np.exp(shifted).sum(-1)) - chosen) * keep).sum()), int(keep.sum())
+
+
+def mean_perplexity(losses: Iterable[tuple[float, int]]) -> float | None:
+    """exp of the mean of (sum, count) pairs, at most e^700; None where nothing was predicted."""
+    pairs = list(losses)
+    count = sum(n for _, n in pairs)
+    mean = sum(loss for loss, _ in pairs) / count if count else 0.0
+    return math.exp(min(mean, 700.0)) if count and math.isfinite(mean) else None
+
+
+def _with_arrays(batches: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], dict[str, np.ndarray]]]:
+    yield from zip(batches, as_arrays(batches), strict=True)
 
 
 def as_arrays(batches: Sequence[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], ...]:

@@ -23,6 +23,7 @@ from bridge.values import Format, Numeric, TensorSpec
 
 VERSION = "1"
 _STATISTICS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax")
+_SCALARS = ("input_amax", "k_amax", "v_amax")
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,15 @@ class Calibration:
             made = f"it was made for scheme {self.provenance.scheme} on {self.provenance.architecture}"
             raise CalibrationError("\n  ".join([f"the calibration lacks what the plan needs; {made}", *lacks]))
 
+    def check(self) -> None:
+        """CalibrationError where a statistic is not finite, not positive, or not float32 of its shape."""
+        try:
+            for kind in _STATISTICS:
+                for module, array in getattr(self, kind).items():
+                    _checked(f"{kind}/{module}", np.asarray(array), 0 if kind in _SCALARS else 1)
+        except ValueError as cause:
+            raise CalibrationError(f"the calibration cannot be used: {cause}") from cause
+
     @property
     def digest(self) -> str:
         """sha256 of what `save` writes."""
@@ -198,7 +208,7 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
         if kind == "held_out":
             held[module] = array
         elif kind in statistics and module:
-            statistics[kind][module] = _checked(name, array, 0 if kind.endswith(("t_amax", "k_amax", "v_amax")) else 1)
+            statistics[kind][module] = _checked(name, array, 0 if kind in _SCALARS else 1)
         else:
             raise ValueError(f"unknown tensor {name!r}")
     return Calibration(

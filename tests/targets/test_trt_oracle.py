@@ -153,7 +153,9 @@ def assert_weights_equal(pair: Pair) -> None:
         ours = ours.T if step.site.layout == "in_out" else ours
         theirs = pair.answer.weight(step.site.module)
         differ = np.abs(ours - theirs) > 2e-6 * np.abs(theirs).max()
-        assert differ.sum() <= max(2, differ.size // 10_000), f"{step.site.module}: {int(differ.sum())} of {differ.size} weights differ"
+        assert differ.sum() <= max(2, differ.size // 10_000), (
+            f"{step.site.module}: {int(differ.sum())} of {differ.size} weights differ"
+        )
         compared += 1
     assert compared
 
