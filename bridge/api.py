@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.conversion import Conversion, Progress, quiet
-from bridge.errors import UsageError, VerifyError
+from bridge.errors import BridgeError, CalibrationError, SourceError, UsageError, VerifyError
 from bridge.planning import CALIBRATION
+
+SIDECAR = 16 << 20  # bytes: calibration with its held-out answers, graph and report at most, for all but giant graphs
 
 if TYPE_CHECKING:
     from bridge.planning import Plan
@@ -182,9 +184,9 @@ def _prepare(
     plan_ = _plan(source, structure, target, scheme, options)
     directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
     check_free(directory, overwrite)
-    check_disk(directory, plan_.disk)
+    check_disk(directory, plan_.disk + SIDECAR)
     budget = stream_memory(plan_, memory)
-    given = _given_calibration(calib, plan_, scheme)
+    given = _given_calibration(calib, source, structure, plan_, scheme)
     needed = scheme is not None and scheme.needs_calibration and given is None
     if scheme and needed:
         check_device(scheme, device)
@@ -273,9 +275,12 @@ def _plan(source: Source, structure: Structure, target: str, scheme: Scheme | No
     return make_plan(source, structure, chosen, scheme, resolved)
 
 
-def _given_calibration(calib: Any, plan_: Plan, scheme: Scheme | None) -> Calibration | None:
+def _given_calibration(
+    calib: Any, source: Source, structure: Structure, plan_: Plan, scheme: Scheme | None
+) -> Calibration | None:
     """A `Calibration`, loaded if `calib` is the path of one, checked to hold every statistic that the plan needs."""
     from bridge.quant.calibration import Calibration
+    from bridge.quant.modelopt import fingerprint
 
     if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
         calib = Calibration.load(Path(calib))
@@ -285,6 +290,12 @@ def _given_calibration(calib: Any, plan_: Plan, scheme: Scheme | None) -> Calibr
         raise UsageError("a calibration was given but no scheme: pass quant=")
     formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
     attention = [step.attention for step in plan_.steps if step.attention]
+    made_for = calib.provenance.model
+    if made_for and made_for != fingerprint(structure, source):
+        raise CalibrationError(
+            f"the calibration was made for another model ({calib.provenance.architecture}): its tensors differ from "
+            f"those of {source.where} in name, shape or dtype; calibrate this one"
+        )
     calib.require(formats, attention, scheme.kv)
     calib.check()
     return calib
@@ -292,7 +303,6 @@ def _given_calibration(calib: Any, plan_: Plan, scheme: Scheme | None) -> Calibr
 
 def _data(source: Source, data: Any, samples: int | None, sequence: int | None, asked: bool = True) -> Data:
     """Prepare data; where they would only serve the comparison at the end, what is wrong with them waits until then."""
-    from bridge.errors import BridgeError
     from bridge.quant.data import Data, prepare
 
     try:
@@ -319,7 +329,14 @@ def _calibrate_once(directory: Path, job: _Job, device: str | None, progress: Pr
     if saved.exists():
         return Calibration.load(saved)
     assert job.scheme and job.data
-    calibration = _calibrate(job.source, job.structure, job.scheme, job.data, device, progress)
+    try:
+        calibration = _calibrate(job.source, job.structure, job.scheme, job.data, device, progress)
+    except CalibrationError as error:
+        from bridge.stream import first_not_finite
+
+        if name := first_not_finite(job.source):  # what ModelOpt sees as a NaN among activations
+            raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
+        raise
     calibration.save(saved)
     return calibration
 

@@ -30,6 +30,7 @@ from bridge.values import Format, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion
+    from bridge.sources import Source
 
 
 # What rounds to infinity: the middle between the largest number and what would follow it.
@@ -199,6 +200,17 @@ def _has_tensor_scale(format_: Format) -> bool:
     """True where some scale covers the whole weight: per tensor, NVFP4's global one, the second of W4A8."""
     first = format_.weight[0]
     return first.per == "tensor" or first.scale_dtype == "float8_e4m3fn" or len(format_.weight) == 2
+
+
+def first_not_finite(source: Source) -> str:
+    """The first float tensor of a source that holds NaN or infinity, "" where none does."""
+    for name, spec in source.specs.items():
+        try:
+            if DTYPES[spec.dtype].floating:
+                _finite_amax(lazy(source, name).read(), spec)
+        except SourceError:
+            return name
+    return ""
 
 
 def _make(

@@ -25,13 +25,14 @@ ROUTERS = ("*router*", "*.gate", "*.shared_expert_gate")
 def trace_structure(source: Source) -> Structure:
     """Build the class that the config names without weights and read its structure off; PlanError if it is another."""
     model = _weightless(source.config)
+    architecture = str(source.config["architectures"][0])
     from bridge.sources.live import live_names, tied_names
 
     origins = live_names(model, source.specs)
-    architecture = str(source.config["architectures"][0])
+    _refuse_stacks(origins, model, architecture)
     tied = _checkpoint_ties(tied_names(model), origins)
     ignored = _ignored(model, source, origins, tied)
-    _cover(source, origins, tied, ignored, architecture)
+    _cover(source, model, origins, tied, ignored, architecture)
     sites = _sites(model, origins)
     return Structure(architecture, tuple(sites), _attention(model), tied, ignored, {}, traced=True)
 
@@ -66,6 +67,7 @@ def _ignored(model: Any, source: Source, origins: Mapping[str, Origin], tied: Ma
 
 def _cover(
     source: Source,
+    model: Any,
     origins: Mapping[str, Origin],
     tied: Mapping[str, str],
     ignored: Mapping[str, str],
@@ -74,7 +76,7 @@ def _cover(
     """Every source tensor has a place in the model and the other way round, in the same shape; PlanError lists all."""
     from bridge.sources.live import live_names
 
-    expected = live_names(_weightless(source.config))
+    expected = live_names(model)
     lives = {part.live for origin in origins.values() for part in origin.parts}
     extra = [n for n in source.specs if n not in origins and n not in tied and n not in ignored]
     missing = [n for n, o in expected.items() if not {part.live for part in o.parts} & lives and n not in tied]
@@ -88,6 +90,18 @@ def _cover(
     problems += shapes
     if problems:
         raise PlanError("\n  ".join([f"{source.where} does not fit {architecture}:", *problems]))
+
+
+def _refuse_stacks(origins: Mapping[str, Origin], model: Any, architecture: str) -> None:
+    """Experts that the checkpoint itself stores as one tensor have none of their own to quantize or to read."""
+    stacks = {f"{n}.{k}" for n, m in model.named_modules() if hasattr(m, "has_gate") for k in m._parameters}
+    refs = {name: origin.ref for name, origin in origins.items()}
+    whole = [name for name, ref in refs.items() if ref and not ref.index and ref.live in stacks]
+    if whole:
+        raise PlanError(
+            f"{architecture}: {', '.join(fold_layers(whole))} hold all experts in one tensor; checkpoints with one "
+            "tensor per expert (Mixtral, Qwen3-MoE) are supported, stacked ones are not yet"
+        )
 
 
 def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
@@ -134,8 +148,16 @@ def _site(name: str, origin: Origin, layout: str, heads: set[str]) -> Site:
 
 
 def _heads(model: Any) -> set[str]:
+    """Output embeddings, and the last matrix of a classifier: outside the base model, one row a label."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {name for name, module in model.named_modules() if head is not None and module is head}
+    labels = None if "ForCausalLM" in type(model).__name__ else getattr(model.config, "num_labels", None)
+    base = f"{model.base_model_prefix}."
+
+    def is_head(name: str, module: Any) -> bool:
+        scores = labels is not None and getattr(module, "out_features", None) == labels
+        return module is head or (scores and not name.startswith(base))
+
+    return {name for name, module in model.named_modules() if is_head(name, module)}
 
 
 def _attention(model: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge.container import SafetensorsFile
 from bridge.conversion import Progress, quiet
-from bridge.errors import VerifyError, fold_layers
+from bridge.errors import CannotRun, VerifyError, fold_layers
 from bridge.planning import Plan, Step
 from bridge.quant.answers import mean_perplexity, next_token_loss
 from bridge.quant.bits import cast, smooth
@@ -138,6 +138,8 @@ def output_parity(
     for at, batch in enumerate(held.inputs):
         out = runtime.run(batch)
         first = out[runtime.outputs[0]]
+        if at == 0 and first.shape[-1] <= held.columns.max(initial=0):
+            raise CannotRun("the graph's task has another output than the model that gave the answers to compare with")
         if at == 0:
             answers.append(first.reshape(-1, first.shape[-1])[held.rows][:, held.columns])
         if held.source_perplexity is not None:

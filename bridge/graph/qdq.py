@@ -20,6 +20,7 @@ from bridge.graph.sites import Use
 from bridge.planning import Output, Step
 from bridge.values import Numeric
 
+MATRICES = ("MatMul", "Gemm", "Conv")
 TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
 
 
@@ -64,19 +65,25 @@ class Inserter:
         assert step.site and step.format
         parts = {output.part: output.spec.name for output in step.outputs}
         node, module = use.node, step.site.module
+        # Layers may share one weight (ALBERT): every matrix that reads it gets the same codes, and codes its own input.
+        others = [other for other in use.also if other.op_type in MATRICES]
         out_axis = 1 if step.transpose or step.site.layout == "in_out" else 0
         half = use.input.dtype
         if half is None:
             raise ExportError(f"{module}: the graph does not say the dtype of its input")
-        node.replace_input_with(1, self._weight(node, module, step.format.weight, parts, out_axis, half))
-        if node.op_type == "Gemm" and node.attributes.get("transB") is not None:
-            node.attributes["transB"] = ir.AttrInt64("transB", 0)
-        value = use.input
-        if "pre_quant_scale" in parts:
-            value = self._once(("mul", value, self._bytes(parts["pre_quant_scale"])), node, module, parts, value)
-        if step.format.input:
-            value = self._input(node, module, step.format.input, parts, value)
-        node.replace_input_with(0, value)
+        weight = self._weight(node, module, step.format.weight, parts, out_axis, half)
+        for number, reader in enumerate([node, *others]):
+            reader.replace_input_with(1, weight)
+            if reader.op_type == "Gemm" and reader.attributes.get("transB") is not None:
+                reader.attributes["transB"] = ir.AttrInt64("transB", 0)
+            value = reader.inputs[0]
+            assert value is not None
+            base = f"{module}/{number}" if number else module
+            if "pre_quant_scale" in parts:
+                value = self._once(("mul", value, self._bytes(parts["pre_quant_scale"])), reader, base, parts, value)
+            if step.format.input:
+                value = self._input(reader, base, step.format.input, parts, value)
+            reader.replace_input_with(0, value)
 
     def quantize_kv(self, step: Step, kv: Numeric, values: tuple[ir.Value, ir.Value]) -> None:
         """Quantize K and V of one attention after the new keys joined the cache: for its own use and for `present`."""
@@ -163,6 +170,7 @@ class Inserter:
     ) -> tuple[list[ir.Node], ir.Value]:
         """TensorRT's ops for scales computed when the model runs: NVFP4 (blocks of 16), MXFP8 (blocks of 32)."""
         assert value.dtype is not None
+        self.model.opset_imports[TRT] = 1
         base, block = f"{module}/input", entry.block[0]
         shape = value.shape
         if entry.scale_dtype == "float8_e8m0fnu":

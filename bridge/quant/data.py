@@ -163,6 +163,11 @@ def _rows(documents: Sequence[str], source: Source, where: str, samples: int | N
         raise CalibrationError(f"sequence={length} leaves no room beside {len(before) + len(after)} special tokens")
     held = -(-(samples or SAMPLES) // HELD_OUT)
     wanted, have = (samples or SAMPLES) + held, len(ids) // content
+    if not ids:
+        raise CalibrationError(
+            f"{where}: the tokenizer of {source.where} makes no tokens of it; does the model's directory hold the "
+            "tokenizer's files? Give tokenizer=, or batches of token ids as calibration data"
+        )
     if have < 2:
         raise CalibrationError(
             f"{where}: {len(ids)} tokens are shorter than a batch: one row of {length} to calibrate and one to "

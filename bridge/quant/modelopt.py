@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.errors import CalibrationError, fold_layers
+from bridge.errors import CalibrationError, UsageError, fold_layers
 from bridge.quant.answers import Run, as_arrays, perplexity, pick, runner, sample
 from bridge.quant.calibration import Applied, Calibration, HeldOut, Provenance
 from bridge.quant.data import Data
@@ -77,7 +77,7 @@ def calibrate(
         scheme=scheme.name,
         scheme_digest=scheme.digest,
         architecture=structure.architecture,
-        model=_fingerprint(structure, source),
+        model=fingerprint(structure, source),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         data_digest=data.digest,
         samples=data.samples,
@@ -89,6 +89,8 @@ def calibrate(
 
 def check_device(scheme: Scheme, device: str | None) -> None:
     """CalibrationError where CUDA is asked for or needed, and is not there; loads torch, no model."""
+    if str(device or "cpu").partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} is unknown; known: cpu, cuda, cuda:0 ...")
     if not (scheme.needs_cuda or str(device or "").startswith("cuda")):
         return
     import torch
@@ -369,7 +371,8 @@ def _held_out(model: Any, twin: Twin, scheme: Scheme, data: Data, report: Progre
     return HeldOut(as_arrays(batches), rows, columns, ours, theirs, loss, loss_quantized)
 
 
-def _fingerprint(structure: Structure, source: Source) -> str:
+def fingerprint(structure: Structure, source: Source) -> str:
+    """Digest of architecture and tensor specs: what a calibration belongs to. The weights do not enter it."""
     said = repr((structure.architecture, sorted((s.name, s.shape, s.dtype) for s in source.specs.values())))
     return hashlib.sha256(said.encode()).hexdigest()
 

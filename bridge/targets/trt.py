@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.dtypes import DTYPES, SHORT, dtype
 from bridge.errors import UsageError, nearest
+from bridge.graph.tasks import TASKS
 from bridge.planning import Output, Plan, Step
 from bridge.quant.blocks import stored_shapes
 from bridge.values import Format, Numeric, Site, Structure, TensorSpec
@@ -27,17 +28,8 @@ if TYPE_CHECKING:
     from bridge.quant.scheme import Scheme
     from bridge.sources import Source
 
-TASKS = (
-    "causal-lm",
-    "feature-extraction",
-    "sequence-classification",
-    "token-classification",
-    "question-answering",
-    "masked-lm",
-    "image-classification",
-)
 NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
-# What an architecture's class name says of its head; other names are looked up in transformers when the graph is made.
+# What an architecture's class name says of its head.
 SUFFIXES = (
     ("ForCausalLM", "causal-lm"),
     ("LMHeadModel", "causal-lm"),
@@ -89,11 +81,7 @@ class Trt:
     ) -> TrtOptions:
         if options.engine:
             self._refuse_engine()
-        task = options.task or next(
-            (task for suffix, task in SUFFIXES if structure.architecture.endswith(suffix)), None
-        )
-        if options.task is not None and options.task not in TASKS:
-            raise UsageError(f"task {options.task!r} is unknown; {nearest(options.task, TASKS)}")
+        task = _task(options.task, structure.architecture)
         counts = Counter[str]()
         for spec in specs.values():
             if DTYPES[spec.dtype].floating:
@@ -175,6 +163,8 @@ class Trt:
             return []
         out, in_ = _out_in(spec, site)
         problems = []
+        if not DTYPES[spec.dtype].floating or DTYPES[spec.dtype].bits < 16:
+            return [f"a weight of dtype {spec.dtype} cannot be quantized; keep this module in a recipe"]
         for numeric in format_.weight:
             block = numeric.block[-1] if numeric.per == "block" else 1
             if in_ % block:
@@ -266,6 +256,18 @@ class Trt:
             engine = directory / "model.engine"
             build_engine(directory / "model.onnx", engine, build, progress=conversion.progress)
         return written
+
+
+def _task(asked: str | None, architecture: str) -> str:
+    """The task to export; UsageError where the checkpoint has no head for it."""
+    own = next((task for suffix, task in SUFFIXES if architecture.endswith(suffix)), None)
+    if asked is not None and asked not in TASKS:
+        raise UsageError(f"task {asked!r} is unknown; {nearest(asked, TASKS)}")
+    if asked is None and own is None:
+        raise UsageError(f"{architecture} belongs to no task that can be exported; known: {', '.join(sorted(TASKS))}")
+    if asked is not None and own is not None and asked not in (own, "feature-extraction"):
+        raise UsageError(f"task {asked!r}: a checkpoint of {architecture} has no such head; it serves {own}")
+    return asked or own or "feature-extraction"
 
 
 def _needs_input_scale(entry: Numeric) -> bool:

@@ -60,6 +60,12 @@ def _second_level(model: Model, node: Any) -> Any | None:
     return maker if model.constant(maker.input[0]) is not None else None
 
 
+def _dynamic(model: Model, node: Any) -> bool:
+    """True for the DequantizeLinear of what TensorRT's FP4 dynamic quantization made: its scales come at run time."""
+    maker = model.producers.get(node.input[0])
+    return maker is not None and maker.op_type == "TRT_FP4DynamicQuantize"
+
+
 def _extents(model: Model, node: Any) -> tuple[int | str | None, ...] | None:
     found = model.type_of(node.input[0])
     return found.shape if found else None
@@ -120,7 +126,7 @@ def output_types(model: Model) -> Iterator[Problem]:
 
 def constant_scales(model: Model) -> Iterator[Problem]:
     for node in _pairs(model):
-        if model.constant(node.input[1]) is None and _second_level(model, node) is None:
+        if model.constant(node.input[1]) is None and _second_level(model, node) is None and not _dynamic(model, node):
             yield Problem(
                 label(node),
                 f"scale {node.input[1]} is computed when the model runs: TensorRT's Q/DQ wants constant scales; "
@@ -303,7 +309,7 @@ def _block_size(data: tuple[int | str | None, ...] | None, scale: tuple[str, tup
 
 def fp4(model: Model) -> Iterator[Problem]:
     for node in _pairs(model):
-        if model.code_type(node) != "float4_e2m1fn":
+        if model.code_type(node) != "float4_e2m1fn" or _dynamic(model, node):
             continue
         if not _is_weight(model, node):
             yield Problem(
