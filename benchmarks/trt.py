@@ -37,6 +37,8 @@ SHAPE = {
 PEER = """
 import sys, torch
 import modelopt.torch.quantization as mtq
+import transformers.masking_utils
+transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None  # aten::diff has no translation
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 model.config.use_cache = False
@@ -47,7 +49,7 @@ class Logits(torch.nn.Module):
         super().__init__()
         self.model = model
     def forward(self, ids):
-        return self.model(input_ids=ids, use_cache=False).logits
+        return self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 from modelopt.torch.quantization.utils import export_torch_mode
 with torch.no_grad(), export_torch_mode():
     torch.onnx.export(Logits(model), (ids,), sys.argv[2] + "/model.onnx", dynamo=False, opset_version=20,

@@ -16,7 +16,7 @@ import typer
 
 import bridge
 from bridge.errors import UsageError
-from bridge.terminal import BELOW, FAILED, Exit, Terminal, session
+from bridge.terminal import BELOW, FAILED, Exit, Terminal, keep_pages, session
 
 if TYPE_CHECKING:
     from bridge.report import Report
@@ -55,6 +55,7 @@ EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity below its t
 
 def main() -> None:
     """Entry point of the console command."""
+    keep_pages()
     app()
 
 

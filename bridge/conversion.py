@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,5 +42,5 @@ class Conversion:
     scheme: Scheme | None
     memory: int
     work: Work
-    workers: int = 2
+    workers: int = max(1, min(4, (os.cpu_count() or 2) - 1))  # one core makes the graph meanwhile
     progress: Progress = quiet

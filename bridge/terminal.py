@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bridge.errors import BridgeError
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -191,3 +193,17 @@ class _Bars:
                 if self.endless is not None:
                     self.bars.update(self.tasks[self.endless], completed=1, total=1)
                 self.endless = text
+
+
+def keep_pages() -> None:
+    """Let glibc reuse the memory of freed tensors in this process; elsewhere nothing happens.
+
+    It would map and zero fresh pages for each of some hundred tensors: 11.6 against 6.7 s of system time for 1.1 B
+    parameters. Only the command line does so: a library does not set its caller's allocator.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
