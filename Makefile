@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto
 	$(BIN)/pytest -n auto -m slow
 
 lint: $(STAMP)

@@ -44,6 +44,11 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).e
 model.config.use_cache = False
 ids = torch.ones(1, 8, dtype=torch.long)
 model = mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda m: m(ids))
+for module in model.modules():  # the exporter wants amax as constants, not as parameters of the graph
+    if getattr(module, "_amax", None) is not None:
+        amax = module._amax
+        del module._amax
+        module.__dict__["_amax"] = amax
 class Logits(torch.nn.Module):
     def __init__(self, model):
         super().__init__()

@@ -93,6 +93,16 @@ def test_leftovers_of_other_work_are_refused_and_discarded_on_request(tmp_path: 
         assert names(work.directory) == ["journal.jsonl"]
 
 
+def test_somebody_elses_directory_is_not_wiped(tmp_path: Path) -> None:
+    theirs = tmp_path / ".model.partial"
+    theirs.mkdir()
+    (theirs / "precious").write_text("1")
+    for resume in (True, False):
+        with pytest.raises(WriteError, match="not ours"), output_directory(tmp_path / "model", "a", resume=resume):
+            pytest.fail("entered")
+    assert (theirs / "precious").read_text() == "1"
+
+
 def test_a_disk_that_is_too_small_is_known_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="GB free"):
         check_disk(tmp_path / "model", 1 << 60)

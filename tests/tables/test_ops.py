@@ -85,7 +85,8 @@ def test_amax_commutes_with_layout(
         lifted = OPS[name].lift([amax_of(array, block) for array in arrays], shapes, counts)
     except Refusal as refusal:
         assert "would cut inside a block" in str(refusal)
-        assert any(width not in (None, 1) for width in block)
+        # whole extents beside single values behind the first axis do not lie together once they are one axis
+        assert any(width not in (None, 1) for width in block) or set(block[1:]) == {None, 1}
         return
     direct = amax_of(OPS[name].apply(arrays, counts), lifted.block)
     np.testing.assert_array_equal(lifted.values, direct.values)
