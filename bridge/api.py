@@ -220,7 +220,7 @@ def verify(
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
         prepared = None if calibration and calibration.held_out else _data(source, data, None, None, data is not None)
-        proof = prove(directory, manifest, source, calibration, prepared, progress or quiet)
+        proof = prove(directory, manifest, source, calibration, prepared, progress or quiet, ask_again=True)
     return make_report(directory, directory, manifest, calibration, proof, clock.seconds)
 
 

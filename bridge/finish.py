@@ -107,8 +107,13 @@ def prove(
     calibration: Calibration | None,
     data: Data | None,
     progress: Progress,
+    *,
+    ask_again: bool = False,
 ) -> Proof:
-    """Lint a written model, compare its weights with the source, run it and compare what it answers."""
+    """Lint a written model, compare its weights with the source, run it and compare what it answers.
+
+    `ask_again` runs the source instead of trusting what it answered when it was calibrated.
+    """
     plan = manifest.plan
     target = load_target(plan.target)
     findings = list(target.lint(directory, plan))
@@ -117,7 +122,7 @@ def prove(
     layers: tuple[tuple[str, float], ...] = ()
     not_run: list[str] = []
     try:
-        held = _held_out(source, plan, calibration, data)
+        held = _held_out(source, plan, calibration, data, ask_again)
         runtime = target.runtime(directory)
         outputs = output_parity(runtime, held, manifest.output_gate, bool(plan.quantized), progress)
         layers = target.damage(directory, plan, source, held.inputs[0]) if plan.quantized else ()
@@ -139,10 +144,13 @@ def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, twin: str)
     return said
 
 
-def _held_out(source: Source, plan: Plan, calibration: Calibration | None, data: Data | None) -> HeldOut:
+def _held_out(
+    source: Source, plan: Plan, calibration: Calibration | None, data: Data | None, ask_again: bool
+) -> HeldOut:
     """The inputs and answers to compare outputs with; CannotRun with the reason where there are none."""
-    if calibration is not None and calibration.held_out is not None:
-        return calibration.held_out
+    kept = calibration.held_out if calibration else None
+    if kept is not None and not ask_again:
+        return kept
     need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
     available = _available_memory()
     if need > available:
@@ -150,11 +158,14 @@ def _held_out(source: Source, plan: Plan, calibration: Calibration | None, data:
             f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; "
             "calibrate on a larger machine and pass its calibration"
         )
-    if data is None or not data.held_out:
+    if kept is None and (data is None or not data.held_out):
         raise CannotRun(data.missing if data else "there are no data to run it on")
-    from bridge.quant.answers import answer
+    from bridge.quant.answers import answer, answer_again
 
     try:
+        if kept is not None:
+            return answer_again(source, kept)
+        assert data is not None
         return answer(source, data)
     except BridgeError as error:
         raise CannotRun(str(error)) from error
