@@ -120,12 +120,17 @@ def report_table(report: Report) -> RenderableType:
 
 
 def verdict(report: Report) -> str:
-    """One line on parity: passed, below (by what), or not compared."""
+    """One line on parity: passed, below (by what), broken by what lint found, weights only, or not compared."""
+    broken = sum(finding.startswith("error") for finding in report.findings)
+    if broken:
+        return f"BROKEN: {broken} errors among the findings"
     if report.parity is None:
         return "not compared"
     low = [t.name for t in report.parity.tensors if not t.passed]
     low += [f"outputs against {o.reference}" for o in report.parity.outputs if not o.passed]
-    return f"BELOW THRESHOLD: {', '.join(fold_layers(low))}" if low else "every gate passed"
+    if low:
+        return f"BELOW THRESHOLD: {', '.join(fold_layers(low))}"
+    return "every gate passed" if report.parity.outputs else "every weight passed; outputs were not compared"
 
 
 def _parity(parity: Parity) -> Iterator[RenderableType]:

@@ -112,9 +112,9 @@ def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | N
 def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     try:
         found = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError):
         head = path.read_bytes()[:100] if path.is_file() else b""
-        what = "a Git-LFS pointer; run `git lfs pull`" if b"git-lfs" in head else f"no weight_map in it: {error!r}"
+        what = "a Git-LFS pointer; run `git lfs pull`" if b"git-lfs" in head else "no weight_map in it"
         return {}, [f"{path.name}: {what}"]
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         return {}, [f"{path.name}: weight_map must map tensor names to file names"]
