@@ -28,6 +28,9 @@ PRESETS = {
     "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
 }
+# Quantizers without a weight: TensorRT gains nothing from them. Heads: we keep them, ModelOpt knows only `lm_head`.
+OFF = ("nn.LayerNorm", "nn.MaxPool2d", "nn.AvgPool2d", "nn.AdaptiveAvgPool2d")
+HEADS = ("*classifier*", "cls.predictions.decoder*")
 KV = {"fp8": (4, 3), "int8": 8}
 
 
@@ -72,7 +75,8 @@ def ask(model: Any, scheme: str, forward_loop: Callable[[Any], None], kv: str | 
     origins = live_names(model)
     modules = live_modules(origins)
     config = copy.deepcopy(getattr(mtq, PRESETS[scheme]))
-    off = [{"quantizer_name": "*", "parent_class": kind, "enable": False} for kind in ("nn.LayerNorm",)]
+    off = [{"quantizer_name": "*", "parent_class": kind, "enable": False} for kind in OFF]
+    off += [{"quantizer_name": name, "enable": False} for name in HEADS]
     config["quant_cfg"] = [*config["quant_cfg"], *off]
     if kv:
         config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": KV[kv], "axis": None}})

@@ -148,6 +148,9 @@ def assert_weights_equal(pair: Pair) -> None:
         if step.site.module not in pair.answer.live:
             continue
         arrays = {"codes" if o.part == "weight" else o.part: file.read(o.spec.name) for o in step.outputs}
+        block = step.format.weight[0].block
+        if len(block) == 2:  # written once per `out`
+            arrays["scale"] = arrays["scale"][:, :: block[0]]
         shape = plan.sources[step.source].shape
         ours = decode(arrays, step.format.weight, shape, layout=step.site.layout, transpose=step.transpose)
         ours = ours.T if step.site.layout == "in_out" else ours
@@ -253,9 +256,9 @@ def test_encoders_and_images_equal_modelopt(name: str, scheme: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8_block", "nvfp4_wo"])
-def test_weight_only_schemes_without_kernels_equal_modelopt(scheme: str, tmp_path: Path) -> None:
-    pair = convert("llama", scheme, None, tmp_path / "out")
+def test_fp8_blocks_equal_modelopt(tmp_path: Path) -> None:
+    # NVFP4 has no such test: ModelOpt has no CPU code to run it. Its codes are held against NVFP4QTensor instead.
+    pair = convert("llama", "fp8_block", None, tmp_path / "out")
     assert_weights_equal(pair)
     assert_near(pair, run_tokens(pair, [LENGTH]))
 
