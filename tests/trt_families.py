@@ -49,7 +49,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Random models of these blow one flipped code up to more than 2 % of the logits when their weights are widened.
-CALM = {"granite": 1.0, "olmo2": 1.0, "qwen3_moe": 1.0, "gemma3": 0.7}
+CALM = {"granite": 1.0, "olmo2": 1.0, "qwen3_moe": 1.0}
 # Families that the issue does not name and no table describes.
 UNNAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {k: v for k, v in _BERT.items() if k != "type_vocab_size"}),
@@ -63,14 +63,14 @@ UNNAMED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def decoder(family: str, seed: int = 0) -> Any:
+def decoder(family: str, seed: int = 0, width: float | None = None) -> Any:
     """A causal LM of `family`, float32, every parameter random; weights wide enough that quantizing them shows."""
     kind, fields = {**DECODERS, **UNNAMED}[family]
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     torch.manual_seed(seed)
     model = getattr(transformers, head)(config_class(**fields)).eval()
-    return randomize(model, seed, CALM.get(family, 1.5))
+    return randomize(model, seed, width or CALM.get(family, 1.5))
 
 
 def encoder(name: str, seed: int = 0) -> Any:
