@@ -85,10 +85,12 @@ def make_graph(conversion: Conversion, directory: Path) -> tuple[Graph, list[str
 def save(model: ir.Model, path: Path) -> None:
     """Write the graph without metadata: they hold the exporter's notes, and the same graph must give the same bytes."""
     import onnx_ir as ir
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, TopologicalSortPass
+    from onnx_ir.passes.common import TopologicalSortPass
+
+    from bridge.graph.export import strip
 
     TopologicalSortPass()(model)
-    ClearMetadataAndDocStringPass()(model)
+    strip(model)
     path.write_bytes(ir.to_proto(model).SerializeToString(deterministic=True))
 
 

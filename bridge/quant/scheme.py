@@ -149,10 +149,6 @@ class Scheme:
             raise SchemeError("\n  ".join([head, *fold_layers(dict.fromkeys(problems))]))
         return known
 
-    def check_rules(self, sites: Sequence[Site]) -> None:
-        """Raise what `bound` raises."""
-        self.bound(sites)
-
     def rule_of(self, site: Site) -> Rule | None:
         """The rule that decides `site`, or None; SchemeError where rules contradict or cut a fused site.
 

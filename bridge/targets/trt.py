@@ -18,6 +18,7 @@ from bridge.errors import UsageError, nearest
 from bridge.graph.tasks import TASKS
 from bridge.planning import Output, Plan, Step
 from bridge.quant.blocks import stored_shapes
+from bridge.quant.scheme import is_static
 from bridge.values import Format, Numeric, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
@@ -154,8 +155,6 @@ class Trt:
     def keeps(self, format_: Format, site: Site) -> str:
         if site.layout == "conv" and any(n.per == "block" for n in format_.weight):
             return "convolution: block scales need a matrix"
-        if site.layout == "conv" and format_.prescales:
-            return "convolution: a pre-scale along `in` needs a matrix"
         return ""
 
     def misfits(self, format_: Format, site: Site, spec: TensorSpec) -> list[str]:
@@ -197,7 +196,7 @@ class Trt:
             _, in_ = _out_in(spec, site)
             scale = TensorSpec(f"{site.module}.pre_quant_scale", (in_,), options.dtype or spec.dtype)
             outputs.append(Output(scale, "pre_quant_scale", f"calibration: {format_.algorithm}"))
-        if format_.input and _needs_input_scale(format_.input):
+        if format_.input and is_static(format_.input):
             bound = format_.input.maxbound * (448 if format_.input.dynamic else 1)
             scale = TensorSpec(f"{site.module}.input_scale", (), "float32")
             outputs.append(Output(scale, "input_scale", f"calibration: input amax / {bound:g}"))
@@ -268,11 +267,6 @@ def _task(asked: str | None, architecture: str) -> str:
     if asked is not None and own is not None and asked not in (own, "feature-extraction"):
         raise UsageError(f"task {asked!r}: a checkpoint of {architecture} has no such head; it serves {own}")
     return asked or own or "feature-extraction"
-
-
-def _needs_input_scale(entry: Numeric) -> bool:
-    """Static scales, and NVFP4's global scale under dynamic block scales; MX scales need nothing."""
-    return not entry.dynamic or entry.scale_dtype == "float8_e4m3fn"
 
 
 def _out_in(spec: TensorSpec, site: Site) -> tuple[int, int]:
