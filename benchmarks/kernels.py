@@ -2,10 +2,11 @@
 
     python benchmarks/kernels.py [--megabytes 256] [--rounds 6] [case ...]
 
-Every case runs through the functions that conversion calls (`bridge.quant.encode`, `bits`, `compare`), on bfloat16
-with normal random values, 4,096 columns. A round measures a copy (into memory that was touched before) and then the
-case (into memory it allocates), with one thread and with two (each on half of the rows). Time is processor time of the
-slowest thread, so other processes count only through caches and memory; the minimum of the rounds is reported.
+Every case runs through the functions that conversion and verification call (`Encoder`, `encode`, `compare`, `bits`), on
+normal random values, 4,096 columns, in pieces of 128 rows (a megabyte of bfloat16) as the stream reads them. A round
+measures a copy (into memory that was touched before) and then the case, with one thread and with two (each on half of
+the rows). Time is processor time of the slowest thread, so other processes count only through caches and memory; the
+minimum of the rounds is reported.
 """
 
 from __future__ import annotations
@@ -19,76 +20,97 @@ import numpy as np
 
 from bridge.quant import bits as b
 from bridge.quant.compare import compare
-from bridge.quant.encode import decode, encode
-from bridge.values import Numeric
+from bridge.quant.encode import Encoder, encode
+from bridge.values import Coding, Numeric
 
-COLS = 4096
-WEIGHTS = {
-    "fp8": (Numeric("float8_e4m3fn", "tensor"),),
-    "fp8_pc_pt": (Numeric("float8_e4m3fn", "channel"),),
-    "fp8_block": (Numeric("float8_e4m3fn", "block", (128, 128)),),
-    "int8": (Numeric("int8", "channel"),),
-    "int4_wo": (Numeric("int4", "block", (128,)),),
-    "nvfp4": (Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn"),),
-    "mxfp8": (Numeric("float8_e4m3fn", "block", (32,), "float8_e8m0fnu"),),
-    "mxfp4": (Numeric("float4_e2m1fn", "block", (32,), "float8_e8m0fnu"),),
-}
+COLS, ROWS = 4096, 128
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
+PLAIN, ROUNDED, HIGH, WORDS = Coding(), Coding(quotient="weight"), Coding(packed="out"), Coding(packed="int32")
+#  name                          bytes a value  numeric                                         coding
+CODES = (
+    ("fp8",                      1,             Numeric(FP8, "tensor"),                         PLAIN),
+    ("fp8, 16-bit quotient",     1,             Numeric(FP8, "tensor"),                         ROUNDED),
+    ("fp8_pc_pt",                1,             Numeric(FP8, "channel"),                        PLAIN),
+    ("fp8_block",                1,             Numeric(FP8, "block", (128, 128)),              PLAIN),
+    ("int8",                     1,             Numeric("int8", "channel"),                     PLAIN),
+    ("int4, two columns a byte", 0.5,           Numeric("int4", "block", (128,)),               PLAIN),
+    ("int4, two rows a byte",    0.5,           Numeric("int4", "block", (128,)),               HIGH),
+    ("int4, eight to an int32",  0.5,           Numeric("int4", "block", (128,)),               WORDS),
+    ("nvfp4",                    0.5625,        Numeric(FP4, "block", (16,), FP8),              PLAIN),
+    ("mxfp8",                    1.03125,       Numeric(FP8, "block", (32,), "float8_e8m0fnu"), PLAIN),
+    ("mxfp4",                    0.53125,       Numeric(FP4, "block", (32,), "float8_e8m0fnu"), PLAIN),
+)  # fmt: skip
+OTHERS = ("fp8", "int8", "int4, two rows a byte", "nvfp4")  # also measured on other dtypes, transposed and read back
 Work = Callable[[np.ndarray], object]
 
 
-def cases() -> dict[str, tuple[float, Work]]:
-    """Return name -> (bytes written for each value, work on rows of bfloat16 bits)."""
+def cases(dtype: str) -> dict[str, tuple[float, Work]]:
+    """Return name -> (bytes written for each value, work on rows of a storage array)."""
+    made = {f"rows to {name}": (size, _encoder(dtype, numeric, coding)) for name, size, numeric, coding in CODES}
+    if dtype != "bfloat16":
+        return {name: case for name, case in made.items() if name.removeprefix("rows to ") in OTHERS}
     found: dict[str, tuple[float, Work]] = {
-        "amax per tensor": (0, lambda w: b.amax(w, "bfloat16", *w.shape)),
-        "amax per row": (0, lambda w: b.amax(w, "bfloat16", 1, COLS)),
-        "amax per block of 16": (0.125, lambda w: b.amax(w, "bfloat16", 1, 16)),
-        "amax per block of 128": (0.016, lambda w: b.amax(w, "bfloat16", 1, 128)),
-        "amax per 128 x 128": (0, lambda w: b.amax(w, "bfloat16", 128, 128)),
+        "amax per tensor": (0, lambda w: b.amax(w, dtype, *w.shape)),
+        "amax per row": (0, lambda w: b.amax(w, dtype, 1, COLS)),
+        "amax per block of 16": (0.125, lambda w: b.amax(w, dtype, 1, 16)),
+        "amax per block of 128": (0.016, lambda w: b.amax(w, dtype, 1, 128)),
+        "amax per 128 x 128": (0, lambda w: b.amax(w, dtype, 128, 128)),
+        "cast to float16": (2, _pieces(lambda w: b.cast(w, dtype, "float16"))),
+        "cast to float32": (4, _pieces(lambda w: b.cast(w, dtype, "float32"))),
+        "smooth": (2, _pieces(lambda w: b.smooth(w, dtype, np.full(COLS, 3, np.float32)))),
         "transposed copy": (2, b.transposed),
-        "cast to float16": (2, lambda w: b.cast(w, "bfloat16", "float16")),
-        "cast to float32": (4, lambda w: b.cast(w, "bfloat16", "float32")),
-        "smooth": (2, lambda w: b.smooth(w, "bfloat16", np.full(COLS, 3, np.float32))),
+        **made,
     }
-    for name, numeric in WEIGHTS.items():
-        size = 0.5 if "4" in numeric[0].dtype.removeprefix("float8_e4") else 1
-        amax = 6.0 if numeric[0].per == "tensor" else None
-        for suffix, transpose in (("", False), (", transposed", True)):
-            found[f"encode {name}{suffix}"] = (
-                size,
-                lambda w, n=numeric, t=transpose, a=amax: encode(w, "bfloat16", n, transpose=t, amax=a),
-            )
-    for name in ("fp8", "int4_wo"):
-        found[f"decode {name}, transposed"] = (4, _decoder(WEIGHTS[name]))
-        found[f"compare {name}, transposed"] = (0, _comparer(WEIGHTS[name]))
+    for name, size, numeric, coding in CODES:
+        if name in OTHERS:
+            found[f"transposed {name}"] = (size, _whole(dtype, numeric, transpose=True))
+            found[f"compare {name}"] = (0, _comparer(dtype, numeric, coding))
+    found["Conv1D to fp8_pc_pt"] = (1, _whole(dtype, Numeric(FP8, "channel"), layout="in_out", transpose=True))
     return found
 
 
-def _decoder(numeric: tuple[Numeric, ...]) -> Work:
-    written = _writer(numeric)
+def _pieces(work: Work) -> Work:
+    def run(w: np.ndarray) -> None:
+        for first in range(0, len(w), ROWS):
+            work(w[first : first + ROWS])
 
-    def work(w: np.ndarray) -> None:
-        for first, chunk in b.chunks(w, "bfloat16"):
-            decode(written(w), numeric, w.shape, transpose=True, rows=(first, first + len(chunk)))
-
-    return work
+    return run
 
 
-def _comparer(numeric: tuple[Numeric, ...]) -> Work:
-    written = _writer(numeric)
-    return lambda w: compare(w, "bfloat16", written(w), numeric, transpose=True)
+def _encoder(dtype: str, numeric: Numeric, coding: Coding) -> Work:
+    memory: dict[int, dict[str, np.ndarray]] = {}  # of each thread's part, as the stream holds it for each thread
+
+    def run(w: np.ndarray) -> None:
+        held = memory.setdefault(w.ctypes.data, {})
+
+        def take(purpose: str, shape: tuple[int, ...], kind: object) -> np.ndarray:
+            if purpose not in held or held[purpose].shape != shape:
+                held[purpose] = np.empty(shape, kind)  # type: ignore[call-overload]
+            return held[purpose]
+
+        encoder = Encoder((numeric,), dtype, w.shape, coding=coding, amax=6.0, take=take)
+        for first in range(0, len(w), ROWS):
+            encoder.rows(w[first : first + ROWS], first)
+
+    return run
 
 
-def _writer(numeric: tuple[Numeric, ...]) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
-    """Return a function that encodes a part when it first meets it: outside of what is measured."""
+def _whole(dtype: str, numeric: Numeric, *, layout: str = "out_in", transpose: bool) -> Work:
+    return lambda w: encode(w, dtype, (numeric,), layout=layout, transpose=transpose, amax=6.0)
+
+
+def _comparer(dtype: str, numeric: Numeric, coding: Coding) -> Work:
     known: dict[tuple[int, int], dict[str, np.ndarray]] = {}
 
-    def written(w: np.ndarray) -> dict[str, np.ndarray]:
-        key = (w.ctypes.data, len(w))
-        if key not in known:
-            known[key] = encode(w, "bfloat16", numeric, transpose=True)
-        return known[key]
+    def run(w: np.ndarray) -> None:
+        for first in range(0, len(w), ROWS):
+            piece = w[first : first + ROWS]
+            key = (piece.ctypes.data, len(piece))
+            if key not in known:  # in the round that is not measured
+                known[key] = encode(piece, dtype, (numeric,), coding=coding)
+            compare(piece, dtype, known[key], (numeric,), coding=coding)
 
-    return written
+    return run
 
 
 def seconds(work: Work, parts: list[np.ndarray]) -> float:
@@ -114,30 +136,39 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
-    rows = options.megabytes * 2**20 // 2 // COLS // 256 * 256
-    values = np.random.default_rng(0).standard_normal((rows, COLS), np.float32)
-    weight = b.cast(values, "float32", "bfloat16")
-    del values
-    target = np.empty_like(weight)
-    halves = [weight[: rows // 2], weight[rows // 2 :]]
-
-    def copy(part: np.ndarray) -> None:
-        first = (part.ctypes.data - weight.ctypes.data) // weight.strides[0]
-        np.copyto(target[first : first + len(part)], part)
-
     print(
         "| case | bytes moved a value | 1 thread GB/s | % copy | 2 threads GB/s | % copy |\n|---|---|---|---|---|---|"
     )
-    for name, (size, work) in cases().items():
-        if options.case and not any(word in name for word in options.case):
-            continue
-        line = f"| {name} | {2 + size:g} |"
-        for parts in ([weight], halves):
-            seconds(work, parts)  # compiles, and touches the memory
-            pairs = [(seconds(copy, parts), seconds(work, parts)) for _ in range(options.rounds)]
-            base, took = (min(column) for column in zip(*pairs, strict=True))
-            line += f" {weight.nbytes / took / 1e9:.1f} | {100 * base / took:.0f} |"
-        print(line, flush=True)
+    for dtype in b.FLOATS:
+        weight = source(dtype, options.megabytes)
+        for name, (size, work) in cases(dtype).items():
+            full = name if dtype == "bfloat16" else f"{name}, from {dtype}"
+            if not options.case or any(word in full for word in options.case):
+                print(f"| {full} | {weight.itemsize + size:g} |{rates(weight, work, options.rounds)}", flush=True)
+
+
+def source(dtype: str, megabytes: int) -> np.ndarray:
+    """Return normal random values of so many megabytes; the same matrix again and again, which no kernel can see."""
+    part = b.cast(np.random.default_rng(0).standard_normal((ROWS, COLS), np.float32), "float32", dtype)
+    return np.tile(part, (max(megabytes * 2**20 // part.nbytes, 1), 1))
+
+
+def rates(weight: np.ndarray, work: Work, rounds: int) -> str:
+    """Return the cells of one line: GB/s of the input and share of a copy, on one thread and on two."""
+    target, half = np.empty_like(weight), len(weight) // 2
+    start, line = weight.ctypes.data, ""
+
+    def copy(part: np.ndarray) -> None:
+        first = (part.ctypes.data - start) // weight.strides[0]
+        np.copyto(target[first : first + len(part)], part)
+
+    for parts in ([weight], [weight[:half], weight[half:]]):
+        seconds(copy, parts)
+        seconds(work, parts)  # compiles, and touches the memory
+        pairs = [(seconds(copy, parts), seconds(work, parts)) for _ in range(rounds)]
+        base, took = (min(column) for column in zip(*pairs, strict=True))
+        line += f" {weight.nbytes / took / 1e9:.1f} | {100 * base / took:.0f} |"
+    return line
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ makes the output tensors of one source tensor.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
@@ -94,6 +95,48 @@ class Format:
 
 
 @dataclass(frozen=True)
+class Coding:
+    """How a target spells the codes and scales of one and the same format; equal formats may differ here only.
+
+    `cast`: the weight is rounded to this dtype before it is coded ("" leaves it); its amax is taken before that.
+    `packed`: two 4-bit codes share a byte along this axis, "in" or "out", the even one in the low nibble; "int32":
+    eight share an int32 along `in`, each plus 8, the first in the lowest bits (compressed-tensors).
+    `quotient`: "float32", or "weight" where weight / scale is rounded to the weight's dtype before it is coded.
+    `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by what was rounded.
+    `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded
+    and stored as 1 / scale (compressed-tensors). `least`: no KV scale is below this.
+    """
+
+    cast: str = ""
+    packed: str = "in"
+    quotient: str = "float32"
+    scale_dtype: str = "float32"
+    bound: float = 0.0
+    reciprocal: bool = False
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A rectangle of one source tensor, in its stored axes; None takes a whole axis.
+
+    `module` is the site it belongs to, whose pre-scale smooths it. `transposed`: stored [in, out], read as [out, in].
+    An empty `source` stands for zeros, which pad: `rows` and `cols` say how many.
+    """
+
+    source: str
+    rows: tuple[int, int] | None = None
+    cols: tuple[int, int] | None = None
+    module: str = ""
+    transposed: bool = False
+
+    @property
+    def inner(self) -> tuple[int, int] | None:
+        """The part of `in` that it takes: of its rows where it is stored [in, out]."""
+        return self.rows if self.transposed else self.cols
+
+
+@dataclass(frozen=True)
 class Site:
     """One quantizable module of an architecture, in checkpoint names.
 
@@ -113,12 +156,29 @@ class Site:
 
 
 @dataclass(frozen=True)
+class InputGroup:
+    """Modules that read one and the same tensor, in the order in which the model runs them.
+
+    `norm` is the module whose output that tensor is, "" where it is none's; `alone` is True when nothing but the group
+    reads it, so that a pre-scale may be multiplied into the norm; `plus_one` when the norm multiplies by 1 + weight.
+    """
+
+    modules: tuple[str, ...]
+    norm: str = ""
+    alone: bool = False
+    plus_one: bool = False
+
+
+@dataclass(frozen=True)
 class Structure:
     """What the plan must know of an architecture: from its table, or traced with torch where it has none.
 
     `attention`: attention modules by layer, where K and V can be quantized. `tied`: alias -> the tensor that is
     stored. `ignored`: source tensor -> why it is not carried. `roles`: source tensor -> the roles it holds, empty
-    without a table. `traced`: True when torch was needed to find this out.
+    without a table. `groups`: who reads the same input, as modules of `sites`. `order`: every tensor of the
+    checkpoint (tied aliases too) in the order of the model's modules. `embeddings`: modules whose weight is looked up,
+    not multiplied. `ungrouped`: why `groups` are not known, "" where they are. `traced`: True when torch was needed to
+    find this out.
     """
 
     architecture: str
@@ -127,4 +187,17 @@ class Structure:
     tied: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: tuple[InputGroup, ...] = ()
+    order: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
+    ungrouped: str = ""
     traced: bool = False
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and tuples as JSON has them; `dataclasses.asdict` copies every leaf, far slower."""
+    if dataclasses.is_dataclass(value):
+        return {key: plain(item) for key, item in vars(value).items()}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -45,25 +45,60 @@ def _pairs(source, target):
 
 
 @kernel
+def _halves(words, target):
+    """`_pairs` of two values of 16 bits each, read as one uint32, without their signs."""
+    for i in range(target.size):
+        v = np.uint32(words[i])
+        a = np.uint32(v & np.uint32(0x7FFF))
+        b = np.uint32(np.uint32(v >> np.uint32(16)) & np.uint32(0x7FFF))
+        target[i] = np.uint16(a if a > b else b)
+
+
+@kernel
+def _halved(row, block, levels, out):
+    """Write the maxima of blocks of a power of two, all of them whole, of a row of 16 bits.
+
+    levels: uint16, as many as the row; each halving writes behind the one before.
+    """
+    words = levels.view(np.uint32)
+    n = row.size // 2
+    if block == 2:
+        _halves(row.view(np.uint32), out)
+        return
+    _halves(row.view(np.uint32), levels[:n])
+    at = 0
+    while block > 4:
+        _halves(words[at // 2 : (at + n) // 2], levels[at + n : at + n + n // 2])
+        at += n
+        n //= 2
+        block //= 2
+    _halves(words[at // 2 : (at + n) // 2], out)
+
+
+@kernel
 def amax(bits, block_out, block_in, out):
     """Write max |x| of each `block_out` x `block_in` block (the last of an axis may be short) into `out`.
 
-    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  out: (ceil(rows / block_out), ceil(cols / block_in)) of
-    the same unsigned type: magnitudes as bits.
+    bits: (rows, cols) uint16 (bfloat16, float16) or uint32 (float32).  out: (ceil(rows / block_out), ceil(cols /
+    block_in)) of the same unsigned type: magnitudes as bits.
     """
     rows, cols = bits.shape
     number = bits.dtype.type
     fold = np.empty(cols + 1, bits.dtype)
     half = np.empty(cols // 2 + 1, bits.dtype)
-    # Small power-of-two blocks: halve the row, since a loop of 16 steps does not vectorise.
-    halve = block_in > 1 and block_in <= 64 and (block_in & (block_in - 1)) == 0
+    levels = np.empty(cols + cols % 2, np.uint16)
+    small = block_in > 1 and block_in <= 64 and (block_in & (block_in - 1)) == 0
+    halved = small and block_out == 1 and bits.itemsize == 2 and cols % block_in == 0
     for group in range(out.shape[0]):
+        if halved:
+            _halved(bits[group], block_in, levels, out[group].view(np.uint16))
+            continue
         fold[:cols] = number(0)
         for r in range(group * block_out, min(rows, (group + 1) * block_out)):
             _fold(bits[r], fold[:cols])
         if block_in == 1:
             out[group] = fold[:cols]
-        elif halve:
+        elif small:
             whole = cols // block_in
             n = whole * block_in
             if n < cols:

@@ -1,60 +1,260 @@
-"""Sums that tell two tensors apart, in float64; must never depend on the number of threads.
+"""Sums that tell codes from the weight they were made of, in runs of 128; must never depend on threads or on pieces.
 
-The order of additions is fixed by the block alone: `LANES` running sums, then halves are added to halves.
+Codes are decoded a few runs at a time, so that values stay in the first-level cache. Within a run float32 products are
+added pairwise, in an order that nothing decides but the run; runs are added in float64. A power of two brings each row
+near 1 first, so that no square overflows.
 """
 
 from __future__ import annotations
 
-from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
 
 import numpy as np
 
 from bridge._kernels.jit import kernel
 
-LANES = 256
+RUN = 128  # the blocks of the report: of INT4 and of DeepSeek's FP8
+LANES = RUN // 4
+SEGMENT = 16 * RUN  # values that are decoded at once: 26 KB in all
+INT8, INT4, E4M3, E2M1 = range(4)
+BYTES, COLUMNS, ROWS = range(3)  # one code a byte; two of a row a byte, the even one in the low nibble; two of a column
+HALF = 0.50005  # a quotient is rounded before its code is, by 2^-24 of at most 448
 
 
 @kernel
-def _accumulate(source, other, dot, aa, bb, dd):
-    shift = np.uint32(32 - 8 * source.itemsize)
-    for i in range(source.size):
-        a = np.float64(np.uint32(np.uint32(source[i]) << shift).view(np.float32))
-        b = np.float64(other[i])
-        d = a - b
-        dot[i] += a * b
-        aa[i] += a * a
-        bb[i] += b * b
-        dd[i] += d * d
+def _shift(row):
+    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
 @kernel
-def _total(lanes):
+def _power(row):
+    """The power of two, as float32 bits, that brings the largest magnitude of a row to between 1 and 2."""
+    bits = row.dtype.type
+    mask = bits((1 << (8 * row.itemsize - 1)) - 1)
+    best = bits(0)
+    for i in range(row.size):
+        v = bits(row[i] & mask)
+        best = v if v > best else best
+    exponent = np.uint32(np.uint32(np.uint32(best) << _shift(row)) >> np.uint32(23))
+    power = np.uint32(np.uint32(254) - np.uint32(min(max(exponent, np.uint32(1)), np.uint32(253))))
+    return np.uint32(np.uint32(power if best > bits(0) else np.uint32(127)) << np.uint32(23))
+
+
+@kernel
+def _unpack(line, odd, packing, flip, codes):
+    """Write codes, one a byte.  line: the bytes that hold them; odd: they are the second of two rows in a byte."""
+    if packing == BYTES:
+        for i in range(codes.size):
+            codes[i] = np.uint8(line[i] ^ flip)
+    elif packing == ROWS:
+        shift = np.uint8(4 * odd)
+        for i in range(codes.size):
+            codes[i] = np.uint8(np.uint8(line[i] >> shift) & np.uint8(15))
+    else:
+        pairs = codes[: codes.size // 2 * 2].view(np.uint16)
+        for i in range(pairs.size):
+            v = np.uint16(np.uint8(line[i] ^ flip))
+            pairs[i] = np.uint16(np.uint16(v & np.uint16(15)) | np.uint16(np.uint16(v >> np.uint16(4)) << np.uint16(8)))
+        if codes.size % 2:
+            codes[-1] = np.uint8(np.uint8(line[-1] ^ flip) & np.uint8(15))
+
+
+@kernel
+def _factors(scale, block, power, factor):
+    """Write the scale of every value times `power`, two at once where blocks are even: such stores stay scalar."""
+    whole = factor.size // block
+    if block % 2 == 0:
+        pairs = factor[: whole * block].view(np.uint64).reshape(whole, block // 2)
+        for b in range(whole):
+            bits = np.float32(scale[b] * power).view(np.uint32)
+            pairs[b][:] = np.uint64(np.uint64(bits) * np.uint64(0x100000001))
+    else:
+        for b in range(whole):
+            factor[b * block : (b + 1) * block] = np.float32(scale[b] * power)
+    if whole < scale.size:
+        factor[whole * block :] = np.float32(scale[whole] * power)
+
+
+@kernel
+def _integers(codes, factor, value, half):
+    """Write values, and half of the step between codes."""
+    for i in range(codes.size):
+        value[i] = np.float32(np.float32(np.int8(codes[i])) * factor[i])
+        half[i] = np.float32(factor[i] * np.float32(HALF))
+
+
+@kernel
+def _nibbles(codes, factor, value, half):
+    for i in range(codes.size):
+        c = np.int8(np.uint8(codes[i] << np.uint8(4))) >> np.int8(4)
+        value[i] = np.float32(np.float32(np.int8(c)) * factor[i])
+        half[i] = np.float32(factor[i] * np.float32(HALF))
+
+
+@kernel
+def _eights(codes, factor, value, half):
+    """e4m3, see `decode.py`; what should be NaN is 480, which is beyond the nearest code of any number."""
+    for i in range(codes.size):
+        c = np.uint32(codes[i])
+        a = np.uint32(c & np.uint32(0x7F))
+        u = np.uint32(np.uint32(a << np.uint32(20)) + np.uint32(120 << 23))
+        low = np.float32(np.uint32(u + np.uint32(1 << 23)).view(np.float32) - np.float32(2.0**-6)).view(np.uint32)
+        u = np.uint32(low if a < np.uint32(8) else u)
+        e = np.uint32(max(np.uint32(u & np.uint32(0x7F800000)), np.uint32(0x3C800000)))  # 2^-6
+        s = np.uint32(u | np.uint32(np.uint32(c & np.uint32(0x80)) << np.uint32(24)))
+        value[i] = np.float32(s.view(np.float32) * factor[i])
+        half[i] = np.float32(np.float32(e.view(np.float32) * np.float32(HALF / 8)) * factor[i])
+
+
+@kernel
+def _fours(codes, factor, value, half):
+    """e2m1, see `decode.py`."""
+    for i in range(codes.size):
+        c = np.uint32(codes[i])
+        a = np.uint32(c & np.uint32(7))
+        u = np.uint32(np.uint32(a << np.uint32(22)) + np.uint32(126 << 23))
+        low = np.float32(np.uint32(u + np.uint32(1 << 23)).view(np.float32) - np.float32(1)).view(np.uint32)
+        u = np.uint32(low if a < np.uint32(2) else u)
+        e = np.uint32(max(np.uint32(u & np.uint32(0x7F800000)), np.uint32(0x3F800000)))  # 1
+        s = np.uint32(u | np.uint32(np.uint32(c & np.uint32(8)) << np.uint32(28)))
+        value[i] = np.float32(s.view(np.float32) * factor[i])
+        half[i] = np.float32(np.float32(e.view(np.float32) * np.float32(HALF / 2)) * factor[i])
+
+
+@kernel
+def _decode(kind, codes, factor, value, half):
+    if kind == INT8:
+        _integers(codes, factor, value, half)
+    elif kind == INT4:
+        _nibbles(codes, factor, value, half)
+    elif kind == E4M3:
+        _eights(codes, factor, value, half)
+    else:
+        _fours(codes, factor, value, half)
+
+
+@kernel
+def _again(value, half, scale):
+    """Round values to e4m3 times `scale`; what that may change is added to `half`."""
+    for i in range(value.size):
+        half[i] += np.float32(np.float32(np.abs(value[i]) * np.float32(2.0**-4)) + np.float32(scale * 2.0**-10))
+        q = np.float32(value[i] / scale).view(np.uint32)
+        c = np.uint32(min(np.uint32(q & np.uint32(0x7FFFFFFF)), np.uint32(0x43E00000)))  # 448
+        e = np.uint32(max(np.uint32(c & np.uint32(0x7F800000)), np.uint32(0x3C800000)))  # 2^-6
+        m = np.uint32(e + np.uint32(20 << 23)).view(np.float32)
+        r = np.float32(np.float32(c.view(np.float32) + m) - m).view(np.uint32)
+        value[i] = np.float32(np.uint32(r | np.uint32(q & np.uint32(0x80000000))).view(np.float32) * scale)
+
+
+@kernel
+def _value(word, shift, power):
+    return np.float32(np.uint32(np.uint32(word) << shift).view(np.float32) * power)
+
+
+@kernel
+def _beyond(error, weight, half, slack, least):
+    bound = np.float32(np.float32(half + np.float32(np.abs(weight) * slack)) + least)
+    return np.uint32(0) if np.abs(error) <= bound else np.uint32(1)  # 1 for NaN
+
+
+@kernel
+def _products(source, value, half, power, slack, least, sums):
+    """Write a * a, b * b and |a - b|^2 of runs, four values to a lane; returns how many |a - b| no rounding explains.
+
+    source, value, half: (runs, RUN).  sums: (3, runs, LANES).
+    """
+    shift, beyond = _shift(source), np.uint32(0)
+    aa, bb, dd = sums[0], sums[1], sums[2]
+    for k in range(source.shape[0]):
+        for i in range(LANES):
+            a, b = _value(source[k, i], shift, power), value[k, i]
+            c, d = _value(source[k, LANES + i], shift, power), value[k, LANES + i]
+            e, f = _value(source[k, 2 * LANES + i], shift, power), value[k, 2 * LANES + i]
+            g, h = _value(source[k, 3 * LANES + i], shift, power), value[k, 3 * LANES + i]
+            aa[k, i] = np.float32(np.float32(a * a + c * c) + np.float32(e * e + g * g))
+            bb[k, i] = np.float32(np.float32(b * b + d * d) + np.float32(f * f + h * h))
+            p, q, r, s = np.float32(a - b), np.float32(c - d), np.float32(e - f), np.float32(g - h)
+            dd[k, i] = np.float32(np.float32(p * p + q * q) + np.float32(r * r + s * s))
+            low = np.uint32(_beyond(p, a, half[k, i], slack, least) + _beyond(q, c, half[k, LANES + i], slack, least))
+            high = np.uint32(
+                _beyond(r, e, half[k, 2 * LANES + i], slack, least)
+                + _beyond(s, g, half[k, 3 * LANES + i], slack, least)
+            )
+            beyond = np.uint32(beyond + np.uint32(low + high))
+    return beyond
+
+
+@kernel
+def _pairs(source, target):
+    for i in range(target.size):
+        target[i] = np.float32(source[2 * i] + source[2 * i + 1])
+
+
+@kernel
+def _halved(lanes, other):
+    """Add the lanes of runs in pairs, five times; the sums end in `other`."""
     n = lanes.size
-    while n > 1:
-        half = (n + 1) // 2
-        for i in range(n - half):
-            lanes[i] += lanes[half + i]
-        n = half
-    return lanes[0]
+    _pairs(lanes, other[: n // 2])
+    _pairs(other[: n // 2], lanes[: n // 4])
+    _pairs(lanes[: n // 4], other[: n // 8])
+    _pairs(other[: n // 8], lanes[: n // 16])
+    _pairs(lanes[: n // 16], other[: n // 32])
 
 
 @kernel
-def compare(bits, other, block, sums):
-    """Write [a . b, a . a, b . b, |a - b|^2] of each block of a row into `sums`.
+def _total(parts, power, sums):
+    """Add runs in float64; the fourth of `sums` takes the largest error of a run over its source."""
+    scale = 1.0 / np.float64(power)
+    for k in range(parts.shape[1]):
+        source, error = np.float64(parts[0, k]), np.float64(parts[2, k])
+        sums[0] += source * scale * scale
+        sums[1] += np.float64(parts[1, k]) * scale * scale
+        sums[2] += error * scale * scale
+        sums[3] = max(sums[3], error / source) if error > 0.0 else sums[3]
 
-    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32): a.  other: (rows, cols) float32: b.
-    sums: (rows, ceil(cols / block), 4) float64.
+
+@kernel
+def compare(bits, stored, kind, packing, flip, scale, down, across, second, slack, least, sums):
+    """Write [a . a, b . b, |a - b|^2, the largest |a - b|^2 / a . a of a run, codes beyond] of each row into `sums`.
+
+    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32): a.  stored: uint8, the rows of codes that make b.
+    kind: INT8, INT4, E4M3 or E2M1.  packing: BYTES, COLUMNS or ROWS.  flip: is exclusive-ored to each byte first.
+    scale: float32 grid, one number for each `down` x `across` values.  second: values are rounded to e4m3 times it, if
+    it is not 0.  A code is beyond if |a - b| exceeds half a step + slack * |a| + least.  sums: (rows, 5) float64.
     """
     rows, cols = bits.shape
-    width = min(LANES, block)
-    lanes = np.empty((4, width), np.float64)
+    codes, factor = np.empty(SEGMENT, np.uint8), np.empty(cols, np.float32)
+    value, half, tail = np.empty(SEGMENT, np.float32), np.empty(SEGMENT, np.float32), np.empty(SEGMENT, bits.dtype)
+    lanes, other = np.empty(3 * SEGMENT // 4, np.float32), np.empty(3 * SEGMENT // 8, np.float32)
     for r in range(rows):
-        for k in range(sums.shape[1]):
-            lanes[:] = 0.0
-            end = min(cols, (k + 1) * block)
-            for i in range(k * block, end, width):
-                j = min(end, i + width)
-                n = j - i
-                _accumulate(bits[r, i:j], other[r, i:j], lanes[0, :n], lanes[1, :n], lanes[2, :n], lanes[3, :n])
-            for q in range(4):
-                sums[r, k, q] = _total(lanes[q])
+        power = np.uint32(_power(bits[r])).view(np.float32)
+        _factors(scale[r // down], across, power, factor)
+        sums[r] = 0.0
+        for first in range(0, cols, SEGMENT):
+            n = min(SEGMENT, cols - first)
+            runs = (n + RUN - 1) // RUN
+            whole = runs * RUN
+            scales = factor[first : first + n]
+            if packing == COLUMNS:
+                line = stored[r, first // 2 : (first + n + 1) // 2]
+            else:
+                line = stored[r // 2 if packing == ROWS else r, first : first + n]
+            if packing != BYTES or flip != 0:
+                _unpack(line, r % 2, packing, flip, codes[:n])
+                line = codes[:n]
+            _decode(kind, line, scales, value, half)
+            if second != np.float32(0):
+                _again(value[:n], half, np.float32(second * power))
+            source = bits[r, first : first + n]
+            if n < whole:
+                tail[:n], tail[n:], value[n:], half[n:] = source, 0, 0, 0
+                source = tail[:whole]
+            n = 3 * whole // 4
+            beyond = _products(
+                source.reshape(runs, RUN), value[:whole].reshape(runs, RUN), half[:whole].reshape(runs, RUN),
+                power, slack, np.float32(least * power), lanes[:n].reshape(3, runs, LANES),
+            )  # fmt: skip
+            _halved(lanes[:n], other)
+            _total(other[: n // 32].reshape(3, runs), power, sums[r])
+            sums[r, 4] += beyond

@@ -1,4 +1,8 @@
-"""Values of codes through a table of 256 float32; must never round twice: one product of table entry and scale."""
+"""Values of codes as float32; must never round twice: one product of what a code stands for and its scale.
+
+Small floats are shifted into place instead of looked up, and their subnormal numbers made by a subtraction: a look-up
+gathers one value at a time, and a product of subnormal float32 numbers is a hundred times slower.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,84 @@ from bridge._kernels.jit import kernel
 
 
 @kernel
-def _values(codes, table, factor, out):
-    for i in range(codes.size):
-        out[i] = np.float32(table[codes[i]] * factor[i])
+def _e4m3(code):
+    c = np.uint32(code)
+    a = np.uint32(c & np.uint32(0x7F))
+    u = np.uint32(np.uint32(a << np.uint32(20)) + np.uint32(120 << 23))  # 2^(exponent - 7) (1 + mantissa / 8)
+    low = np.float32(np.uint32(u + np.uint32(1 << 23)).view(np.float32) - np.float32(2.0**-6)).view(np.uint32)
+    u = np.uint32(low if a < np.uint32(8) else u)
+    u = np.uint32(np.uint32(0x7FC00000) if a == np.uint32(0x7F) else u)
+    return np.uint32(u | np.uint32(np.uint32(c & np.uint32(0x80)) << np.uint32(24)))
 
 
 @kernel
-def decode(codes, table, scale, block_out, block_in, out):
-    """Write `table[codes] * scale` into `out`.
+def _e2m1(code):
+    c = np.uint32(code)
+    a = np.uint32(c & np.uint32(7))
+    u = np.uint32(np.uint32(a << np.uint32(22)) + np.uint32(126 << 23))  # 2^(exponent - 1) (1 + mantissa / 2)
+    low = np.float32(np.uint32(u + np.uint32(1 << 23)).view(np.float32) - np.float32(1)).view(np.uint32)
+    u = np.uint32(low if a < np.uint32(2) else u)
+    return np.uint32(u | np.uint32(np.uint32(c & np.uint32(8)) << np.uint32(28)))
 
-    codes: (rows, cols) uint8.  table: (256,) float32.  out: (rows, cols) float32.
+
+@kernel
+def _floats(row, eight, factor, out):
+    if eight:
+        for i in range(row.size):
+            out[i] = np.float32(np.uint32(_e4m3(row[i])).view(np.float32) * factor[i])
+    else:
+        for i in range(row.size):
+            out[i] = np.float32(np.uint32(_e2m1(row[i])).view(np.float32) * factor[i])
+
+
+@kernel
+def _integers(row, factor, out):
+    for i in range(row.size):
+        out[i] = np.float32(np.float32(np.int8(row[i])) * factor[i])
+
+
+@kernel
+def _factors(scale, block, factor):
+    for b in range(scale.size):
+        factor[b * block : min(factor.size, (b + 1) * block)] = scale[b]
+
+
+@kernel
+def floats(codes, eight, scale, block_out, block_in, out):
+    """Write `codes * scale` of e4m3 (`eight`, 0x7f and 0xff are NaN) or of e2m1 codes 0..15.
+
+    codes: (rows, cols) uint8.  out: (rows, cols) float32.
     scale: float32 grid, one number for each `block_out` x `block_in` values.
     """
-    rows, cols = codes.shape
-    factor = np.empty(cols, np.float32)
+    factor = np.empty(codes.shape[1], np.float32)
     current = -1
-    for r in range(rows):
-        line = r // block_out
-        if line != current:
-            current = line
-            for b in range(scale.shape[1]):
-                factor[b * block_in : min(cols, (b + 1) * block_in)] = scale[line, b]
-        _values(codes[r], table, factor, out[r])
+    for r in range(codes.shape[0]):
+        if r // block_out != current:
+            current = r // block_out
+            _factors(scale[current], block_in, factor)
+        _floats(codes[r], eight, factor, out[r])
+
+
+@kernel
+def integers(codes, scale, block_out, block_in, out):
+    """Write `codes * scale` of signed integers, one byte each; the other arguments are those of `floats`."""
+    factor = np.empty(codes.shape[1], np.float32)
+    current = -1
+    for r in range(codes.shape[0]):
+        if r // block_out != current:
+            current = r // block_out
+            _factors(scale[current], block_in, factor)
+        _integers(codes[r], factor, out[r])
+
+
+@kernel
+def powers(codes, out):
+    """Write 2^(code - 127), NaN for 255.  codes: (rows, cols) uint8.  out: (rows, cols) float32."""
+    for r in range(codes.shape[0]):
+        row = codes[r]
+        line = out[r]
+        for i in range(row.size):
+            c = np.uint32(row[i])
+            u = np.uint32(np.uint32(0x400000) if c == np.uint32(0) else np.uint32(c << np.uint32(23)))
+            u = np.uint32(np.uint32(0x7FC00000) if c == np.uint32(255) else u)
+            line[i] = u.view(np.float32)

@@ -13,18 +13,57 @@ from bridge._kernels.jit import kernel
 
 
 @kernel
-def _codes(row, divisor, codes):
-    shift = np.uint32(32 - 8 * row.itemsize)
+def _shift(row):
+    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
+
+
+@kernel
+def _code(u):
+    x = np.uint32(u).view(np.float32)
+    c = np.uint32(min(np.uint32(u & np.uint32(0x7FFFFFFF)), np.uint32(0x40C00000)))  # 6
+    e = np.uint32(max(np.uint32(c & np.uint32(0x7F800000)), np.uint32(0x3F800000)))  # 1
+    m = np.uint32(e + np.uint32(22 << 23))
+    s = np.float32(c.view(np.float32) + m.view(np.float32)).view(np.uint32)
+    code = np.uint32(np.uint32(s - m) + np.uint32(np.uint32(e >> np.uint32(22)) - np.uint32(0xFE)))
+    sign = np.uint32(8) if x < np.float32(0.0) else np.uint32(0)  # -0.0 and NaN have none
+    return np.uint8(code | sign)
+
+
+@kernel
+def _uniform(row, divisor, codes):
+    shift = _shift(row)
+    if divisor == np.float32(1):  # quotients that were rounded before: a division would double the time
+        for i in range(row.size):
+            codes[i] = _code(np.uint32(np.uint32(row[i]) << shift))
+    else:
+        for i in range(row.size):
+            w = np.uint32(np.uint32(row[i]) << shift).view(np.float32)
+            codes[i] = _code(np.float32(w / divisor).view(np.uint32))
+
+
+@kernel
+def _varied(row, divisor, codes):
+    shift = _shift(row)
     for i in range(row.size):
         w = np.uint32(np.uint32(row[i]) << shift).view(np.float32)
-        x = np.float32(w / divisor[i])
-        c = np.uint32(min(np.uint32(x.view(np.uint32) & np.uint32(0x7FFFFFFF)), np.uint32(0x40C00000)))  # 6
-        e = np.uint32(max(np.uint32(c & np.uint32(0x7F800000)), np.uint32(0x3F800000)))  # 1
-        m = np.uint32(e + np.uint32(22 << 23))
-        s = np.float32(c.view(np.float32) + m.view(np.float32)).view(np.uint32)
-        code = np.uint32(np.uint32(s - m) + np.uint32(np.uint32(e >> np.uint32(22)) - np.uint32(0xFE)))
-        sign = np.uint32(8) if x < np.float32(0.0) else np.uint32(0)  # -0.0 and NaN have none
-        codes[i] = np.uint8(code | sign)
+        codes[i] = _code(np.float32(w / divisor[i]).view(np.uint32))
+
+
+@kernel
+def _expand(scale, block, divisor):
+    """Repeat each scale over its block, two at once where blocks are even: such stores stay scalar."""
+    whole = divisor.size // block
+    if block % 2 == 0:
+        bits = scale.view(np.uint32)
+        pairs = divisor[: whole * block].view(np.uint64).reshape(whole, block // 2)
+        for b in range(whole):
+            pairs[b][:] = np.uint64(np.uint64(bits[b]) * np.uint64(0x100000001))
+    else:
+        for b in range(whole):
+            divisor[b * block : (b + 1) * block] = scale[b]
+    if whole < scale.size:
+        divisor[whole * block :] = scale[whole]
 
 
 @kernel
@@ -35,12 +74,15 @@ def fp4(bits, scale, block_out, block_in, codes):
     scale: float32 grid, one number for each `block_out` x `block_in` values.
     """
     rows, cols = bits.shape
-    divisor = np.empty(cols, np.float32)
+    uniform = scale.shape[1] == 1
+    divisor = np.empty(1 if uniform else cols, np.float32)
     current = -1
     for r in range(rows):
         line = r // block_out
-        if line != current:
-            current = line
-            for b in range(scale.shape[1]):
-                divisor[b * block_in : min(cols, (b + 1) * block_in)] = scale[line, b]
-        _codes(bits[r], divisor, codes[r])
+        if uniform:
+            _uniform(bits[r], scale[line, 0], codes[r])
+        else:
+            if line != current:
+                current = line
+                _expand(scale[line], block_in, divisor)
+            _varied(bits[r], divisor, codes[r])

@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 
 from bridge.errors import SchemeError
-from bridge.values import Numeric
+from bridge.values import Coding, Numeric
 
 LAYOUTS = ("out_in", "in_out", "conv")
+FOUR_BITS = ("int4", "float4_e2m1fn")
+IN_INT32 = {"int4": 8, "int8": 4}  # codes in one
+PLAIN = Coding()
 
 
 @dataclass(frozen=True)
@@ -49,29 +52,58 @@ def grid(numeric: Numeric, shape: tuple[int, ...], layout: str, name: str = "wei
     return Grid(rows, cols, *(block[::-1] if layout == "in_out" else block))
 
 
-def stored_shapes(
-    numeric: tuple[Numeric, ...], shape: tuple[int, ...], layout: str, transpose: bool, name: str = "weight"
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return {"codes" | "scale" | "scale_2": (dtype, logical shape)} that `encode` gives for a weight of `shape`.
+def packing(numeric: Numeric, layout: str, transpose: bool, coding: Coding) -> str:
+    """How codes share a byte or word, "" where a code is a byte; what is stored [in, out] packs `out`."""
+    turned = transpose != (layout == "in_out")
+    if coding.packed == "int32" and not turned and numeric.dtype in IN_INT32:
+        return "int32"
+    if numeric.dtype not in FOUR_BITS:
+        return ""
+    return "out" if turned else coding.packed
 
-    The logical shape of 4-bit codes counts values; their storage array has half as many bytes along the last axis.
+
+def stored_shapes(
+    numeric: tuple[Numeric, ...],
+    shape: tuple[int, ...],
+    layout: str,
+    transpose: bool,
+    name: str = "weight",
+    coding: Coding = PLAIN,
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return {"codes" | "scale" | "scale_2": (dtype, shape)} that `encode` gives for a weight of `shape`.
+
+    4-bit codes packed along the last stored axis keep their dtype and a shape that counts values: the storage array has
+    half as many bytes along it. Packed in another way they are uint8 or int32 of the shape that is stored.
     """
     first = numeric[0]
     blocks = grid(first, shape, layout, name)
-    codes = shape
-    if transpose:
-        if len(shape) != 2:
-            raise SchemeError(f"{name}: a convolution of shape {shape} cannot be stored transposed")
-        codes = shape[::-1]
-    if first.dtype in ("int4", "float4_e2m1fn") and codes[-1] % 2:
-        raise SchemeError(
-            f"{name}: {first.dtype} packs two values to a byte along the last stored axis of {codes}, which is odd; "
-            "keep this weight in its dtype or choose an 8-bit scheme"
-        )
+    if transpose and len(shape) != 2:
+        raise SchemeError(f"{name}: a convolution of shape {shape} cannot be stored transposed")
+    stored = shape[::-1] if transpose else shape
+    packed = packing(first, layout, transpose, coding)
+    if packed == "int32" and first.dtype not in IN_INT32:
+        raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
+    codes = (first.dtype, stored)
+    if packed == "int32":
+        codes = ("int32", (stored[0], -(-stored[1] // IN_INT32[first.dtype])))
+    elif packed == "out" and transpose == (layout == "in_out"):
+        codes = ("uint8", (_half(first, stored, 0, name), stored[1]))
+    elif packed:
+        _half(first, stored, len(stored) - 1, name)
     scale: tuple[int, ...] = blocks.shape[::-1] if transpose else blocks.shape
     if first.per != "block":
         scale = () if first.per == "tensor" else (math.prod(scale),)
-    found = {"codes": (first.dtype, codes), "scale": (first.scale_dtype, scale)}
+    dtype = coding.scale_dtype if first.scale_dtype == "float32" else first.scale_dtype
+    found = {"codes": codes, "scale": (dtype, scale)}
     if len(numeric) == 2 or first.scale_dtype == "float8_e4m3fn":
         found["scale_2"] = ("float32", ())
     return found
+
+
+def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> int:
+    if stored[axis] % 2:
+        raise SchemeError(
+            f"{name}: {numeric.dtype} packs two values to a byte along axis {axis} of {stored}, which is odd; "
+            "keep this weight in its dtype or choose an 8-bit scheme"
+        )
+    return stored[axis] // 2

@@ -1,4 +1,4 @@
-"""Codes and scales of one weight, and back: the door from a scheme's numerics to the kernels; loads no framework.
+"""Codes and scales of one weight: the door from a scheme's numerics to the kernels; loads no framework.
 
 Law of this module: a NaN, an infinity or a zero scale never leaves it. A zero amax gives scale 1 and codes 0, a
 non-finite one raises SourceError. The formulas are those of `bridge.quant.reference`, bit for bit.
@@ -6,24 +6,146 @@ non-finite one raises SourceError. The formulas are those of `bridge.quant.refer
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import numpy as np
 
-from bridge._kernels.decode import decode as _decode
 from bridge._kernels.fp4 import fp4
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.integer import integer
-from bridge._kernels.layout import pack, pack_rows, unpack, unpack_rows
+from bridge._kernels.quotient import to_brain, to_half
+from bridge.dtypes import DTYPES
 from bridge.errors import SchemeError
 from bridge.quant import bits as _bits
 from bridge.quant.bits import Array
-from bridge.quant.blocks import Grid, grid, stored_shapes
-from bridge.values import Numeric
+from bridge.quant.blocks import PLAIN, grid, packing, stored_shapes
+from bridge.quant.decode import storage
+from bridge.quant.scales import Scales
+from bridge.quant.transcode import Take, packed_codes
+from bridge.values import Coding, Numeric
 
-# The smallest normal number: ModelOpt clamps an amax to it, in the dtype that the amax has.
-TINY = {"bfloat16": 2.0**-126, "float32": 2.0**-126, "float16": 2.0**-14}
 INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
-PACKED = ("int4", "float4_e2m1fn")
-E4M3_MAX = np.float32(448)
+ONE = np.ones((1, 1), np.float32)
+PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls, more the second-level cache
+
+
+class Encoder:
+    """Codes the rows of one weight [out, in] as they come.
+
+    `unit`: every piece of rows but the last must have a multiple of so many.
+
+    >>> encoder = Encoder((Numeric("int8", "channel"),), "float32", (4, 6))
+    >>> encoder.rows(np.full((2, 6), 3, np.float32), first=0)["codes"][1]
+    array([127, 127, 127, 127, 127, 127], dtype=int8)
+    """
+
+    def __init__(
+        self,
+        numeric: tuple[Numeric, ...],
+        dtype: str,
+        shape: tuple[int, ...],
+        *,
+        layout: str = "out_in",
+        coding: Coding = PLAIN,
+        amax: float | None = None,
+        name: str = "weight",
+        take: Take | None = None,
+    ) -> None:
+        """dtype: of the rows that will come.  shape: of the whole weight, [out, in] or a convolution's.
+
+        amax: of the whole tensor as it comes, before any cast; required where one scale covers it.
+        take: gives memory by purpose, the same again for the same one; one thread's encoders may share it.
+        """
+        if layout == "in_out":
+            raise SchemeError(f"{name}: a weight that is stored [in, out] cannot be coded row by row")
+        shapes = stored_shapes(numeric, shape, layout, False, name, coding)
+        first = numeric[0]
+        if amax is None and (first.per == "tensor" or "scale_2" in shapes):
+            raise SchemeError(f"{name}: the amax of the whole tensor must be known, its scale covers all rows")
+        if amax is not None:
+            _bits.check_finite(np.full((1, 1), amax), name, "given amax")
+        self._numeric, self._dtype, self._name = first, dtype, name
+        self._blocks = grid(first, shape, layout, name)
+        self._packed = packing(first, layout, False, coding)
+        self._plain_int8 = first.dtype == "int8" and not self._packed
+        self._cast = coding.cast or dtype
+        self._quotient = self._cast if coding.quotient == "weight" else "float32"
+        self._scales = Scales(numeric, dtype, coding, amax)
+        self._held: dict[str, Array] = {}
+        self._take = take or self._own
+        self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, 2 if self._packed == "out" else 1)
+
+    def constants(self) -> dict[str, Array]:
+        """Return the parts that no row decides: a scale of the whole tensor, the second scale."""
+        return self._scales.constants
+
+    def rows(self, bits: Array, first: int, largest: Array | None = None) -> dict[str, Array]:
+        """Return the stored rows that the weight's rows from `first` on become: "codes", and "scale" unless constant.
+
+        They lie in memory that the next call uses again. SourceError on NaN or infinity.
+
+        largest: the maxima (rows, 1) that decide per-channel scales, where the weight is cut along `in`.
+        """
+        flat = _bits.matrix(bits)
+        n, blocks = len(flat), self._blocks
+        down = n if self._numeric.per == "tensor" else blocks.down
+        own = _bits.amax(flat, self._dtype, down, blocks.across)
+        _bits.check_finite(own, self._name, f"rows {first} to {first + n}")
+        found, divisor = self._scales.of(own if largest is None else largest)
+        codes = self._take("codes", (n, blocks.cols), np.uint8)
+        for part in self._chunks(n):
+            of = part if divisor.shape[0] > 1 else slice(0, 1)
+            at = slice(of.start // down, -(-of.stop // down))
+            self._code(*self._readable(flat[part], divisor[at], down), down, codes[part])
+        packed = packed_codes(codes, self._numeric.dtype, self._packed, self._take)
+        if "scale" in found and self._numeric.per == "channel":
+            found["scale"] = found["scale"].reshape(-1)
+        return found | {"codes": packed.view(np.int8) if self._plain_int8 else packed}
+
+    def _chunks(self, n: int) -> list[slice]:
+        """Rows that are coded at once: all that came, or few enough to stay in the cache once widened."""
+        if self._dtype != "float16" and self._cast == self._dtype and self._quotient == "float32":
+            return [slice(0, n)]
+        return list(_bits.chunks(n, self._blocks.cols, self.unit))
+
+    def _readable(self, flat: Array, divisor: Array, down: int) -> tuple[Array, Array]:
+        """The rows as words that the kernels compute on, cast if the target wants that, and their divisors.
+
+        Where quotients are rounded, the words are those quotients and the divisor is 1.
+        """
+        scratch = self._take("single", (flat.size,), np.uint32)
+        if self._cast == self._dtype:
+            found = _bits.readable(flat, self._dtype, scratch)
+        else:
+            cast = self._take("cast", flat.shape, DTYPES[self._cast].storage)
+            source, target = _bits.words(flat, self._dtype), _bits.words(cast, self._cast)
+            _bits.cast_words(source.reshape(-1), self._dtype, self._cast, target.reshape(-1), scratch)
+            found = _bits.readable(cast, self._cast, scratch)
+        if self._quotient == "float32":
+            return found, divisor
+        brain = self._quotient == "bfloat16"
+        rounded = self._take("quotient", flat.shape, np.uint16 if brain else np.uint32)
+        (to_brain if brain else to_half)(found, divisor, down, self._blocks.across, rounded)
+        return rounded, ONE
+
+    def _code(self, words: Array, divisor: Array, down: int, codes: Array) -> None:
+        block, dtype = (down if len(divisor) > 1 else len(words), self._blocks.across), self._numeric.dtype
+        if dtype in INTEGER_RANGE:
+            integer(words, divisor, *block, *INTEGER_RANGE[dtype], codes)
+        elif dtype == "float8_e4m3fn":
+            fp8(words, divisor, *block, codes)
+        elif dtype == "float4_e2m1fn":
+            fp4(words, divisor, *block, codes)
+        else:
+            raise SchemeError(f"no kernel makes codes of dtype {dtype}")
+
+    def _own(self, purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        held, need = self._held.get(purpose), math.prod(shape)
+        if held is None or held.size < need:
+            held = self._held[purpose] = np.empty(need, dtype)
+        return held[:need].reshape(shape)
 
 
 def encode(
@@ -33,208 +155,52 @@ def encode(
     *,
     layout: str = "out_in",
     transpose: bool = False,
+    coding: Coding = PLAIN,
     amax: float | None = None,
     name: str = "weight",
 ) -> dict[str, Array]:
     """Quantize one weight: {"codes", "scale"} and "scale_2" where the scheme has a second scale.
 
     bits: storage array of `dtype` (bfloat16, float16, float32) in the checkpoint's layout.
-    transpose: store the codes and block scales transposed.
+    transpose: store the codes and block scales transposed; 4-bit codes are then packed along the last stored axis.
     amax: the maximum of the whole tensor where the caller knows it or shares it (per tensor, NVFP4's global scale, the
     second numeric of w4a8), else it is computed, at the price of a second look at the weight.
     name: for messages.
 
-    codes: uint8 (fp8), int8, or uint8 with two 4-bit codes along the last stored axis, the even one in the low
-    nibble. scale: float32 (), (out,) or a grid of blocks in the stored axes; uint8 bits of e4m3 (NVFP4) or e8m0 (MX).
+    codes: uint8 (fp8), int8, or two 4-bit codes to a byte, the even one in the low nibble (int32: see `Coding`).
+    scale: (), (out,) or a grid of blocks in the stored axes; uint8 bits of e4m3 (NVFP4) or e8m0 (MX).
 
     >>> weight = np.full((4, 6), 2, np.float32)
     >>> encode(weight, "float32", (Numeric("int8", "channel"),), transpose=True)["codes"].shape
     (6, 4)
     """
-    first = numeric[0]
-    blocks = grid(first, bits.shape, layout, name)
-    shapes = stored_shapes(numeric, bits.shape, layout, transpose, name)
-    flat = _bits.matrix(bits)
-    if amax is not None:
-        _bits.check_finite(np.full((1, 1), amax), f"amax of {name}")
-    elif first.per == "tensor" or "scale_2" in shapes:
-        amax = float(_finite_amax(flat, dtype, flat.shape, name)[0, 0])
-    found = _quantized(flat, dtype, first, blocks, transpose, amax, name)
-    if len(numeric) == 2:
-        found["scale_2"] = _scale(np.full((), amax, np.float32), numeric[1].maxbound, TINY[dtype])
-    return {key: array.reshape(_storage(*shapes[key])) for key, array in found.items()}
+    shapes = stored_shapes(numeric, bits.shape, layout, transpose, name, coding)
+    flat, across = _bits.matrix(bits), layout == "in_out"
+    if amax is None and (numeric[0].per == "tensor" or "scale_2" in shapes):
+        largest = _bits.amax(flat, dtype, *flat.shape)
+        _bits.check_finite(largest, name, "weight")
+        amax = float(largest[0, 0])
+    turned = transpose != across  # stored [in, out]
+    if turned:
+        coding = dataclasses.replace(coding, packed="out")
+    shape = flat.shape[::-1] if across else bits.shape
+    encoder = Encoder(numeric, dtype, shape, layout="out_in" if across else layout, coding=coding, amax=amax, name=name)
+    made = {part: np.empty(*storage(*of)) for part, of in shapes.items()}
+    for part, constant in encoder.constants().items():
+        made[part][...] = constant
+    at = dict.fromkeys(made, 0)
+    for rows in _bits.chunks(shape[0], math.prod(shape[1:]), math.lcm(encoder.unit, 8), PIECE):
+        panel = _bits.transposed(flat[:, rows]) if across else flat[rows]
+        for key, array in encoder.rows(panel, rows.start).items():
+            _place(array, made[key], at[key], turned)
+            at[key] += len(array)
+    return made
 
 
-def scales(numeric: Numeric, largest: Array, dtype: str, amax: float | None) -> tuple[dict[str, Array], Array]:
-    """Return the scales of blocks as they are stored, and the float32 numbers that weights are divided by.
-
-    largest: float32 grid of block maxima, finite.  dtype: of the weight.  amax: NVFP4's maximum of the whole tensor.
-    """
-    if numeric.scale_dtype == "float8_e4m3fn":
-        top = np.float32(numeric.maxbound)
-        second = _scale(np.full((), amax, np.float32), float(top * E4M3_MAX), TINY["float32"])
-        block = largest / (top * second)
-        block[block == 0] = 1
-        block = np.clip(block, np.float32(2.0**-9), E4M3_MAX)
-        codes = np.empty(block.shape, np.uint8)
-        fp8(block.view(np.uint32), np.ones((1, 1), np.float32), *block.shape, codes)
-        return {"scale": codes, "scale_2": second}, _table("float8_e4m3fn")[codes] * second
-    if numeric.scale_dtype == "float8_e8m0fnu":
-        u = (largest / np.float32(numeric.maxbound)).view(np.uint32)
-        codes = np.where(u <= 0x400000, 0, (u + np.uint32(0x7FFFFF)) >> 23).astype(np.uint8)  # ceil(log2)
-        return {"scale": codes}, _table("float8_e8m0fnu")[codes]
-    # ModelOpt keeps the amax of INT4 blocks in float32, all others in the weight's dtype.
-    scale = _scale(largest, numeric.maxbound, TINY["float32" if numeric.dtype == "int4" else dtype])
-    return {"scale": scale}, scale
-
-
-def decode(
-    arrays: dict[str, Array],
-    numeric: tuple[Numeric, ...],
-    shape: tuple[int, ...],
-    *,
-    layout: str = "out_in",
-    transpose: bool = False,
-    rows: tuple[int, int] | None = None,
-) -> Array:
-    """Return the float32 values that `encode`'s arrays stand for, in the checkpoint's layout.
-
-    shape: of the weight in the checkpoint.  rows: only these of its first axis, a multiple of the blocks' height.
-    """
-    first = numeric[0]
-    blocks = grid(first, shape, layout)
-    start, stop = rows or (0, blocks.rows)
-    codes = _stored_rows(arrays["codes"], first, blocks, transpose, start, stop)
-    scale = arrays["scale"]
-    scale = scale.reshape(blocks.shape[::-1] if transpose else blocks.shape)
-    factor = np.ascontiguousarray(scale.T if transpose else scale)
-    if first.scale_dtype != "float32":
-        factor = _table(first.scale_dtype)[factor]
-    if first.scale_dtype == "float8_e4m3fn":
-        factor = factor * arrays["scale_2"]
-    out = np.empty(codes.shape, np.float32)
-    factor = factor[start // blocks.down :]
-    _decode(codes, _table(first.dtype), factor, blocks.down, blocks.across, out)
-    if len(numeric) == 2:
-        second = arrays["scale_2"].reshape(1, 1)
-        codes = np.empty(out.shape, np.uint8)
-        fp8(out.view(np.uint32), second, *out.shape, codes)
-        _decode(codes, _table(numeric[1].dtype), second, *out.shape, out)
-    return out.reshape(stop - start, *shape[1:])
-
-
-def _scale(amax: Array, maxbound: float, tiny: float) -> Array:
-    """amax / maxbound in float32, at least the scale of the smallest normal number; 1 where amax is 0."""
-    return np.asarray(
-        np.where(amax == 0, np.float32(maxbound), np.maximum(amax, np.float32(tiny))) / np.float32(maxbound), np.float32
-    )
-
-
-def _storage(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-1], shape[-1] // 2) if name in PACKED else shape
-
-
-def _finite_amax(flat: Array, dtype: str, block: tuple[int, int], name: str) -> Array:
-    found = _bits.amax(flat, dtype, *block)
-    _bits.check_finite(found, name)
-    return found
-
-
-def _quantized(
-    flat: Array, dtype: str, numeric: Numeric, blocks: Grid, transpose: bool, amax: float | None, name: str
-) -> dict[str, Array]:
-    """Return codes and scales as they are stored, chunk by chunk.
-
-    The maxima of a chunk are taken even where its scales are known: they prove that no NaN passes, and they fetch the
-    chunk into the cache at the speed of memory, which the division loop does not (2.0 against 3.3 GB/s on one core).
-    """
-    rows, cols = flat.shape
-    spans = blocks.down >= rows  # one row of blocks: scales are known before the first chunk
-    if spans:
-        largest = _finite_amax(flat, dtype, (rows, blocks.across), name) if numeric.per != "tensor" else None
-        found, divisor = scales(numeric, np.full((1, 1), amax, np.float32) if largest is None else largest, dtype, amax)
-    parts: list[Array] = []
-    codes = np.empty(_storage(numeric.dtype, (cols, rows) if transpose else (rows, cols)), np.uint8)
-    for first, chunk in _bits.chunks(flat, dtype, blocks.down):
-        part = _bits.chunk_amax(chunk, blocks.down, blocks.across)
-        if not np.isfinite(part).all():
-            _finite_amax(flat, dtype, (blocks.down, blocks.across), name)  # raises, with the count of all
-        if not spans:
-            found, divisor = scales(numeric, part, dtype, amax)
-            parts.append(found["scale"])
-        _store(chunk, numeric, divisor, blocks, transpose, codes, first)
-    scale = found["scale"] if spans else np.concatenate(parts)
-    found["scale"] = np.ascontiguousarray(scale.T if transpose else scale)
-    return found | {"codes": codes.view(np.int8) if numeric.dtype == "int8" else codes}
-
-
-def _store(
-    chunk: Array, numeric: Numeric, divisor: Array, blocks: Grid, transpose: bool, out: Array, first: int
-) -> None:
-    """Quantize the rows that begin at `first` into their place in `out`: packed, transposed, both or neither."""
-    n, cols = chunk.shape
-    packed = numeric.dtype in PACKED
-    if not (packed or transpose):
-        _quantize(chunk, numeric, divisor, blocks, out[first : first + n])
+def _place(rows: Array, out: Array, at: int, turned: bool) -> None:
+    """Put stored rows, which begin at row `at`, into the whole array: as columns if it is `turned`."""
+    if not turned or rows.ndim == 1:
+        out[at : at + len(rows)] = rows.reshape(len(rows), *out.shape[1:])
         return
-    codes = np.empty((n, cols), np.uint8)
-    _quantize(chunk, numeric, divisor, blocks, codes)
-    if packed and transpose:
-        pairs = np.empty((n // 2, cols), np.uint8)
-        pack_rows(codes, pairs)
-        _bits.transpose_into(pairs, 0, out, first // 2, n // 2, cols)
-    elif packed:
-        pack(codes, out[first : first + n])
-    else:
-        _bits.transpose_into(codes, 0, out, first, n, cols)
-
-
-def _quantize(chunk: Array, numeric: Numeric, divisor: Array, blocks: Grid, codes: Array) -> None:
-    if numeric.dtype in INTEGER_RANGE:
-        integer(chunk, divisor, blocks.down, blocks.across, *INTEGER_RANGE[numeric.dtype], codes)
-    elif numeric.dtype == "float8_e4m3fn":
-        fp8(chunk, divisor, blocks.down, blocks.across, codes)
-    elif numeric.dtype == "float4_e2m1fn":
-        fp4(chunk, divisor, blocks.down, blocks.across, codes)
-    else:
-        raise SchemeError(f"no kernel makes codes of dtype {numeric.dtype}")
-
-
-def _stored_rows(stored: Array, numeric: Numeric, blocks: Grid, transpose: bool, start: int, stop: int) -> Array:
-    """Return rows start..stop of the checkpoint's matrix as one byte a code."""
-    signed = numeric.dtype == "int4"
-    stored = stored.view(np.uint8)
-    packed = numeric.dtype in PACKED
-    if not transpose:
-        stored = stored.reshape(blocks.rows, -1)[start:stop]
-        if not packed:
-            return stored
-        out = np.empty((stop - start, blocks.cols), np.uint8)
-        unpack(stored, signed, out)
-        return out
-    if not packed:
-        out = np.empty((stop - start, blocks.cols), np.uint8)
-        _bits.transpose_into(stored, start, out, 0, blocks.cols, stop - start)
-        return out
-    half, n = start // 2, -(-stop // 2) - start // 2
-    pairs = np.empty((n, blocks.cols), np.uint8)
-    _bits.transpose_into(stored, half, pairs, 0, blocks.cols, n)
-    out = np.empty((2 * n, blocks.cols), np.uint8)
-    unpack_rows(pairs, signed, out)
-    return out[start - 2 * half : stop - 2 * half]
-
-
-def _table(name: str) -> Array:
-    """Return the float32 value of each code byte; a 4-bit code fills a byte (int4 with its sign extended)."""
-    code = np.arange(256)
-    if name == "float8_e8m0fnu":
-        return np.asarray(np.where(code < 255, np.ldexp(1.0, code - 127), np.nan), np.float32)
-    if name in INTEGER_RANGE:
-        return code.astype(np.uint8).view(np.int8).astype(np.float32)
-    mantissa, bias, sign = (3, 7, 7) if name == "float8_e4m3fn" else (1, 1, 3)
-    exponent = code >> mantissa & (1 << sign - mantissa) - 1
-    fraction = (code & (1 << mantissa) - 1) + np.where(exponent > 0, 1 << mantissa, 0)
-    value = np.ldexp(fraction.astype(np.float32), np.maximum(exponent, 1) - bias - mantissa)
-    if name == "float8_e4m3fn":
-        value[code & 0x7F == 0x7F] = np.nan
-    return np.asarray(np.where(code >> sign & 1, -value, value), np.float32)
+    width = f"u{rows.itemsize}"
+    _bits.transpose_into(rows.view(width), 0, out.view(width), at, *rows.shape)

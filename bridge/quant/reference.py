@@ -1,7 +1,8 @@
 """The formulas of every code and scale in plain torch, for reading and for tests; must never be called by conversion.
 
 The kernels (`bridge._kernels` behind `bridge.quant.encode`) give the same bits. Weights are float tensors of any of the
-three source dtypes; every quotient is float32. `[MO]` is nvidia-modelopt 0.47, from whose export the rules come.
+three source dtypes; a quotient is float32 unless a `Coding` rounds it. `[MO]` is nvidia-modelopt 0.47, from whose
+export the rules come.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bridge.quant.blocks import grid
-from bridge.values import Numeric
+from bridge.quant.blocks import FOUR_BITS, PLAIN, grid
+from bridge.values import Coding, Numeric
 
 E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbours; at a tie the even code wins
+BITS = {"int4": 4, "int8": 8}
 INTEGER_RANGE = {"int8": (-128, 127), "int4": (-8, 7)}
 
 
@@ -67,9 +69,9 @@ def nvfp4_scales(amax: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Return (e4m3 codes of the block scales, float32 global scale).  amax: block maxima.  whole: () tensor's maximum.
 
     [MO] `get_weights_scaling_factor(_2)`: global = whole / (6 * 448), block = amax / (6 * global), 0 -> 1, clamped to
-    [2^-9, 448]. Ours: a zero or subnormal `whole` does not give a zero global scale.
+    [2^-9, 448]. Ours: no `whole` gives a zero global scale; what rounds to zero becomes the smallest number.
     """
-    second = scale(whole, 6 * E4M3_MAX, torch.float32)
+    second = torch.where(whole == 0, 1.0, (whole.float() / (6 * E4M3_MAX)).clamp(min=2.0**-149))
     block = amax / (6 * second)
     block = torch.where(block == 0, 1.0, block).clamp(2.0**-9, E4M3_MAX)
     return block.to(torch.float8_e4m3fn).view(torch.uint8), second
@@ -86,15 +88,38 @@ def e8m0(amax: Tensor, maxbound: float) -> Tensor:
     return torch.where(mantissa == 0, 0, power.clamp(-127, 127) + 127).to(torch.uint8)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Return two 4-bit codes to a byte along the last axis, the even one in the low nibble (ONNX and [MO])."""
+def pack(codes: Tensor, axis: str = "in") -> Tensor:
+    """Return two 4-bit codes to a byte along the last axis, the even one in the low nibble (ONNX and [MO]).
+
+    axis: "out" pairs rows instead.
+    """
     codes = codes.view(torch.uint8) & 15
+    if axis == "out":
+        return codes[0::2] | codes[1::2] << 4
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def unpack(packed: Tensor) -> Tensor:
+def pack_int32(codes: Tensor, bits: int) -> Tensor:
+    """Return int4 or int8 codes plus half of their range in int32s, the first in the lowest bits.
+
+    As `pack_to_int32` of compressed-tensors: missing codes of the last int32 of a row are zero bits.
+    """
+    unsigned = (codes.view(torch.int8).long() + (1 << bits - 1)) & ((1 << bits) - 1)
+    each = 32 // bits
+    words = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % each)).reshape(len(codes), -1, each)
+    return (words << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)
+
+
+def unpack_int32(packed: Tensor, bits: int, cols: int) -> Tensor:
+    """Undo `pack_int32`: codes as bytes, 0..15 in int4.  cols: how many codes a row has."""
+    unsigned = (packed.long().unsqueeze(-1) >> torch.arange(0, 32, bits)).flatten(-2)[:, :cols]
+    return (unsigned + (1 << bits - 1) & (1 << bits) - 1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, axis: str = "in") -> Tensor:
     """Undo `pack`: 4-bit codes 0..15, one to a byte."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    pairs = torch.stack((packed & 15, packed >> 4), 1 if axis == "out" else -1)
+    return pairs.flatten(0, 1) if axis == "out" else pairs.flatten(-2)
 
 
 def values(codes: Tensor, dtype: str) -> Tensor:
@@ -124,6 +149,7 @@ def encode(
     *,
     layout: str = "out_in",
     transpose: bool = False,
+    coding: Coding = PLAIN,
     amax: float | None = None,
 ) -> dict[str, Tensor]:
     """Return what `bridge.quant.encode.encode` returns, as tensors: codes, scale and scale_2."""
@@ -133,14 +159,20 @@ def encode(
     whole = largest.max() if amax is None else torch.tensor(amax, dtype=torch.float32)
     if first.per == "tensor":
         largest = whole.reshape(1, 1)
-    found, divisor = _scales(first, largest, whole, w.dtype)
+    found, divisor = _scales(first, largest, whole, w.dtype, coding)
+    flat = flat.to(getattr(torch, coding.cast)) if coding.cast else flat
     divisor = expand(divisor, blocks.rows, blocks.cols, blocks.down, blocks.across)
+    x = (flat.float() / divisor).to(flat.dtype if coding.quotient == "weight" else torch.float32)
     if first.dtype in INTEGER_RANGE:
-        codes = integer(flat, divisor, *INTEGER_RANGE[first.dtype])
+        codes = integer(x, torch.ones(()), *INTEGER_RANGE[first.dtype])
     else:
-        codes = (fp8 if first.dtype == "float8_e4m3fn" else fp4)(flat, divisor)
+        codes = (fp8 if first.dtype == "float8_e4m3fn" else fp4)(x, torch.ones(()))
     codes = codes.T.contiguous() if transpose else codes.reshape(w.shape)
-    found["codes"] = pack(codes) if first.dtype in ("int4", "float4_e2m1fn") else codes
+    if _in_int32(first, layout, transpose, coding):
+        codes = pack_int32(codes, BITS[first.dtype])
+    elif first.dtype in FOUR_BITS:
+        codes = pack(codes, _axis(layout, transpose, coding))
+    found["codes"] = codes
     if first.per == "tensor":
         found["scale"] = found["scale"].reshape(())
     elif first.per == "channel":
@@ -159,13 +191,16 @@ def decode(
     *,
     layout: str = "out_in",
     transpose: bool = False,
+    coding: Coding = PLAIN,
 ) -> Tensor:
     """Return the float32 values that `encode`'s tensors stand for, in the checkpoint's layout."""
     first, blocks = numeric[0], grid(numeric[0], shape, layout)
     codes, factor = arrays["codes"], arrays["scale"]
-    if first.dtype in ("int4", "float4_e2m1fn"):
-        codes = unpack(codes)
-    factor = factor if first.scale_dtype == "float32" else values(factor, first.scale_dtype)
+    if _in_int32(first, layout, transpose, coding):
+        codes = unpack_int32(codes, BITS[first.dtype], shape[0 if transpose else 1])
+    elif first.dtype in FOUR_BITS:
+        codes = unpack(codes, _axis(layout, transpose, coding))
+    factor = factor.float() if first.scale_dtype == "float32" else values(factor, first.scale_dtype)
     if first.scale_dtype == "float8_e4m3fn":
         factor = factor * arrays["scale_2"]
     if transpose:
@@ -177,7 +212,20 @@ def decode(
     return w.reshape(shape)
 
 
-def _scales(numeric: Numeric, largest: Tensor, whole: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+def _in_int32(numeric: Numeric, layout: str, transpose: bool, coding: Coding) -> bool:
+    turned = transpose != (layout == "in_out")
+    return coding.packed == "int32" and numeric.dtype in BITS and not turned
+
+
+def _axis(layout: str, transpose: bool, coding: Coding) -> str:
+    """Return how `pack` spells the packing: what is stored [in, out] has `out` as its last axis."""
+    turned = transpose != (layout == "in_out")
+    return "in" if turned else coding.packed
+
+
+def _scales(
+    numeric: Numeric, largest: Tensor, whole: Tensor, dtype: torch.dtype, coding: Coding
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return the scales as stored, and the float32 divisors."""
     if numeric.scale_dtype == "float8_e4m3fn":
         codes, second = nvfp4_scales(largest, whole)
@@ -185,6 +233,10 @@ def _scales(numeric: Numeric, largest: Tensor, whole: Tensor, dtype: torch.dtype
     if numeric.scale_dtype == "float8_e8m0fnu":
         codes = e8m0(largest, numeric.maxbound)
         return {"scale": codes}, values(codes, "float8_e8m0fnu")
-    # [MO] keeps the amax of INT4 blocks in float32, all others in the weight's dtype.
-    found = scale(largest, numeric.maxbound, torch.float32 if numeric.dtype == "int4" else dtype)
-    return {"scale": found}, found
+    # [MO] keeps the amax of INT4 blocks in float32, and makes it float32 for the per-tensor FP8 of unified checkpoints.
+    single = numeric.dtype == "int4" or (numeric.per == "tensor" and coding.quotient == "weight")
+    found = scale(largest, numeric.maxbound, torch.float32 if single else dtype)
+    if coding.scale_dtype != "float32":
+        narrow = getattr(torch, coding.scale_dtype)
+        found = found.clamp(min=torch.finfo(narrow).smallest_normal * torch.finfo(narrow).eps).to(narrow)
+    return {"scale": found}, found.float()

@@ -8,7 +8,8 @@ import torch
 
 from bridge.errors import SourceError
 from bridge.quant import reference
-from bridge.quant.bits import cast, number_bits, smooth
+from bridge.quant.bits import cast, smooth
+from bridge.quant.bits import words as checked
 
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EVERY16 = np.arange(65536, dtype=np.uint16)
@@ -71,6 +72,15 @@ def test_smooth_multiplies_by_the_inverse_and_does_not_divide() -> None:
     assert (smooth(w, "float32", s) != w / s).any()
 
 
+@pytest.mark.parametrize("dtype", TORCH)
+def test_smooth_of_many_rows_is_that_of_each(dtype: str) -> None:
+    values = np.random.default_rng(6).standard_normal((300, 1030)).astype(np.float32)  # more than one chunk
+    bits, s = cast(values, "float32", dtype), np.linspace(0.1, 3, 1030, dtype=np.float32)
+    whole = smooth(bits, dtype, s)
+    for row in (0, 127, 128, 299):
+        np.testing.assert_array_equal(words(whole[row]), words(smooth(bits[row : row + 1], dtype, s)[0]))
+
+
 def test_a_dtype_without_kernel_is_named() -> None:
     with pytest.raises(SourceError, match="dtype float64 cannot be quantized; known: bfloat16, float16, float32"):
-        number_bits(np.zeros((2, 2)), "float64")
+        checked(np.zeros((2, 2)), "float64")

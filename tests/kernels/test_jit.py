@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -24,6 +25,89 @@ codes = np.empty((1, 2), np.uint8)
 fp8(np.array([[0x3F80, 0xC000]], np.uint16), np.ones((1, 1), np.float32), 1, 2, codes)
 print(codes.tolist(), __import__("bridge").__file__, __import__("sys").modules["bridge._kernels.fp8"].__file__)
 """
+
+
+# Every dtype, code and packing once, as a conversion calls them; prints how many functions had to be compiled.
+EVERY = """
+import sys
+import numpy as np
+from bridge.quant.bits import smooth
+from bridge.quant.compare import compare
+from bridge.quant.encode import encode
+from bridge.values import Coding, Numeric
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
+for numeric, packed in [
+    (Numeric(FP8, "tensor"), "in"), (Numeric(FP8, "block", (128, 128)), "in"), (Numeric("int8", "channel"), "in"),
+    (Numeric("int4", "block", (128,)), "out"), (Numeric(FP4, "block", (16,), FP8), "in"),
+    (Numeric(FP8, "block", (32,), "float8_e8m0fnu"), "in"),
+]:
+    for dtype, kind in ("bfloat16", np.uint16), ("float16", np.float16), ("float32", np.float32):
+        for quotient in "float32", "weight":
+            for transpose in False, True:
+                coding = Coding(packed=packed, quotient=quotient)
+                bits = np.ones((8, 256), kind)
+                smooth(bits, dtype, np.ones(256, np.float32))
+                made = encode(bits, dtype, (numeric,), transpose=transpose, coding=coding)
+                compare(bits, dtype, made, (numeric,), transpose=transpose, coding=coding)
+compiled = 0
+for name, module in list(sys.modules.items()):
+    if name.startswith("bridge._kernels."):
+        compiled += sum(sum(f.stats.cache_misses.values()) for f in vars(module).values() if hasattr(f, "stats"))
+print(compiled)
+"""
+
+# Compiles afresh, since numba shows no machine code of a function from its cache.
+MACHINE = """
+import re
+import numpy as np
+from bridge._kernels import amax, compare, decode, fp4, fp8, integer, quotient
+codes, single, brain = np.zeros((2, 256), np.uint8), np.zeros((2, 256), np.float32), np.zeros((2, 256), np.uint16)
+rows, blocks = np.ones((2, 1), np.float32), np.ones((2, 16), np.float32)
+for scale, across in (rows, 256), (blocks, 16):
+    fp8.fp8(brain, scale, 1, across, codes)
+    fp4.fp4(brain, scale, 1, across, codes)
+    integer.integer(brain, scale, 1, across, -128.0, 127.0, codes)
+quotient.to_brain(brain, rows, 1, 256, brain)
+amax.amax(brain, 1, 16, np.empty((2, 16), np.uint16))
+decode.floats(codes, True, rows, 1, 256, single)
+small = np.float32(0), np.float32(0), np.float32(0)
+compare.compare(brain, codes, compare.E4M3, compare.BYTES, np.uint8(0), rows, 1, 256, *small, np.empty((2, 5)))
+for function in (
+    fp8._uniform, fp8._varied, fp4._uniform, fp4._varied, integer._uniform, integer._varied, quotient._brain,
+    amax._fold, amax._halves, decode._floats, compare._products, compare._eights,
+):
+    (code,) = function.inspect_asm().values()
+    found = {word for word in re.findall(r"\\bvdivps\\b.*|\\bv\\w+\\b", code)}
+    wide = any(re.search("[yz]mm", line) for line in found if line.startswith("vdivps"))
+    print(function.__module__.rpartition(".")[2], function.__name__, "ymm" in code or "zmm" in code,
+          "wide" if wide else "narrow" if "vdivps" in code or "vdivss" in code else "none",
+          *sorted({word for word in found if word in ("vpmovzxdq", "vpmovqb", "vpmovqd", "vpmovqw")}))
+"""
+
+
+def python(script: str, **environment: str) -> str:
+    command, env = [sys.executable, "-c", script], {**os.environ, **environment}
+    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    assert int(python(EVERY, NUMBA_CACHE_DIR=str(tmp_path))) > 10
+    assert int(python(EVERY, NUMBA_CACHE_DIR=str(tmp_path))) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
+def test_the_inner_loops_are_vectorised_in_32_bits(tmp_path: Path) -> None:
+    divide = {("fp8", "_uniform"), ("fp8", "_varied"), ("fp4", "_uniform"), ("fp4", "_varied")}
+    divide |= {("integer", "_uniform"), ("integer", "_varied"), ("quotient", "_brain")}
+    for line in python(MACHINE, NUMBA_CACHE_DIR=str(tmp_path)).splitlines():
+        module, name, vectors, division, *widened = line.split()
+        assert vectors == "True", line
+        assert division == ("wide" if (module, name) in divide else "none"), line
+        assert not widened, f"{line}: 64-bit lanes, half of the speed"
 
 
 def test_without_a_writable_cache_kernels_still_run_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

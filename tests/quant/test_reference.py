@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from bridge.quant import reference
-from bridge.values import Numeric
+from bridge.values import Coding, Numeric
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EVERY_BF16 = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
+FP8 = (Numeric("float8_e4m3fn", "tensor"),)
 INT4 = (Numeric("int4", "block", (128,)),)
 NVFP4 = (Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn"),)
 MXFP8 = (Numeric("float8_e4m3fn", "block", (32,), "float8_e8m0fnu"),)
@@ -106,14 +107,45 @@ def test_mxfp4_is_modelopts_tensor_except_at_ties_and_zero(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int4_codes_and_scales_are_modelopts_export(dtype: torch.dtype) -> None:
+def test_int4_codes_are_modelopts_export(dtype: torch.dtype) -> None:
     from modelopt.torch.export.quant_utils import pack_int4_in_uint8
 
     w = weight(dtype)
-    ours = reference.encode(w, INT4)
-    packed = pack_int4_in_uint8(w, ours["scale"], 128)  # rows 2r and 2r + 1 share a byte there
-    theirs = torch.stack((packed & 15, packed >> 4), 1).flatten(0, 1)
-    assert torch.equal(reference.unpack(ours["codes"]), theirs)
+    ours = reference.encode(w, INT4, coding=Coding(packed="out"))  # rows 2r and 2r + 1 share a byte there
+    assert torch.equal(ours["codes"], pack_int4_in_uint8(w, ours["scale"], 128))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_per_tensor_fp8_is_rounded_twice_as_in_modelopts_unified_export(dtype: torch.dtype) -> None:
+    from modelopt.torch.export.quant_utils import QUANTIZATION_FP8, to_quantized_weight
+
+    w = weight(dtype, rows=200)
+    once, twice = (reference.encode(w, FP8, coding=Coding(quotient=q)) for q in ("float32", "weight"))
+    assert twice["scale"] == w.abs().amax().float() / 448
+    assert torch.equal(twice["codes"], to_quantized_weight(w, twice["scale"], QUANTIZATION_FP8).view(torch.uint8))
+    if dtype == torch.bfloat16:
+        assert (once["codes"] != twice["codes"]).any()
+
+
+def test_a_cast_weight_keeps_the_scale_of_what_it_was() -> None:
+    from modelopt.torch.export.quant_utils import QUANTIZATION_FP8_PC_PT, to_quantized_weight
+
+    w = weight(torch.float32)
+    ours = reference.encode(w, (Numeric("float8_e4m3fn", "channel"),), coding=Coding(cast="bfloat16"))
+    amax = w.abs().amax(1)
+    assert torch.equal(ours["scale"], torch.where(amax == 0, 448, amax) / 448)
+    theirs = to_quantized_weight(w.bfloat16(), ours["scale"], QUANTIZATION_FP8_PC_PT)
+    assert torch.equal(ours["codes"], theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int4", 4), ("int8", 8)])
+def test_int32_holds_codes_plus_half_of_their_range(dtype: str, bits: int) -> None:
+    """The layout that compressed-tensors documents: first code in the lowest bits, what is missing is zero bits."""
+    codes = torch.tensor([[-(1 << bits - 1), 0, (1 << bits - 1) - 1]], dtype=torch.int8)
+    packed = reference.pack_int32(codes, bits)
+    assert packed.tolist() == [[0 | (1 << bits - 1) << bits | ((1 << bits) - 1) << 2 * bits]]
+    mask = (1 << bits) - 1
+    assert torch.equal(reference.unpack_int32(packed, bits, 3), (codes.long() & mask).to(torch.uint8))
 
 
 def test_int4_codes_differ_from_modelopts_reciprocal_only_at_ties() -> None:

@@ -1,0 +1,108 @@
+"""Scales of a weight, as they are stored and as the numbers that it is divided by; must never return a zero.
+
+ModelOpt's arithmetic: `TensorQuantizer.export_amax`, `NVFP4QTensor`, `MXFP8QTensor`; see `bridge.quant.reference`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge._kernels.fp8 import fp8
+from bridge._kernels.scales import e4m3, e8m0, single
+from bridge.dtypes import to_float32
+from bridge.quant.bits import Array, cast
+from bridge.quant.decode import values
+from bridge.values import Coding, Numeric
+
+# The smallest normal number: ModelOpt clamps an amax to it, in the dtype that the amax has, where it clamps at all.
+TINY = {"bfloat16": 2.0**-126, "float32": 2.0**-126, "float16": 2.0**-14}
+# The smallest number at all: what a scale becomes that rounds to zero.
+LEAST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}
+E4M3_MAX = 448.0
+EIGHTH = np.uint8(0x20)  # the e4m3 code of 2^-3
+
+
+class Scales:
+    """The scales of one weight; `constants` are those that cover it all, `of` gives those of some rows."""
+
+    def __init__(self, numeric: tuple[Numeric, ...], dtype: str, coding: Coding, amax: float | None) -> None:
+        """dtype: of the weight before any cast.  amax: of the whole weight, where a scale covers it."""
+        self._numeric, self._rounded = numeric[0], coding.scale_dtype
+        self._bound, self._reciprocal = coding.bound or numeric[0].maxbound, coding.reciprocal
+        # ModelOpt keeps the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
+        # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks.
+        unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
+        self._tiny = 0.0 if unclamped else TINY["float32" if numeric[0].dtype == "int4" else dtype]
+        self.constants: dict[str, Array] = {}
+        self._divisor = np.ones((1, 1), np.float32)
+        whole = np.full((1, 1), amax or 0, np.float32)
+        if numeric[0].per == "tensor":
+            scale, self._divisor = self._single(whole, self._tiny)
+            self.constants["scale"] = scale.reshape(())
+        if numeric[0].scale_dtype == "float8_e4m3fn":
+            bound = numeric[0].maxbound * E4M3_MAX
+            self._divisor = reciprocal(whole, bound, self._rounded) if coding.reciprocal else _scale(whole, bound, 0.0)
+            self.constants["scale_2"] = self._divisor.reshape(())
+        elif len(numeric) == 2:
+            self.constants["scale_2"] = _scale(whole, numeric[1].maxbound, TINY[dtype]).reshape(())
+
+    def of(self, largest: Array) -> tuple[dict[str, Array], Array]:
+        """Return {"scale": a grid like `largest`}, empty where one scale covers all, and the float32 divisors.
+
+        largest: float32 grid of block maxima, finite.
+        """
+        numeric = self._numeric
+        if numeric.per == "tensor":
+            return {}, self._divisor
+        if numeric.scale_dtype == "float32":
+            scale, divisor = self._single(largest, self._tiny)
+            return {"scale": scale}, divisor
+        if self._reciprocal:
+            return self._under_reciprocal(largest)
+        codes, divisor = np.empty(largest.shape, np.uint8), np.empty(largest.shape, np.float32)
+        if numeric.scale_dtype == "float8_e4m3fn":
+            e4m3(largest, numeric.maxbound, float(self._divisor[0, 0]), codes, divisor)
+            if self._divisor[0, 0] < TINY["float32"]:  # a product of the two may have rounded to zero
+                np.maximum(divisor, np.float32(LEAST["float32"]), out=divisor)
+        else:
+            e8m0(largest, numeric.maxbound, codes, divisor)
+        return {"scale": codes}, divisor
+
+    def _single(self, largest: Array, tiny: float) -> tuple[Array, Array]:
+        """The scale as it is stored, and its value in float32."""
+        scale = _scale(largest, self._bound, tiny)
+        if self._rounded == "float32":
+            return scale, scale
+        np.maximum(scale, np.float32(LEAST[self._rounded]), out=scale)
+        stored = cast(scale, "float32", self._rounded)
+        return stored, to_float32(stored, self._rounded)
+
+    def _under_reciprocal(self, largest: Array) -> tuple[dict[str, Array], Array]:
+        """Block scales times the reciprocal above them, in e4m3; what rounds to zero is 1 / 8."""
+        above = self._divisor[0, 0]
+        block = _rounded(largest / np.float32(self._bound), self._rounded) * above
+        np.minimum(block, np.float32(E4M3_MAX), out=block)
+        codes = np.empty(block.shape, np.uint8)
+        fp8(block.view(np.uint32), np.ones((1, 1), np.float32), *block.shape, codes)
+        codes[codes == 0] = EIGHTH
+        return {"scale": codes}, values(codes, "float8_e4m3fn") / above
+
+
+def reciprocal(amax: Array, bound: float, dtype: str) -> Array:
+    """Return bound / amax as `generate_gparam` of compressed-tensors computes it in `dtype`; 1 where that is infinite.
+
+    torch divides a number by a tensor as number * (1 / tensor), rounded twice.
+    """
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        found = _rounded(_rounded(np.float32(1) / np.asarray(amax, np.float32), dtype) * np.float32(bound), dtype)
+    return np.asarray(np.where(np.isfinite(found), found, np.float32(1)), np.float32)
+
+
+def _rounded(values: Array, dtype: str) -> Array:
+    return to_float32(cast(np.ascontiguousarray(values), "float32", dtype), dtype).reshape(values.shape)
+
+
+def _scale(amax: Array, maxbound: float, tiny: float) -> Array:
+    scale = np.empty(amax.shape, np.float32)
+    single(amax, maxbound, tiny, scale)
+    return scale if tiny else np.maximum(scale, np.float32(LEAST["float32"]))

@@ -1,0 +1,77 @@
+"""Codes as they are stored from codes of one byte each, and back, exactly; must never look at what a code means.
+
+One byte each is [out, in], int4 with its sign extended. Everything that packs or unpacks codes does it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bridge._kernels.layout import pack, pack_rows, unpack, unpack_rows
+from bridge.quant.bits import Array
+from bridge.quant.blocks import FOUR_BITS, IN_INT32
+
+# Gives an uninitialized array for a purpose, over memory that the next call for the same purpose may use again.
+Take = Callable[[str, tuple[int, ...], Any], Array]
+
+# Added modulo its range, this is what turns two's complement codes (two to a byte in int4) into unsigned ones.
+HALF_RANGE = {"int4": np.uint8(0x88), "int8": np.uint8(0x80)}
+
+
+def fresh(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A `Take` of new memory."""
+    return np.empty(shape, dtype)
+
+
+def unpacked_codes(stored: Array, dtype: str, packed: str, cols: int) -> Array:
+    """Return codes as uint8 (rows, cols): stored two to a byte or as many to an int32 as fit, or one byte each already.
+
+    stored: C-contiguous rows as they lie in a file.  packed: "in", "out" or "int32", see `bridge.values.Coding`;
+    anything else is one byte a code.
+    """
+    flat = stored.view(np.uint8).reshape(len(stored), -1)
+    if packed == "int32":
+        flat = flat ^ HALF_RANGE[dtype]
+    if dtype not in FOUR_BITS or packed not in ("in", "out", "int32"):
+        return np.ascontiguousarray(flat[:, :cols])
+    signed = dtype == "int4"
+    if packed == "out":
+        codes = np.empty((2 * len(flat), cols), np.uint8)
+        unpack_rows(flat, signed, codes)
+        return codes
+    codes = np.empty((len(flat), 2 * flat.shape[1]), np.uint8)
+    unpack(flat, signed, codes)
+    return np.ascontiguousarray(codes[:, :cols])
+
+
+def packed_codes(codes: Array, dtype: str, packed: str, take: Take = fresh) -> Array:
+    """Undo `unpacked_codes`, as int32 where that is the packing; bits of a row's last int32 without a code are zero.
+
+    codes: C-contiguous uint8 (rows, cols), left as they are.
+    """
+    rows, cols = codes.shape
+    if packed == "int32":
+        return _words(codes, dtype, take)
+    if dtype not in FOUR_BITS or not packed:
+        return codes
+    out = take("packed", (rows // 2, cols) if packed == "out" else (rows, cols // 2), np.uint8)
+    (pack_rows if packed == "out" else pack)(codes, out)
+    return out
+
+
+def _words(codes: Array, dtype: str, take: Take) -> Array:
+    """Codes plus half of their range, the first in the lowest bits, as `pack_to_int32` of compressed-tensors."""
+    (rows, cols), half = codes.shape, HALF_RANGE[dtype]
+    width = -(-cols // IN_INT32[dtype]) * IN_INT32[dtype]
+    if width != cols:
+        padded = take("padded", (rows, width), np.uint8)
+        padded[:, :cols], padded[:, cols:] = codes, half  # half of the range more is zero
+        codes = padded
+    out = take("packed", (rows, width // 2 if dtype in FOUR_BITS else width), np.uint8)
+    if dtype in FOUR_BITS:
+        pack(codes, out)
+        codes = out
+    return np.bitwise_xor(codes, half, out=out).view(np.int32)

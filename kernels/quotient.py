@@ -1,0 +1,62 @@
+"""Quotients rounded to 16 bits before they are coded, as torch divides 16-bit weights; must never decide when.
+
+Codes do not see the difference, below 2^-14 and beyond 65504, between float16 and its ten bits with any exponent.
+"""
+
+from __future__ import annotations
+
+from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
+
+import numpy as np
+
+from bridge._kernels.jit import kernel
+
+
+@kernel
+def _shift(row):
+    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
+
+
+@kernel
+def _brain(row, divisor, out):
+    shift = _shift(row)
+    for i in range(row.size):
+        u = np.float32(np.uint32(np.uint32(row[i]) << shift).view(np.float32) / divisor).view(np.uint32)
+        odd = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(1))
+        out[i] = np.uint16(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
+
+
+@kernel
+def _half(row, divisor, out):
+    shift = _shift(row)
+    for i in range(row.size):
+        u = np.float32(np.uint32(np.uint32(row[i]) << shift).view(np.float32) / divisor).view(np.uint32)
+        odd = np.uint32(np.uint32(u >> np.uint32(13)) & np.uint32(1))
+        out[i] = np.uint32(np.uint32(u + np.uint32(np.uint32(0xFFF) + odd)) & np.uint32(0xFFFFE000))
+
+
+@kernel
+def to_brain(bits, scale, block_out, block_in, out):
+    """Write `bits / scale` rounded to bfloat16.  out: (rows, cols) uint16; the rest: see `to_half`."""
+    cols = bits.shape[1]
+    for r in range(bits.shape[0]):
+        factors = scale[r // block_out]
+        for b in range(factors.size):
+            i, j = b * block_in, min(cols, (b + 1) * block_in)
+            _brain(bits[r, i:j], factors[b], out[r, i:j])
+
+
+@kernel
+def to_half(bits, scale, block_out, block_in, out):
+    """Write `bits / scale` rounded to the ten bits of float16, as float32 bits.
+
+    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  out: (rows, cols) uint32.
+    scale: float32 grid, one number for each `block_out` x `block_in` values.
+    """
+    cols = bits.shape[1]
+    for r in range(bits.shape[0]):
+        factors = scale[r // block_out]
+        for b in range(factors.size):
+            i, j = b * block_in, min(cols, (b + 1) * block_in)
+            _half(bits[r, i:j], factors[b], out[r, i:j])
