@@ -11,7 +11,7 @@ import pytest
 
 FRAMEWORKS = {
     "torch", "transformers", "modelopt", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numba", "datasets",
-    "safetensors", "huggingface_hub",
+    "safetensors", "huggingface_hub", "triton",
 }  # fmt: skip
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
 
