@@ -1,50 +1,99 @@
-"""The structure of an architecture without a table, from its `transformers` class on the meta device; reads no weight.
+"""The structure of an architecture without a table, from its `transformers` class on fake tensors; reads no weight.
 
 Matrices are found by what transformers builds (Linear, Conv1D, convolutions, stacked experts), not by their names.
 Output heads and routers are kept: the head is what `get_output_embeddings` returns, a router is told by the names that
-ModelOpt's presets skip.
+ModelOpt's presets skip, or by standing beside `experts`.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import PlanError, fold_layers
-from bridge.values import Site, Structure
+from bridge.values import InputGroup, Site, Structure
 
 if TYPE_CHECKING:
     from bridge.sources import Source
     from bridge.sources.live import Origin
 
-# Modules that choose experts: quantizing them changes which experts run (the names are those of ModelOpt's presets).
-ROUTERS = ("*router*", "*.gate", "*.shared_expert_gate")
+# What stays unquantized unless a recipe names it, by the names that ModelOpt's presets skip. Quantized routers change
+# which experts run; the recurrent parts are small, and errors in them add up over the sequence.
+_KEPT = {
+    "output head": ("*output_layer", "*proj_out", "output"),
+    "router": ("*router*", "*.gate", "*.shared_expert_gate"),
+    "recurrent": ("*mixer.conv1d", "*self_attention.conv1d", "*linear_attn.conv1d", "*linear_attn.in_proj_[ab]*"),
+    "draft layers": ("mtp.*",),
+}
+_IMAGES = {"images": ("*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*")}
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that has `experts`, too
 
 
 def trace_structure(source: Source) -> Structure:
     """Build the class that the config names without weights and read its structure off; PlanError if it is another."""
-    model = _weightless(source.config)
+    model, mode = _weightless(source)
     architecture = str(source.config["architectures"][0])
     from bridge.sources.live import live_names, tied_names
 
-    origins = live_names(model, source.specs)
+    saved = live_names(model)
+    known = all(name in saved for name in source.specs)
+    origins = {name: saved[name] for name in source.specs} if known else live_names(model, source.specs)
     _refuse_stacks(origins, model, architecture)
     tied = _checkpoint_ties(tied_names(model), origins)
     ignored = _ignored(model, source, origins, tied)
-    _cover(source, model, origins, tied, ignored, architecture)
-    sites = _sites(model, origins)
-    return Structure(architecture, tuple(sites), _attention(model), tied, ignored, {}, traced=True)
+    _cover(source, saved, origins, tied, ignored, architecture)
+    order = _order(origins, model)
+    place = {name: at for at, name in enumerate(order)}
+    sites = [*_sites(model, origins), *_tied_heads(model, tied)]
+    sites.sort(key=lambda site: place[f"{site.module}.weight"])
+    modules = _modules(origins)
+    embeddings, attention = _embeddings(model, modules), _attention(model)
+    groups, ungrouped = _groups(model, mode, modules, {site.module for site in sites})
+    return Structure(
+        architecture,
+        tuple(sites),
+        attention,
+        tied,
+        ignored,
+        groups=groups,
+        order=order,
+        embeddings=embeddings,
+        ungrouped=ungrouped,
+        traced=True,
+    )
 
 
-def _weightless(config: Mapping[str, Any]) -> Any:
+def _weightless(source: Source) -> tuple[Any, Any]:
+    """Build the model of fake tensors, and return it with their mode: a stack of experts alone may be 30 GB.
+
+    In the dtype of the checkpoint: a cast that does nothing keeps an object, one that does something makes another.
+    """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.initialization import no_init_weights
 
-    from bridge.graph.skeleton import build_meta
     from bridge.graph.tasks import resolve_config
     from bridge.sources.loading import model_class
 
-    return build_meta(resolve_config(dict(config)), model_class(config), torch.float32)
+    sizes = {"bfloat16": 0, "float16": 0, "float32": 0}
+    for spec in source.specs.values():
+        if spec.dtype in sizes:
+            sizes[spec.dtype] += spec.size
+    config, mode = resolve_config(dict(source.config)), FakeTensorMode(allow_non_fake_inputs=True)
+    config._attn_implementation = None
+    config.dtype = getattr(torch, max(sizes, key=lambda name: sizes[name]))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(config.dtype)
+        with mode, no_init_weights():
+            model = model_class(source.config)(config).eval()
+        model.tie_weights()
+        return model, mode
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _checkpoint_ties(live: Mapping[str, str], origins: Mapping[str, Origin]) -> dict[str, str]:
@@ -54,8 +103,6 @@ def _checkpoint_ties(live: Mapping[str, str], origins: Mapping[str, Origin]) -> 
 
 def _ignored(model: Any, source: Source, origins: Mapping[str, Origin], tied: Mapping[str, str]) -> dict[str, str]:
     """Source tensors that transformers says it does not read: buffers of old versions, heads of another task."""
-    import re
-
     counters = {n: "a counter of training steps" for n in source.specs if n.endswith(".num_batches_tracked")}
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return counters | {
@@ -67,16 +114,13 @@ def _ignored(model: Any, source: Source, origins: Mapping[str, Origin], tied: Ma
 
 def _cover(
     source: Source,
-    model: Any,
+    expected: Mapping[str, Origin],
     origins: Mapping[str, Origin],
     tied: Mapping[str, str],
     ignored: Mapping[str, str],
     architecture: str,
 ) -> None:
     """Every source tensor has a place in the model and the other way round, in the same shape; PlanError lists all."""
-    from bridge.sources.live import live_names
-
-    expected = live_names(model)
     lives = {part.live for origin in origins.values() for part in origin.parts}
     extra = [n for n in source.specs if n not in origins and n not in tied and n not in ignored]
     missing = [n for n, o in expected.items() if not {part.live for part in o.parts} & lives and n not in tied]
@@ -104,11 +148,81 @@ def _refuse_stacks(origins: Mapping[str, Origin], model: Any, architecture: str)
         )
 
 
+def _order(origins: Mapping[str, Origin], model: Any) -> tuple[str, ...]:
+    """Every tensor in the order of the model's modules; of stacked experts all of the first, then all of the next."""
+    from bridge.sources.live import tied_names
+
+    at = {name: number for number, name in enumerate(model.state_dict())}
+    stacks: dict[str, int] = {}
+    for part in (part for origin in origins.values() for part in origin.parts if part.expert is not None):
+        module = part.live.rpartition(".")[0]
+        stacks[module] = min(stacks.get(module, at[part.live]), at[part.live])
+    keys = {}
+    for name, origin in origins.items():
+        part = min(origin.parts, key=lambda part: at[part.live])
+        start = at[part.live] if part.expert is None else stacks[part.live.rpartition(".")[0]]
+        keys[name] = (start, -1 if part.expert is None else part.expert, at[part.live], part.rows or (0, 0))
+    names = {origin.ref.live: name for name, origin in origins.items() if origin.ref}
+    keys |= {alias: (at[alias], -1, at[alias], (0, 0)) for alias in tied_names(model) if alias not in names}
+    return tuple(sorted(keys, key=lambda name: keys[name]))
+
+
+def _modules(origins: Mapping[str, Origin]) -> dict[str, tuple[str, ...]]:
+    """Live modules to the checkpoint modules of their weight; several where the model joins what is stored apart.
+
+    Experts of a stack are left out.
+    """
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, origin in origins.items():
+        for part in origin.parts:
+            if part.live.endswith(".weight") and part.expert is None:
+                held = found.setdefault(part.live.removesuffix(".weight"), {})
+                held[name.removesuffix(".weight")] = part.rows or (0, 0)
+    return {live: tuple(sorted(held, key=lambda name: held[name])) for live, held in found.items()}
+
+
+def _embeddings(model: Any, modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Modules that look up and do nothing else: a subclass with a `forward` of its own is no torch embedding."""
+    from torch import nn
+
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    plain = [name for name, module in found if type(module).forward is nn.Embedding.forward]
+    return tuple(name for live in plain for name in modules.get(live, (live,)))
+
+
+def _groups(
+    model: Any, mode: Any, modules: Mapping[str, tuple[str, ...]], sites: set[str]
+) -> tuple[tuple[InputGroup, ...], str]:
+    """Who shares an input, in checkpoint names, or why that is not known: the model does not run on fake tensors."""
+    from torch._subclasses import fake_tensor
+
+    from bridge.graph.skeleton import quiet
+    from bridge.inputs import input_groups
+
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the others choose experts by values
+    fake_tensor.log.disabled = True  # it prints a traceback of what is told in one line here
+    try:
+        with quiet():
+            found = input_groups(model, mode)
+    except Exception as error:
+        return (), f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
+    finally:
+        fake_tensor.log.disabled = False
+    groups = []
+    for group in found:
+        readers = tuple(name for live in group.modules for name in modules.get(live, (live,)) if name in sites)
+        if len(readers) > 1:
+            norm = next(iter(modules.get(group.norm, ())), "")
+            groups.append(InputGroup(readers, norm, group.alone and bool(norm), group.plus_one and bool(norm)))
+    return tuple(groups), ""
+
+
 def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    layouts: dict[str, str] = {}
+    layouts: dict[str, str] = {f"{name}.weight": "out_in" for name in _routers(model)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             layouts[f"{name}.weight"] = "out_in"
@@ -116,28 +230,38 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             layouts[f"{name}.weight"] = "in_out"
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             layouts[f"{name}.weight"] = "conv"
-        elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):  # transformers' stacked experts
-            layouts |= {f"{name}.{key}": "out_in" for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
     heads = _heads(model)
+    kept = _KEPT | (_IMAGES if model.main_input_name == "input_ids" else {})
+    patterns = {why: re.compile("|".join(map(translate, globs))) for why, globs in kept.items()}
     sites = []
     for name, origin in origins.items():
         live = origin.parts[0]
-        layout = layouts.get(live.live)
+        expert = live.expert is not None and len(origin.spec.shape) == 2  # one of a stack
+        layout = "out_in" if expert else layouts.get(live.live)
         if layout is None or not name.endswith(".weight") or (live.expert is None and origin.ref is None):
             continue
-        sites.append(_site(name, origin, layout, heads))
+        module = live.live.removesuffix(".weight")
+        names = (module, name.removesuffix(".weight"))
+        reasons = (why for why, pattern in patterns.items() if any(pattern.match(n) for n in names))
+        sites.append(_site(name, origin, layout, "output head" if module in heads else next(reasons, "")))
     return sites
 
 
-def _site(name: str, origin: Origin, layout: str, heads: set[str]) -> Site:
-    module, live = name.removesuffix(".weight"), origin.parts[0]
+def _tied_heads(model: Any, tied: Mapping[str, str]) -> list[Site]:
+    """Sites of heads whose weight is stored as the embedding."""
+    heads = {f"{name}.weight" for name in _heads(model)} & tied.keys()
+    return [
+        Site(name.removesuffix(".weight"), tied[name], "out_in", keep=f"output head, tied to {tied[name]}")
+        for name in sorted(heads)
+    ]
+
+
+def _site(name: str, origin: Origin, layout: str, keep: str) -> Site:
+    live = origin.parts[0]
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    keep = "output head" if live.live.removesuffix(".weight") in heads else ""
-    if not keep and any(fnmatchcase(module, pattern) for pattern in ROUTERS):
-        keep = "router"
     half = live.expert is not None and live.rows is not None
     return Site(
-        module,
+        name.removesuffix(".weight"),
         name,
         layout,
         layer=numbers[0] if numbers else None,
@@ -145,6 +269,17 @@ def _site(name: str, origin: Origin, layout: str, heads: set[str]) -> Site:
         keep=keep,
         shares=f"{live.live}[{live.expert}]" if half else "",
     )
+
+
+def _routers(model: Any) -> set[str]:
+    """Routers that are no Linear: they hold a matrix and stand beside the experts."""
+    found = set()
+    for name, module in model.named_modules():
+        for key in _ROUTERS if hasattr(module, "experts") else ():
+            weight = getattr(getattr(module, key, None), "weight", None)
+            if weight is not None and weight.ndim == 2:
+                found.add(f"{name}.{key}")
+    return found
 
 
 def _heads(model: Any) -> set[str]:
@@ -161,9 +296,21 @@ def _heads(model: Any) -> set[str]:
 
 
 def _attention(model: Any) -> tuple[str, ...]:
-    """Attention modules of a decoder, in layer order: those that are told their place in the cache."""
-    found = [(m.layer_idx, n) for n, m in model.named_modules() if isinstance(getattr(m, "layer_idx", None), int)]
-    attention = [
-        (at, name) for at, name in found if "attn" in name.rpartition(".")[2] or "attention" in name.rpartition(".")[2]
-    ]
-    return tuple(name for _, name in sorted(attention))
+    """Attention modules of a decoder, in layer order: those that are told their place in the cache.
+
+    Linear attention keeps a state instead of keys and values.
+    """
+    found = []
+    for name, module in model.named_modules():
+        kind, at = name.rpartition(".")[2], _place_in_cache(module)
+        if isinstance(at, int) and ("attn" in kind or "attention" in kind) and "linear" not in kind:
+            found.append((at, name))
+    inner = [(at, name) for at, name in found if not any(other.startswith(f"{name}.") for _, other in found)]
+    return tuple(name for _, name in sorted(inner))
+
+
+def _place_in_cache(module: Any) -> Any:
+    """The layer that a module keeps keys and values of; GPT-Neo says `layer_id`, as encoders do that have no cache."""
+    if hasattr(module, "layer_idx") or not hasattr(module, "layer_id"):
+        return getattr(module, "layer_idx", None)
+    return module.layer_id if "layer_past" in inspect.signature(module.forward).parameters else None

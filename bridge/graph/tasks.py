@@ -54,7 +54,8 @@ def resolve_config(config: Any) -> Any:
             f"model_type {kind!r} is not in transformers {transformers.__version__}, which is installed here; "
             "upgrade transformers if the architecture is newer (code from the hub is never run)"
         )
-    return CONFIG_MAPPING[kind].from_dict(dict(config))
+    # An infinity is no JSON: config.json has {"__float__": "Infinity"} in its place.
+    return CONFIG_MAPPING[kind].from_dict(PretrainedConfig._decode_special_floats(dict(config)))
 
 
 def infer_task(config: Any, task: str | None) -> str:

@@ -34,7 +34,8 @@ def model_config(config: Mapping[str, Any]) -> Any:
     cls = model_class(config).config_class
     if cls is None:
         raise SourceError(f"architecture {config['architectures'][0]} has no config class: give a model class")
-    return cls.from_dict(dict(config))
+    # An infinity is no JSON: config.json has {"__float__": "Infinity"} in its place.
+    return cls.from_dict(cls._decode_special_floats(dict(config)))
 
 
 def load_model(source: HfSource) -> Any:

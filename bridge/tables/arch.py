@@ -12,9 +12,10 @@ from typing import Any
 from bridge.errors import PlanError, nearest
 from bridge.tables.files import Place, TableFile, mappings, parse_table, read_table
 from bridge.tables.grammar import Expr, Formula, parse_formula, parse_row, parse_shape, roles_in
+from bridge.tables.reads import Reads, merged, parse_reads
 
 KINDS = ("embedding", "norm", "linear", "bias", "router", "head")
-_HEAD = ["architectures", "prefix", "bare", "config", "dims", "legacy"]
+_HEAD = ["architectures", "prefix", "bare", "order", "scaled", "config", "dims", "legacy", "inputs"]
 _KEYS = [*_HEAD, "rows", "rows_if", "rows_for", "tied_if", "ignore", "ignore_if", "ignore_for"]
 _INDEX = re.compile(r"\{(\w+)\}")
 
@@ -28,7 +29,10 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """The vocabulary: roles, the dims their shapes speak of, the named indices, and what stands or falls together."""
+    """The vocabulary: roles, the dims their shapes speak of, the named indices, and what stands or falls together.
+
+    `reads`: what matrices of each role read where a table does not say otherwise.
+    """
 
     roles: Mapping[str, Role]
     dims: Mapping[str, str]
@@ -36,6 +40,7 @@ class Roles:
     per: Mapping[str, tuple[str, ...]]
     one_of: Mapping[str, tuple[str, ...]]
     together: Mapping[str, tuple[str, ...]]
+    reads: tuple[Reads, ...]
     file: TableFile
 
     def indices(self, role: str) -> tuple[str, ...]:
@@ -74,7 +79,11 @@ class Tie:
 
 @dataclass(frozen=True)
 class ArchTable:
-    """One architecture family: dims from its config and its Hugging Face spelling of the roles."""
+    """One architecture family: dims from its config and its Hugging Face spelling of the roles.
+
+    `order`: modules of one parent in the order of the model, where the rows stand in another. `scaled`: embeddings
+    whose module does more than look up.
+    """
 
     file: TableFile
     roles: Roles
@@ -87,6 +96,9 @@ class ArchTable:
     ties: tuple[Tie, ...]
     ignored: tuple[Row, ...]
     legacy: Mapping[str, str]
+    reads: tuple[Reads, ...]
+    order: tuple[str, ...]
+    scaled: tuple[str, ...]
 
     def names(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return config fields (with their defaults) and the dims computed from them."""
@@ -128,7 +140,7 @@ def load_roles() -> Roles:
 
 def parse_roles(file: TableFile) -> Roles:
     """Parse the vocabulary."""
-    file.known_keys([*KINDS, "dims", "index", "per", "one_of", "together"])
+    file.known_keys([*KINDS, "dims", "index", "per", "one_of", "together", "inputs"])
     dims = file.data["dims"]
     roles: dict[str, Role] = {}
     for kind in KINDS:
@@ -141,8 +153,9 @@ def parse_roles(file: TableFile) -> Roles:
         if dim not in dims:
             raise file.place("index", index).error(f"index `{index}` counts unknown `{dim}`", hint=nearest(dim, dims))
     return Roles(
-        roles, dims, file.data["index"], _per(file), _sets(file, "one_of", roles), _sets(file, "together", roles), file
-    )
+        roles, dims, file.data["index"], _per(file), _sets(file, "one_of", roles), _sets(file, "together", roles),
+        parse_reads(file, roles), file,
+    )  # fmt: skip
 
 
 def _per(file: TableFile) -> dict[str, tuple[str, ...]]:
@@ -180,6 +193,7 @@ def parse_arch(file: TableFile | str, roles: Roles, name: str = "table") -> Arch
         file, roles, architectures, file.data.get("prefix", ""), bare, config, dims,
         rows, _ties(file, [*config, *dims], {row.name for row in rows}),
         _ignored(file, roles, [*config, *dims], architectures), dict(file.data.get("legacy", {})),
+        merged(parse_reads(file, roles.roles), roles.reads), tuple(file.data.get("order", ())), _scaled(file, roles),
     )  # fmt: skip
 
 
@@ -191,6 +205,15 @@ def _dims(file: TableFile, roles: Roles, config: Mapping[str, object]) -> dict[s
             raise place.error(f"dim `{dim}` is unknown", hint=nearest(dim, roles.dims))
         dims[dim] = parse_formula(str(text), place, list(config))
     return dims
+
+
+def _scaled(file: TableFile, roles: Roles) -> tuple[str, ...]:
+    scaled = tuple(file.data.get("scaled", ()))
+    known = [role.name for role in roles.roles.values() if role.kind == "embedding"]
+    for role in scaled:
+        if role not in known:
+            raise file.place("", "scaled").error(f"role `{role}` is no embedding", hint=nearest(role, known))
+    return scaled
 
 
 def _rows(file: TableFile, roles: Roles, names: list[str], architectures: tuple[str, ...]) -> tuple[Row, ...]:

@@ -8,15 +8,18 @@ from itertools import product
 
 from bridge.errors import BridgeError
 from bridge.tables.arch import ArchTable, Roles, Row, arch_files, load_roles, parse_arch
+from bridge.tables.dialect import check_dialects
 from bridge.tables.files import Place, read_table
 from bridge.tables.grammar import formulas_in, roles_in
 from bridge.tables.match import Entry, entries_of
+from bridge.tables.modules import problems_of_order
+from bridge.tables.reads import problems_of_reads
 
 _LAYERS = 3  # enough to tell the first, a middle and the last layer apart
 
 
 def check() -> list[str]:
-    """Return the problems of `mappings/roles.toml` and `mappings/arch`, empty when all is well."""
+    """Return the problems of `mappings/roles.toml`, `arch` and `dialects`, empty when all is well."""
     try:
         roles = load_roles()
     except BridgeError as error:
@@ -30,12 +33,12 @@ def check() -> list[str]:
             problems.append(str(error))
     for table in tables:
         problems += check_table(table)
-    return [*problems, *_across(tables), *_unused_roles(roles, tables)]
+    return [*problems, *_across(tables), *_unused_roles(roles, tables), *check_dialects()]
 
 
 def check_table(table: ArchTable) -> list[str]:
     """Return the problems of one table: dead or missing dims, and what its architectures hold twice or not at all."""
-    problems = [*_dead_names(table), *_ties(table)]
+    problems = [*_dead_names(table), *_ties(table), *problems_of_reads(table), *problems_of_order(table)]
     for architecture in table.architectures:
         for config in _configs(table):
             try:

@@ -10,6 +10,7 @@ import ast
 import operator
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from bridge.errors import PlanError, nearest
 from bridge.tables.files import Place
@@ -28,6 +29,21 @@ _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+
+
+class Spelling(Protocol):
+    """How an op is written: its name, how many inputs it takes, the counts it is told, and whether it may not be."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def least(self) -> int: ...
+    @property
+    def most(self) -> int | None: ...
+    @property
+    def counts(self) -> tuple[str, ...]: ...
+    @property
+    def optional(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -95,13 +111,15 @@ def formulas_in(expr: Expr) -> tuple[Formula, ...]:
     return tuple(v for _, v in expr.counts) + tuple(f for arg in expr.args for f in formulas_in(arg))
 
 
-def parse_row(text: str, place: Place, roles: Container[str], dims: Container[str]) -> Expr:
-    """Parse the value of a row; TableError names what is unknown and what is near.
+def parse_row(
+    text: str, place: Place, roles: Container[str], dims: Container[str], ops: Mapping[str, Spelling] = OPS
+) -> Expr:
+    """Parse the value of a row over `ops`; TableError names what is unknown and what is near.
 
     >>> str(parse_row("transpose(mlp.fc1.weight)", Place("x.toml", 1, "..."), ["mlp.fc1.weight"], []))
     'transpose(mlp.fc1.weight)'
     """
-    return _row(_parse(text, place), place, roles, dims)
+    return _row(_parse(text, place), place, roles, dims, ops)
 
 
 def parse_formula(text: str, place: Place, names: Container[str] | None = None) -> Formula:
@@ -122,7 +140,9 @@ def _parse(text: str, place: Place) -> ast.expr:
         raise place.error(f"`{text}` is not an expression: {error.msg}") from error
 
 
-def _row(node: ast.expr, place: Place, roles: Container[str], dims: Container[str]) -> Expr:
+def _row(
+    node: ast.expr, place: Place, roles: Container[str], dims: Container[str], ops: Mapping[str, Spelling]
+) -> Expr:
     if isinstance(node, ast.Attribute | ast.Name):
         name = ast.unparse(node)
         if name not in roles:
@@ -130,9 +150,9 @@ def _row(node: ast.expr, place: Place, roles: Container[str], dims: Container[st
         return Ref(name)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise place.error(f"`{ast.unparse(node)}` is neither a role nor an op", hint='"attn.q.weight", "concat(a, b)"')
-    op = OPS.get(node.func.id)
+    op = ops.get(node.func.id)
     if op is None:
-        raise place.error(f"op `{node.func.id}` is unknown", hint=nearest(node.func.id, OPS))
+        raise place.error(f"op `{node.func.id}` is unknown", hint=nearest(node.func.id, ops))
     if not op.least <= len(node.args) <= (op.most or len(node.args)):
         wants = f"{op.least}" if op.least == op.most else f"{op.least} or more"
         raise place.error(f"`{op.name}` takes {wants} inputs, not {len(node.args)}")
@@ -144,7 +164,7 @@ def _row(node: ast.expr, place: Place, roles: Container[str], dims: Container[st
     if counts.keys() != set(op.counts) and not (op.optional and not counts):
         missing = ", ".join(k for k in op.counts if k not in counts)
         raise place.error(f"`{op.name}` must be told {missing}", hint=f"{op.name}(..., {missing.split(', ')[0]}=...)")
-    args = tuple(_row(arg, place, roles, dims) for arg in node.args)
+    args = tuple(_row(arg, place, roles, dims, ops) for arg in node.args)
     return Call(op.name, args, tuple(counts.items()))
 
 

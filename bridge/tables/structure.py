@@ -6,18 +6,20 @@ that does not fit is told in one PlanError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from bridge.errors import PlanError
-from bridge.tables.arch import ArchTable, load_arch
+from bridge.tables.arch import ArchTable, Row, load_arch
 from bridge.tables.fit import problems
 from bridge.tables.grammar import Call
 from bridge.tables.match import Entry, Matched, architecture_of, match
+from bridge.tables.modules import module_order
 from bridge.tables.ops import Array
+from bridge.tables.reads import groups_of
 from bridge.tables.rows import read
 from bridge.values import Site, Structure, TensorSpec
 
-__all__ = ["canonical_names", "load_arch", "match_table", "read_roles", "structure"]
+__all__ = ["canonical_names", "load_arch", "match_table", "read_roles", "structure", "turned_weights"]
 
 Found = tuple[str, tuple[Entry, int | None, int | None]]
 
@@ -30,15 +32,21 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
     PlanError when no table lists the architecture (`load_arch` tells beforehand) or anything does not fit it.
     """
     matched = match_table(config, specs)
-    found = sorted(matched.found.items(), key=_order(matched))
-    sites = [site for name, at in found if (site := _site(matched, name, *at))]
+    order = module_order(matched)
+    found = [(name, matched.found[name]) for name in order if name in matched.found]
+    place = {name: number for number, name in enumerate(order)}
+    sites = [site for name, at in found if (site := _site(matched, name, *at))] + _tied_heads(matched)
+    sites.sort(key=lambda site: place[f"{site.module}.weight"])
     return Structure(
         architecture=matched.architecture,
-        sites=(*sites, *_tied_heads(matched)),
+        sites=tuple(sites),
         attention=tuple(name.rsplit(".", 2)[0] for name, (entry, _, _) in found if "attn.k.weight" in entry.roles),
         tied=matched.tied,
         ignored=matched.ignored,
         roles=_roles(matched, found),
+        groups=groups_of(matched),
+        order=order,
+        embeddings=_embeddings(matched),
     )
 
 
@@ -96,20 +104,24 @@ def read_roles(matched: Matched, name: str, tensor: Array) -> dict[tuple[str, in
     return {(role, layer, expert): array for role, array in held.items()}
 
 
-def _order(matched: Matched) -> Callable[[Found], tuple[int, ...]]:
-    """Model order, whatever the order of the shards: what stands before the layers, the layers, what comes after."""
-    layered = [at for at, entry in enumerate(matched.entries) if "l" in entry.row.index and entry.row.expr]
-    first = min(layered, default=0)
-    place = {id(entry): at for at, entry in enumerate(matched.entries)}
+def turned_weights(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that the architecture has as [in, out]: none for most, or without a table."""
+    table = load_arch(architecture_of(config))
+    if table is None or not any(_is_turned(row) for row in table.rows):
+        return {}
+    found = match(table, architecture_of(config), config, specs).found
+    return {name: entry.shape for name, (entry, _, _) in found.items() if _is_turned(entry.row)}
 
-    def key(item: Found) -> tuple[int, ...]:
-        _, (entry, layer, expert) = item
-        at = place[id(entry)]
-        if layer is None:
-            return (0 if at < first else 2, 0, 0, at)
-        return (1, layer, -1 if expert is None else expert, at)
 
-    return key
+def _is_turned(row: Row) -> bool:
+    return isinstance(row.expr, Call) and row.expr.op == "transpose"
+
+
+def _embeddings(matched: Matched) -> tuple[str, ...]:
+    vocabulary, scaled = matched.table.roles.roles, matched.table.scaled
+    held = [entry for entry in matched.entries if entry.expected and entry.row.expr]
+    plain = [e for e in held if any(vocabulary[role].kind == "embedding" and role not in scaled for role in e.roles)]
+    return tuple(entry.name.rpartition(".")[0] for entry in plain)
 
 
 def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: int | None) -> Site | None:
@@ -120,7 +132,7 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
     return Site(
         module=name.rpartition(".")[0],
         weight=name,
-        layout="in_out" if isinstance(entry.row.expr, Call) and entry.row.expr.op == "transpose" else "out_in",
+        layout="in_out" if _is_turned(entry.row) else "out_in",
         roles=entry.roles,
         layer=layer,
         expert=expert,

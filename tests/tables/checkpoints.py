@@ -1,7 +1,8 @@
-"""Headers of checkpoints made from a table's own rows, and hub-like configs; no weights, no framework."""
+"""Headers of checkpoints, made from a table's own rows or by transformers without weights, and hub-like configs."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from bridge.tables.arch import load_arch
@@ -33,6 +34,33 @@ def headers(config: dict[str, Any]) -> dict[str, TensorSpec]:
     tied = {tie.alias for tie in table.ties if tie.when.value(names)}
     found = [e for e in entries_of(table, config["architectures"][0], names) if e.row.expr and e.name not in tied]
     return {name: TensorSpec(name, entry.shape, "bfloat16") for entry in found for name in entry.tensors()}
+
+
+def tiny_fields(architecture: str) -> dict[str, Any]:
+    """Config fields of two layers; widths are the defaults of transformers."""
+    fields: dict[str, Any] = {"num_hidden_layers": 2, "num_labels": 2 if "Answering" in architecture else 7}
+    if architecture.startswith("Qwen3Moe"):
+        fields |= {"num_experts": 3, "num_experts_per_tok": 2}
+    if architecture.startswith("Nemotron"):
+        fields |= {"num_key_value_heads": 8}  # transformers has a default that its own model cannot be built with
+    return fields
+
+
+def saved_headers(architecture: str, extents: dict[str, Any]) -> tuple[dict[str, Any], dict[str, TensorSpec]]:
+    """Return config.json and headers of a checkpoint, as save_pretrained would write them."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    cls = getattr(transformers, architecture)
+    config = cls.config_class(**extents)
+    with torch.device("meta"):
+        model = cls(config)
+    tied = model.all_tied_weights_keys
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    saved = revert_weight_conversion(model, state)
+    specs = {name: TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in saved.items()}
+    return json.loads(config.to_json_string()) | {"architectures": [architecture]}, specs
 
 
 def add(specs: dict[str, TensorSpec], name: str, *shape: int) -> None:

@@ -19,12 +19,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
 @dataclass(frozen=True)
 class Formulas:
-    """What a config says beyond extents. `theta` and `window` by layer: RoPE's base (0: none); 0: sees everything."""
+    """What a config says beyond extents. `theta` and `window` by layer: RoPE's base (0: none); 0: sees everything.
+
+    `rotary`: how many values of a head turn, the first ones; 0: all.
+    """
 
     layers: int
     heads: int
@@ -40,6 +44,7 @@ class Formulas:
     embedding_scale: float = 1.0
     top_k: int = 0
     renormalize: bool = True
+    rotary: int = 0
 
 
 def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
@@ -95,10 +100,12 @@ def _linear(roles: Roles, role: str, layer: int | None, x: Tensor, expert: int |
     return y + roles[f"{role}.bias", layer, expert] if (f"{role}.bias", layer, expert) in roles else y
 
 
-def _rotate(x: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, theta: float, rotary: int = 0) -> Tensor:
     """RoPE on heads, positions, head_dim: the pairs lie half a head apart."""
     if not theta:
         return x
+    if rotary:
+        return torch.cat([_rotate(x[..., :rotary], theta), x[..., rotary:]], dim=-1)
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, dtype=x.dtype) / half)
     angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency  # positions, half
@@ -111,8 +118,8 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     q = _linear(roles, "attn.q", layer, x).view(length, f.heads, -1).transpose(0, 1)  # heads, positions, head_dim
     k = _linear(roles, "attn.k", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
     v = _linear(roles, "attn.v", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
-    q = _rotate(_norm(roles, "attn.q_norm", layer, q, f), f.theta[layer])
-    k = _rotate(_norm(roles, "attn.k_norm", layer, k, f), f.theta[layer])
+    q = _rotate(_norm(roles, "attn.q_norm", layer, q, f), f.theta[layer], f.rotary)
+    k = _rotate(_norm(roles, "attn.k_norm", layer, k, f), f.theta[layer], f.rotary)
     share = f.heads // f.kv_heads  # query heads that look at one key head
     k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
     scores = q @ k.transpose(1, 2) * (f.scale or 1 / math.sqrt(q.shape[-1]))

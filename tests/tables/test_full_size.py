@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from transformers.core_model_loading import revert_weight_conversion
 
 from bridge.tables.arch import arch_files, load_roles, parse_arch
 from bridge.tables.files import read_table
 from bridge.tables.structure import canonical_names, structure
-from bridge.values import TensorSpec
-from tests.tables.checkpoints import headers
+from tests.tables.checkpoints import headers, saved_headers, tiny_fields
 
 _QWEN3_235B = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
@@ -65,6 +60,21 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 4, "num_key_value_heads": 1,
         },
     ),
+    "gemma-7b": ("GemmaForCausalLM", {}),
+    "starcoder2-15b": (
+        "Starcoder2ForCausalLM",
+        {
+            "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 40, "num_attention_heads": 48,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "nemotron-4-340b": (
+        "NemotronForCausalLM",
+        {
+            "hidden_size": 18432, "intermediate_size": 73728, "num_hidden_layers": 96, "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+        },
+    ),
     "phi3-medium": (
         "Phi3ForCausalLM",
         {
@@ -82,26 +92,13 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _saved(architecture: str, extents: dict[str, Any]) -> tuple[dict[str, Any], dict[str, TensorSpec]]:
-    """Return config.json and headers of a checkpoint, as save_pretrained would write them."""
-    cls = getattr(transformers, architecture)
-    config = cls.config_class(**extents)
-    with torch.device("meta"):
-        model = cls(config)
-    tied = model.all_tied_weights_keys
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    saved = revert_weight_conversion(model, state)
-    specs = {name: TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in saved.items()}
-    return json.loads(config.to_json_string()) | {"architectures": [architecture]}, specs
-
-
 # 235B makes 36,000 meta tensors in some ten seconds.
 _PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size == "qwen3-moe-235b" else []) for size in SIZES]
 
 
 @pytest.mark.parametrize("size", _PARAMS)
 def test_tables_cover_full_size_models_exactly(size: str) -> None:
-    config, specs = _saved(*SIZES[size])
+    config, specs = saved_headers(*SIZES[size])
     found = structure(config, specs)
     assert found.roles.keys() == specs.keys()
     assert found.ignored == {}
@@ -120,9 +117,7 @@ ARCHITECTURES = [name for path in arch_files() for name in parse_arch(read_table
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_covers_what_transformers_saves(architecture: str) -> None:
-    layers = {"num_hidden_layers": 2, "num_labels": 7}
-    layers |= {"num_experts": 3} if architecture.startswith("Qwen3Moe") else {}
-    config, specs = _saved(architecture, layers)
+    config, specs = saved_headers(architecture, tiny_fields(architecture))
     assert structure(config, specs).roles.keys() == specs.keys()
 
 

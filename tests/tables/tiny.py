@@ -39,6 +39,7 @@ _BERT = {
     "vocab_size": 97, "hidden_size": 60, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
     "type_vocab_size": 4, "max_position_embeddings": 72, "num_labels": LABELS, "hidden_dropout_prob": 0.0,
 }  # fmt: skip
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
 _GPT2 = {"vocab_size": 97, "n_embd": 60, "n_inner": 80, "n_layer": 3, "n_head": 6, "n_positions": 72}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", _SQUARE),
     "qwen3": ("Qwen3ForCausalLM", _LLAMA),
     "qwen3-biases": ("Qwen3ForCausalLM", _LLAMA | {"attention_bias": True}),
+    "gemma": ("GemmaForCausalLM", _LLAMA),
     "gemma2": ("Gemma2ForCausalLM", _LLAMA | _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "gemma3": (
         "Gemma3ForCausalLM",
@@ -59,6 +61,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3ForCausalLM", _SQUARE | {"pad_token_id": 0}),
     "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "starcoder2": ("Starcoder2ForCausalLM", _SQUARE | {"sliding_window": 23, "norm_epsilon": 1e-5}),
+    "starcoder2-plain": ("Starcoder2ForCausalLM", _SQUARE | {"use_bias": False, "tie_word_embeddings": False}),
+    "nemotron": ("NemotronForCausalLM", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "nemotron-biases": (
+        "NemotronForCausalLM",
+        _LLAMA | {"rope_parameters": _PARTIAL, "attention_bias": True, "mlp_bias": True},
+    ),
     "mixtral": ("MixtralForCausalLM", _LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
@@ -147,6 +156,13 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
     theta = (float(config["rope_parameters"].get("rope_theta", 0)),) * 3
     window = (config.get("sliding_window") or 0,) * 3
     more: dict[str, Any] = {}
+    eps = next(config[key] for key in ("rms_norm_eps", "norm_epsilon", "norm_eps") if key in config)
+    if family == "gemma":
+        more = {"activation": "gelu_tanh", "embedding_scale": config["hidden_size"] ** 0.5}
+    if family == "starcoder2":
+        more = {"activation": "gelu_tanh"}
+    if family == "nemotron":
+        more = {"activation": "relu2", "rotary": int(config["head_dim"] * 0.6)}
     if family in ("gemma2", "gemma3"):
         kinds = config["layer_types"]
         window = tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds)
@@ -158,6 +174,4 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
     if family == "mixtral" or case == "qwen3-moe":
         more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
-    return Formulas(
-        3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, config["rms_norm_eps"], **more
-    )
+    return Formulas(3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, eps, **more)

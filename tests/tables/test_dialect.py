@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from bridge.errors import TableError
+from bridge.tables.arch import load_arch, load_roles
+from bridge.tables.dialect import check_dialects, dialect_names, load_dialect, parse_dialect
+from bridge.tables.files import mappings
+
+
+def test_the_dialects_of_the_house_spell_all_that_their_architectures_hold() -> None:
+    assert dialect_names() == ["trtllm"]
+    assert check_dialects() == []
+
+
+def test_every_architecture_of_trtllm_has_a_table() -> None:
+    for architecture in load_dialect("trtllm").architectures:
+        assert load_arch(architecture) is not None
+
+
+def test_a_layer_has_the_rows_whose_roles_it_holds() -> None:
+    dialect = load_dialect("trtllm")
+    gated = frozenset({"mlp.gate.weight", "mlp.up.weight", "mlp.down.weight"})
+    found = [row.name.rpartition("mlp.")[2] for row in dialect.rows_of("layer", gated)]
+    assert found == ["fc.weight", "gate.weight", "proj.weight"]
+    assert list(dialect.rows_of("last", gated)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"vocab(embed.tokens.weight)"', '"vocab(embed.token.weight)"', "nearest: embed.tokens.weight"),
+        ('"vocab(embed.tokens.weight)"', '"vocabulary(embed.tokens.weight)"', "op `vocabulary` is unknown"),
+        ('"vocab(embed.tokens.weight)"', '"transpose(embed.tokens.weight)"', "op `transpose` is unknown"),
+        ('"vocab(embed.tokens.weight)"', '"vocab(embed.tokens.weight, heads=heads)"', "`vocab` has no count `heads`"),
+        ("heads=kv_heads)", "heads=kv_head)", "`kv_head` is neither a dim"),
+        ("heads=kv_heads)", "groups=kv_heads)", "`column` has no count `groups`"),
+        ("mlp.router.weight", "mlp.{l}.router.weight.{e}", "role `moe.router.weight` has {l}, the row"),
+        ('"transformer.ln_f.weight"', '"transformer.{l}.ln_f.weight"', "role `final.norm.weight` has no index"),
+        ("[layer.gated]", "[layer.gate]", "nearest: gated"),
+        ("[last]", "[final]", "unknown key `final`"),
+        (
+            '"stack(row(moe.down.weight), experts=experts)"',
+            '"row(moe.down.weight)"',
+            "role `moe.down.weight` has {e} and {l}",
+        ),
+        (
+            '"stack(row(moe.down.weight), experts=experts)"',
+            '"row(stack(moe.down.weight, experts=experts))"',
+            "so it stands outermost",
+        ),
+        ('{l}.mlp.gate" = "', '{l}.mlp.gates" = "', "`transformer.layers.{l}.mlp.gates` has no row"),
+        ('shared_head = ["gemma"]', 'shared_head = ["gemma9"]', "`gemma9` is no layout"),
+        ('= "attn.norm.weight"', '= ["attn.norm.weight"]', "a row's value is a string"),
+    ],
+)
+def test_a_broken_row_is_named_with_its_line(old: str, new: str, says: str) -> None:
+    text = (mappings() / "dialects/trtllm.toml").read_text()
+    assert old in text
+    with pytest.raises(TableError) as error:
+        parse_dialect(text.replace(old, new, 1), load_roles(), "mappings/dialects/trtllm.toml")
+    assert says in str(error.value)
+    assert "mappings/dialects/trtllm.toml:" in str(error.value)

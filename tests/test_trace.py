@@ -1,0 +1,161 @@
+"""What is traced of an architecture: against ModelOpt's own grouping and exporter, and against arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from bridge.sources import open_source
+from bridge.sources.live import live_modules, live_names
+from bridge.trace import trace_structure
+from bridge.values import InputGroup, Structure
+from tests.decoder_families import DECODERS, OTHERS, build
+
+# One of each kind: parallel attention, norms of 1 + w, post-norm, MLA with shared experts, stacked experts, Conv1D.
+_KINDS = {
+    "CohereForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "LlamaForCausalLM",
+    "MixtralForCausalLM", "Olmo2ForCausalLM", "Qwen2MoeForCausalLM", "T5ForConditionalGeneration",
+}  # fmt: skip
+FAMILIES = [
+    pytest.param(name, marks=[] if name in _KINDS else [pytest.mark.slow]) for name in sorted(DECODERS | OTHERS)
+]
+
+
+@cache
+def traced(name: str, dtype: torch.dtype = torch.bfloat16) -> Structure:
+    structure = trace_structure(open_source(build(name, dtype)))
+    assert structure.ungrouped == ""
+    return structure
+
+
+@cache
+def exported(name: str) -> tuple[list[tuple[tuple[str, ...], str]], set[str], list[str], list[str]]:
+    """Ask ModelOpt: its groups with their norms, the matrices it looked at, embeddings, and tensors as it writes them.
+
+    All in checkpoint names. INT8 weights need no calibration and leave every matrix as it is.
+    """
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import unified_export_hf as unified
+    from modelopt.torch.export.layer_utils import is_quantlinear
+    from modelopt.torch.export.quant_aware_conversion import revert_weight_conversion_quant_aware
+
+    model = build(name)
+    modules = live_modules(live_names(model))
+
+    def ours(live: str) -> str:
+        return modules[live][0] if len(modules.get(live, ())) == 1 else live
+
+    ids = torch.ones([1, 2], dtype=torch.long)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        quantized = mtq.quantize(model, mtq.INT8_WEIGHT_ONLY_CFG)
+        inputs, norms = unified.collect_shared_input_modules(
+            quantized, lambda: quantized(ids, **more), collect_layernorms=True
+        )
+        groups: dict[tuple[tuple[str, ...], str], None] = {}
+        for tensor, readers in inputs.items():
+            norm = norms.get(tensor)
+            if len(readers) > 1:
+                held = norm is not None and getattr(norm, "weight", None) is not None
+                groups[tuple(ours(reader.name) for reader in readers), ours(norm.name) if held else ""] = None
+        seen = {ours(n) for n, m in quantized.named_modules() if is_quantlinear(m) and m.weight_quantizer.is_enabled}
+        looked_up = [
+            ours(n)
+            for n, m in quantized.named_modules()
+            if isinstance(m, torch.nn.Embedding) and hasattr(m, "weight_quantizer")
+        ]
+        state, _ = unified._export_transformers_checkpoint(quantized, None)
+        written = list(revert_weight_conversion_quant_aware(quantized, state))
+    return list(groups), seen, looked_up, written
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_groups_and_their_norms_are_modelopts(name: str) -> None:
+    want, seen, _, _ = exported(name)
+    got = [(tuple(m for m in group.modules if m in seen), group.norm) for group in traced(name).groups]
+    assert [group for group in got if len(group[0]) > 1] == want
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embeddings_are_the_modules_in_which_modelopt_puts_a_quantizer(name: str) -> None:
+    assert list(traced(name).embeddings) == exported(name)[2]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensors_are_in_the_order_in_which_modelopt_writes_them(name: str) -> None:
+    structure, written = traced(name), exported(name)[3]
+    assert [tensor for tensor in structure.order if tensor in written] == [
+        tensor for tensor in written if not tensor.endswith("_scale")
+    ]
+    assert set(structure.order) - set(written) <= structure.tied.keys()
+
+
+# What ModelOpt does not ask: does anything else read the norm, and does the norm add one?
+
+
+def _change(model: Any, group: InputGroup) -> float:
+    """Multiply the norm along `in`, divide the matrices that read it; return by how much the answer changes."""
+    live = {name: origin.ref.live for name, origin in live_names(model).items() if origin.ref}
+    tensors: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+    norm = tensors[live[f"{group.norm}.weight"]]
+    scale, one = torch.linspace(0.5, 2.0, norm.shape[0]), int(group.plus_one)
+    ids = torch.tensor([[5, 17, 3, 41, 88, 2, 9]])
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        before = model(ids, **more).logits
+        undo = {name: tensor.clone() for name, tensor in tensors.items()}
+        norm.copy_((norm + one) * scale - one)
+        if f"{group.norm}.bias" in live:
+            tensors[live[f"{group.norm}.bias"]].mul_(scale)
+        for module in group.modules:
+            weight = tensors[live[f"{module}.weight"]]
+            weight.div_(scale if weight.shape[1] == len(scale) else scale[:, None])
+        after = model(ids, **more).logits
+        for name, tensor in tensors.items():
+            tensor.copy_(undo[name])
+    return float((after - before).abs().max() / before.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_scale_moves_into_the_norm_exactly_where_the_group_reads_it_alone(name: str) -> None:
+    model = build(name, torch.float32)
+    for group in traced(name).groups:
+        if group.norm:
+            # Seen over all families: at most 3.6e-6 in 138 groups that read alone, at least 0.076 in 10 that do not.
+            change = _change(model, group)
+            assert change < 1e-5 if group.alone else change > 1e-2, (group, change)
+
+
+def test_groups_do_not_depend_on_the_dtype() -> None:
+    for name in ("DeepseekV3ForCausalLM", "T5ForConditionalGeneration"):
+        assert traced(name).groups == traced(name, torch.float32).groups
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "OPTForCausalLM", "Qwen2MoeForCausalLM"])
+def test_heads_and_routers_are_kept(name: str) -> None:
+    model = build(name)
+    kept = {site.module: site.keep for site in traced(name).sites if site.keep}
+    heads = {module: why for module, why in kept.items() if why.startswith("output head")}
+    assert heads.keys() == {"lm_head"}
+    routers = {
+        n for n, m in model.named_modules() if n.endswith((".gate", ".shared_expert_gate")) and hasattr(m, "weight")
+    }
+    assert kept.keys() - heads.keys() == routers
+
+
+def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    fields = {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}
+    model = transformers.JetMoeForCausalLM(
+        transformers.JetMoeConfig(**fields, intermediate_size=48, num_local_experts=5, num_experts_per_tok=3)
+    )
+    structure = trace_structure(open_source(model))
+    assert structure.groups == ()
+    assert structure.ungrouped.startswith("JetMoeForCausalLM does not run on fake tensors: DataDependentOutput")
+    assert "Traceback" not in capfd.readouterr().err
