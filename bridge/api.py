@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.conversion import Conversion, Progress, quiet
+from bridge import __version__
+from bridge.conversion import Conversion
 from bridge.errors import BridgeError, CalibrationError, SourceError, UsageError, VerifyError
 from bridge.planning import CALIBRATION
+from bridge.progress import Progress, quiet
 
 SIDECAR = 16 << 20  # bytes: calibration with its held-out answers, graph and report at most, for all but giant graphs
 
 if TYPE_CHECKING:
+    from bridge.finish import Manifest, Proof
     from bridge.planning import Plan
     from bridge.quant.calibration import Calibration
     from bridge.quant.data import Data
@@ -57,7 +60,7 @@ def plan(
     """
     source = _open(model, config, None)
     structure = _structure(source)
-    return _plan(source, structure, target, _scheme(quant, kv, structure), options)
+    return _plan(source, structure, target, _scheme(quant, kv, structure) or _stored(quant, source), options)
 
 
 def calibrate(
@@ -112,7 +115,8 @@ def convert(
     Args:
         model: a `transformers` model in memory (left as it is), a directory, a hub id, or a `Source`.
         target: "trt", or what an entry point adds.
-        quant: a scheme's name, a recipe's path, a `Scheme`; None converts without quantizing.
+        quant: a scheme's name, a recipe's path, a `Scheme`; None converts without quantizing. What a quantized source
+            holds is carried over by None, dequantized by "none", dequantized and quantized anew by a scheme.
         out: the directory to write; None takes the model's name and the scheme's.
         calib: what `calibrate` takes as `data`, or a `Calibration`, or the path of a saved one.
         kv: None, "fp8", "int8" or "nvfp4".
@@ -122,7 +126,7 @@ def convert(
     Raises:
         BridgeError: one of its classes, before any weight is read where that is possible.
     """
-    from bridge.finish import make_report, prove, write
+    from bridge.finish import make_report, write
     from bridge.output import output_directory
 
     clock, tell = _Clock(), progress or quiet
@@ -140,7 +144,7 @@ def convert(
         with clock.stage("write"):
             manifest = write(conversion)
         with clock.stage("verify") if verify else nullcontext():
-            proof = prove(work.directory, manifest, job.source, calibration, job.data, tell) if verify else None
+            proof = _prove(work.directory, job, manifest, calibration, tell) if verify else None
         report = make_report(job.out, work.directory, manifest, calibration, proof, clock.seconds)
         report.save(work.directory)
     return report
@@ -159,6 +163,7 @@ class _Job:
     data: Data | None
     memory: int
     identity: str
+    run: bool  # what was written, to compare outputs
 
 
 def _prepare(
@@ -175,14 +180,16 @@ def _prepare(
     options: dict[str, Any],
 ) -> _Job:
     """Plan, and refuse what can be refused: output, disk, memory, CUDA, calibration, data."""
+    from bridge.budget import stream_memory
     from bridge.output import check_disk, check_free
-    from bridge.planning import stream_memory
     from bridge.quant.modelopt import check_device
+    from bridge.targets import load_target
 
     structure = _structure(source)
-    scheme = _scheme(quant, kv, structure)
+    scheme = _scheme(quant, kv, structure) or _stored(quant, source)
     plan_ = _plan(source, structure, target, scheme, options)
     directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
+    _check_apart(directory, source)
     check_free(directory, overwrite)
     check_disk(directory, plan_.disk + SIDECAR)
     budget = stream_memory(plan_, memory)
@@ -191,10 +198,19 @@ def _prepare(
     if scheme and needed:
         check_device(scheme, device)
     data = None
-    if needed or (verify and source.can_run and (given is None or given.held_out is None)):
+    run = needed or load_target(target).runs
+    if needed or (verify and run and source.can_run and (given is None or given.held_out is None)):
         data = _data(source, calib if given is None else None, None, None, needed or calib is not None)
-    identity = _digest(plan_.digest, source.fingerprint, given.digest if given else data.digest if data else "")
-    return _Job(source, structure, scheme, plan_, directory, given, data, budget, identity)
+    told = given.digest if given else data.digest if data else ""
+    identity = _digest(__version__, plan_.digest, source.fingerprint, told)
+    return _Job(source, structure, scheme, plan_, directory, given, data, budget, identity, run)
+
+
+def _check_apart(out: Path, source: Source) -> None:
+    """Refuse to write over what is read."""
+    root = getattr(source, "root", None)
+    if root is not None and Path(root).resolve() in (out.resolve(), *out.resolve().parents):
+        raise UsageError(f"{out} is the source, or lies inside it: its files would be lost; choose another directory")
 
 
 def verify(
@@ -248,16 +264,31 @@ def _scheme(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
     return load_scheme(quant, kv=kv).bound(structure.sites)
 
 
+def _stored(quant: Any, source: Source) -> Scheme | None:
+    """What a quantized source is carried over as, where no other scheme and no dequantizing is asked for."""
+    if quant is not None or not source.quantized:
+        return None
+    from bridge.quant.stored import stored_scheme
+
+    return stored_scheme(source.quantized)
+
+
 def _structure(source: Source) -> Structure:
-    """From the architecture's table; traced with torch where nobody wrote one."""
+    """From the architecture's table; traced with torch where nobody wrote one, once."""
     from bridge.tables.match import architecture_of
     from bridge.tables.structure import load_arch, structure
 
     if load_arch(architecture_of(source.config)) is not None:
         return structure(source.config, source.specs)
-    from bridge.trace import trace_structure
+    from bridge.recall import recall, remember
 
-    return trace_structure(source)
+    kept = recall(source)
+    if kept is None:
+        from bridge.trace import trace_structure
+
+        kept = trace_structure(source)
+        remember(source, kept)
+    return kept
 
 
 def _target(name: str) -> Target:
@@ -299,6 +330,14 @@ def _given_calibration(
     calib.require(formats, attention, scheme.kv)
     calib.check()
     return calib
+
+
+def _prove(
+    directory: Path, job: _Job, manifest: Manifest, calibration: Calibration | None, progress: Progress
+) -> Proof:
+    from bridge.finish import prove
+
+    return prove(directory, manifest, job.source, calibration, job.data, progress, run=job.run, memory=job.memory)
 
 
 def _data(source: Source, data: Any, samples: int | None, sequence: int | None, asked: bool = True) -> Data:

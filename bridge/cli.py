@@ -16,7 +16,7 @@ import typer
 
 import bridge
 from bridge.errors import UsageError
-from bridge.terminal import BELOW, FAILED, Exit, Terminal, keep_pages, session
+from bridge.terminal import BELOW, FAILED, Exit, Terminal, keep_pages, load_kernels, session
 
 if TYPE_CHECKING:
     from bridge.report import Report
@@ -132,6 +132,7 @@ def convert(
     The output appears whole or not at all.
     """
     with session(debug=debug, quiet=quiet) as terminal:
+        load_kernels()
         report = bridge.convert(
             model, target, quant, out, calib=calib, kv=kv, device=device, config=config, tokenizer=tokenizer,
             verify=not no_verify, overwrite=overwrite, resume=not no_resume, progress=terminal.progress,

@@ -23,6 +23,9 @@ from bridge.values import TensorSpec
 MAX_HEADER = 100_000_000  # the reference implementation's limit; a longer header is a broken or hostile file
 HEAD = 65536  # one read covers the header of all but the largest shards
 PIECE = 64 << 20  # one system call's share, so that Ctrl-C is answered within some tens of milliseconds
+# The order in which the reference implementation lays dtypes out, and tensors of one dtype by name.
+ORDER = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL"
+RANK = {code: at for at, code in enumerate(ORDER.split())}
 LFS = b"version https://git-lfs.github.com/spec"
 
 
@@ -59,12 +62,21 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def identity(fd: int) -> tuple[int, int, int, int]:
+    """What is another file, or was written since, where it differs."""
+    stat = os.fstat(fd)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def read_into(fd: int, out: np.ndarray, offset: int, path: Path) -> None:
     """Fill the contiguous array `out` with the bytes of the file from `offset` on."""
     view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs miss Buffer on 3.11
     done = 0
     while done < len(view):
-        got = os.preadv(fd, [view[done : done + PIECE]], offset + done)
+        try:
+            got = os.preadv(fd, [view[done : done + PIECE]], offset + done)
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
         if not got:
             raise SourceError(f"{path}: ends at byte {offset + done}, inside a tensor: truncated since it was opened")
         done += got
@@ -174,10 +186,10 @@ def layout(
 ) -> tuple[bytes, dict[str, int], int]:
     """Place tensors in a file: the header's bytes, each tensor's offset in the file, the file's size.
 
-    The data begin at a multiple of `align`. The format allows no holes, so wide dtypes come first (each keeps the
-    order given): every tensor is then aligned to its own element. 4-bit tensors are U8 with their last axis packed.
+    The data begin at a multiple of `align`. The format allows no holes, so wide dtypes come first: every tensor is
+    then aligned to its own element. 4-bit tensors are U8 with their last axis packed.
     """
-    ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].bits)
+    ordered = sorted(specs, key=lambda spec: (RANK[DTYPES[spec.dtype].safetensors], spec.name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begins: dict[str, int] = {}
     end = 0
@@ -212,6 +224,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with opened(path) as fd:
+            self._identity = identity(fd)
         self.header = read_header(path)
         self.specs: Mapping[str, TensorSpec] = self.header.specs
 
@@ -219,15 +233,34 @@ class SafetensorsFile:
         """Return the storage array of one tensor."""
         spec, offset, _ = self.header.entries[name]
         out = np.empty(spec.shape, DTYPES[spec.dtype].storage)
-        with opened(self.path) as fd:
+        with self._opened() as fd:
             read_into(fd, out, offset, self.path)
         return out
 
-    def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return rows `begin` to `end` along the first axis, so that a large matrix need not be held whole."""
         spec, offset, nbytes = self.header.entries[name]
-        out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+        if out is None:
+            out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         row = nbytes // spec.shape[0] if spec.shape[0] else 0
-        with opened(self.path) as fd:
+        with self._opened() as fd:
             read_into(fd, out, offset + begin * row, self.path)
         return out
+
+    def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
+        """Return bytes `begin` to `end` of one tensor, in `out`."""
+        with self._opened() as fd:
+            read_into(fd, out, self.offset(name) + begin, self.path)
+        return out
+
+    def offset(self, name: str) -> int:
+        """Where the bytes of a tensor begin in the file."""
+        return self.header.entries[name].offset
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the file; SourceError where it is not the one any more whose header was read."""
+        with opened(self.path) as fd:
+            if identity(fd) != self._identity:
+                raise SourceError(f"{self.path}: changed since it was opened; nothing was kept, run again")
+            yield fd

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bridge.planning import Plan
+from bridge.progress import Progress, quiet
 
 if TYPE_CHECKING:
     from bridge.output import Work
     from bridge.quant.calibration import Calibration
     from bridge.quant.scheme import Scheme
     from bridge.sources import Source
-
-# Called as progress(done, total, text): bytes or items done, out of how many (0: unknown), and what is being done.
-Progress = Callable[[int, int, str], None]
-
-
-def quiet(done: int, total: int, text: str) -> None:
-    """The progress of who asked for none."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`memory` is the byte budget of the stream, `workers` its threads."""
+    """`memory` is the byte budget of the stream, `workers` its threads, 0 for one a core."""
 
     plan: Plan
     source: Source
@@ -42,5 +34,5 @@ class Conversion:
     scheme: Scheme | None
     memory: int
     work: Work
-    workers: int = max(1, min(4, (os.cpu_count() or 2) - 1))  # one core makes the graph meanwhile
+    workers: int = 0
     progress: Progress = quiet

@@ -52,9 +52,7 @@ def describe(what: str, every: bool = False) -> Said:
 def check_path(path: Path) -> list[Problem]:
     """What is wrong with a written model or .onnx file (lint), a recipe, a scheme or a table."""
     if path.is_dir() or path.suffix == ".onnx":
-        from bridge.graph.lint import lint
-
-        return [Problem(str(finding), finding.severity == "error") for finding in lint(path)]
+        return [Problem(finding, finding.startswith("error")) for finding in _lint(path)]
     if path.suffix != ".toml":
         raise UsageError(f"{path}: check reads written models, .onnx files, and recipes or tables in .toml")
     if not path.is_file():
@@ -64,6 +62,27 @@ def check_path(path: Path) -> list[Problem]:
     except BridgeError as error:
         return [Problem(str(error))]
     return []
+
+
+def _lint(path: Path) -> list[str]:
+    """What breaks the rules of the runtime that loads it: of our own target, else of what its files look like."""
+    if (path / "bridge.json").is_file():
+        from bridge.finish import load_manifest
+        from bridge.targets import load_target
+
+        plan = load_manifest(path).plan
+        return load_target(plan.target).lint(path, plan)
+    if (path / "rank0.safetensors").is_file():
+        from bridge.trtllm.lint import lint as lint_ranks
+
+        return lint_ranks(path)
+    if any(path.glob("model*.safetensors")) and not (path / "model.onnx").is_file():
+        from bridge.unified.lint import lint as lint_checkpoint
+
+        return lint_checkpoint(path)
+    from bridge.graph.lint import lint
+
+    return [str(finding) for finding in lint(path)]
 
 
 def _check_toml(path: Path) -> None:
@@ -192,7 +211,7 @@ def _gate(gate: Gate) -> str:
 
 def _model(directory: Path, every: bool) -> Said:
     """A written model, from its manifest and its report."""
-    from bridge.planning import plan_from_dict
+    from bridge.plan_json import plan_from_dict
 
     manifest = read_json(directory / "bridge.json", f"{directory}: not written by bridge")
     data: dict[str, Any] = {"manifest": manifest}

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge import __version__
-from bridge.conversion import Conversion, Progress, Written
+from bridge.conversion import Conversion, Written
 from bridge.errors import BridgeError, CannotRun, VerifyError
-from bridge.planning import Plan, plan_from_dict
+from bridge.plan_json import plan_from_dict
+from bridge.planning import CALIBRATION, Plan
+from bridge.progress import Progress
 from bridge.quant.grammar import Gate
 from bridge.report import OutputParity, Parity, Report
 from bridge.targets import load_target
@@ -64,9 +66,14 @@ def load_manifest(directory: Path) -> Manifest:
             _gate(data["output_gate"]),
             Written(written["policies"], written["skipped"], tuple(written["notes"])),
         )
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise VerifyError(
             f"{directory} holds no readable {MANIFEST}: not a model that bridge wrote ({error})"
+        ) from error
+    except (KeyError, TypeError) as error:
+        raise VerifyError(
+            f"{directory / MANIFEST} was written by another version of bridge, this one is {__version__} "
+            f"({type(error).__name__}: {error}): convert again"
         ) from error
 
 
@@ -108,20 +115,26 @@ def prove(
     data: Data | None,
     progress: Progress,
     *,
+    run: bool = True,
     ask_again: bool = False,
+    memory: int | None = None,
 ) -> Proof:
-    """Lint a written model, compare its weights with the source, run it and compare what it answers.
+    """Lint a written model, compare its weights with the source, run it (if `run`) and compare what it answers.
 
-    `ask_again` runs the source instead of trusting what it answered when it was calibrated.
+    `ask_again` runs the source instead of trusting what it answered when it was calibrated. `memory`: bytes that
+    comparing weights may use; None takes what the plan says.
     """
     plan = manifest.plan
     target = load_target(plan.target)
     findings = list(target.lint(directory, plan))
-    tensors = tensor_parity(plan, source, manifest.gates, directory / target.weights, progress)
+    beside = calibration or _beside(directory)
+    compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=beside, memory=memory)
     outputs: tuple[OutputParity, ...] = ()
     layers: tuple[tuple[str, float], ...] = ()
-    not_run: list[str] = []
+    not_run = list(compared.not_run)
     try:
+        if not run:
+            raise CannotRun("this conversion built no model; `qbridge verify` runs it")
         held = _held_out(source, plan, calibration, data, ask_again)
         runtime = target.runtime(directory)
         outputs = output_parity(runtime, held, manifest.output_gate, bool(plan.quantized), progress)
@@ -131,7 +144,15 @@ def prove(
         not_run.append(f"outputs were not compared: {error}")
     except VerifyError as error:  # a file of ours that does not load or run is broken, not unproved
         findings.append(f"error [runtime] {error}")
-    return Proof(Parity(tensors, outputs, layers, tuple(not_run)), tuple(findings))
+    return Proof(Parity(compared.tensors, outputs, layers, tuple(not_run)), tuple(findings))
+
+
+def _beside(directory: Path) -> Calibration | None:
+    """The calibration that was kept with the output, which its scales came from."""
+    from bridge.quant.calibration import Calibration
+
+    saved = directory / CALIBRATION
+    return Calibration.load(saved) if saved.exists() else None
 
 
 def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, twin: str) -> list[str]:
@@ -197,7 +218,7 @@ def make_report(
         scheme=plan.scheme,
         tensors=len(plan.outputs),
         quantized=len(plan.quantized),
-        bytes=sum((directory / name).stat().st_size for name in load_target(plan.target).loads),
+        bytes=sum(path.stat().st_size for glob in load_target(plan.target).loads for path in directory.glob(glob)),
         source_bytes=sum(spec.nbytes for spec in plan.sources.values()),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ class Work:
 
 def check_free(out: Path, overwrite: bool) -> None:
     """Refuse an output that exists, before any work."""
+    if out.is_symlink() and not out.exists():
+        raise WriteError(f"{out} is a symbolic link to nothing; remove it, or choose another directory")
     if out.exists() and not overwrite:
         raise WriteError(f"{out} exists already; choose another directory, or pass overwrite=True (--overwrite)")
     if (
@@ -51,9 +54,10 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def check_disk(out: Path, need: int) -> None:
-    """Refuse work that the disk cannot hold; `need` in bytes."""
+    """Refuse work that the disk cannot hold; `need` in bytes. What a killed run has reserved already counts as free."""
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    free = shutil.disk_usage(parent).free
+    reserved = sum(path.stat().st_blocks * 512 for path in _work(out.absolute()).glob("**/*") if path.is_file())
+    free = shutil.disk_usage(parent).free + reserved
     if free < need:
         raise WriteError(
             f"{parent} has {free / 1e9:.2f} GB free, the plan needs {need / 1e9:.2f} GB: free some, or use another disk"
@@ -69,7 +73,7 @@ def output_directory(out: Path, identity: str, *, overwrite: bool = False, resum
     """
     check_free(out, overwrite)
     out = out.absolute()
-    work = out.parent / f".{out.name}.partial"
+    work = _work(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir(exist_ok=True)
@@ -82,22 +86,34 @@ def output_directory(out: Path, identity: str, *, overwrite: bool = False, resum
         done = _continue(journal, work, identity, resume)
         try:
             yield Work(work, done, journal)
-            (work / JOURNAL).unlink()
-            _make_visible(work, out)
         except BaseException as error:
             shutil.rmtree(work, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise WriteError(
-                    f"{out.parent}: the disk is full; nothing was kept. Free some space and run again"
-                ) from error
+            if isinstance(error, OSError):
+                raise _not_written(error, out) from error
             raise
+        _make_visible(work, out, overwrite)
+
+
+def _work(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"
+
+
+def _not_written(error: OSError, out: Path) -> WriteError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return WriteError(f"{out.parent}: the disk is full; nothing was kept. Free some space and run again")
+    return WriteError(f"{error.filename or out}: {error.strerror}; nothing was kept")
 
 
 def _lock(journal: IO[str], work: Path) -> None:
+    """Own the work directory; WriteError where another run does, or finished it while this one opened it."""
+    busy = WriteError(f"{work} is being written by another run; wait for it, or choose another output")
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        here = (work / JOURNAL).stat()
     except OSError as error:
-        raise WriteError(f"{work} is being written by another run; wait for it, or choose another output") from error
+        raise busy from error
+    if here.st_ino != os.fstat(journal.fileno()).st_ino:
+        raise busy
 
 
 def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> dict[str, Mapping[str, Any]]:
@@ -142,13 +158,20 @@ def _restore(out: Path) -> None:
         aside.rename(out)
 
 
-def _make_visible(work: Path, out: Path) -> None:
-    """One rename; with `overwrite` the old directory steps aside first and is removed last."""
-    if not out.exists():
-        work.rename(out)
-        return
+def _make_visible(work: Path, out: Path, overwrite: bool) -> None:
+    """One rename; with `overwrite` the old directory steps aside first and is removed last.
+
+    The journal goes after the rename: a run killed between the two leaves a whole output and a file that nobody reads.
+    What appeared at `out` during the run is somebody's: it stays, and so does the work.
+    """
     aside = out.parent / f".{out.name}.old"
-    shutil.rmtree(aside, ignore_errors=True)
-    out.rename(aside)
-    work.rename(out)
+    try:
+        check_free(out, overwrite)
+        if out.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            out.rename(aside)
+        work.rename(out)
+    except (WriteError, OSError) as error:
+        raise WriteError(f"{error}; the finished work is kept in {work}: rename it, or run again") from error
+    (out / JOURNAL).unlink()
     shutil.rmtree(aside, ignore_errors=True)

@@ -9,53 +9,78 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import PlanError, SchemeError, UsageError, fold_layers
-from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.budget import working_set
+from bridge.errors import PlanError, SchemeError, fold_layers
+from bridge.quant.stored import OTHERWISE, StoredScheme, apart, carry, told
+from bridge.values import Coding, Format, Site, Slice, Structure, TensorSpec, plain
 
 if TYPE_CHECKING:
     from bridge.quant.scheme import Scheme
     from bridge.sources import Source
     from bridge.targets import Target
 
-
 # Files beside what the target writes; see bridge.finish and bridge.output.
-CALIBRATION = "calibration.safetensors"
+# Runtimes load every *.safetensors beside config.json where there is no index: ours lies one level down.
+CALIBRATION = "bridge/calibration.safetensors"
 WRITES = ("bridge.json", CALIBRATION, "report.json", "report.html", "journal.jsonl")
+DEFAULT_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to write: what part of its step it is, and the expression that makes it.
+    """One tensor to write: what part of its step it is, the expression that makes it, and the file it goes to.
 
     `part`: "weight" (codes, or the plain tensor), "scale", "scale_2", "input_scale", "pre_quant_scale", "k_scale",
-    "v_scale".
+    "v_scale", "kv_scale" (the larger of the two), "shape" (of the weight, as int64). `spec` has the shape as it is
+    stored: what a part computes is reshaped to it.
     """
 
     spec: TensorSpec
     part: str
     expression: str
+    file: str = DEFAULT_FILE
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """File and name: what is unique in a plan."""
+        return self.file, self.spec.name
 
 
 @dataclass(frozen=True)
 class Step:
-    """Makes the outputs of one source tensor (or of an attention module's KV statistics, where `source` is empty).
+    """Makes the outputs of one matrix (or of attention modules' KV statistics, where `inputs` is empty).
 
-    `format` is None for a tensor that is carried over; `kept` says why. `transpose` turns `[out, in]` into `[in, out]`.
-    `attention` names the module whose K and V scales the step writes.
+    `inputs` are put under each other, along `out`. `format` is None for a tensor that is carried over; `kept` says why.
+    `transpose` turns `[out, in]` into `[in, out]`. `shares`: steps of one such name share their per-tensor amax.
+    `unified`: modules whose pre-scales are averaged and whose input amax is the largest of all, this step's among them.
+    `folded`: modules whose pre-scale is multiplied into this norm, which multiplies by 1 + weight if `plus_one`.
+    `shift` is added to a plain tensor. `attention`: modules whose K and V scales the step writes.
     """
 
-    source: str
+    inputs: tuple[Slice, ...]
     outputs: tuple[Output, ...]
     site: Site | None = None
     format: Format | None = None
     kept: str = ""
+    coding: Coding = field(default_factory=Coding)
     transpose: bool = False
+    shares: str = ""
+    unified: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
+    plus_one: bool = False
+    shift: int = 0
     attention: str = ""
+
+    @property
+    def source(self) -> str:
+        """The first source tensor, "" where there is none."""
+        return self.inputs[0].source if self.inputs else ""
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +90,9 @@ class Step:
 @dataclass(frozen=True)
 class Plan:
     """Everything a conversion will do. `memory` and `disk` are bytes; `dropped` maps source tensors to the reason.
+
+    `tied` maps an alias to the tensor that is stored for both, `untied` that of a head that became a tensor of its own.
+    `memory` is for two cores; each further one adds what a piece of rows takes, 20 MB.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="trt", quant="fp8")
@@ -80,6 +108,7 @@ class Plan:
     sources: dict[str, TensorSpec]
     steps: tuple[Step, ...]
     tied: dict[str, str] = field(default_factory=dict)
+    untied: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     side_files: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -92,6 +121,14 @@ class Plan:
         return tuple(output for step in self.steps for output in step.outputs)
 
     @property
+    def files(self) -> dict[str, list[TensorSpec]]:
+        """File -> the tensors that it holds."""
+        found: dict[str, list[TensorSpec]] = {}
+        for output in self.outputs:
+            found.setdefault(output.file, []).append(output.spec)
+        return found
+
+    @property
     def quantized(self) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.format)
 
@@ -101,53 +138,65 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, the inverse of `plan_from_dict`."""
-        return _plain(self)  # type: ignore[no-any-return]
+        """The plan as plain data, see `bridge.plan_json`."""
+        return plain(self)  # type: ignore[no-any-return]
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses, mappings and tuples as JSON has them; `dataclasses.asdict` copies every leaf, far slower."""
-    if dataclasses.is_dataclass(value):
-        return {key: _plain(item) for key, item in vars(value).items()}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+@dataclass(frozen=True)
+class Draft:
+    """What a target makes its steps from. `formats`: weight -> its format, or the reason why it is kept.
+
+    `dropped`: source tensor -> why it is not carried, known before the target is asked.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    config: Mapping[str, Any]
+    structure: Structure
+    scheme: Scheme | None
+    formats: Mapping[str, Format | str]
+    dropped: Mapping[str, str]
+    options: Any
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """Weight -> its site."""
+        return {site.weight: site for site in self.structure.sites}
+
+    @property
+    def quantized(self) -> dict[str, Format]:
+        """Module -> its format, for those that are quantized."""
+        found = ((site.module, self.formats.get(site.weight)) for site in self.structure.sites)
+        return {module: format_ for module, format_ in found if isinstance(format_, Format)}
+
+    def carried(self) -> Iterator[tuple[TensorSpec, Site | None]]:
+        """Every source tensor that is written, with its site; a quantized head that is tied comes as its own, last."""
+        tied, sites = self.structure.tied, self.sites
+        for name, spec in self.specs.items():
+            if name not in tied and name not in self.dropped:
+                yield spec, sites.get(name)
+        for site in self.structure.sites:
+            if site.weight in tied and isinstance(self.formats.get(site.weight), Format):
+                yield self.specs[tied[site.weight]], site
+
+    def why_plain(self, spec: TensorSpec, site: Site | None) -> str:
+        """Why a tensor is carried as it is."""
+        kept = self.formats.get(site.weight) if site else None
+        if isinstance(kept, str):
+            return kept
+        roles = self.structure.roles.get(spec.name, ())
+        return roles[0].rsplit(".", 1)[0] + ": not a matrix multiplication" if roles else "not a matrix multiplication"
 
 
-def plan_from_dict(data: Mapping[str, Any]) -> Plan:
-    """Rebuild a plan from `Plan.to_dict`, as read back from a written model's manifest."""
+@dataclass
+class Drafted:
+    """What a target made of a draft: steps, source tensors that have no place in the output and why, what is wrong.
 
-    def spec(d: Mapping[str, Any]) -> TensorSpec:
-        return TensorSpec(d["name"], tuple(d["shape"]), d["dtype"])
+    A problem begins with the module or tensor it is about, then a colon.
+    """
 
-    def numeric(d: Mapping[str, Any]) -> Numeric:
-        return Numeric(**{**d, "block": tuple(d["block"])})
-
-    def step(d: Mapping[str, Any]) -> Step:
-        f, s = d["format"], d["site"]
-        return Step(
-            source=d["source"],
-            outputs=tuple(Output(spec(o["spec"]), o["part"], o["expression"]) for o in d["outputs"]),
-            site=Site(**{**s, "roles": tuple(s["roles"])}) if s else None,
-            format=_format_from_dict(f, numeric) if f else None,
-            **{key: d[key] for key in ("kept", "transpose", "attention")},
-        )
-
-    plain = {f.name: data[f.name] for f in dataclasses.fields(Plan) if f.name not in ("sources", "steps")}
-    for name in ("side_files", "notes"):
-        plain[name] = tuple(plain[name])
-    return Plan(
-        **plain,
-        sources={name: spec(d) for name, d in data["sources"].items()},
-        steps=tuple(step(d) for d in data["steps"]),
-    )
-
-
-def _format_from_dict(data: Mapping[str, Any], numeric: Any) -> Format:
-    fields = dict(data)
-    fields["weight"] = tuple(numeric(n) for n in data["weight"])
-    fields["input"] = numeric(data["input"]) if data["input"] else None
-    return Format(**fields)
+    steps: list[Step] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
 
 def make_plan(source: Source, structure: Structure, target: Target, scheme: Scheme | None, options: Any) -> Plan:
@@ -158,29 +207,20 @@ def make_plan(source: Source, structure: Structure, target: Target, scheme: Sche
         scheme: bound to the structure's sites (`Scheme.bound`); None converts without quantizing.
         options: an instance of `target.Options`.
     """
-    structure = _own_heads(structure)
-    formats = _formats(structure, target, scheme, options)
-    by_weight = {site.weight: site for site in structure.sites}
-    problems: list[str] = []
-    steps: list[Step] = []
+    structure = _own_heads(apart(structure, scheme))
     untold = {name: why for name, why in source.dropped.items() if name not in structure.tied}
     dropped = {**untold, **structure.ignored}
-    for name, spec in source.specs.items():
-        if name in structure.tied or name in dropped:
-            continue
-        reason = target.drop(name, structure, options)
-        if reason:
-            dropped[name] = reason
-            continue
-        site = by_weight.get(name)
-        steps.append(_step(name, spec, site, formats, structure, target, options, problems))
-    for site in structure.sites:  # a head that is tied to the embedding becomes a tensor of its own once quantized
-        if site.weight in structure.tied and isinstance(formats.get(site.weight), Format):
-            canonical = source.specs[structure.tied[site.weight]]
-            steps.append(_step(canonical.name, canonical, site, formats, structure, target, options, problems))
+    formats = _formats(structure, target, scheme, options)
+    draft = Draft(source.specs, source.config, structure, scheme, formats, dropped, options)
+    drafted = target.draft(draft)
+    dropped |= drafted.dropped
+    steps, kept_from = carry(drafted.steps, source.quantized, scheme)
+    problems = drafted.problems + kept_from
     if scheme and scheme.kv:
-        problems += [reason for reason in [target.refuse_kv(scheme.kv, structure)] if reason]
-        steps += [target.kv_step(module, scheme.kv) for module in structure.attention]
+        problems += [reason for reason in [target.refuse_kv(scheme.kv, structure, options)] if reason]
+    read = {part.source for step in steps for part in step.inputs}
+    lost = [name for name in source.specs if name not in read and name not in structure.tied and name not in dropped]
+    problems += [f"{name}: target {target.name} has no place for it" for name in lost]
     if problems:
         raise PlanError(_all(problems, f"{structure.architecture} to {target.name}, scheme {scheme and scheme.name}"))
     return _sized(source, structure, target, scheme, options, steps, dropped)
@@ -204,7 +244,7 @@ def _sized(
     steps: list[Step],
     dropped: dict[str, str],
 ) -> Plan:
-    own = {*target.writes, *WRITES}
+    own = {name for name in source.side_files if any(fnmatchcase(name, glob) for glob in (*target.writes, *WRITES))}
     untied = {step.site.weight for step in steps if step.site and step.format}
     largest = sorted((working_set(step, source.specs) for step in steps), reverse=True)[:2]
     return Plan(
@@ -216,10 +256,15 @@ def _sized(
         sources=dict(source.specs),
         steps=tuple(steps),
         tied={alias: name for alias, name in structure.tied.items() if alias not in untied},
+        untied={alias: name for alias, name in structure.tied.items() if alias in untied},
         dropped=dropped
         | {name: f"side file: {target.name} writes its own" for name in source.side_files if name in own},
         side_files=tuple(name for name in sorted(source.side_files) if name not in own),
-        notes=(*target.notes(structure, options), *_smoothing_notes(scheme, steps)),
+        notes=(
+            *target.notes(structure, options),
+            *_smoothing_notes(scheme, steps),
+            *told(source.quantized, scheme, steps),
+        ),
         memory=target.base_memory + sum(largest),
         disk=sum(step.nbytes for step in steps) + sum(_length(content) for content in source.side_files.values()),
         traced=structure.traced,
@@ -235,25 +280,6 @@ def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...
     if scheme and experts and scheme.format.prescales:
         return (f"experts are not smoothed by {scheme.format.algorithm}: they share one input, as in ModelOpt",)
     return ()
-
-
-def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
-    """Bytes in memory while the step runs: the source (twice if smoothed, or beside a peer) and the outputs."""
-    read = sources[step.source].nbytes if step.source else 0
-    twice = step.format is not None and (step.format.prescales or bool(step.site and step.site.shares))
-    return read * (2 if twice else 1) + step.nbytes
-
-
-def stream_memory(plan: Plan, memory: int | None) -> int:
-    """Bytes that running steps may use together; UsageError where `memory` does not hold even the largest step."""
-    base = plan.memory - sum(sorted((working_set(step, plan.sources) for step in plan.steps), reverse=True)[:2])
-    largest = max((working_set(step, plan.sources) for step in plan.steps), default=0)
-    if memory is not None and memory < base + largest:
-        raise UsageError(
-            f"memory={memory / 1e9:.2f} GB is too little: the target needs {base / 1e9:.2f} GB and the largest tensor "
-            f"{largest / 1e9:.2f} GB while it is converted; give at least {(base + largest) / 1e9:.2f} GB"
-        )
-    return (memory or plan.memory) - base
 
 
 def _formats(structure: Structure, target: Target, scheme: Scheme | None, options: Any) -> dict[str, Format | str]:
@@ -277,6 +303,7 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
                 [f"{', '.join(fold_layers(modules))}: {reason}" for reason, modules in refused.items()],
                 f"target {target.name} cannot express scheme {scheme.name}",
             )
+            + (f"\n  {OTHERWISE}" if isinstance(scheme, StoredScheme) else "")
         )
     if not any(isinstance(format_, Format) for format_ in formats.values()) and not scheme.kv:
         raise SchemeError(
@@ -285,29 +312,6 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
             + "".join(f"\n  {m}" for m in fold_layers(site.module for site in structure.sites)[:8])
         )
     return formats
-
-
-def _step(
-    name: str,
-    spec: TensorSpec,
-    site: Site | None,
-    formats: Mapping[str, Format | str],
-    structure: Structure,
-    target: Target,
-    options: Any,
-    problems: list[str],
-) -> Step:
-    format_ = formats.get(site.weight) if site else None
-    if site and isinstance(format_, Format):
-        problems += [f"{site.module}: {problem}" for problem in target.misfits(format_, site, spec)]
-        return target.quantized_step(spec, site, format_, options)
-    kept = format_ if isinstance(format_, str) else _why_plain(name, structure)
-    return target.plain_step(spec, site, kept, options)
-
-
-def _why_plain(name: str, structure: Structure) -> str:
-    roles = structure.roles.get(name, ())
-    return roles[0].rsplit(".", 1)[0] + ": not a matrix multiplication" if roles else "not a matrix multiplication"
 
 
 def _all(problems: list[str], where: str) -> str:

@@ -6,31 +6,36 @@ Gates are two-sided (cosine and norm ratio) and the scheme's own. Nothing here r
 from __future__ import annotations
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from bridge.container import SafetensorsFile
-from bridge.conversion import Progress, quiet
-from bridge.errors import CannotRun, VerifyError, fold_layers
-from bridge.planning import Plan, Step
+from bridge.budget import coded_whole, cores, stream_memory, working_set
+from bridge.calibrated import Expected, Statistics, as_values
+from bridge.dtypes import to_float32
+from bridge.errors import CannotRun
+from bridge.planning import DEFAULT_FILE, Output, Plan, Step
+from bridge.progress import BYTES, Progress, quiet
 from bridge.quant.answers import mean_perplexity, next_token_loss
-from bridge.quant.bits import cast, smooth
-from bridge.quant.compare import compare
+from bridge.quant.bits import cast
 from bridge.quant.grammar import Gate
-from bridge.report import OutputParity, TensorParity
+from bridge.reading import Buffers, Rows
+from bridge.report import OutputParity, Parity, TensorParity
 from bridge.sources import lazy
+from bridge.stream import Budget
 from bridge.values import Format, Numeric
+from bridge.written import WrittenTensors, compare_rows, compare_whole, equal_bytes
 
 if TYPE_CHECKING:
-    from bridge.quant.calibration import HeldOut
+    from bridge.quant.calibration import Calibration, HeldOut
     from bridge.sources import Source
-
-WORKERS = 2
 
 
 class Runnable(Protocol):
@@ -49,68 +54,139 @@ EXACT = 1e-4
 
 
 def tensor_parity(
-    plan: Plan, source: Source, gates: Mapping[str, Gate], weights: Path, progress: Progress = quiet
-) -> tuple[TensorParity, ...]:
-    """Compare every quantized weight in the file `weights` with the source; carried tensors must be equal to the bit.
+    plan: Plan,
+    source: Source,
+    gates: Mapping[str, Gate],
+    directory: Path,
+    progress: Progress = quiet,
+    *,
+    calibration: Calibration | None = None,
+    memory: int | None = None,
+) -> Parity:
+    """Compare every tensor in the files of `directory` with what it was made from.
+
+    There is a row for every quantized weight, and for what else differs: carried tensors must be equal, scales those
+    of the calibration or of the quantized source.
 
     Args:
         gates: module -> the gate of its weight.
+        calibration: what lies beside the output; without it `not_run` says what was not compared.
+        memory: bytes that running steps may use together; None takes what the plan says.
     """
-    file = SafetensorsFile(weights)
-    missing = [o.spec.name for o in plan.outputs if o.spec.name not in file.specs]
-    if missing:
-        raise VerifyError(f"{weights} lacks {', '.join(fold_layers(missing)[:8])}: not what the plan wrote")
-    done = [0]
+    check = _Check(plan, source, gates, WrittenTensors(plan, directory), Statistics(plan, source, calibration))
+    budget = Budget(max(stream_memory(plan, None) if memory is None else memory, 1))
+    total, done, lock, idle = sum(step.nbytes for step in plan.steps), [0], threading.Lock(), SimpleQueue[Buffers]()
+    workers = cores()
+    for _ in range(workers):
+        idle.put(Buffers())
 
-    def one(step: Step) -> TensorParity | None:
-        parity = _quantized(step, plan, source, gates, file) if step.format else _carried(step, plan, source, file)
-        done[0] += 1
-        progress(done[0], len(plan.steps), "compare weights")
-        return parity
+    def one(step: Step) -> list[TensorParity]:
+        buffers = idle.get()
+        try:
+            with budget.taken(working_set(step, plan.sources)):
+                found = check.step(step, buffers)
+        finally:
+            idle.put(buffers)
+        with lock:
+            done[0] += step.nbytes
+            progress(done[0], total, BYTES[1])
+        return found
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        return tuple(parity for parity in pool.map(one, plan.steps) if parity)
+    with ThreadPoolExecutor(workers) as pool:
+        rows = tuple(row for found in pool.map(one, plan.steps) for row in found)
+    return Parity(rows, not_run=check.not_compared())
 
 
-def _carried(step: Step, plan: Plan, source: Source, file: SafetensorsFile) -> TensorParity | None:
-    """None where the tensor is what the plan says, to the bit."""
-    if step.attention:
+@dataclass(frozen=True)
+class _Check:
+    """Compares the outputs of one step at a time."""
+
+    plan: Plan
+    source: Source
+    gates: Mapping[str, Gate]
+    written: WrittenTensors
+    statistics: Statistics
+
+    def step(self, step: Step, buffers: Buffers) -> list[TensorParity]:
+        rows: list[TensorParity | None] = [self._quantized(step, buffers)] if step.format else []
+        expected = self.statistics.expected(step)
+        rows += [
+            _differing(output, expected[output.part], as_values(self.written.read(output), output.spec.dtype))
+            for output in step.outputs
+            if output.part in expected
+        ]
+        if step.inputs and not step.format:
+            rows += self._folded(step) if step.folded else self._carried(step, buffers)
+        return [row for row in rows if row]
+
+    def not_compared(self) -> tuple[str, ...]:
+        """Constants that neither a calibration nor a quantized source tells, in one sentence."""
+        counts = Counter(part for step in self.plan.steps for part in self.statistics.unknown(step))
+        if not counts:
+            return ()
+        said = ", ".join(f"{count} {part}" for part, count in sorted(counts.items()))
+        return (f"no calibration lies beside the output to compare with: {said}",)
+
+    def _carried(self, step: Step, buffers: Buffers) -> list[TensorParity]:
+        """Empty where the tensor is what the plan says, to the bit."""
+        output, rows = step.outputs[0], Rows(step, self.source, buffers)
+        for first, parts in rows.pieces():
+            found = self.written.rows(output, first, parts[-1].stop, rows.rows, buffers)
+            at = 0
+            for part in parts:
+                bits = part.bits
+                if step.shift:  # the same sum, rounded once
+                    bits = to_float32(bits, rows.spec.dtype) + np.float32(step.shift)
+                bits = cast(bits, "float32" if step.shift else rows.spec.dtype, output.spec.dtype)
+                if not equal_bytes(np.ascontiguousarray(bits), found[at : at + bits.nbytes]):
+                    return [TensorParity(_name(output), "carried", 0.0, 0.0, 0.0, 0.0, False)]
+                at += bits.nbytes
+        return []
+
+    def _folded(self, step: Step) -> list[TensorParity | None]:
+        """A norm that a pre-scale was multiplied into."""
+        output, dtype = step.outputs[0], self.plan.sources[step.source].dtype
+        found = to_float32(self.written.read(output), output.spec.dtype)
+        expected = self.statistics.folded(step, to_float32(lazy(self.source, step.source).read(), dtype))
+        if expected is None:
+            finite = bool(np.isfinite(found).all())
+            return [] if finite else [TensorParity(_name(output), "folded", 0.0, 0.0, 0.0, 0.0, False)]
+        return [_differing(output, expected, found.reshape(-1))]
+
+    def _quantized(self, step: Step, buffers: Buffers) -> TensorParity:
+        assert step.site and step.format
+        compared = compare_whole if coded_whole(step) else compare_rows
+        parity = compared(step, self.source, self.written, self.statistics, buffers)
+        gate = self.gates[step.site.module]
+        passed = _passes(gate, parity.cosine, parity.norm_ratio)
+        if not parity.source:  # an all-zero weight has no direction; it must be written as zeros
+            passed = not parity.decoded
+        beyond = f": {parity.beyond} codes are not the nearest" if parity.beyond else ""
+        return TensorParity(
+            _name(next(o for o in step.outputs if o.part == "weight")),
+            format_name(step.format) + beyond,
+            _finite(parity.cosine),
+            _finite(parity.norm_ratio),
+            _finite(min(max(parity.sqnr, -999.0), 999.0), -999.0),
+            _finite(parity.worst, 999.0),
+            passed and not parity.beyond,
+        )
+
+
+def _differing(output: Output, expected: Expected, found: np.ndarray) -> TensorParity | None:
+    """A row that failed where a constant is not what it should be."""
+    if expected.agrees(found):
         return None
-    output, spec = step.outputs[0].spec, plan.sources[step.source]
-    bits = lazy(source, step.source).read()
-    expected = bits if spec.dtype == output.dtype else cast(bits, spec.dtype, output.dtype)
-    if expected.tobytes() == file.read(output.name).tobytes():
-        return None
-    return TensorParity(output.name, "carried", 0.0, 0.0, 0.0, 0.0, False)
-
-
-def _quantized(
-    step: Step, plan: Plan, source: Source, gates: Mapping[str, Gate], file: SafetensorsFile
-) -> TensorParity:
-    assert step.site and step.format
-    spec = plan.sources[step.source]
-    bits = lazy(source, step.source).read()
-    arrays = {"codes" if o.part == "weight" else o.part: file.read(o.spec.name) for o in step.outputs}
-    if "pre_quant_scale" in arrays:  # as the file has it: a wrong one would show as a wrong weight
-        stored = next(o.spec.dtype for o in step.outputs if o.part == "pre_quant_scale")
-        bits = smooth(bits, spec.dtype, cast(arrays["pre_quant_scale"], stored, "float32"), layout=step.site.layout)
-    first = step.format.weight[0]
-    if len(first.block) == 2:  # written once per `out`, see targets/trt.py
-        arrays["scale"] = arrays["scale"][:, :: first.block[0]]
-    parity = compare(bits, spec.dtype, arrays, step.format.weight, layout=step.site.layout, transpose=step.transpose)
-    gate = gates[step.site.module]
-    passed = _passes(gate, parity.cosine, parity.norm_ratio)
-    if not parity.source:  # an all-zero weight has no direction; it must be written as zeros
-        passed = not parity.decoded
+    cosine, ratio = cosine_and_ratio(found, expected.values)
+    error = relative_l2(found.reshape(expected.values.shape), expected.values)
+    sqnr = min(-20 * math.log10(error), 999.0) if error > 0 and math.isfinite(error) else -999.0
     return TensorParity(
-        step.site.weight,
-        format_name(step.format),
-        _finite(parity.cosine),
-        _finite(parity.norm_ratio),
-        _finite(min(max(parity.sqnr, -999.0), 999.0), -999.0),
-        _finite(parity.worst, 999.0),
-        passed,
+        _name(output), output.part, _finite(cosine), _finite(ratio), sqnr, _finite(error, 999.0), passed=False
     )
+
+
+def _name(output: Output) -> str:
+    return output.spec.name if output.file == DEFAULT_FILE else f"{output.file}: {output.spec.name}"
 
 
 def format_name(format_: Format) -> str:

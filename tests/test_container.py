@@ -148,7 +148,7 @@ def test_file_cut_after_opening_is_a_source_error(tmp_path: Path) -> None:
     file = SafetensorsFile(tmp_path / "m.safetensors")
     with (tmp_path / "m.safetensors").open("r+b") as handle:
         handle.truncate(200)
-    with pytest.raises(SourceError, match="truncated since it was opened"):
+    with pytest.raises(SourceError, match="changed since it was opened"):
         file.read("a")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import bridge
 from bridge.errors import PlanError, SchemeError, UsageError
-from bridge.planning import plan_from_dict
+from bridge.plan_json import plan_from_dict
 from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
 
 SCHEMES_OF_STANDARD_ONNX = (

@@ -18,7 +18,7 @@ from bridge.planning import Output, Plan, Step
 from bridge.report import OutputParity, Parity, Report, TensorParity
 from bridge.show import fold, html, plan_table, report_table, size
 from bridge.terminal import Terminal
-from bridge.values import TensorSpec
+from bridge.values import Slice, TensorSpec
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
 
@@ -87,7 +87,7 @@ def test_a_plan_shows_ties_drops_notes_and_side_files() -> None:
 def test_tensors_of_different_dtype_are_not_folded_together() -> None:
     def step(layer: int, dtype: str) -> Step:
         spec = TensorSpec(f"layers.{layer}.w", (3, 5), dtype)
-        return Step(spec.name, (Output(spec, "weight", spec.name),))
+        return Step((Slice(spec.name),), (Output(spec, "weight", spec.name),))
 
     steps = tuple(step(n, "int8" if n in (1, 2, 4) else "float16") for n in range(6))
     plan = Plan("A", "trt", "s", "", {}, {}, steps)

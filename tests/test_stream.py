@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import bridge.api as api
+from bridge.budget import working_set
 from bridge.container import SafetensorsFile
 from bridge.conversion import Conversion
+from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
-from bridge.output import output_directory
+from bridge.making import Maker
+from bridge.output import Work, output_directory
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.stream import run
-from tests.sources_made import MadeSource, made_llama
+from bridge.values import TensorSpec
+from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
 
 PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)
 DOWN = "model.layers.1.mlp.down_proj"
@@ -33,7 +39,7 @@ def stream(
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)), wide, wide)
     with output_directory(out, plan.digest) as work:
         conversion = Conversion(plan, source, calibration, scheme, memory, work, workers)
-        run(conversion, work.directory / "model.safetensors", threading.Event())
+        run(conversion, work.directory, threading.Event())
     return SafetensorsFile(out / "model.safetensors")
 
 
@@ -98,3 +104,31 @@ def test_a_dtype_is_cast_once_and_codes_come_from_the_source(tmp_path: Path) -> 
     single = stream(source, "int8_wo", tmp_path / "single", dtype="fp32")
     assert half.specs["model.norm.weight"].dtype == "float16"
     assert (half.read(f"{DOWN}.weight") == single.read(f"{DOWN}.weight")).all()
+
+
+@pytest.mark.parametrize("quant", [None, "fp8_block", "nvfp4_wo", "int8_wo", "int4_wo", "fp8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("target", ["hf", "trt", "trtllm"])
+def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: str, target: str) -> None:
+    config = {**CONFIG, "intermediate_size": 28672, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    if target == "trtllm":
+        config["num_key_value_heads"] = 4  # 128 rows of k and v: whole tiles
+    arrays = {n: np.ones(s, DTYPES[dtype].storage) for n, s in llama_shapes(config).items()}
+    source = MadeSource(arrays, {n: TensorSpec(n, a.shape, dtype) for n, a in arrays.items()}, config)
+    options = {"dtype": "fp16"} if target == "trtllm" else {}
+    structure = api._structure(source)
+    scheme = api._scheme(quant, None, structure)
+    plan = api._plan(source, structure, target, scheme, options)
+    modules = {part.module for step in plan.quantized for part in step.inputs}
+    calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)))
+    work = Work(Path(), {}, io.StringIO())
+    conversion = Conversion(plan, source, calibration, scheme, 1, work)
+    for step in plan.steps:
+        maker = Maker(conversion)
+        maker.make(step, 1.0, lambda output, array, at: None)  # compiles
+        maker = Maker(conversion)
+        tracemalloc.start()
+        maker.make(step, 1.0, lambda output, array, at: None)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak <= working_set(step, plan.sources) + 100_000, (step.source, peak, working_set(step, plan.sources))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.budget import cores
+from bridge.carrying import carrier_of
 from bridge.container import layout
 from bridge.conversion import Conversion, Written
 from bridge.errors import ExportError, fold_layers
 from bridge.planning import Plan, Step
+from bridge.targets import load_target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -28,8 +32,9 @@ def write_onnx(conversion: Conversion, directory: Path) -> Written:
     from bridge.stream import run
 
     stop = threading.Event()
+    spare = replace(conversion, workers=max(1, cores() - 1))  # one core makes the graph meanwhile
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        weights: Future[Streamed] = pool.submit(run, conversion, directory / WEIGHTS, stop)
+        weights: Future[Streamed] = pool.submit(run, spare, directory, stop)
         try:
             graph, unused = make_graph(conversion, directory)
             streamed = weights.result()
@@ -62,7 +67,8 @@ def make_graph(conversion: Conversion, directory: Path) -> tuple[Graph, list[str
     )
     names = _checkpoint_names(graph, conversion)
     specs = {output.spec.name: output for output in plan.outputs}
-    _, offsets, _ = layout(output.spec for output in plan.outputs)
+    target = load_target(plan.target)
+    _, offsets, _ = layout((output.spec for output in plan.outputs), target.metadata, target.align)
     store = Store(directory, WEIGHTS, offsets, specs)
     inserter = Inserter(graph.model, store, _constants(conversion))
     initializers = {name: initializer for initializer, name in names.items()}
@@ -118,13 +124,16 @@ def _quantize_kv(inserter: Any, conversion: Conversion, kv: Mapping[int, Any]) -
 
 
 def _constants(conversion: Conversion) -> dict[str, bytes]:
-    """Calibrated tensors by name, as bytes that are equal when the tensors are: equal ones share their nodes."""
-    calibration = conversion.calibration
+    """Calibrated or carried tensors by name, as bytes that are equal when the tensors are: those share their nodes."""
+    calibration, carrier = conversion.calibration, carrier_of(conversion)
     found: dict[str, bytes] = {}
     for step in conversion.plan.quantized:
+        carried = carrier.constants(step) if carrier else {}
         for output in step.outputs:
             assert step.site and step.format
-            if output.part == "input_scale" and calibration:
+            if output.part in carried:
+                found[output.spec.name] = carried[output.part].tobytes()
+            elif output.part == "input_scale" and calibration:
                 found[output.spec.name] = calibration.input_amax[step.site.module].tobytes()
             elif output.part == "pre_quant_scale" and calibration:
                 from bridge.quant.smoothing import pre_scale

@@ -143,6 +143,7 @@ class Calibration:
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()

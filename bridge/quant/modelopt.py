@@ -173,14 +173,17 @@ def _run(
 ) -> None:
     """Convert the twin and calibrate it, once for each algorithm: an algorithm treats every enabled quantizer alike.
 
-    "max" comes first, while the weights are still those of the model.
+    "max" comes first, while the weights are still those of the model. The KV cache is calibrated with the only
+    algorithm there is, as ModelOpt's presets do (AWQ searches with the cache quantized), by "max" where there are more.
     """
     names = [name for name, _ in twin.named_modules()]
-    used = {w.format.algorithm for w in wired} | ({"max"} if live else set())
+    used = {w.format.algorithm for w in wired}
+    cache = next(iter(used)) if len(used) == 1 else "max"
+    used |= {cache} if live else set()
     enabled: list[str] = []
     for algorithm in (a for a in ("max", "smoothquant", "awq") if a in used):
         part = [w for w in wired if w.format.algorithm == algorithm]
-        kv = scheme.kv if algorithm == "max" else None
+        kv = scheme.kv if algorithm == cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
         static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_static(kv))
         forward, method = loop if static else None, _method(algorithm, scheme)
@@ -230,7 +233,7 @@ def _passes(wired: Sequence[Wire]) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep ModelOpt's prints and warnings off the terminal, and name the cause where its own assertion fails."""
+    """Keep ModelOpt's prints and warnings off the terminal, and say so where it is ModelOpt that fails."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -240,6 +243,11 @@ def quiet() -> Iterator[None]:
         raise CalibrationError(
             f"ModelOpt refused: {said[0][:300]}; a NaN or an infinity among the activations is the usual reason: "
             "check the weights and the data, or calibrate in bfloat16 or float32"
+        ) from cause
+    except (IndexError, KeyError, AttributeError, NotImplementedError) as cause:
+        raise CalibrationError(
+            f"ModelOpt failed on this model ({type(cause).__name__}: {str(cause)[:300]}); choose a scheme that needs "
+            "no calibration, or keep the modules it cannot hook with a recipe (--debug shows where)"
         ) from cause
 
 

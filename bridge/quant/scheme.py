@@ -208,6 +208,12 @@ def is_static(numeric: Numeric) -> bool:
     return not numeric.dynamic or numeric.scale_dtype == "float8_e4m3fn"
 
 
+def has_tensor_scale(form: Format) -> bool:
+    """True where some scale covers the whole weight: per tensor, NVFP4's global one, the second of W4A8."""
+    first = form.weight[0]
+    return first.per == "tensor" or first.scale_dtype == "float8_e4m3fn" or len(form.weight) == 2
+
+
 def scheme_names() -> list[str]:
     """The schemes' names, without aliases."""
     return sorted(path.stem for path in _directory().glob("*.toml") if path.stem != "kv")
@@ -244,6 +250,8 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
     >>> load_scheme("fp8").input.dtype
     'float8_e4m3fn'
     """
+    if not isinstance(quant, str | Path | Scheme):
+        raise UsageError(f"quant takes a scheme's name, a recipe's path or a Scheme, not {type(quant).__name__}")
     if isinstance(quant, Scheme):
         scheme = quant
     elif isinstance(quant, Path) or str(quant).endswith(".toml") or "/" in str(quant):

@@ -6,8 +6,11 @@ Source of the formulas: `apply_pre_quant_scale_and_smooth` and `smoothquant` of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from bridge.dtypes import to_float32
 from bridge.errors import CalibrationError
 from bridge.quant.bits import Array, cast
 from bridge.quant.calibration import Calibration
@@ -34,7 +37,32 @@ def pre_scale(calibration: Calibration, module: str, format_: Format) -> Array:
     return np.clip(scale, np.float32(RANGE[0]), np.float32(RANGE[1]))
 
 
-def stored(scale: Array, dtype: str, graph_dtype: str) -> Array:
-    """Return the pre-scale as stored: rounded to the model's dtype, as ModelOpt applies it, then to the graph's."""
-    rounded = cast(cast(np.ascontiguousarray(scale), "float32", dtype), dtype, "float32")
-    return cast(rounded, "float32", graph_dtype)
+def rounded(scale: Array, dtype: str) -> Array:
+    """Return a pre-scale as ModelOpt keeps it: rounded to the model's dtype, as float32."""
+    return cast(cast(np.ascontiguousarray(scale), "float32", dtype), dtype, "float32")
+
+
+def mean_scale(calibration: Calibration, modules: Sequence[str], format_: Format, dtype: str) -> Array:
+    """Return the one pre-scale of modules that read one input, as float32: the mean of theirs, in the model's dtype.
+
+    Source: `preprocess_linear_fusion` of nvidia-modelopt 0.47 (torch/export/quant_utils.py), whose `torch.mean` sums in
+    float32, one after the other.
+    """
+    scales = [rounded(pre_scale(calibration, module, format_), dtype) for module in modules]
+    total = scales[0].copy()
+    for scale in scales[1:]:
+        total += scale
+    return rounded(total / np.float32(len(scales)), dtype)
+
+
+def smooth_again(bits: Array, dtype: str, old: Array, new: Array, layout: str = "out_in") -> Array:
+    """Return `w * old / new`, rounded once, where the group's pre-scale is not the module's own; `bits` where it is.
+
+    bits: (out, in), or (in, out) with `layout="in_out"`.  old, new: (in,) float32 of numbers that `dtype` holds.
+    """
+    if np.array_equal(old, new):
+        return bits
+    shape = (-1, 1) if layout == "in_out" else (1, -1)
+    value = to_float32(bits, dtype) * old.reshape(shape)
+    value /= new.reshape(shape)
+    return cast(value, "float32", dtype)

@@ -11,12 +11,15 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from bridge.errors import UsageError
 from bridge.values import LazyTensor, TensorSpec
+
+if TYPE_CHECKING:
+    from bridge.sources.quantized import Quantized
 
 FALLBACK = "bridge.sources.hf"  # takes every string and path that no other kind recognizes, and says what is wrong
 
@@ -58,6 +61,16 @@ class Source(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor; it may be read-only."""
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Return rows `begin` to `end` of the first axis: in `out`, which is C-contiguous, or where they lie anyway."""
+
+    def place(self, name: str) -> tuple[str, int]:
+        """File and offset of a tensor, so that reading follows the file; ("", 0) where there is none."""
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """What the checkpoint holds in place of its weights, where it is quantized already."""
 
     @property
     def fingerprint(self) -> str:

@@ -30,6 +30,10 @@ class Shard(Protocol):
 
     def read(self, name: str) -> np.ndarray: ...
 
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray: ...
+
+    def offset(self, name: str) -> int: ...
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -114,7 +118,8 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
         found = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, OSError):
         head = path.read_bytes()[:100] if path.is_file() else b""
-        what = "a Git-LFS pointer; run `git lfs pull`" if b"git-lfs" in head else "no weight_map in it"
+        what = "no JSON with a weight_map; download it again"
+        what = "a Git-LFS pointer; run `git lfs pull`" if b"git-lfs" in head else what
         return {}, [f"{path.name}: {what}"]
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         return {}, [f"{path.name}: weight_map must map tensor names to file names"]

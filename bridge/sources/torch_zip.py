@@ -5,6 +5,7 @@ Every tensor ends as an extent of the file, so reading is a `pread` as for safet
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import zlib
@@ -21,6 +22,7 @@ from bridge.errors import SourceError
 from bridge.sources.unpickle import LONGEST, Storage, StoredTensor, load_bytes, load_stream
 from bridge.values import TensorSpec
 
+CHECKED = 1 << 20  # bytes of a checksum's step
 MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of a legacy file
 EOCD, EOCD64, LOCATOR64, CENTRAL, LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 
@@ -63,11 +65,45 @@ class TorchFile:
         with opened(self.path) as fd:
             read_into(fd, flat, member.offset + tensor.offset * kind.itemsize, self.path)
         if flat.nbytes == member.nbytes and member.crc and zlib.crc32(flat.data) != member.crc:
-            raise SourceError(
-                f"{self.path}: {name} does not match its checksum: the file is damaged; download it again"
-            )
+            raise self._damaged(name)
         steps = [step * kind.itemsize for step in tensor.stride]
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, steps)).reshape(tensor.shape)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Return rows along the first axis; the first rows of a tensor check the checksum of all of it."""
+        tensor = self._tensors[name]
+        row = math.prod(tensor.shape[1:])
+        if begin == end or tensor.stride != _row_order(tensor.shape):
+            return self.read(name)[begin:end]
+        member, kind = self._members[tensor.storage.key], np.dtype(DTYPES[tensor.dtype].storage)
+        if out is None:
+            out = np.empty((end - begin, *tensor.shape[1:]), kind)
+        with opened(self.path) as fd:
+            if begin == 0 and member.crc and tensor.shape[0] * row * kind.itemsize == member.nbytes:
+                self._check(fd, member, name)
+            read_into(fd, out, member.offset + (tensor.offset + begin * row) * kind.itemsize, self.path)
+        return out
+
+    def offset(self, name: str) -> int:
+        """Where the bytes of a tensor begin in the file."""
+        tensor = self._tensors[name]
+        return self._members[tensor.storage.key].offset if tensor.storage.key in self._members else 0
+
+    def _check(self, fd: int, member: _Member, name: str) -> None:
+        found, buffer = 0, np.empty(min(CHECKED, member.nbytes), np.uint8)
+        for at in range(0, member.nbytes, CHECKED):
+            part = buffer[: min(CHECKED, member.nbytes - at)]
+            read_into(fd, part, member.offset + at, self.path)
+            found = zlib.crc32(part.data, found)
+        if found != member.crc:
+            raise self._damaged(name)
+
+    def _damaged(self, name: str) -> SourceError:
+        return SourceError(f"{self.path}: {name} does not match its checksum: the file is damaged; download it again")
+
+
+def _row_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _flat(state: Any) -> dict[str, StoredTensor]:

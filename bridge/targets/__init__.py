@@ -9,18 +9,19 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.errors import UsageError, nearest
-from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.values import Format, Numeric, Site, Structure
 
 if TYPE_CHECKING:
     import numpy as np
 
     from bridge.conversion import Conversion, Written
-    from bridge.planning import Plan, Step
+    from bridge.planning import Draft, Drafted, Plan
     from bridge.sources import Source
 
 
@@ -28,32 +29,25 @@ class Target(Protocol):
     """What the plan and the conversion ask of a target. All methods but `write` read names and shapes only."""
 
     name: str
-    weights: str  # the file of the tensors inside the output directory
-    writes: tuple[str, ...]  # every file it may write; a side file of that name is not carried
-    loads: tuple[str, ...]  # the files that the runtime loads; others are for people and for `verify`
+    writes: tuple[str, ...]  # globs of every file it may write; a side file of that name is not carried
+    loads: tuple[str, ...]  # globs of the files that the runtime loads; others are for people and for `verify`
+    metadata: Mapping[str, str]  # what the header of its safetensors files says
+    align: int  # data of its safetensors files begin at a multiple of this
+    runs: bool  # `convert` runs what it wrote; else only `verify` does, and nothing but calibration loads a framework
     base_memory: int  # bytes that writing needs besides the tensors of the running steps
     Options: type[Any]  # a frozen dataclass: its fields are the options of `convert` and the flags of the command line
 
     def refuse(self, format_: Format, options: Any) -> str:
         """Why no model can carry this format ("" if it can): the runtime has no such numeric."""
 
-    def refuse_kv(self, kv: Numeric, structure: Structure) -> str:
+    def refuse_kv(self, kv: Numeric, structure: Structure, options: Any) -> str:
         """Why the KV cache cannot be quantized so ("" if it can)."""
 
     def keeps(self, format_: Format, site: Site) -> str:
         """Why this one site stays unquantized under a format that the target has ("" if it is quantized)."""
 
-    def misfits(self, format_: Format, site: Site, spec: TensorSpec) -> list[str]:
-        """What of this weight's shape does not fit the format, each with its remedy."""
-
-    def drop(self, name: str, structure: Structure, options: Any) -> str:
-        """Why a source tensor has no place in the output ("" if it has)."""
-
-    def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: Any) -> Step: ...
-
-    def quantized_step(self, spec: TensorSpec, site: Site, format_: Format, options: Any) -> Step: ...
-
-    def kv_step(self, attention: str, kv: Numeric) -> Step: ...
+    def draft(self, draft: Draft) -> Drafted:
+        """Make the steps: every output tensor, from which slices of which source tensors; reads no weight."""
 
     def notes(self, structure: Structure, options: Any) -> tuple[str, ...]:
         """Sentences for the plan: costs and departures that the user should know before the run."""
@@ -79,14 +73,21 @@ class Target(Protocol):
 def target_names() -> list[str]:
     """Names of the targets that ship here and of those that entry points add."""
     own = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
-    return sorted({*own, *(point.name for point in entry_points(group="bridge.targets"))})
+    return sorted({*own, *_added()})
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    """Targets of third parties: looked up once, since that reads the metadata of every installed package (8 ms)."""
+    return {point.name: point for point in entry_points(group="bridge.targets")}
 
 
 def load_target(name: str) -> Target:
     """Return the target called `name`; UsageError names the known ones and the nearest."""
-    for point in entry_points(group="bridge.targets"):
-        if point.name == name:
-            return point.load()  # type: ignore[no-any-return]
+    if not isinstance(name, str):
+        raise UsageError(f"target takes a name, not {type(name).__name__}; known: {', '.join(target_names())}")
+    if name in _added():
+        return _added()[name].load()  # type: ignore[no-any-return]
     if name not in target_names():
         raise UsageError(f"target {name!r} is unknown; {nearest(name, target_names())}")
     return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from bridge.dtypes import DTYPES, SHORT, dtype
 from bridge.errors import UsageError, nearest
 from bridge.graph.tasks import TASKS
-from bridge.planning import Output, Plan, Step
+from bridge.planning import Draft, Drafted, Output, Plan, Step
 from bridge.quant.blocks import stored_shapes
-from bridge.quant.scheme import is_static
-from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.quant.scheme import has_tensor_scale, is_static
+from bridge.values import Format, Numeric, Site, Slice, Structure, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,9 +71,11 @@ class Trt:
     """See `bridge.targets.Target`."""
 
     name = "trt"
-    weights = "model.safetensors"
     writes = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt")
     loads = ("model.onnx", "model.safetensors")
+    metadata: Mapping[str, str] = {}
+    align = 64  # a cache line
+    runs = True  # the export has loaded torch anyway
     base_memory = EXPORT_MEMORY
     Options = TrtOptions
 
@@ -143,7 +145,7 @@ class Trt:
             "" if codes <= {"float8_e4m3fn", "int8", "int4", "float4_e2m1fn"} else f"TensorRT has no codes of {codes}"
         )
 
-    def refuse_kv(self, kv: Numeric, structure: Structure) -> str:
+    def refuse_kv(self, kv: Numeric, structure: Structure, options: TrtOptions) -> str:
         if kv.dynamic or kv.per != "tensor":
             return (
                 f"KV cache in {kv.dtype} blocks: standard ONNX has no scales made at run time; use kv='fp8' or 'int8'"
@@ -178,14 +180,25 @@ class Trt:
                 )
         return problems
 
-    def drop(self, name: str, structure: Structure, options: TrtOptions) -> str:
-        return ""
+    def draft(self, draft: Draft) -> Drafted:
+        drafted = Drafted()
+        for spec, site in draft.carried():
+            format_ = draft.formats.get(site.weight) if site else None
+            if site and isinstance(format_, Format):
+                drafted.problems += [f"{site.module}: {problem}" for problem in self.misfits(format_, site, spec)]
+                drafted.steps.append(self.quantized_step(spec, site, format_, draft.options))
+            else:
+                drafted.steps.append(self.plain_step(spec, site, draft.why_plain(spec, site), draft.options))
+        if draft.scheme and draft.scheme.kv:
+            drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
+        return drafted
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:
         cast = DTYPES[spec.dtype].floating and options.dtype is not None and spec.dtype != options.dtype
         target = options.dtype if cast and options.dtype else spec.dtype
         text = f"cast({spec.name}, {target})" if cast else spec.name
-        return Step(spec.name, (Output(TensorSpec(spec.name, spec.shape, target), "weight", text),), site, None, kept)
+        output = Output(TensorSpec(spec.name, spec.shape, target), "weight", text)
+        return Step((Slice(spec.name),), (output,), site, kept=kept)
 
     def quantized_step(self, spec: TensorSpec, site: Site, format_: Format, options: TrtOptions) -> Step:
         transpose = site.layout == "out_in"
@@ -200,7 +213,8 @@ class Trt:
             bound = format_.input.maxbound * (448 if format_.input.dynamic else 1)
             scale = TensorSpec(f"{site.module}.input_scale", (), "float32")
             outputs.append(Output(scale, "input_scale", f"calibration: input amax / {bound:g}"))
-        return Step(spec.name, tuple(outputs), site, format_, "", transpose)
+        whole = Slice(spec.name, module=site.module)
+        return Step((whole,), tuple(outputs), site, format_, transpose=transpose, shares=_shares(format_, site))
 
     def kv_step(self, attention: str, kv: Numeric) -> Step:
         outputs = [
@@ -211,7 +225,7 @@ class Trt:
             )
             for p in ("k", "v")
         ]
-        return Step("", tuple(outputs), format=None, attention=attention)
+        return Step((), tuple(outputs), attention=attention)
 
     def notes(self, structure: Structure, options: TrtOptions) -> tuple[str, ...]:
         notes = []
@@ -255,6 +269,11 @@ class Trt:
             engine = directory / "model.engine"
             build_engine(directory / "model.onnx", engine, build, progress=conversion.progress)
         return written
+
+
+def _shares(format_: Format, site: Site) -> str:
+    """The name under which modules that the model holds as one matrix share a per-tensor amax."""
+    return site.shares if has_tensor_scale(format_) else ""
 
 
 def _task(asked: str | None, architecture: str) -> str:

@@ -26,6 +26,7 @@ from transformers import (  # noqa: E402
     MixtralForCausalLM,
 )
 
+import bridge  # noqa: E402
 from bridge.errors import CalibrationError  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.data import prepare  # noqa: E402
@@ -35,6 +36,7 @@ from bridge.sources import open_source  # noqa: E402
 from bridge.sources.live import live_names  # noqa: E402
 from bridge.tables.structure import structure  # noqa: E402
 from bridge.values import Format  # noqa: E402
+from tests.modelopt_oracle import ask  # noqa: E402
 
 DECODER = {
     "hidden_size": 60, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -129,6 +131,17 @@ def test_kv_statistics_are_those_of_modelopts_preset(family: str) -> None:
     for name, amax in found.k_amax.items():
         assert float(amax) == float(theirs.get_submodule(f"{name}.k_bmm_quantizer").amax)
         assert float(found.v_amax[name]) == float(theirs.get_submodule(f"{name}.v_bmm_quantizer").amax)
+
+
+@pytest.mark.parametrize("scheme", ["int4_awq", "int8_sq"])
+def test_the_cache_is_calibrated_in_the_run_of_the_weights_as_modelopt_does(scheme: str) -> None:
+    model, ids = built("llama", torch.bfloat16), torch.arange(2 * 64).reshape(2, 64) % 90
+    theirs = ask(model, scheme, lambda m: m(ids), kv="fp8").calibration
+    ours = bridge.calibrate(model, scheme, lambda m: m(ids), kv="fp8")
+    for kind in ("awq_scale", "smoothing_amax", "k_amax", "v_amax"):
+        found = getattr(ours, kind)
+        assert found.keys() == getattr(theirs, kind).keys()
+        assert all(np.array_equal(array, getattr(theirs, kind)[name]) for name, array in found.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])

@@ -1,0 +1,155 @@
+"""The rows of a step's matrix, piece by piece, put together from slices of source tensors; must never quantize.
+
+A piece is about a megabyte. Rows are read into a buffer that the next piece reuses; only what is stored across its
+rows (`budget.held_whole`) is read whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.budget import PIECE, rows_at_once
+from bridge.dtypes import DTYPES
+from bridge.errors import SourceError
+from bridge.planning import Step
+from bridge.quant.bits import Array, transposed
+from bridge.sources import lazy
+from bridge.values import Slice, TensorSpec
+
+if TYPE_CHECKING:
+    from bridge.sources import Source
+
+
+@dataclass
+class Buffers:
+    """One thread's reused memory, by purpose."""
+
+    held: dict[str, Array] = field(default_factory=dict)
+
+    def take(self, purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an uninitialized array over the buffer for `purpose`; the next `take` of it reuses the memory."""
+        kind = np.dtype(dtype)
+        need = math.prod(shape) * kind.itemsize
+        buffer = self.held.get(purpose)
+        if buffer is None or buffer.size < need:
+            buffer = self.held[purpose] = np.empty(max(need, PIECE), np.uint8)
+        array: Array = buffer[:need].view(kind).reshape(shape)
+        return array
+
+
+@dataclass
+class Room:
+    """A stretch of memory that is handed out matrix by matrix."""
+
+    flat: Array
+
+    def take(self, rows: int, cols: int) -> Array:
+        taken, self.flat = self.flat[: rows * cols], self.flat[rows * cols :]
+        return taken.reshape(rows, cols)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first` to `stop` of a step's matrix that come from one slice."""
+
+    slice: Slice
+    first: int
+    stop: int
+    bits: Array
+
+
+class Rows:
+    """A step's matrix (rows, columns), read in pieces; convolution kernels count as columns, vectors as rows of one."""
+
+    def __init__(self, step: Step, source: Source, buffers: Buffers) -> None:
+        self._source, self._buffers, self._slices = source, buffers, step.inputs
+        self.spec = source.specs[step.source]
+        self._extents = [extent(part, source.specs) for part in step.inputs]
+        self.rows, self.cols = sum(rows for rows, _ in self._extents), self._extents[0][1]
+        self._storage = np.dtype(DTYPES[self.spec.dtype].storage)
+        self._at_once, _ = rows_at_once(step, source.specs)
+        self._held: dict[Slice, Array] = {}
+
+    def pieces(self, unit: int = 1) -> Iterator[tuple[int, list[Part]]]:
+        """Yield (first row, its parts) in order; every piece but the last has a multiple of `unit` rows."""
+        step = max(unit, self._at_once // unit * unit)
+        for first in range(0, self.rows, step):
+            yield first, self._piece(first, min(first + step, self.rows))
+
+    def whole(self) -> Array:
+        """Read the one slice of a step that cannot be made row by row, in the axes that the step sees."""
+        (only,) = self._slices
+        return self._rectangle(only)
+
+    def _piece(self, first: int, stop: int) -> list[Part]:
+        wanted, begin = [], 0
+        for part, (rows, _) in zip(self._slices, self._extents, strict=True):
+            a, b = max(first, begin), min(stop, begin + rows)
+            if a < b:
+                wanted.append((part, a, b, begin))
+            begin += rows
+        # One buffer for all slices, so that a piece is held once however many it crosses.
+        room = Room(
+            self._buffers.take("rows", (sum((b - a) * self._width(p) for p, a, b, _ in wanted),), self._storage)
+        )
+        cuts = Room(
+            self._buffers.take("columns", (sum((b - a) * self.cols for p, a, b, _ in wanted if p.cols),), self._storage)
+        )
+        return [Part(p, a, b, self._read(p, a - begin, b - begin, room, cuts)) for p, a, b, begin in wanted]
+
+    def _width(self, part: Slice) -> int:
+        """How many values a stored row of a slice has; 0 where it is held, not read into a buffer."""
+        if not part.source:
+            return self.cols
+        return 0 if part.transposed else math.prod(self._source.specs[part.source].shape[1:])
+
+    def _read(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
+        """Rows a to b of one slice as (rows, columns), C-contiguous."""
+        if part.transposed:
+            if part not in self._held:
+                self._held[part] = self._rectangle(part)
+            return self._held[part][a:b]
+        out = room.take(b - a, self._width(part))
+        if not part.source:
+            out[:] = 0
+            return out
+        begin = part.rows[0] if part.rows else 0
+        found = self._stored_rows(self._source.specs[part.source], begin + a, begin + b, out)
+        if part.cols is None:
+            return found
+        cut = cuts.take(b - a, self.cols)
+        cut[:] = found[:, slice(*part.cols)]
+        return cut
+
+    def _stored_rows(self, spec: TensorSpec, begin: int, end: int, out: Array) -> Array:
+        """Rows of a tensor as it is stored: in `out`, or where they lie in memory anyway."""
+        if not spec.shape:
+            return lazy(self._source, spec.name).read().reshape(1, 1)
+        found = self._source.read_rows(spec.name, begin, end, out.reshape(end - begin, *spec.shape[1:]))
+        want = (end - begin, *spec.shape[1:]), self._storage
+        if (found.shape, found.dtype) != want:
+            raise SourceError(f"{spec.name}: promised {want}, the source gave {(found.shape, found.dtype)}")
+        return np.ascontiguousarray(found).reshape(out.shape)
+
+    def _rectangle(self, part: Slice) -> Array:
+        array = lazy(self._source, part.source).read()
+        if part.rows or part.cols:
+            array = array[tuple(slice(*(span or (None, None))) for span in (part.rows, part.cols))]
+        return transposed(np.ascontiguousarray(array)) if part.transposed else array
+
+
+def extent(part: Slice, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
+    """Rows and columns of a slice in the axes that the step sees; a vector is rows of one."""
+    if not part.source:
+        assert part.rows and part.cols, "rows of zeros say how many and how wide they are"
+        return part.rows[1] - part.rows[0], part.cols[1] - part.cols[0]
+    shape = specs[part.source].shape or (1,)
+    rows, cols = shape[0], math.prod(shape[1:])
+    rows = part.rows[1] - part.rows[0] if part.rows else rows
+    cols = part.cols[1] - part.cols[0] if part.cols else cols
+    return (cols, rows) if part.transposed else (rows, cols)
