@@ -6,7 +6,7 @@ Independent of `bridge.quant.modelopt`: the presets come from ModelOpt, the stat
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from bridge.sources.live import live_modules, live_names
 
 PRESETS = {
     "fp8": "FP8_DEFAULT_CFG",
+    "fp8_pc_pt": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "mxfp8": "MXFP8_DEFAULT_CFG",
+    "int8_plain": "INT8_DEFAULT_CFG",
     "int8": "INT8_SMOOTHQUANT_CFG",  # our default smooths, with the alpha of mappings/schemes/int8.toml
     "int8_sq": "INT8_SMOOTHQUANT_CFG",
     "int8_wo": "INT8_WEIGHT_ONLY_CFG",
@@ -68,18 +71,29 @@ class Answer:
             return module.weight_quantizer(module.weight).float().numpy()
 
 
-def ask(model: Any, scheme: str, forward_loop: Callable[[Any], None], kv: str | None = None) -> Answer:
-    """Quantize a copy of `model` with ModelOpt's preset for `scheme`; norm and embedding quantizers off."""
+def ask(
+    model: Any,
+    scheme: str,
+    forward_loop: Callable[[Any], None],
+    kv: str | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Answer:
+    """Quantize a copy of `model` with ModelOpt's preset for `scheme`; norm and embedding quantizers off.
+
+    `changes`: patterns of quantizers -> what is changed of them after that, `{"enable": False}` say.
+    """
     import modelopt.torch.quantization as mtq
 
     origins = live_names(model)
     modules = live_modules(origins)
     config = copy.deepcopy(getattr(mtq, PRESETS[scheme]))
-    off = [{"quantizer_name": "*", "parent_class": kind, "enable": False} for kind in OFF]
-    off += [{"quantizer_name": name, "enable": False} for name in HEADS]
-    config["quant_cfg"] = [*config["quant_cfg"], *off]
+    silent = [{"quantizer_name": "*", "parent_class": kind, "enable": False} for kind in OFF]
+    silent += [{"quantizer_name": name, "enable": False} for name in HEADS]
+    silent += [{"quantizer_name": name, **change} for name, change in (changes or {}).items()]
+    config["quant_cfg"] = [*config["quant_cfg"], *silent]
     if kv:
         config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": KV[kv], "axis": None}})
+        config["algorithm"] = config["algorithm"] or "max"  # presets with nothing to calibrate name none
     if scheme == "int8":
         config["algorithm"] = {"method": "smoothquant", "alpha": dict(load_scheme("int8").options)["alpha"]}
     if "awq" in scheme:

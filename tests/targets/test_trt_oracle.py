@@ -24,8 +24,8 @@ import torch
 import bridge
 from bridge.container import SafetensorsFile
 from bridge.graph.runtime import Runtime
-from bridge.planning import plan_from_dict
-from bridge.quant.encode import decode
+from bridge.plan_json import plan_from_dict
+from bridge.quant.decode import decode
 from bridge.verification import relative_l2
 from tests.modelopt_oracle import Answer, ask
 from tests.trt_families import DECODERS, UNNAMED, VOCAB, decoder, encoder

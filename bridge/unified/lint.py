@@ -1,0 +1,176 @@
+"""Hold a written directory to the contract of unified checkpoints, from its files alone; never trusts the plan.
+
+The contract is what vLLM, SGLang and TensorRT-LLM read from a checkpoint with `quant_method` "modelopt": which tensors
+a quantized module has, in which dtype and shape, and which fields of JSON say so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bridge.container import SafetensorsFile
+from bridge.errors import SourceError, fold_layers
+from bridge.unified.shards import INDEX, SINGLE
+from bridge.values import TensorSpec
+
+
+class Rule(NamedTuple):
+    """What a module quantized by one algorithm must have: dtypes, and how `out` and `in` of codes and scale relate."""
+
+    codes: str
+    scale: str
+    per: str  # "tensor", "channel", "tile", "block"
+    packs: tuple[int, int] = (1, 1)  # values along `out` and along `in` that share one stored element
+    second: bool = False
+    entry: bool = False
+
+
+RULES = {
+    "FP8": Rule("float8_e4m3fn", "float32", "tensor", entry=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Rule("float8_e4m3fn", "float32", "channel"),
+    "fp8_pb_wo": Rule("float8_e4m3fn", "float32", "tile"),
+    "W8A8_SQ_PER_CHANNEL": Rule("int8", "float32", "channel", entry=True),
+    "W8A16": Rule("int8", "float32", "channel"),
+    "W4A16_AWQ": Rule("uint8", "float32", "block", (2, 1)),
+    "W4A8_AWQ": Rule("uint8", "float32", "block", (2, 1), second=True, entry=True),
+    "W4A16_NVFP4": Rule("uint8", "float8_e4m3fn", "block", (1, 2), second=True),
+    "NVFP4": Rule("uint8", "float8_e4m3fn", "block", (1, 2), second=True, entry=True),
+    "MXFP8": Rule("float8_e4m3fn", "uint8", "block"),
+    "W4A16_MXFP4": Rule("uint8", "uint8", "block", (1, 2)),
+}
+TILE = 128
+SCALARS = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
+
+
+def lint(directory: Path) -> list[str]:
+    """What breaks the contract, one message a finding, layers folded; [] if nothing does."""
+    try:
+        files = {path.name: SafetensorsFile(path) for path in sorted(directory.glob("model*.safetensors"))}
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError, SourceError) as error:
+        return [f"error [files] {error}"]
+    holder = {name: file for file in files.values() for name in file.specs}
+    specs = {name: file.specs[name] for name, file in holder.items()}
+    findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}))
+    section = config.get("quantization_config")
+    if section is None:
+        stray = [name for name in specs if name.endswith(("_scale", "_scale_2"))]
+        findings += [f"error [config] {name}: a scale, and config.json has no quantization_config" for name in stray]
+    elif section.get("quant_method") == "modelopt":
+        findings += _config(directory, section)
+        findings += _modules(section, specs)
+        findings += _scalars(holder)
+    else:
+        findings += _readable(directory)
+    return fold_layers(findings)
+
+
+def _readable(directory: Path) -> Iterator[str]:
+    """A checkpoint in other words is one that our reader of them finds whole: each part in its dtype and shape."""
+    from bridge.sources import open_source
+
+    try:
+        found = open_source(directory).quantized
+    except SourceError as error:
+        yield from (f"error [tensors] {line.strip()}" for line in str(error).splitlines())
+        return
+    if found is None:
+        yield "error [config] quantization_config says that weights are quantized, and none is"
+
+
+def _index(directory: Path, files: Mapping[str, list[str]]) -> Iterator[str]:
+    """A divided checkpoint has an index that agrees with its files; no tensor lies in two."""
+    names = [name for held in files.values() for name in held]
+    if len(set(names)) != len(names):
+        yield "error [index] a tensor lies in more than one file"
+    path = directory / INDEX
+    if not path.exists():
+        if set(files) != {SINGLE}:
+            yield f"error [index] {', '.join(files) or 'no weights'}: without {INDEX} only {SINGLE} is loaded"
+        return
+    said = json.loads(path.read_text()).get("weight_map")
+    if said != {name: file for file, held in files.items() for name in held}:
+        yield f"error [index] {INDEX} and the headers of the files disagree"
+
+
+def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
+    """Both JSON files are there, name a producer, and say the same."""
+    try:
+        own = json.loads((directory / "hf_quant_config.json").read_text())
+        inner = own["quantization"]
+    except (OSError, ValueError, KeyError) as error:
+        yield f"error [config] hf_quant_config.json cannot be read: {error}"
+        return
+    if not (isinstance(own.get("producer"), dict) and own["producer"].get("name") and own["producer"].get("version")):
+        yield "error [config] hf_quant_config.json: producer needs a name and a version"
+    pairs = (("quant_algo", "quant_algo"), ("ignore", "exclude_modules"), ("quantized_layers", "quantized_layers"))
+    for ours, theirs in pairs:
+        if (section.get(ours) or None) != (inner.get(theirs) or None):
+            yield f"error [config] {ours} of config.json and {theirs} of hf_quant_config.json disagree"
+    if bool(section.get("kv_cache_scheme")) != bool(inner.get("kv_cache_quant_algo")):
+        yield "error [config] only one of config.json and hf_quant_config.json names a quantized KV cache"
+
+
+def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Every quantized module has what its algorithm needs; KV scales are there if they are announced."""
+    layers = section.get("quantized_layers")
+    quantized = {name.removesuffix(".weight_scale") for name in specs if name.endswith(".weight_scale")}
+    for module in sorted(quantized):
+        algo = _layer(layers, module) if layers is not None else section.get("quant_algo")
+        rule = RULES.get(str(algo))
+        if rule is None:
+            yield f"error [algorithm] {module}: has a weight_scale, but its algorithm is {algo!r}"
+            continue
+        for problem in _module(rule, module, specs):
+            yield f"error [{algo}] {module}: {problem}"
+        if any(fnmatchcase(module, pattern) for pattern in section.get("ignore", ())):
+            yield f"error [ignore] {module}: is quantized and on the list of what is not"
+    kv = [name for name in specs if name.endswith((".k_scale", ".v_scale"))]
+    if bool(kv) != bool(section.get("kv_cache_scheme")):
+        yield "error [kv] scales of keys and values and kv_cache_scheme do not go together"
+
+
+def _layer(layers: Mapping[str, Any], module: str) -> str | None:
+    """The algorithm of a module; experts are listed under the name of their block."""
+    block = module.partition(".experts.")[0]
+    found = layers.get(module) or layers.get(f"{block}.experts") or {}
+    return found.get("quant_algo")
+
+
+def _module(rule: Rule, module: str, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    codes, scale = specs.get(f"{module}.weight"), specs[f"{module}.weight_scale"]
+    if codes is None:
+        yield "has a weight_scale and no weight"
+        return
+    if (codes.dtype, scale.dtype) != (rule.codes, rule.scale) or len(codes.shape) != 2:
+        yield f"weight is {codes.dtype} {codes.shape} and its scale {scale.dtype}; {rule.codes}, {rule.scale} are read"
+        return
+    out, in_ = codes.shape[0] * rule.packs[0], codes.shape[1] * rule.packs[1]
+    wanted: dict[str, tuple[int, ...]] = {
+        "tensor": (),
+        "channel": (out,),
+        "tile": (-(-out // TILE), 1, -(-in_ // TILE), 1),
+        "block": (out, scale.shape[-1] if scale.shape else 0),
+    }
+    if scale.shape != wanted[rule.per] or (rule.per == "block" and in_ % (scale.shape[-1] or 1)):
+        yield f"weight_scale {scale.shape} does not fit a weight [{out}, {in_}] with one scale per {rule.per}"
+    for part, needed in (("input_scale", rule.entry), ("weight_scale_2", rule.second)):
+        found = specs.get(f"{module}.{part}")
+        if needed != (found is not None):
+            yield f"{part} is {'missing' if needed else 'there, and nothing reads it'}"
+        elif found is not None and (found.dtype, found.shape) != ("float32", ()):
+            yield f"{part} is {found.dtype} {found.shape}; one float32 is read"
+
+
+def _scalars(holder: Mapping[str, SafetensorsFile]) -> Iterator[str]:
+    """Scales that are one number are finite and above zero."""
+    for name, file in holder.items():
+        if name.rpartition(".")[2] in SCALARS and file.specs[name].dtype == "float32" and not file.specs[name].shape:
+            value = float(file.read(name))
+            if not (math.isfinite(value) and value > 0):
+                yield f"error [scale] {name}: is {value}"

@@ -1,0 +1,92 @@
+"""Runs a written checkpoint dequantized in its `transformers` class; never quantizes activations or the KV cache.
+
+What it proves: names, layouts, scales, pre-scales and folded norms, together. What it leaves out is said in `twin`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.dtypes import from_float32, to_float32
+from bridge.errors import BridgeError, CannotRun
+from bridge.planning import Output, Plan, Step
+from bridge.quant.decode import decode
+from bridge.values import TensorSpec
+from bridge.written import WrittenTensors
+
+
+class Rebuilt:
+    """The checkpoint that a written one stands for, in the source's names, shapes and dtypes, for `load_model`."""
+
+    def __init__(self, directory: Path, plan: Plan) -> None:
+        self.where = str(directory)
+        config = json.loads((directory / "config.json").read_text())
+        self.config: Mapping[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
+        self._written = WrittenTensors(plan, directory)
+        self._steps = {self._name(step): step for step in plan.steps if not step.attention}
+        self._sources = plan.sources
+        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, step) for name, step in self._steps.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """The storage array of one tensor: as it is in the file, or the values of its codes in the source's dtype."""
+        step = self._steps[name]
+        outputs = {output.part: output for output in step.outputs}
+        if step.format is None:
+            return self._written.read(outputs["weight"])
+        (whole,) = step.inputs
+        spec = self.specs[name]
+        shape = spec.shape[::-1] if whole.transposed else spec.shape
+        values = self._values(step, outputs, shape)
+        return from_float32(np.ascontiguousarray(values.T if whole.transposed else values), spec.dtype)
+
+    def _values(self, step: Step, outputs: Mapping[str, Output], shape: tuple[int, ...]) -> np.ndarray:
+        """float32 [out, in]; the input of a module is not multiplied here, so the weight is multiplied again."""
+        assert step.format
+        arrays = {("codes" if part == "weight" else part): self._written.read(out) for part, out in outputs.items()}
+        values = decode(arrays, step.format.weight, shape, coding=step.coding)
+        if "pre_quant_scale" in outputs:
+            values = values * to_float32(arrays["pre_quant_scale"], outputs["pre_quant_scale"].spec.dtype)
+        return values
+
+    @staticmethod
+    def _name(step: Step) -> str:
+        return step.site.weight if step.site and step.format else step.source
+
+    def _spec(self, name: str, step: Step) -> TensorSpec:
+        spec = self._sources[step.source]
+        return TensorSpec(name, spec.shape, spec.dtype)
+
+
+class Runtime:
+    """See `bridge.verification.Runnable`."""
+
+    def __init__(self, directory: Path) -> None:
+        from bridge.finish import load_manifest
+
+        self.outputs = ["output 0"]
+        plan = load_manifest(directory).plan
+        try:
+            from bridge.quant.answers import runner
+            from bridge.sources.loading import load_model
+
+            rebuilt: Any = Rebuilt(directory, plan)  # all of a Source that loading reads
+            self._run = runner(load_model(rebuilt))
+        except ImportError as error:
+            raise CannotRun(f"running a checkpoint needs torch and transformers: {error}") from error
+        except BridgeError as error:
+            raise CannotRun(f"the written checkpoint does not load: {error}") from error
+        self.twin = "its weights, dequantized, in the transformers model; activations and KV cache are not quantized"
+        if not plan.quantized:
+            self.twin = ""
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run once; the first output, in float32."""
+        import torch
+
+        batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
+        return {self.outputs[0]: self._run(batch).numpy()}

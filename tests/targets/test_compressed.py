@@ -1,0 +1,291 @@
+"""`format="compressed-tensors"`: the bytes of llm-compressor, and what transformers loads and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from compressed_tensors.quantization import preset_name_to_scheme  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel  # noqa: E402
+
+import bridge  # noqa: E402
+from bridge.errors import BridgeError  # noqa: E402
+from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
+from bridge.quant.scheme import Scheme, load_scheme  # noqa: E402
+from bridge.sources import open_source  # noqa: E402
+from bridge.values import Numeric  # noqa: E402
+from tests import compressed_oracle, llm_compressor_golden  # noqa: E402
+
+BASE = load_scheme("int8_wo")
+FP8_BLOCK = load_scheme("fp8_block")
+# llm-compressor's preset -> our scheme; where only llm-compressor has a name for it, the scheme is spelled out
+SCHEMES: dict[str, Scheme] = {
+    "FP8": load_scheme("fp8"),
+    "FP8_DYNAMIC": load_scheme("fp8_pc_pt"),
+    "FP8_BLOCK": dataclasses.replace(FP8_BLOCK, input=Numeric("float8_e4m3fn", "block", (128,), dynamic=True)),
+    "W8A8": dataclasses.replace(BASE, name="w8a8", input=Numeric("int8", "token", dynamic=True)),
+    "W8A16": dataclasses.replace(BASE, name="w8a16", weight=(Numeric("int8", "block", (128,)),)),
+    "W4A16": load_scheme("int4_wo"),
+    "NVFP4A16": load_scheme("nvfp4_wo"),
+    "NVFP4": load_scheme("nvfp4"),
+}
+MX = {"MXFP8": load_scheme("mxfp8"), "MXFP4A16": load_scheme("mxfp4_wo")}
+STATIC = ("FP8", "NVFP4")
+IDS = torch.randint(0, 80, (2, 24), generator=torch.Generator().manual_seed(1))
+PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)
+INPUT_AMAX, K_AMAX, V_AMAX = np.float32(3.5), np.float32(1.75), np.float32(0.875)
+
+
+def calibration(source: Path) -> Calibration:
+    """The same statistics for every module: what is written of them is a formula."""
+    modules = [name.removesuffix(".weight") for name in open_source(source).specs if name.endswith("_proj.weight")]
+    attention = sorted({module.rpartition(".")[0] for module in modules if ".self_attn." in module})
+    by = {module: np.array(INPUT_AMAX) for module in modules}
+    keys, values = ({a: np.array(amax) for a in attention} for amax in (K_AMAX, V_AMAX))
+    return Calibration(PROVENANCE, by, k_amax=keys, v_amax=values)
+
+
+def convert(source: Path, preset: str, out: Path, kv: str | None = None, **options: Any) -> Path:
+    quant = (SCHEMES | MX)[preset]
+    calib = calibration(source) if preset in STATIC or kv else None
+    options = {"format": "compressed-tensors", "verify": False} | options
+    bridge.convert(source, target="hf", quant=quant, out=out, calib=calib, kv=kv, **options)
+    return out
+
+
+def section(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())["quantization_config"]
+    return found
+
+
+def source_model(root: Path, dtype: str = "bfloat16") -> tuple[Path, Any]:
+    source = llm_compressor_golden.write_source(root, dtype)
+    return source, open_source(source).load_model()
+
+
+@pytest.mark.parametrize("preset", llm_compressor_golden.PRESETS)
+def test_tensors_are_those_of_llm_compressor(tmp_path: Path, preset: str) -> None:
+    golden = json.loads(llm_compressor_golden.GOLDEN.read_text())[preset]
+    out = convert(llm_compressor_golden.write_source(tmp_path / "source"), preset, tmp_path / "out")
+    assert llm_compressor_golden.digests(out) == golden["tensors"]
+
+
+@pytest.mark.parametrize("preset", llm_compressor_golden.PRESETS)
+def test_the_config_says_what_that_of_llm_compressor_says(tmp_path: Path, preset: str) -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    golden = json.loads(llm_compressor_golden.GOLDEN.read_text())[preset]["quantization_config"]
+    ours = section(convert(llm_compressor_golden.write_source(tmp_path / "source"), preset, tmp_path / "out"))
+    (group,) = golden["config_groups"].values()
+    assert ours["config_groups"] == {"group_0": group}
+    assert ours["ignore"] == ["lm_head"]  # llm-compressor's expression for embeddings matches no Linear
+    same = {
+        key: value for key, value in golden.items() if key not in ("config_groups", "ignore", "moe_sparsity_config")
+    }
+    assert {key: ours[key] for key in same} == same
+    assert QuantizationConfig.model_validate(ours).quantization_status == "compressed"
+
+
+def other_experts(directory: Path, model: str, preset: str) -> set[str]:
+    """Modules of experts whose tensors are not those of llm-compressor."""
+    golden = json.loads(llm_compressor_golden.GOLDEN.read_text())[model][preset]
+    found = {name: said for name, said in llm_compressor_golden.digests(directory).items() if ".experts." in name}
+    assert found.keys() == golden.keys()
+    return {name.rpartition(".")[0] for name in golden if found[name] != golden[name]}
+
+
+@pytest.mark.parametrize("preset", llm_compressor_golden.EXPERT_PRESETS)
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe"])
+def test_experts_are_those_of_llm_compressor(tmp_path: Path, model: str, preset: str) -> None:
+    """Its `model_free_ptq` knows gate and up of experts by the names w1 and w3 only; its `oneshot` by both."""
+    source = llm_compressor_golden.write_source(tmp_path / "source", model=model)
+    out = convert(source, preset, tmp_path / "out")
+    apart = other_experts(out, model, preset)
+    if (model, preset) != ("qwen3-moe", "NVFP4A16"):
+        assert apart == set()
+        return
+    assert apart and {module.rpartition(".")[2] for module in apart} <= {"gate_proj", "up_proj"}
+    weights, ours = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    for expert in ("model.layers.0.mlp.experts.0", "model.layers.0.mlp.experts.1"):
+        pair = [weights[f"{expert}.{part}.weight"] for part in ("gate_proj", "up_proj")]
+        for weight, part in zip(pair, ("gate_proj", "up_proj"), strict=True):
+            theirs = compressed_oracle.qparams(weight, scheme, max(other.abs().max() for other in pair))
+            assert torch.equal(ours[f"{expert}.{part}.weight_global_scale"], theirs["weight_global_scale"].reshape(1))
+            scale = ours[f"{expert}.{part}.weight_scale"]
+            assert torch.equal(scale.float(), theirs["weight_scale"].to(scale.dtype).float())
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe"])
+def test_experts_in_fp8_have_a_scale_each(tmp_path: Path, model: str) -> None:
+    """Runtimes take the larger one of gate and up; llm-compressor shares no scale of a tensor but NVFP4's."""
+    source = llm_compressor_golden.write_source(tmp_path / "source", model=model)
+    plan = bridge.plan(source, target="hf", quant="fp8", format="compressed-tensors")
+    calib = Calibration(PROVENANCE, {step.site.module: np.array(INPUT_AMAX) for step in plan.quantized if step.site})
+    bridge.convert(
+        source, target="hf", quant="fp8", out=tmp_path / "out", calib=calib, format="compressed-tensors", verify=False
+    )
+    weights, ours = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    scheme = preset_name_to_scheme("FP8", ["Linear"])
+    experts = [name for name in weights if ".experts." in name]
+    assert len(experts) == 6 and len({float(ours[f"{name}_scale"]) for name in experts}) > 2
+    for name in experts:
+        theirs = compressed_oracle.qparams(weights[name], scheme, None)["weight_scale"]
+        assert torch.equal(ours[f"{name}_scale"], theirs.reshape(1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"])
+@pytest.mark.parametrize("preset", SCHEMES)
+def test_tensors_are_those_of_compressed_tensors(tmp_path: Path, preset: str, dtype: str) -> None:
+    source, model = source_model(tmp_path / "source", dtype)
+    theirs = load_file(compressed_oracle.compress(model, preset, tmp_path / "theirs") / "model.safetensors")
+    ours = load_file(convert(source, preset, tmp_path / "out") / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if name.endswith(("input_scale", "input_global_scale")):
+            continue  # the oracle has not seen our calibration
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("preset", [*SCHEMES, *MX])
+def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset: str) -> None:
+    source, _ = source_model(tmp_path / "source")
+    out = convert(source, preset, tmp_path / "out")
+    plain = CompressedTensorsConfig(dequantize=True)
+    with torch.no_grad():
+        ours = open_source(out).load_model()(IDS).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(out, quantization_config=plain)(IDS).logits, ours)
+        if SCHEMES.get(preset, MX.get(preset)).input is None:
+            assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_input_scales_are_those_of_a_calibration(tmp_path: Path, dtype: str) -> None:
+    source, _ = source_model(tmp_path / "source", dtype)
+    name = "model.layers.0.mlp.down_proj."
+    fp8 = load_file(convert(source, "FP8", tmp_path / "fp8") / "model.safetensors")[f"{name}input_scale"]
+    kind = getattr(torch, dtype)
+    assert torch.equal(fp8, (torch.tensor([INPUT_AMAX]) / 448).to(kind))
+    nvfp4 = load_file(convert(source, "NVFP4", tmp_path / "nvfp4") / "model.safetensors")[f"{name}input_global_scale"]
+    from compressed_tensors.quantization.utils.helpers import generate_gparam
+
+    amax = torch.tensor(float(INPUT_AMAX), dtype=kind)
+    assert torch.equal(nvfp4, generate_gparam(-amax, amax))
+
+
+def test_kv_scales_stand_beside_their_attention_module(tmp_path: Path) -> None:
+    source, _ = source_model(tmp_path / "source")
+    out = convert(source, "FP8_DYNAMIC", tmp_path / "out", kv="fp8")
+    tensors = load_file(out / "model.safetensors")
+    for part, amax in (("k_scale", K_AMAX), ("v_scale", V_AMAX)):
+        scale = tensors[f"model.layers.1.self_attn.{part}"]
+        assert torch.equal(scale, torch.tensor([amax / np.float32(448)]).to(torch.bfloat16))
+    scheme = section(out)["kv_cache_scheme"]
+    assert (scheme["num_bits"], scheme["type"], scheme["strategy"], scheme["dynamic"]) == (8, "float", "tensor", False)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(model.model.layers[1].self_attn.k_scale.detach(), tensors["model.layers.1.self_attn.k_scale"])
+
+
+def test_a_mixed_recipe_names_the_modules_of_each_group(tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.toml"
+    recipe.write_text('base = "fp8_block"\n[[rule]]\nroles = ["mlp.down.weight"]\nquant = "int4_wo"\n')
+    source, _ = source_model(tmp_path / "source")
+    out = tmp_path / "out"
+    bridge.convert(source, target="hf", quant=recipe, out=out, format="compressed-tensors", verify=False)
+    assert section(out)["format"] == "mixed-precision"
+    groups = section(out)["config_groups"]
+    down = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
+    assert [group["targets"] for group in groups.values() if group["format"] == "pack-quantized"] == [down]
+    with torch.no_grad():
+        ours = open_source(out).load_model()(IDS).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
+
+
+@pytest.mark.parametrize(
+    ("quant", "words"),
+    [
+        ("int8_sq", "no place for the pre-scales of smoothquant"),
+        ("int4_awq", "no place for the pre-scales of awq"),
+        (dataclasses.replace(load_scheme("w4a8_awq"), algorithm="max"), "codes a weight once"),
+    ],
+)
+def test_what_it_cannot_say_is_refused_before_work(tmp_path: Path, quant: Any, words: str) -> None:
+    source = llm_compressor_golden.write_source(tmp_path / "source")
+    with pytest.raises(BridgeError, match=words):
+        bridge.plan(source, target="hf", quant=quant, format="compressed-tensors")
+
+
+def test_matrices_that_are_no_linear_are_refused(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=80, n_positions=48)).save_pretrained(tmp_path)
+    with pytest.raises(BridgeError, match=r"is stored \[in, out\] \(Conv1D\)"):
+        bridge.plan(tmp_path, target="hf", quant="fp8_pc_pt", format="compressed-tensors")
+
+
+def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    source = llm_compressor_golden.write_source(tmp_path / "source")
+    with pytest.raises(BridgeError, match="in = 384 does not divide into blocks of 256"):
+        bridge.plan(
+            source,
+            target="hf",
+            quant=dataclasses.replace(SCHEMES["W4A16"], weight=(Numeric("int4", "block", (256,)),)),
+            format="compressed-tensors",
+        )
+
+
+def test_a_written_directory_that_lost_a_scale_is_found(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from bridge.unified.lint import lint
+
+    out = convert(llm_compressor_golden.write_source(tmp_path / "source"), "NVFP4A16", tmp_path / "out")
+    assert lint(out) == []
+    state = load_file(out / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight_global_scale"]
+    save_file(state, out / "model.safetensors")
+    (finding,) = lint(out)
+    assert "model.layers.1.mlp.up_proj.weight_global_scale: missing" in finding
+
+
+def test_the_report_of_a_conversion_passes(tmp_path: Path) -> None:
+    source = llm_compressor_golden.write_source(tmp_path / "source")
+    for preset in ("FP8", "NVFP4", "W8A16"):
+        calib = calibration(source) if preset in STATIC else None
+        quant = SCHEMES[preset]
+        report = bridge.convert(
+            source, target="hf", quant=quant, out=tmp_path / preset, calib=calib, format="compressed-tensors"
+        )
+        assert report.passed and len(report.parity.tensors) == 14
+
+
+@pytest.mark.parametrize("preset", [p for p in [*SCHEMES, *MX] if p not in STATIC])
+def test_a_zero_matrix_gets_positive_scales_and_zero_codes(tmp_path: Path, preset: str) -> None:
+    from safetensors.torch import save_file
+
+    source = llm_compressor_golden.write_source(tmp_path / "source")
+    state, name = load_file(source / "model.safetensors"), "model.layers.0.mlp.down_proj"
+    state[f"{name}.weight"].zero_()
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    out = convert(source, preset, tmp_path / "out")
+    scale = load_file(out / "model.safetensors")[f"{name}.weight_scale"]
+    values = scale.float() if scale.dtype != torch.uint8 else torch.exp2(scale.float() - 127)
+    assert values.isfinite().all() and (values > 0).all()
+    assert not open_source(out).read(f"{name}.weight").any()
+
+
+def test_shards_are_loaded_by_transformers(tmp_path: Path) -> None:
+    source, _ = source_model(tmp_path / "source")
+    out = convert(source, "W4A16", tmp_path / "out", shard_size="100KB")
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    with torch.no_grad():
+        assert torch.equal(
+            AutoModelForCausalLM.from_pretrained(out)(IDS).logits, open_source(out).load_model()(IDS).logits
+        )

@@ -1,0 +1,389 @@
+"""Target `hf`: what is planned, refused and written beside the weights, against the libraries that read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+from modelopt.torch.export.plugins.hf_checkpoint_utils import sanitize_hf_config_for_deployment
+from modelopt.torch.export.quant_utils import _prefix_wildcard_summarize_exclude_modules, process_layer_quant_config
+from safetensors.torch import save
+
+import bridge
+from bridge.container import SafetensorsFile, layout
+from bridge.errors import PlanError, UsageError
+from bridge.planning import Output, Plan, Step
+from bridge.quant.scheme import load_scheme
+from bridge.unified import SPELLINGS, modelopt, spelling
+from bridge.unified.config import config_json, generation_config
+from bridge.unified.exclude import routers, summarize
+from bridge.unified.lint import lint
+from bridge.unified.shards import divide, index, parse_size
+from bridge.values import Format, Site, Slice, TensorSpec
+from tests import export_oracle as oracle
+from tests.export_families import build, tokens
+
+TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+# scheme -> what ModelOpt calls the format of a module
+KINDS = {
+    "fp8": "fp8", "fp8_pc_pt": "fp8_pc_pt", "fp8_block": "fp8_pb_wo", "int8_sq": "int8_sq", "int8_wo": "int8_wo",
+    "int4_wo": "int4_awq", "w4a8_awq": "w4a8_awq", "nvfp4_wo": "w4a16_nvfp4", "nvfp4": "nvfp4", "mxfp8": "mxfp8",
+}  # fmt: skip
+BLOCKS = {"int4_wo": 128, "w4a8_awq": 128, "nvfp4_wo": 16, "nvfp4": 16, "mxfp8": 32, "fp8_block": 128}
+
+
+def made(layers: dict[str, Format], kept: tuple[str, ...] = (), kv: bool = False) -> Plan:
+    """A plan of empty steps: which modules are quantized how, and which are kept."""
+    steps = [Step((Slice(f"{m}.weight"),), (), Site(m, f"{m}.weight", "out_in"), f) for m, f in layers.items()]
+    steps += [Step((Slice(f"{m}.weight"),), (), Site(m, f"{m}.weight", "out_in")) for m in kept]
+    if kv:
+        steps.append(Step((), (Output(TensorSpec("k", (), "float32"), "k_scale", ""),), attention="a"))
+    sources = {f"{m}.weight": TensorSpec(f"{m}.weight", (4, 4), "bfloat16") for m in (*layers, *kept)}
+    return Plan("A", "hf", "s", "", {}, sources, tuple(steps))
+
+
+def test_excluded_modules_are_shortened_as_modelopt_shortens_them() -> None:
+    generator = random.Random(7)
+    parts = ["layers", "0", "1", "10", "mlp", "mlp_norm", "gate", "gate_proj", "attn", "lm_head", "embed"]
+    for _ in range(400):
+        names = {".".join(generator.choices(parts, k=generator.randint(1, 5))) for _ in range(12)}
+        kept = generator.sample(sorted(names), 5)
+        quantized = sorted(names - set(kept))
+        assert summarize(kept, quantized) == sorted(_prefix_wildcard_summarize_exclude_modules(kept, quantized))
+
+
+@pytest.mark.parametrize("kv", [False, True])
+@pytest.mark.parametrize(
+    "schemes", [(s,) for s in KINDS] + [("fp8", "nvfp4"), ("w4a8_awq", "fp8_block", "int8_wo"), ()]
+)
+def test_both_configs_say_what_modelopt_says(schemes: tuple[str, ...], kv: bool) -> None:
+    layers = {f"model.layers.{n}.mlp": load_scheme(s).format for n, s in enumerate((*schemes, *schemes))}
+    theirs: dict[str, Any] = {}
+    for module, scheme in zip(layers, (*schemes, *schemes), strict=True):
+        theirs |= {f"{module}.quantization": KINDS[scheme], f"{module}.awq_block_size": BLOCKS.get(scheme, 0)}
+    theirs |= {"lm_head.quantization": None, "lm_head.awq_block_size": 0}
+    inner = {"quant_algo": None, "kv_cache_quant_algo": None, **process_layer_quant_config(theirs)}
+    inner["kv_cache_quant_algo"] = "FP8" if kv else None
+    expected = {"producer": modelopt.PRODUCER, "quantization": inner}
+    ours = modelopt.hf_quant_config(made(layers, ("lm_head",), kv))
+    if not schemes and not kv:
+        assert ours == {}
+        return
+    assert json.dumps(ours) == json.dumps(expected)
+    assert json.dumps(modelopt.quantization_config(ours)) == json.dumps(convert_hf_quant_config_format(expected))
+
+
+def test_every_format_has_one_name_and_the_rest_is_refused() -> None:
+    assert {modelopt.setting(load_scheme(s).format)["quant_algo"] for s in KINDS} <= set(modelopt_names())
+    alone = Format(load_scheme("fp8").weight)  # FP8 weights without input scales: no runtime reads that
+    assert "no word for weights in fp8 tensor with inputs in none" in modelopt.refuse(alone)
+    assert all(not modelopt.refuse(load_scheme(s).format) for s in KINDS)
+
+
+def modelopt_names() -> list[str]:
+    return [name for name, _ in modelopt.ALGORITHMS.values()]
+
+
+@pytest.mark.parametrize("limit", ["1KB", "4KB", "9KB", "1MB"])
+def test_shards_and_index_are_those_of_the_hub_library(limit: str) -> None:
+    generator = random.Random(3)
+    shapes = {f"t{n}": (generator.randint(1, 40), generator.randint(1, 40)) for n in range(30)}
+    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items()]
+    theirs = split_torch_state_dict_into_shards(
+        {name: torch.zeros(shape) for name, shape in shapes.items()},
+        max_shard_size=limit,
+        filename_pattern="model{suffix}.safetensors",
+    )
+    ours = divide(specs, parse_size(limit))
+    assert ours == theirs.tensor_to_filename
+    files = {file: [s for s in specs if ours[s.name] == file] for file in theirs.filename_to_tensors}
+    said = {"metadata": {"total_parameters": 7, **theirs.metadata}, "weight_map": ours}
+    assert index(files, 7).decode() == json.dumps(said, indent=2, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "10 apples"])
+def test_a_shard_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(UsageError, match="is no size; write a number of bytes, or 300MB, 10GB"):
+        parse_size(size)
+
+
+def test_files_are_laid_out_as_the_safetensors_library_does() -> None:
+    names = [
+        "uint8",
+        "int8",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float16",
+        "bfloat16",
+        "int32",
+        "float32",
+        "int64",
+        "bool",
+    ]
+    tensors = {f"{p}.{n}": torch.zeros(3, dtype=getattr(torch, n)) for p in ("b", "a") for n in names}
+    specs = [TensorSpec(name, (3,), name.split(".")[1]) for name in tensors]
+    header, _, size = layout(specs, {"format": "pt"}, 8)
+    theirs = save(tensors, metadata={"format": "pt"})
+    assert (header, size) == (theirs[: len(header)], len(theirs))
+
+
+@pytest.mark.parametrize("rope", ["rope_scaling", "rope_parameters"])
+def test_config_is_repaired_as_modelopt_repairs_it(rope: str) -> None:
+    config = {
+        "z": "kept in this order", "rope_theta": 5e5, rope: {"rope_type": "llama3", "factor": 8.0},
+        "num_hidden_layers": 2, "layer_types": ["full", "full", "draft"], "num_nextn_predict_layers": 1, "a": "é",
+    }  # fmt: skip
+    expected = json.loads(json.dumps(config))
+    with pytest.warns(UserWarning, match="Trimming"):
+        sanitize_hf_config_for_deployment(expected, None)
+    expected["quantization_config"] = {"quant_method": "modelopt"}
+    assert config_json(config, {"quant_method": "modelopt"}, False).decode() == json.dumps(expected, indent=4)
+
+
+@pytest.mark.parametrize("given", [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "do_sample": True}, {"max_length": 9}])
+def test_a_generation_config_that_samples_says_so(given: dict[str, Any], tmp_path: Path) -> None:
+    config = transformers.GenerationConfig(**given, transformers_version="5.0")
+    before = config.to_json_string().encode()
+    if "top_k" in given or "top_p" in given:
+        config.do_sample = True
+    assert generation_config(before).decode() == config.to_json_string()
+
+
+def test_routers_stand_next_to_experts() -> None:
+    names = ["a.gate.weight", "a.experts.0.up.weight", "b.gate.weight", "a.gate.bias", "a.shared_expert_gate.weight"]
+    assert routers(names) == {"a.gate", "a.shared_expert_gate"}
+
+
+# Planning
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS)
+def test_every_spelling_has_what_the_target_asks(spelled: str) -> None:
+    found = spelling(spelled)
+    needed = ("refuse", "refuse_kv", "misfits", "coding", "parts", "unifies", "joins", "folds", "beside")
+    assert all(callable(getattr(found, name)) for name in needed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "model-opt"}, "format 'model-opt' is unknown; .*nearest: modelopt"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),
+        ({"dtype": "int8"}, "dtype 'int8' is none that weights are rounded to; known: fp32, fp16, bf16"),
+        ({"shard_size": "ten"}, "shard_size 'ten' is no size"),
+        ({"shards": 3}, "target hf has no option 'shards'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        bridge.plan(TINY, "hf", "fp8", **options)
+
+
+def test_kv_in_int8_is_refused_with_what_to_use() -> None:
+    with pytest.raises(PlanError, match="KV cache in int8 tensor: unified checkpoints hold KV scales of FP8 only"):
+        bridge.plan(TINY, "hf", "fp8", kv="int8")
+
+
+def write_llama(root: Path, **changed: int) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        **{"hidden_size": 128, "intermediate_size": 256, **changed},
+    )  # fmt: skip
+    return oracle.save(transformers.LlamaForCausalLM(config).to(torch.bfloat16), root)
+
+
+def test_blocks_that_do_not_divide_are_one_error_with_all_modules(tmp_path: Path) -> None:
+    directory = write_llama(tmp_path / "m", intermediate_size=200)
+    with pytest.raises(PlanError) as caught:
+        bridge.plan(directory, "hf", "int4_wo")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("  model.layers.{0..1}.mlp.down_proj: in = 200 does not divide into blocks of 128")
+    assert 'quant = "none"' in lines[1]
+
+
+def test_tiles_across_gate_and_up_of_an_expert_are_refused(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=200, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    directory = oracle.save(transformers.MixtralForCausalLM(config).to(torch.bfloat16), tmp_path / "m")
+    with pytest.raises(PlanError, match="out = 200 is no multiple of 128: a tile would span gate and up"):
+        bridge.plan(directory, "hf", "fp8_block")
+
+
+def test_matrices_that_runtimes_fuse_must_have_one_scheme(tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.toml"
+    recipe.write_text('base = "fp8"\n[[rule]]\nroles = ["attn.q.weight"]\nquant = "int8_wo"\n')
+    with pytest.raises(PlanError, match=r"self_attn.q_proj: reads the same input as .*k_proj.*v_proj"):
+        bridge.plan(TINY, "hf", recipe)
+
+
+def test_a_convolution_is_kept_and_told_so() -> None:
+    from bridge.targets.hf import TARGET
+
+    assert "convolution" in TARGET.keeps(load_scheme("fp8").format, Site("c", "c.weight", "conv"))
+
+
+def test_tensors_follow_the_order_of_the_modules() -> None:
+    plan = bridge.plan(TINY, "hf", "fp8", kv="fp8", shard_size="200KB")
+    order = [name for specs in sorted(plan.files.items()) for name in sorted(spec.name for spec in specs[1])]
+    assert len(plan.files) > 3 and len(order) == len(plan.outputs)
+    first = sorted(spec.name for spec in plan.files[f"model-00002-of-{len(plan.files):05d}.safetensors"])
+    assert first[0].startswith("model.layers.0.")
+
+
+# Whole conversions
+
+
+DATA_FREE = ("fp8_pc_pt", "fp8_block", "int8_wo", "int4_wo", "nvfp4_wo", "mxfp8", "mxfp4_wo")
+FRAMEWORKS = ("torch", "transformers", "modelopt", "ml_dtypes", "safetensors", "onnx", "onnxruntime")
+ALONE = """
+import sys
+import bridge
+for quant, calib in {runs!r}:
+    bridge.convert({model!r}, "hf", quant, {out!r} + quant, calib=calib, verify=False)
+print(sorted(set({frameworks!r}) & set(sys.modules)))
+"""
+
+
+def test_the_data_free_path_and_a_saved_calibration_load_no_framework(tmp_path: Path) -> None:
+    directory = oracle.save(build("qwen3"), tmp_path / "source")
+    calibration = tmp_path / "awq.safetensors"
+    bridge.calibrate(directory, "int4_awq", tokens()).save(calibration)
+    runs = [(quant, None) for quant in DATA_FREE] + [("int4_awq", str(calibration))]
+    code = ALONE.format(runs=runs, model=str(directory), out=f"{tmp_path}/", frameworks=FRAMEWORKS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8_wo", "int4_awq", None])
+def test_a_converted_model_is_proved_and_answers_like_its_source(scheme: str | None, tmp_path: Path) -> None:
+    report = bridge.convert(TINY, "hf", scheme, tmp_path / "out", dtype="bf16" if scheme else None)
+    assert report.passed and not report.findings
+    again = bridge.verify(tmp_path / "out", TINY)
+    assert again.passed and again.parity
+    assert again.parity.outputs[0].cosine > 0.98
+    mine, source = ({path.name for path in root.iterdir()} for root in (tmp_path / "out", TINY))
+    assert source <= mine  # tokenizer, chat template and all else beside the weights
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ("quantization_config" in said) == (scheme is not None)
+
+
+def test_nvfp4_has_the_weights_of_its_weight_only_scheme_and_scales_of_inputs(tmp_path: Path) -> None:
+    directory = oracle.save(build("llama"), tmp_path / "source")
+    answer = oracle.calibrated(directory, "fp8", None, tokens())  # the same statistics: NVFP4's need a GPU in ModelOpt
+    ours = oracle.convert(directory, "nvfp4", None, answer, tmp_path / "ours", None)
+    alone = oracle.convert(directory, "nvfp4_wo", None, answer, tmp_path / "alone", None)
+    mine, other = (SafetensorsFile(root / "model.safetensors") for root in (ours, alone))
+    scales = {name for name in mine.specs if name.endswith(".input_scale")}
+    assert len(scales) == 14 and mine.specs.keys() - scales == other.specs.keys()
+    assert all(mine.read(name).tobytes() == other.read(name).tobytes() for name in other.specs)
+    for name in scales:
+        amax = answer.calibration.input_amax[name.removesuffix(".input_scale")]
+        assert float(mine.read(name)) == pytest.approx(float(amax) / (6 * 448), rel=1e-7)
+    assert json.loads((ours / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "NVFP4"
+    assert lint(ours) == []
+
+
+def test_an_unquantized_conversion_has_the_tensors_of_its_source(tmp_path: Path) -> None:
+    bridge.convert(TINY, "hf", None, tmp_path / "out", verify=False)
+    ours, source = (SafetensorsFile(root / "model.safetensors") for root in (tmp_path / "out", TINY))
+    assert ours.specs.keys() == source.specs.keys()
+    assert all(ours.read(name).tobytes() == source.read(name).tobytes() for name in ours.specs)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size
+
+
+@pytest.mark.parametrize("scheme", ["int4_awq", "int8_sq"])
+def test_a_model_in_memory_and_its_directory_give_the_same_files(scheme: str, tmp_path: Path) -> None:
+    directory = oracle.save(build("qwen3"), tmp_path / "source")
+    model = oracle.load(directory)
+    bridge.convert(model, "hf", scheme, tmp_path / "memory", calib=[*tokens(), tokens()[0]], verify=False)
+    calibration = tmp_path / "memory" / "bridge" / "calibration.safetensors"
+    bridge.convert(directory, "hf", scheme, tmp_path / "disk", calib=calibration, verify=False)
+    assert len(list((tmp_path / "disk").glob("model*.safetensors"))) == 1
+    for name in ("model.safetensors", "hf_quant_config.json", "config.json", "generation_config.json"):
+        assert (tmp_path / "memory" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes(), name
+
+
+# Structures whose groups are unknown
+
+
+def jetmoe() -> Any:
+    """It does not run on fake tensors, so that nobody knows who reads one input."""
+    config = transformers.JetMoeConfig(
+        vocab_size=330, hidden_size=256, num_hidden_layers=2, num_key_value_heads=4, kv_channels=64,
+        intermediate_size=384, num_local_experts=2, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.JetMoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("scheme", ["int8_sq", "int4_awq", "w4a8_awq", "nvfp4_wo", "nvfp4"])
+def test_schemes_that_share_scales_are_refused_where_groups_are_unknown(scheme: str) -> None:
+    words = r"shares scales with what reads the same input, and that is not known: JetMoe(.|\n)*use fp8, fp8_pc_pt or"
+    with pytest.raises(PlanError, match=words):
+        bridge.plan(jetmoe(), "hf", scheme)
+
+
+def test_schemes_that_share_nothing_say_that_groups_are_unknown() -> None:
+    for options in ({"quant": "fp8"}, {"quant": "int8_wo"}, {"quant": "fp8", "format": "compressed-tensors"}):
+        (note,) = bridge.plan(jetmoe(), "hf", **options).notes
+        assert note.startswith("which modules read one input is not known: JetMoe")
+
+
+# The contract
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in two formats: most in FP8 per channel, one matrix in INT4."""
+    root = tmp_path_factory.mktemp("contract")
+    directory = oracle.save(build("llama"), root / "source")
+    bridge.convert(directory, "hf", "nvfp4_wo", root / "out", verify=False, shard_size="200KB")
+    assert lint(root / "out") == []
+    return root / "out"
+
+
+def _rewrite(path: Path, change: dict[str, Any]) -> None:
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | change))
+
+
+def test_lint_finds_what_breaks_the_contract(written: Path, tmp_path: Path) -> None:
+    def broken(name: str) -> Path:
+        return Path(shutil.copytree(written, tmp_path / name))
+
+    one = broken("index")
+    (one / "model.safetensors.index.json").unlink()
+    assert any("without model.safetensors.index.json only" in line for line in lint(one))
+    two = broken("config")
+    (two / "hf_quant_config.json").unlink()
+    assert any("hf_quant_config.json cannot be read" in line for line in lint(two))
+    three = broken("algorithm")
+    section = json.loads((three / "config.json").read_text())["quantization_config"]
+    _rewrite(three / "config.json", {"quantization_config": section | {"quant_algo": "FP8"}})
+    found = "\n".join(lint(three))
+    assert "[FP8] model.layers.{0..1}" in found and "disagree" in found
+    four = broken("truncated")
+    file = next(four.glob("model-00001*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert lint(four)[0].startswith("error [files]")
+
+
+def test_lint_holds_modelopts_own_files_to_the_same_contract(tmp_path: Path) -> None:
+    directory = oracle.save(build("llama"), tmp_path / "source")
+    for scheme, kv in (("fp8", "fp8"), ("int4_awq", None), ("w4a8_awq", None), ("fp8_block", None), ("mxfp8", None)):
+        answer = oracle.calibrated(directory, scheme, kv, tokens())
+        assert lint(oracle.export(answer, tmp_path / scheme, torch.bfloat16)) == []

@@ -1,0 +1,301 @@
+"""Target `hf` against ModelOpt's own export: every file of a directory, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import bridge
+from bridge.container import SafetensorsFile
+from bridge.errors import CalibrationError
+from bridge.sources import open_source
+from tests import export_oracle as oracle
+from tests.export_families import FAMILIES, build, tokens
+
+SCHEMES = (
+    "fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_plain", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq",
+    "nvfp4_wo", "mxfp8",
+)  # fmt: skip
+# (dtype of the source, dtype of the export)
+DTYPES = (("bf16", "bf16"), ("fp16", "bf16"), ("fp32", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
+KV = (None, "fp8")
+SHARDS = ("10GB", "10GB", "300KB")
+EXCEPTIONS = oracle.exceptions("hf")
+# Exceptions that need a model made for them; each has a test of its own below.
+MADE = {"all-zero", "scale-rounds-to-zero", "one-tile", "kept-conv1d", "untied-head"}
+
+
+class Case:
+    """One family: its checkpoints, made when they are asked for."""
+
+    def __init__(self, family: str, root: Path) -> None:
+        self.family, self.root = family, root
+
+    def source(self, dtype: str) -> Path:
+        directory = self.root / f"source-{dtype}"
+        return directory if directory.exists() else oracle.save(build(self.family, oracle.DTYPES[dtype]), directory)
+
+    def unexplained(self, scheme: str, kv: str | None, dtypes: tuple[str, str], shards: str) -> list[str]:
+        """What of one conversion is neither equal to ModelOpt's nor a named exception."""
+        source, export = dtypes
+        # of the pre-scales of int8 ModelOpt keeps the rounding to the model's dtype only
+        directory = self.source("fp32" if scheme == "int8" else source)
+        answer = oracle.calibrated(directory, scheme, kv, tokens())
+        work, entries = self.root / f"{scheme}-{kv}-{source}-{export}", allowed(self.family, scheme)
+        if kv and any(entry["theirs"] == "drops" for entry in entries):
+            with pytest.raises(CalibrationError, match="KV amax"):
+                oracle.convert(directory, scheme, kv, answer, work / "ours", export, shards)
+            return []
+        entries = [entry for entry in entries if entry["theirs"] != "drops"]
+        if any(entry.get("resized") for entry in entries):  # tensors of other sizes are divided otherwise
+            shards = "10GB"
+        # parameters are counted in the index, which one file alone does not have
+        entries = [entry for entry in entries if entry["only"] != ["total_parameters"] or shards != "10GB"]
+        ours = oracle.convert(directory, scheme, kv, answer, work / "ours", export, shards)
+        try:
+            theirs = oracle.export(answer, work / "theirs", oracle.DTYPES[export], shards)
+        except oracle.TheirsRaises as error:
+            return oracle.unexplained([str(error)], [entry for entry in entries if entry["theirs"] == "raises"])
+        renamed = [pair for entry in entries for pair in entry.get("renamed", ())]
+        return oracle.unexplained(oracle.differences(ours, theirs, renamed), entries)
+
+
+def allowed(family: str, scheme: str) -> list[dict[str, Any]]:
+    """The exceptions for a family and a scheme."""
+    entries = [entry for name, entry in EXCEPTIONS.items() if name not in MADE and family in entry["families"]]
+    return [entry for entry in entries if not entry["schemes"] or scheme in entry["schemes"]]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "kv", "dtypes", "shards"),
+    [
+        ("llama", "fp8", "fp8", ("bf16", "bf16"), "300KB"),
+        ("llama", "int8_sq", None, ("fp16", "bf16"), "10GB"),
+        ("llama", "int4_awq", "fp8", ("bf16", "bf16"), "10GB"),
+        ("llama", "w4a8_awq", None, ("fp32", "bf16"), "10GB"),
+        ("llama", "fp8_block", None, ("fp16", "fp16"), "10GB"),
+        ("llama", "mxfp8", None, ("bf16", "bf16"), "10GB"),
+        ("llama-tied", "nvfp4_wo", "fp8", ("bf16", "bf16"), "300KB"),
+        ("gemma3", "int4_awq", None, ("fp32", "fp32"), "10GB"),
+        ("gpt2", "fp8_pc_pt", "fp8", ("fp16", "bf16"), "10GB"),
+        ("phi3", "int4_wo", None, ("bf16", "bf16"), "10GB"),
+        ("qwen3-moe", "fp8", None, ("bf16", "bf16"), "300KB"),
+        ("qwen3-moe", "nvfp4_wo", None, ("fp32", "bf16"), "10GB"),
+        ("mixtral", "int8_plain", None, ("bf16", "bf16"), "10GB"),
+    ],
+)
+def test_every_file_equals_modelopts_export(
+    family: str, scheme: str, kv: str | None, dtypes: tuple[str, str], shards: str, tmp_path: Path
+) -> None:
+    assert Case(family, tmp_path).unexplained(scheme, kv, dtypes, shards) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_scheme_of_every_family_equals_modelopts_export(family: str, tmp_path: Path) -> None:
+    case, at = Case(family, tmp_path), list(FAMILIES).index(family)
+    wrong = {}
+    for number, scheme in enumerate(SCHEMES):
+        turn = at + number  # so that every scheme meets every pair of dtypes, with and without KV, in several families
+        options = KV[turn % 2], DTYPES[turn % 5], SHARDS[turn % 3]
+        if found := case.unexplained(scheme, *options):
+            wrong[scheme, *options] = found
+    assert wrong == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_dtypes_and_kv_of_llama_equal_modelopts_export(scheme: str, tmp_path: Path) -> None:
+    case = Case("llama", tmp_path)
+    wrong = {}
+    for dtypes in DTYPES:
+        for kv in KV:
+            if found := case.unexplained(scheme, kv, dtypes, "10GB"):
+                wrong[dtypes, kv] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("scheme", "kv"), [("fp8", "fp8"), ("int8", "fp8"), ("w4a8_awq", None)])
+def test_calibrating_and_converting_in_one_call_equals_modelopts_export(
+    scheme: str, kv: str | None, tmp_path: Path
+) -> None:
+    directory = oracle.save(build("qwen3"), tmp_path / "source")
+
+    batches = [*tokens(), tokens()[0]]  # the last is held out
+    bridge.convert(directory, "hf", scheme, tmp_path / "ours", calib=batches, kv=kv, verify=False)
+    answer = oracle.calibrated(directory, scheme, kv, tokens())
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
+    assert oracle.differences(tmp_path / "ours", theirs) == []
+
+
+NVFP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_mixed_precision_equals_modelopts_export(family: str, tmp_path: Path) -> None:
+    directory = oracle.save(build(family), tmp_path / "source")
+    changes: dict[str, dict[str, Any]] = {
+        "*mlp*weight_quantizer*": {"cfg": NVFP4},
+        "*mlp*input_quantizer": {"enable": False},
+        "*layers.1.self_attn*": {"enable": False},
+    }
+    if family == "qwen3-moe":
+        changes["*mlp.gate.*"] = {"enable": False}
+    answer = oracle.calibrated(directory, "fp8", None, tokens(), changes)
+    recipe = tmp_path / "mixed.toml"
+    rules = [("*.mlp.*_proj", "nvfp4_wo"), ("*.layers.1.self_attn.*", "none")]
+    text = "".join(f'[[rule]]\nmodules = ["{glob}"]\nquant = "{quant}"\n' for glob, quant in rules)
+    recipe.write_text(f'base = "fp8"\n{text}')
+    bridge.convert(directory, "hf", recipe, tmp_path / "ours", calib=answer.calibration, verify=False)
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
+    assert oracle.differences(tmp_path / "ours", theirs) == []
+
+
+@pytest.mark.parametrize(("wide", "shared"), [(16, {"q", "k", "v", "gate", "up"}), (32, set())])
+def test_tiles_that_cover_every_weight_of_a_group_share_a_scale(wide: int, shared: set[str], tmp_path: Path) -> None:
+    """With heads of 32 q has two tiles, k and v one each, gate and up three: nothing is shared."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=330, hidden_size=128, intermediate_size=8 * wide, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=wide,
+    )  # fmt: skip
+    directory = oracle.save(transformers.LlamaForCausalLM(config).to(torch.bfloat16), tmp_path / "source")
+    plan = bridge.plan(directory, "hf", "fp8_block")
+    found = {s.site.module.rpartition(".")[2].split("_")[0] for s in plan.quantized if s.shares and s.site}
+    assert found == shared
+    answer = oracle.calibrated(directory, "fp8_block", None, tokens())
+    ours = oracle.convert(directory, "fp8_block", None, answer, tmp_path / "ours", None)
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
+    lines = oracle.differences(ours, theirs)
+    assert [line for line in lines if not line.endswith("(1, 1, 1, 1), theirs torch.float32 ()")] == []
+    mine, other = (SafetensorsFile(path / "model.safetensors") for path in (ours, theirs))
+    names = [name for name, spec in mine.specs.items() if spec.shape == (1, 1, 1, 1)]
+    assert len(names) == len(lines) > 0, EXCEPTIONS["one-tile"]["reason"]
+    assert all(mine.read(name).tobytes() == other.read(name).tobytes() for name in names)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_pc_pt", "int4_wo", "nvfp4_wo"])
+@pytest.mark.parametrize(("dtype", "factor"), [("fp16", 2e-4), ("bf16", 1e-37), ("bf16", 2.0**-130)])
+def test_weights_near_the_smallest_numbers_equal_modelopts_export(
+    scheme: str, dtype: str, factor: float, tmp_path: Path
+) -> None:
+    model = build("llama", oracle.DTYPES[dtype])
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(factor)
+        model.model.layers[0].self_attn.q_proj.weight[3].mul_(factor)
+    directory = oracle.save(model, tmp_path / "source")
+    answer = oracle.calibrated(directory, scheme, None, tokens())
+    ours = oracle.convert(directory, scheme, None, answer, tmp_path / "ours", None)
+    theirs = oracle.export(answer, tmp_path / "theirs", oracle.DTYPES[dtype])
+    assert oracle.differences(ours, theirs) == []
+
+
+def test_every_exception_names_its_section_and_what_it_is_about() -> None:
+    for name, entry in EXCEPTIONS.items():
+        assert entry["section"] and entry["reason"], name
+        assert set(entry["families"]) <= set(FAMILIES), name
+        assert set(entry["schemes"]) <= set(SCHEMES), name
+        assert entry["theirs"] in ("raises", "differs", "drops"), name
+        assert entry["theirs"] == "drops" or entry["only"], name
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4_wo"])
+def test_an_all_zero_weight_is_written_as_zeros_where_modelopt_writes_nan(scheme: str, tmp_path: Path) -> None:
+    entry = EXCEPTIONS["all-zero"]
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    directory = oracle.save(model, tmp_path / "source")
+    answer = oracle.calibrated(directory, scheme, None, tokens())
+    ours = oracle.convert(directory, scheme, None, answer, tmp_path / "ours", None)
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
+    found = oracle.differences(ours, theirs)
+    assert found and all("layers.1.mlp.down_proj" in line for line in found), entry["reason"]
+    file = SafetensorsFile(ours / "model.safetensors")
+    assert not file.read("model.layers.1.mlp.down_proj.weight").any()
+    scale = "weight_scale" if scheme == "fp8" else "weight_scale_2"
+    assert float(file.read(f"model.layers.1.mlp.down_proj.{scale}")) == 1
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4_wo"])
+def test_a_scale_that_rounds_to_zero_is_the_smallest_number_where_modelopt_writes_nan(
+    scheme: str, tmp_path: Path
+) -> None:
+    entry = EXCEPTIONS["scale-rounds-to-zero"]
+    model = build("llama", torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(2.0**-145)
+    directory = oracle.save(model, tmp_path / "source")
+    answer = oracle.calibrated(directory, scheme, None, tokens())
+    ours = oracle.convert(directory, scheme, None, answer, tmp_path / "ours", None)
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.float32)
+    assert oracle.unexplained(oracle.differences(ours, theirs), [entry]) == []
+    scale = f"model.layers.1.mlp.down_proj.{'weight_scale' if scheme == 'fp8' else 'weight_scale_2'}"
+    found = [float(SafetensorsFile(path / "model.safetensors").read(scale)) for path in (ours, theirs)]
+    assert found == [2.0**-149, 0.0]
+    assert np.isfinite(open_source(ours).read("model.layers.1.mlp.down_proj.weight")).all()
+
+
+def test_a_conv1d_that_is_kept_stays_as_the_source_has_it(tmp_path: Path) -> None:
+    directory = oracle.save(build("gpt2"), tmp_path / "source")
+    recipe = tmp_path / "keep.toml"
+    recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nmodules = ["*.c_proj"]\nquant = "none"\n')
+    report = bridge.convert(directory, "hf", recipe, tmp_path / "ours", verify=False)
+    assert "Conv1D weights that are not quantized stay [in, out]" in report.notes[0]
+    answer = oracle.calibrated(directory, "fp8_pc_pt", None, tokens(), {"*c_proj*": {"enable": False}})
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
+    found = oracle.differences(tmp_path / "ours", theirs)
+    assert found and all(any(part in line for part in EXCEPTIONS["kept-conv1d"]["only"]) for line in found)
+    source, ours = (SafetensorsFile(path / "model.safetensors") for path in (directory, tmp_path / "ours"))
+    assert np.array_equal(*(file.read("transformer.h.0.mlp.c_proj.weight") for file in (source, ours)))
+
+
+def test_a_tied_head_that_is_quantized_is_untied_in_the_config(tmp_path: Path) -> None:
+    directory = oracle.save(build("llama-tied"), tmp_path / "source")
+    recipe = tmp_path / "head.toml"
+    recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nmodules = ["lm_head"]\nquant = "fp8_pc_pt"\n')
+    bridge.convert(directory, "hf", recipe, tmp_path / "ours", verify=False)
+    awake = {f"*lm_head.{kind}_quantizer": {"enable": True} for kind in ("weight", "input")}
+    answer = oracle.calibrated(directory, "fp8_pc_pt", None, tokens(), awake)
+    theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
+    found = oracle.differences(tmp_path / "ours", theirs)
+    assert found == ["config.json: tie_word_embeddings: False, theirs True"], EXCEPTIONS["untied-head"]["reason"]
+
+
+def test_a_tied_head_that_is_quantized_is_untied_where_the_checkpoint_stores_it_too(tmp_path: Path) -> None:
+    directory = oracle.save(build("llama-tied"), tmp_path / "source")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    recipe = tmp_path / "head.toml"
+    recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nmodules = ["lm_head"]\nquant = "fp8_pc_pt"\n')
+    for name, quant, untied in (("head", recipe, True), ("none", "fp8_pc_pt", False)):
+        report = bridge.convert(directory, "hf", quant, tmp_path / name, verify=False)
+        said = json.loads((tmp_path / name / "config.json").read_text())
+        assert said["tie_word_embeddings"] is not untied
+        assert any("no longer tied" in note for note in report.notes) is untied
+        written = SafetensorsFile(tmp_path / name / "model.safetensors").specs
+        assert ("lm_head.weight_scale" in written) is untied
+
+
+@pytest.mark.parametrize("family", ["olmo", "bert"])
+def test_a_pre_scale_that_no_norm_can_take_is_written_and_proved(family: str, tmp_path: Path) -> None:
+    directory = oracle.save(build(family), tmp_path / "source")
+    report = bridge.convert(directory, "hf", "int4_awq", tmp_path / "out", calib=[*tokens(), tokens()[0]])
+    assert report.passed and any("pre_quant_scale stays beside the weights" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v2"])
+def test_experts_in_int4_are_written_and_proved(family: str, tmp_path: Path) -> None:
+    directory = oracle.save(build(family), tmp_path / "source")
+    report = bridge.convert(directory, "hf", "int4_wo", tmp_path / "out")
+    assert report.passed and report.parity and not report.findings
+    experts = [tensor for tensor in report.parity.tensors if ".experts." in tensor.name]
+    assert len(experts) > 8 and all(tensor.passed for tensor in experts)

@@ -1,0 +1,76 @@
+"""Every scheme on the models that ship: what the README says `hf` and `trtllm` have is written, proved, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import PlanError, SchemeError
+from bridge.quant.calibration import Calibration, Provenance
+from bridge.quant.scheme import load_scheme, scheme_names
+from bridge.targets import load_target
+from tests.readme import cell
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "hf": ("hf", {}),
+    "compressed-tensors": ("hf", {"format": "compressed-tensors"}),
+    "trtllm": ("trtllm", {}),
+}
+PRESCALED = ("int4_awq", "int8", "int8_sq", "w4a8_awq")
+# (spelling, model) -> what it refuses before it reads a weight, and in which words.
+REFUSED: dict[tuple[str, str], dict[str, str]] = {
+    ("compressed-tensors", "tiny-llama"): dict.fromkeys(PRESCALED, "no place for the pre-scales"),
+    ("compressed-tensors", "tiny-gpt2"): {
+        **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
+        **dict.fromkeys(PRESCALED, "no place for the pre-scales"),
+    },
+    ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},
+}
+
+
+@pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])
+def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
+    """A model and statistics for all of its matrices, the same ones for every scheme."""
+    directory, random = MODELS / request.param, np.random.default_rng(5)
+    plan = bridge.plan(directory, "hf", "fp8")
+    found: dict[str, dict[str, np.ndarray]] = {"input_amax": {}, "smoothing_amax": {}, "awq_scale": {}}
+    for step in plan.quantized:
+        assert step.site
+        shape, module = plan.sources[step.source].shape, step.site.module
+        width = shape[0] if step.site.layout == "in_out" else shape[1]
+        found["input_amax"][module] = np.array(4, np.float32)
+        found["smoothing_amax"][module] = random.uniform(0.5, 4, width).astype(np.float32)
+        found["awq_scale"][module] = random.uniform(0.5, 2, width).astype(np.float32)
+    return directory, Calibration(Provenance("", "", "", "", "", "", 0, 0), **found)
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_every_scheme_is_written_and_proved_or_refused_in_words(
+    model: tuple[Path, Calibration], spelled: str, scheme: str, tmp_path: Path
+) -> None:
+    directory, calibration = model
+    target, options = SPELLED[spelled]
+    words = REFUSED.get((spelled, directory.name), {}).get(scheme)
+    if cell(load_scheme(scheme), load_target(target)) == "no":
+        words = "no such format"
+    if words:
+        with pytest.raises((PlanError, SchemeError), match=words):
+            bridge.plan(directory, target, scheme, **options)
+        return
+    report = bridge.convert(directory, target, scheme, tmp_path / "out", calib=calibration, **options)
+    assert report.passed and not report.findings
+    assert report.parity and len(report.parity.tensors) >= 4 * 4
+
+
+def test_tiles_that_cover_a_weight_are_told_as_tiles(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bridge.convert(MODELS / "tiny-llama", "hf", "fp8_block", out, verify=False)
+    said = json.loads((out / "hf_quant_config.json").read_text())["quantization"]
+    assert (said["quant_algo"], said["exclude_modules"]) == ("fp8_pb_wo", ["lm_head", "model.embed_tokens"])
