@@ -92,7 +92,7 @@ def _fits(scheme: Scheme, target: Target, options: Any) -> bool:
 def _kv_cell(scheme: Scheme, target: Target) -> str:
     assert scheme.kv is not None
     some = Structure("any", (), attention=("model.layers.0.self_attn",))
-    return "no" if target.refuse_kv(scheme.kv, some) else "yes"
+    return "no" if target.refuse_kv(scheme.kv, some, target.Options()) else "yes"
 
 
 def _where(scheme: Scheme) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.errors import SourceError, UsageError
 from bridge.sources import hub, loading
+from bridge.sources.quantized import MODELOPT_FILE, Quantized, dequantized
 from bridge.sources.refuse import other_dialect, quantized
 from bridge.sources.shards import Weights, find_weights, listed
 from bridge.values import TensorSpec
@@ -32,7 +33,15 @@ class HfSource:
 
     dialect = "hf"
 
-    def __init__(self, root: Path, where: str, config: dict[str, Any], weights: Weights, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        where: str,
+        config: dict[str, Any],
+        weights: Weights,
+        tokenizer: Any = None,
+        found: Quantized | None = None,
+    ) -> None:
         self.root = root
         self.where = where
         self.name = (
@@ -42,7 +51,10 @@ class HfSource:
         self.specs: Mapping[str, TensorSpec] = weights.specs
         self._weights = weights
         self._tokenizer = tokenizer
+        self.quantized = found
         self.side_files, self.dropped = _beside(root, weights)
+        if found and self.side_files.pop(MODELOPT_FILE, None):
+            self.dropped[MODELOPT_FILE] = "says how the source is quantized, which the output says for itself"
         if self.config != _config_file(root):
             self.side_files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
@@ -54,6 +66,15 @@ class HfSource:
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor."""
         return self._weights.holder[name].read(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Return rows of one tensor, in `out` where it is given."""
+        return self._weights.holder[name].read_rows(name, begin, end, out)
+
+    def place(self, name: str) -> tuple[str, int]:
+        """File and offset of one tensor."""
+        shard = self._weights.holder[name]
+        return shard.path.name, shard.offset(name)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -99,11 +120,16 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     weights = find_weights(root) or Weights()
     if not weights.files and not weights.problems:
         raise listed(where, _nothing_here(root, problems))
-    problems += quantized(root, found, weights.specs)
     problems += weights.problems
+    known = dequantized(root, found, weights)
+    if known is None:
+        problems += quantized(root, found, weights.specs)
+    else:
+        problems += known.taken.problems or quantized(None, known.config, known.weights.specs)
+        found, weights = known.config, known.weights
     if problems:
         raise listed(where, problems)
-    return HfSource(root, where, found, weights, tokenizer)
+    return HfSource(root, where, found, weights, tokenizer, known)
 
 
 def _nothing_here(root: Path, problems: list[str]) -> list[str]:

@@ -209,8 +209,8 @@ def test_pointer_instead_of_the_index(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "no weight_map in it"),
-        ("{}", "no weight_map in it"),
+        ("{", "no JSON with a weight_map"),
+        ("{}", "no JSON with a weight_map"),
         ('{"weight_map": {"a": 1}}', "weight_map must map tensor names to file names"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "names files outside its directory: ../model.safetensors"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "names files outside its directory: /etc/passwd"),

@@ -1,0 +1,93 @@
+"""Weights out of stored codes, a few rows at a time; must never hold more than one chunk of float32 beside its result.
+
+A weight is dequantized in float32 and rounded once to the model's dtype. A pre-scale that lies beside the weight is
+multiplied in again, so that the weight is the plain model's; one that was folded into a norm stays there on both sides,
+which leaves the function of the model as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridge.dtypes import DTYPES, to_float32
+from bridge.quant.bits import CHUNK, Array, cast
+from bridge.quant.blocks import FOUR_BITS, Grid, grid
+from bridge.quant.decode import scaled, values
+from bridge.quant.transcode import unpacked_codes
+
+if TYPE_CHECKING:
+    from bridge.sources.stored import Stored
+
+
+def weight_rows(stored: Stored, begin: int, end: int, out: Array | None = None) -> Array:
+    """Return rows of the weight as it would be unquantized, in its dtype and axes, in `out` where it is given."""
+    spec, cells = stored.plain, cells_of(stored)
+    if out is None:
+        out = np.empty((end - begin, spec.shape[1]), DTYPES[spec.dtype].storage)
+    before = prescale(stored)
+    down = cells.down if cells.down < cells.rows else 1
+    left, right = (begin, end) if stored.turned else (0, cells.cols)
+    low, high = (0, cells.rows) if stored.turned else (begin, end)
+    last = min(-(-high // down) * down, cells.rows)
+    step = max(CHUNK // max(right - left, 1) // down, 1) * down
+    for first in range(low // down * down, last, step):
+        stop = min(first + step, last)
+        rows = _values(stored, first, stop, left, right)
+        if before is not None:
+            rows *= before[:, left:right]
+        keep = slice(max(first, low), min(stop, high))
+        made = cast(rows[keep.start - first : keep.stop - first], "float32", spec.dtype)
+        if stored.turned:
+            out[:, keep] = made.T
+        else:
+            out[keep.start - begin : keep.stop - begin] = made
+    return out
+
+
+def code_rows(stored: Stored, begin: int, end: int) -> Array:
+    """Return the codes of some rows of a weight, one byte each."""
+    spec, dtype = stored.parts["codes"].spec, stored.format.weight[0].dtype
+    high = 2 if stored.coding.packed == "out" and dtype in FOUR_BITS else 1
+    low = begin // high
+    codes = unpacked_codes(
+        stored.rows(spec.name, low, -(-end // high)), dtype, stored.coding.packed, stored.spec.shape[1]
+    )
+    return codes[begin - low * high : end - low * high]
+
+
+def scale_rows(stored: Stored, begin: int, end: int) -> Array:
+    """Return rows of the grid of scales: float32, or the bits of e4m3 or e8m0."""
+    spec, cells = stored.parts["scale"].spec, cells_of(stored)
+    if spec.shape and spec.shape[0] == cells.shape[0]:
+        rows = stored.rows(spec.name, begin, end).reshape(end - begin, -1)
+    else:
+        rows = stored.parts["scale"].read().reshape(cells.shape)[begin:end]
+    return np.ascontiguousarray(to_float32(rows, spec.dtype)) if stored.scale_is_float else rows
+
+
+def prescale(stored: Stored) -> Array | None:
+    """Return what the input is multiplied by and the weight was divided by, float32 (1, in), or None."""
+    part = stored.parts.get("pre_quant_scale")
+    return None if part is None else to_float32(part.read(), part.spec.dtype).reshape(1, -1)
+
+
+def cells_of(stored: Stored) -> Grid:
+    """Return the blocks of the weight."""
+    return grid(stored.format.weight[0], stored.spec.shape, "out_in")
+
+
+def _values(stored: Stored, begin: int, end: int, left: int, right: int) -> Array:
+    """Return float32 columns of rows that begin at a block and end at one: what the codes stand for, no pre-scale."""
+    numeric, cells = stored.format.weight, cells_of(stored)
+    first, last = left // cells.across, -(-right // cells.across)
+    across = slice(first * cells.across, min(last * cells.across, cells.cols))
+    codes = np.ascontiguousarray(code_rows(stored, begin, end)[:, across])
+    scale = np.ascontiguousarray(scale_rows(stored, begin // cells.down, -(-end // cells.down))[:, first:last])
+    if not stored.scale_is_float:
+        scale = values(scale, numeric[0].scale_dtype)
+    # compressed-tensors divides by what it stores
+    above = np.asarray(stored.number("scale_2")) if "scale_2" in stored.parts else None
+    found = scaled(codes, numeric, scale, above, cells, stored.reciprocal)
+    return found[:, left - across.start : right - across.start]

@@ -1,0 +1,109 @@
+"""compressed-tensors: config_groups that match modules by class, name or regular expression, and a format for each.
+
+Asymmetric weights, sparsity and activation order are refused in words. Regular expressions are the format's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.errors import nearest
+from bridge.sources.stored import Told
+from bridge.values import Format, Numeric, TensorSpec
+
+FORMATS = (
+    "naive-quantized", "float-quantized", "int-quantized", "pack-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+SUFFIXES = (
+    "weight_packed", "weight_scale", "weight_shape", "weight_global_scale", "weight_zero_point", "weight_g_idx",
+    "input_scale", "input_global_scale", "input_zero_point",
+)  # fmt: skip
+DTYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "float8_e4m3fn", ("float", 4): "float4_e2m1fn"}
+STRATEGIES = {"tensor": "tensor", "channel": "channel", "group": "block", "tensor_group": "block", "block": "block"}
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """See `bridge.sources.stored.Reader`. `shapes`: module -> what its `weight_shape` holds."""
+
+    section: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    companions: tuple[str, ...] = SUFFIXES
+
+    @property
+    def kv(self) -> Numeric | None:
+        scheme = self.section.get("kv_cache_scheme") or {}
+        dtype = DTYPES.get((str(scheme.get("type")), int(scheme.get("num_bits", 0))))
+        return Numeric(dtype, "tensor") if dtype else None
+
+    def told(self, module: str, tensors: Mapping[str, TensorSpec]) -> Told | str:
+        group = self._group(module)
+        if group is None:
+            return "no group of quantization_config matches it"
+        form = group.get("format") or self.section.get("format")
+        if form not in FORMATS:
+            return f"format {form!r} cannot be read; {nearest(str(form), FORMATS)}"
+        weights, entry = group.get("weights"), group.get("input_activations")
+        if not isinstance(weights, Mapping):
+            return "its group has no weights"
+        if "weight_g_idx" in tensors:
+            return "its columns are permuted (activation order: weight_g_idx), which no target here can say"
+        if not weights.get("symmetric", True) or {"weight_zero_point", "input_zero_point"} & tensors.keys():
+            return "asymmetric: it has zero points, and every format here is symmetric; compress it with symmetric=True"
+        numeric = _numeric(weights)
+        if isinstance(numeric, str):
+            return numeric
+        wide = numeric.scale_dtype == "float8_e4m3fn"
+        names = {"codes": "weight_packed" if "pack" in form else "weight", "scale": "weight_scale"}
+        names |= {"scale_2": "weight_global_scale"} if wide else {}
+        names |= {"input_scale": "input_global_scale" if "input_global_scale" in tensors else "input_scale"}
+        names |= {"shape": "weight_shape"} if form == "pack-quantized" else {}
+        inputs = _numeric(entry) if isinstance(entry, Mapping) else None
+        if isinstance(inputs, str):
+            return f"input activations: {inputs}"
+        packed = "int32" if form == "pack-quantized" else "in" if "pack" in form else "byte"
+        return Told(Format((numeric,), inputs), names, packed, wide, self.shapes.get(module, ()))
+
+    def _group(self, module: str) -> Mapping[str, Any] | None:
+        """The group that names the module, else one that names a class: classes are not known here, and say Linear."""
+        by_class = None
+        for group in self.section.get("config_groups", {}).values():
+            for target in group.get("targets", ()):
+                if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+                    return dict(group)
+                if not target.startswith("re:") and "." not in target and target[:1].isupper() and by_class is None:
+                    by_class = dict(group)
+        return by_class
+
+
+def _numeric(args: Mapping[str, Any]) -> Numeric | str:
+    """The numeric of one set of quantization arguments, or why there is none."""
+    dtype = DTYPES.get((str(args.get("type", "int")), int(args.get("num_bits", 8))))
+    if dtype is None:
+        return f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 4 or 8 of int or float"
+    size, dynamic = args.get("group_size"), bool(args.get("dynamic", False))
+    strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if strategy == "token":
+        return Numeric(dtype, "token", dynamic=dynamic)
+    if strategy not in STRATEGIES:
+        return f"strategy {strategy!r} is not supported; {nearest(str(strategy), STRATEGIES)}"
+    block: tuple[int, ...] = ()
+    if strategy == "block":
+        found = args.get("block_structure") or ()
+        sizes = found.split("x") if isinstance(found, str) else found
+        block = tuple(int(n) for n in sizes)
+    elif STRATEGIES[strategy] == "block":
+        block = (int(size or 0),)
+    scale = "float32"
+    if dtype == "float4_e2m1fn" or args.get("scale_dtype") == "torch.uint8":
+        scale = "float8_e4m3fn" if strategy == "tensor_group" else "float8_e8m0fnu"
+    return Numeric(dtype, STRATEGIES[strategy], block, scale, dynamic)
+
+
+def reader(section: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Compressed:
+    """Take `quantization_config`; shapes of packed weights are read beforehand, two numbers each."""
+    return Compressed(section, shapes)
