@@ -10,29 +10,11 @@ Whole processes, start included; peak memory is the process's largest resident s
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+from checkpoint import SMALL, make_checkpoint, run, size
 
 PEER = """
 import sys, torch
@@ -62,51 +44,6 @@ with torch.no_grad(), export_torch_mode():
 """
 
 
-def make_checkpoint(directory: Path, layers: int) -> None:
-    """Write the checkpoint with NumPy alone: normal weights of standard deviation 0.02, norms of one."""
-    import numpy as np
-
-    from bridge.container import layout
-    from bridge.dtypes import from_float32
-    from bridge.values import TensorSpec
-
-    config = {**SHAPE, "num_hidden_layers": layers}
-    hidden, ffn, vocab = 2048, 5632, 32000
-    shapes = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
-    }
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        shapes |= {
-            f"{at}self_attn.{p}_proj.weight": (n, hidden) for p, n in (("q", 2048), ("k", 256), ("v", 256), ("o", 2048))
-        }
-        shapes |= {f"{at}mlp.gate_proj.weight": (ffn, hidden), f"{at}mlp.up_proj.weight": (ffn, hidden)}
-        shapes |= {f"{at}mlp.down_proj.weight": (hidden, ffn)}
-        shapes |= {f"{at}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-    names = sorted(shapes)
-    halves = (names[: len(names) // 2], names[len(names) // 2 :])
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    index = {}
-    rng = np.random.default_rng(0)
-    for number, part in enumerate(halves, 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        header, offsets, _ = layout([TensorSpec(n, shapes[n], "bfloat16") for n in part], {"format": "pt"})
-        with (directory / file).open("wb") as out:
-            out.write(header)
-            for name in part:
-                shape = shapes[name]
-                values = (
-                    np.ones(shape, np.float32) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02
-                )
-                out.seek(offsets[name])
-                out.write(from_float32(values.astype(np.float32), "bfloat16").tobytes())
-        index |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
 def make_calibration(checkpoint: Path, path: Path) -> None:
     """Write a calibration for every matrix of the plan; its values do not matter for the time."""
     import numpy as np
@@ -120,24 +57,6 @@ def make_calibration(checkpoint: Path, path: Path) -> None:
     Calibration(provenance, input_amax=amax).save(path)
 
 
-def run(command: list[str]) -> tuple[float, float]:
-    """Run a whole process; return its wall time in seconds and its peak resident set in GB."""
-    os.sync()
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr
-    complaint = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command[:4])} failed:\n{complaint.decode()[-2000:]}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1e6
-
-
-def size(path: Path) -> float:
-    """GB on disk."""
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) / 1e9
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path, default=Path("out/bench-trt"))
@@ -148,7 +67,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     checkpoint, calibration = args.work / f"llama-{args.layers}", args.work / f"fp8-{args.layers}.safetensors"
     if not checkpoint.exists():
-        make_checkpoint(checkpoint, args.layers)
+        make_checkpoint(checkpoint, {**SMALL, "num_hidden_layers": args.layers})
     if not calibration.exists():
         make_calibration(checkpoint, calibration)
     ours, theirs, copy = args.work / "bridge", args.work / "peer", args.work / "copy"
@@ -157,13 +76,13 @@ def main() -> None:
     for _ in range(args.rounds):
         for path in (ours, theirs, copy):
             shutil.rmtree(path, ignore_errors=True)
-        base, _ = run(["cp", "-r", str(checkpoint), str(copy)])
-        wall, peak = run(command)
+        base, _, _ = run(["cp", "-r", str(checkpoint), str(copy)])
+        wall, peak, _ = run(command)
         print(f"cp      {base:6.1f} s            {size(copy):.2f} GB")
         print(f"bridge  {wall:6.1f} s  {peak:5.2f} GB  {size(ours):.2f} GB   {wall / base:.1f} x cp", flush=True)
         if not args.no_peer:
             theirs.mkdir()
-            wall_peer, peak_peer = run([sys.executable, "-c", PEER, str(checkpoint), str(theirs)])
+            wall_peer, peak_peer, _ = run([sys.executable, "-c", PEER, str(checkpoint), str(theirs)])
             row = f"peer    {wall_peer:6.1f} s  {peak_peer:5.2f} GB  {size(theirs):.2f} GB"
             print(f"{row}   {wall_peer / wall:.1f} x bridge", flush=True)
 
