@@ -130,8 +130,8 @@ class Statistics:
     def _kv(self, step: Step, output: Output, calibration: Calibration) -> Expected:
         largest = {"k_scale": calibration.k_amax[step.attention], "v_scale": calibration.v_amax[step.attention]}
         amax = max(largest.values()) if output.part == "kv_scale" else largest[output.part]
-        bound = float(output.expression.partition(" / ")[2].partition(",")[0])  # no other word of the plan has it
-        return _scalar(max(float(amax) / bound, step.coding.least), output.spec.dtype, UNIT["float32"])
+        assert step.kv
+        return _scalar(max(float(amax) / step.kv.maxbound, step.coding.least), output.spec.dtype, UNIT["float32"])
 
     def _stored(self, step: Step, outputs: dict[str, Output]) -> dict[str, Expected]:
         assert self._carrier

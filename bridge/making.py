@@ -243,11 +243,11 @@ class Maker:
         return from_float32(value - np.float32(1), spec.dtype)
 
     def _kv_scales(self, step: Step, outputs: Mapping[str, Output]) -> dict[str, Array]:
-        calibration, scheme = self._conversion.calibration, self._conversion.scheme
-        assert calibration and scheme and scheme.kv
+        calibration = self._conversion.calibration
+        assert calibration and step.kv
         found = {
-            "k_scale": _scale(calibration.k_amax[step.attention], scheme.kv.maxbound, step.coding.least),
-            "v_scale": _scale(calibration.v_amax[step.attention], scheme.kv.maxbound, step.coding.least),
+            "k_scale": _scale(calibration.k_amax[step.attention], step.kv.maxbound, step.coding.least),
+            "v_scale": _scale(calibration.v_amax[step.attention], step.kv.maxbound, step.coding.least),
         }
         found["kv_scale"] = np.maximum(found["k_scale"], found["v_scale"])
         return {part: cast(found[part], "float32", output.spec.dtype) for part, output in outputs.items()}

@@ -34,6 +34,7 @@ def _step_from_dict(data: Mapping[str, Any]) -> Step:
         "site": Site(**{**site, "roles": tuple(site["roles"])}) if site else None,
         "format": _format_from_dict(format_) if format_ else None,
         "coding": Coding(**data["coding"]),
+        "kv": _numeric_from_dict(data["kv"]) if data["kv"] else None,
     }
     made |= {name: tuple(data[name]) for name in ("unified", "folded")}
     return Step(**{**data, **made})
@@ -43,11 +44,12 @@ def _pair(data: list[int] | None) -> tuple[int, int] | None:
     return (data[0], data[1]) if data else None
 
 
-def _format_from_dict(data: Mapping[str, Any]) -> Format:
-    def numeric(d: Mapping[str, Any]) -> Numeric:
-        return Numeric(**{**d, "block": tuple(d["block"])})
+def _numeric_from_dict(data: Mapping[str, Any]) -> Numeric:
+    return Numeric(**{**data, "block": tuple(data["block"])})
 
+
+def _format_from_dict(data: Mapping[str, Any]) -> Format:
     fields = dict(data)
-    fields["weight"] = tuple(numeric(n) for n in data["weight"])
-    fields["input"] = numeric(data["input"]) if data["input"] else None
+    fields["weight"] = tuple(_numeric_from_dict(n) for n in data["weight"])
+    fields["input"] = _numeric_from_dict(data["input"]) if data["input"] else None
     return Format(**fields)

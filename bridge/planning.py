@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.budget import working_set
 from bridge.errors import PlanError, SchemeError, fold_layers
 from bridge.quant.stored import OTHERWISE, StoredScheme, apart, carry, told
-from bridge.values import Coding, Format, Site, Slice, Structure, TensorSpec, plain
+from bridge.values import Coding, Format, Numeric, Site, Slice, Structure, TensorSpec, plain
 
 if TYPE_CHECKING:
     from bridge.quant.scheme import Scheme
@@ -60,7 +60,8 @@ class Step:
     `transpose` turns `[out, in]` into `[in, out]`. `shares`: steps of one such name share their per-tensor amax.
     `unified`: modules whose pre-scales are averaged and whose input amax is the largest of all, this step's among them.
     `folded`: modules whose pre-scale is multiplied into this norm, which multiplies by 1 + weight if `plus_one`.
-    `shift` is added to a plain tensor. `attention`: modules whose K and V scales the step writes.
+    `shift` is added to a plain tensor. `attention`: the module whose K and V scales the step writes, for a
+    cache coded as `kv`.
     """
 
     inputs: tuple[Slice, ...]
@@ -76,6 +77,7 @@ class Step:
     plus_one: bool = False
     shift: int = 0
     attention: str = ""
+    kv: Numeric | None = None
 
     @property
     def source(self) -> str:

@@ -225,7 +225,7 @@ class Trt:
             )
             for p in ("k", "v")
         ]
-        return Step((), tuple(outputs), attention=attention)
+        return Step((), tuple(outputs), attention=attention, kv=kv)
 
     def notes(self, structure: Structure, options: TrtOptions) -> tuple[str, ...]:
         notes = []

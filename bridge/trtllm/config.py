@@ -118,8 +118,8 @@ def _quantization(plan: Plan, matched: Matched, dialect: Dialect) -> dict[str, A
     formats = {module: setting(format_) for module, format_ in layers.items() if format_}
     cache = next((step for step in plan.steps if step.attention), None)
     kv = None
-    if cache:
-        kv = "FP8" if cache.coding.least else "INT8"
+    if cache and cache.kv:
+        kv = {"float8_e4m3fn": "FP8", "int8": "INT8"}[cache.kv.dtype]
     said: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv}
     if len({json.dumps(found) for found in formats.values()}) != 1:
         return said | {"quant_algo": "MIXED_PRECISION" if formats else None, "quantized_layers": formats}

@@ -186,7 +186,7 @@ class Ranks:
                 )
                 for part in ("k", "v", "kv")
             )
-            self._drafted.steps.append(Step((), outputs, coding=Coding(least=least), attention=attention))
+            self._drafted.steps.append(Step((), outputs, coding=Coding(least=least), attention=attention, kv=scheme.kv))
 
     def _experts(self, placed: Placed) -> int:
         """How many matrices a stack holds, 0 where the row is none."""

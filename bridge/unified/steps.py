@@ -136,7 +136,7 @@ class Drafting:
             )
             for part in self._spelling.kv_parts(attention, self._draft.options.dtype)
         ]
-        return Step((), tuple(outputs), attention=attention)
+        return Step((), tuple(outputs), attention=attention, kv=kv)
 
     def _shared(self) -> Iterator[InputGroup]:
         """Groups cut to their quantized members, where two or more are left."""
