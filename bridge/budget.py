@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 20  # bytes of source that are read, coded and written at once: they stay in a second-level cache
 SCRATCH = 20  # bytes a value of a piece may take beside what was read: float32 twice, rounded twice, codes, scales
+SNAPPED = 8  # and more where not codes are stored but their values: products and values in float32
 
 
 def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
@@ -29,7 +30,8 @@ def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
     rows, width = rows_at_once(step, sources)
     values = rows * width
     joined = len(step.inputs) > 1 or any(part.cols for part in step.inputs)
-    piece = values * (_storage(sources[step.source]) * (2 if joined else 1) + SCRATCH)
+    scratch = SCRATCH + (SNAPPED if step.coding.values else 0)
+    piece = values * (_storage(sources[step.source]) * (2 if joined else 1) + scratch)
     if not held_whole(step):
         return piece
     read = sum(sources[part.source].nbytes for part in step.inputs if part.source)
@@ -48,9 +50,9 @@ def rows_at_once(step: Step, sources: Mapping[str, TensorSpec]) -> tuple[int, in
 
 
 def row_unit(step: Step) -> int:
-    """What the rows of a piece are a multiple of: tiles and pairs of rows are coded together."""
+    """What the rows of a piece are a multiple of: tiles, pairs of rows and heads whose rows change places."""
     if step.format is None:
-        return 1
+        return math.lcm(*(abs(part.rope) for part in step.inputs if part.rope))
     first = step.format.weight[0]
     down = first.block[0] if len(first.block) == 2 else 1
     return math.lcm(down, 2 if step.coding.packed == "out" else 1)

@@ -159,5 +159,5 @@ def _bound(numeric: Numeric, step: Step) -> float:
 
 
 def _scalar(value: float, dtype: str, roundings: float) -> Expected:
-    least = 2.0**-25 if dtype == "float16" else 0.0
+    least = 2.0**-24 if dtype == "float16" else 0.0
     return Expected(np.array(value), abs(value) * (roundings + UNIT[dtype]) * 1.01 + least)

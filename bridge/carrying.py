@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.budget import PIECE, coded_whole
-from bridge.dtypes import to_float32
+from bridge.dtypes import DTYPES, to_float32
 from bridge.errors import SourceError
 from bridge.planning import Output, Step
-from bridge.quant.bits import Array, cast, transposed
+from bridge.quant.bits import Array, cast, check_fits, transpose_into
 from bridge.quant.blocks import packing
+from bridge.quant.compare import UNIT
 from bridge.quant.decode import values
 from bridge.quant.dequantize import cells_of, code_rows, prescale, scale_rows
+from bridge.quant.snapped import snapped
 from bridge.quant.stored import OTHERWISE, StoredScheme, spans
 from bridge.quant.transcode import packed_codes
 from bridge.values import LazyTensor, Slice
@@ -58,7 +60,7 @@ class Carrier:
         codes, scale = outputs["weight"], outputs.get("scale")
         if coded_whole(step):
             (only,) = members
-            emit(codes, _turned_codes(*only), 0)
+            emit(codes, _turned_codes(step, *only), 0)
             if scale and scale.spec.shape:
                 emit(scale, _turned_scale(scale, *only), 0)
             return
@@ -91,26 +93,53 @@ def _rows(step: Step, members: list[tuple[Slice, Stored]], scale: Output | None)
     packed = packing(first, "out_in", False, step.coding)
     for part, stored in members:
         cells = cells_of(stored)
-        (begin, end), (left, right) = spans(part, stored)
-        down = cells.down if cells.down < cells.rows else 1
-        unit = math.lcm(down, 2)
-        pieces = max(PIECE // max(cells.cols, 1) // unit, 1) * unit
-        for a in range(begin, end, pieces):
-            b = min(a + pieces, end)
-            codes = np.ascontiguousarray(_codes(stored, a, b)[:, left:right])
-            yield "weight", packed_codes(codes, first.dtype, packed)
-            if scale is None or first.per == "tensor" or (cells.down >= cells.rows and a > begin):
+        for at, codes, grid in _pieces(part, stored):
+            if step.coding.values:
+                yield "weight", _snapped(codes, grid, stored, step.coding.values)
+            else:
+                yield "weight", packed_codes(codes, first.dtype, packed)
+            if scale is None or first.per == "tensor" or (cells.down >= cells.rows and at):
                 continue
-            lines = (a // down, -(-b // down)) if cells.down < cells.rows else (0, 1)
-            grid = _scales(stored, *lines)[:, left // cells.across : -(-right // cells.across)]
             yield "scale", _spelled(grid, scale, stored)
 
 
-def _turned_codes(part: Slice, stored: Stored) -> Array:
-    """All codes as [in, out], two to a byte along `out`."""
-    rows, cols = spans(part, stored)
-    codes = transposed(np.ascontiguousarray(_codes(stored, *rows)[:, slice(*cols)]))
-    return packed_codes(codes, stored.format.weight[0].dtype, "in")
+def _pieces(part: Slice, stored: Stored) -> Iterator[tuple[int, Array, Array]]:
+    """Yield (first row, codes of one byte each, their grid of scales), about `PIECE` codes at a time."""
+    cells = cells_of(stored)
+    (begin, end), (left, right) = spans(part, stored)
+    down = cells.down if cells.down < cells.rows else 1
+    unit = math.lcm(down, 2)
+    pieces = max(PIECE // max(cells.cols, 1) // unit, 1) * unit
+    for a in range(begin, end, pieces):
+        b = min(a + pieces, end)
+        codes = np.ascontiguousarray(_codes(stored, a, b)[:, left:right])
+        lines = (a // down, -(-b // down)) if cells.down < cells.rows else (0, 1)
+        yield a - begin, codes, _scales(stored, *lines)[:, left // cells.across : -(-right // cells.across)]
+
+
+def _snapped(codes: Array, grid: Array, stored: Stored, dtype: str) -> Array:
+    """What codes stand for under scales that are stored in `dtype`; SourceError where it holds those with few bits."""
+    cells = cells_of(stored)
+    kept = to_float32(cast(np.ascontiguousarray(grid), "float32", dtype), dtype)
+    if (np.abs(kept - grid) > grid * UNIT[dtype]).any():
+        raise SourceError(
+            f"{stored.parts['scale'].spec.name}: has scales, the least {grid.min():g}, that {dtype} does not resolve; "
+            "choose another dtype (--dtype)"
+        )
+    made = snapped(codes, stored.format.weight[0], kept, min(cells.down, len(codes)), cells.across, dtype)
+    check_fits(made, dtype, stored.module)
+    return made
+
+
+def _turned_codes(step: Step, part: Slice, stored: Stored) -> Array:
+    """All codes as [in, out], two to a byte along `out`; or their values. Only the result is held whole."""
+    rows, cols = (stop - start for start, stop in spans(part, stored))
+    out = np.empty((cols, rows), DTYPES[step.coding.values].storage if step.coding.values else np.uint8)
+    word = f"u{out.itemsize}"
+    for at, codes, grid in _pieces(part, stored):
+        made = _snapped(codes, grid, stored, step.coding.values) if step.coding.values else codes
+        transpose_into(made.view(word), 0, out.view(word), at, *made.shape)
+    return out if step.coding.values else packed_codes(out, stored.format.weight[0].dtype, "in")
 
 
 def _turned_scale(output: Output, part: Slice, stored: Stored) -> Array:

@@ -18,7 +18,7 @@ from bridge.errors import SourceError
 from bridge.planning import Output, Step
 from bridge.quant.bits import FLOATS, Array, amax, cast, matrix, smooth
 from bridge.quant.encode import Encoder, encode
-from bridge.quant.scales import reciprocal
+from bridge.quant.scales import TINY, reciprocal, resolved
 from bridge.quant.smoothing import RANGE, mean_scale, pre_scale, rounded, smooth_again
 from bridge.reading import Buffers, Part, Rows
 from bridge.values import Coding, Numeric, TensorSpec
@@ -71,13 +71,22 @@ class Maker:
         for part, value in self._constants(step, outputs).items():
             emit(outputs[part], value, 0)
         code = self._whole if coded_whole(step) else self._coded
-        zero = code(step, largest, outputs, emit)
-        return self._told(step, zero)
+        lifted = 0
 
-    def _told(self, step: Step, zero: bool) -> dict[str, Any]:
+        def counted(output: Output, array: Array, at: int) -> None:
+            nonlocal lifted
+            lifted += _subnormal(array, step.coding.values) if output.part == "scale" else 0
+            emit(output, array, at)
+
+        zero = code(step, largest, outputs, counted)
+        return self._told(step, zero, lifted)
+
+    def _told(self, step: Step, zero: bool, lifted: int) -> dict[str, Any]:
         """The policy that was applied to a weight, if one was."""
         if zero:
             return {"policy": "all zero: scale 1, codes 0"}
+        if lifted:
+            return {"policy": f"{lifted} scales below the normal numbers of {step.coding.values}: rounded up (--dtype)"}
         limited = 0
         if step.format and step.format.algorithm == "smoothquant" and self._conversion.calibration:
             modules = {part.module for part in step.inputs}
@@ -188,12 +197,14 @@ class Maker:
             found["input_scale"] = _input_scale(largest, format_.input, step.coding, outputs["input_scale"].spec.dtype)
         if "pre_quant_scale" in outputs:
             assert calibration
-            dtype, spec = self._conversion.plan.sources[step.source].dtype, outputs["pre_quant_scale"].spec
+            dtype, wanted = self._conversion.plan.sources[step.source].dtype, outputs["pre_quant_scale"].spec.dtype
             scale = mean_scale(calibration, modules, format_, dtype)[slice(*(step.inputs[0].inner or (None, None)))]
-            found["pre_quant_scale"] = cast(np.ascontiguousarray(scale), "float32", spec.dtype)
-            kept = to_float32(found["pre_quant_scale"], spec.dtype)
+            found["pre_quant_scale"] = cast(np.ascontiguousarray(scale), "float32", wanted)
+        for part, array in found.items():
+            spec = outputs[part].spec
+            kept = to_float32(array, spec.dtype)
             if not (np.isfinite(kept) & (kept > 0)).all():
-                raise SourceError(f"{spec.name}: a pre-scale does not fit {spec.dtype}; choose another dtype (--dtype)")
+                raise SourceError(f"{spec.name}: a scale does not fit {spec.dtype}; choose another dtype (--dtype)")
         if "shape" in outputs:
             rows = self._rows(step)
             found["shape"] = np.array([rows.rows, rows.cols], np.int64)
@@ -253,6 +264,11 @@ class Maker:
         return {part: cast(found[part], "float32", output.spec.dtype) for part, output in outputs.items()}
 
 
+def _subnormal(scale: Array, dtype: str) -> int:
+    """How many scales have so few bits in `dtype` that `resolved` rounds them up."""
+    return int((to_float32(scale, dtype) < TINY[dtype]).sum()) if dtype in ("float16", "bfloat16") else 0
+
+
 def _widened(step: Step) -> tuple[Step, slice | None]:
     """A step with whole rows where its scales cover them though it takes a part of each, and which part."""
     inner = step.inputs[0].inner
@@ -281,7 +297,8 @@ def finite_amax(bits: Array, spec: TensorSpec) -> float:
 def _input_scale(largest: np.ndarray, numeric: Numeric, coding: Coding, dtype: str) -> Array:
     """The scale of an input; NVFP4's covers its FP8 block scales too: amax / (6 * 448)."""
     if not numeric.dynamic:
-        return cast(_scale(largest, coding.bound or numeric.maxbound), "float32", dtype)
+        scale = _scale(largest, coding.bound or numeric.maxbound)
+        return cast(resolved(scale, dtype) if coding.values else scale, "float32", dtype)
     bound = numeric.maxbound * 448.0
     return reciprocal(largest, bound, coding.scale_dtype) if coding.reciprocal else _scale(largest, bound)
 

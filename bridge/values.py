@@ -104,7 +104,8 @@ class Coding:
     `quotient`: "float32", or "weight" where weight / scale is rounded to the weight's dtype before it is coded.
     `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by what was rounded.
     `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded
-    and stored as 1 / scale (compressed-tensors). `least`: no KV scale is below this.
+    and stored as 1 / scale (compressed-tensors). `least`: no KV scale is below this. `values`: not codes are stored but
+    what they stand for, times scales in this same float dtype, so that coding them once more gives the codes (Tripy).
     """
 
     cast: str = ""
@@ -114,6 +115,12 @@ class Coding:
     bound: float = 0.0
     reciprocal: bool = False
     least: float = 0.0
+    values: str = ""
+
+    @property
+    def scale_is(self) -> str:
+        """The dtype of float scales as they are stored."""
+        return self.values or self.scale_dtype
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,8 @@ class Slice:
     """A rectangle of one source tensor, in its stored axes; None takes a whole axis.
 
     `module` is the site it belongs to, whose pre-scale smooths it. `transposed`: stored [in, out], read as [out, in].
-    An empty `source` stands for zeros, which pad: `rows` and `cols` say how many.
+    An empty `source` stands for zeros, which pad: `rows` and `cols` say how many. `rope`: rows of one head, where they
+    are reordered: > 0 from halves (rotate-half) to pairs side by side, < 0 back.
     """
 
     source: str
@@ -129,6 +137,7 @@ class Slice:
     cols: tuple[int, int] | None = None
     module: str = ""
     transposed: bool = False
+    rope: int = 0
 
     @property
     def inner(self) -> tuple[int, int] | None:

@@ -1,4 +1,6 @@
-"""Quotients rounded to 16 bits before they are coded, as torch divides 16-bit weights; must never decide when.
+"""What is coded in the place of a weight: quotients rounded to 16 bits, as torch divides 16-bit weights, or products.
+
+Must never decide which.
 
 Codes do not see the difference, below 2^-14 and beyond 65504, between float16 and its ten bits with any exponent.
 """
@@ -60,3 +62,17 @@ def to_half(bits, scale, block_out, block_in, out):
         for b in range(factors.size):
             i, j = b * block_in, min(cols, (b + 1) * block_in)
             _half(bits[r, i:j], factors[b], out[r, i:j])
+
+
+@kernel
+def product(bits, factor, block_out, block_in, out):
+    """Write `bits * factor` as float32 bits; the arguments are those of `to_half`, with factors for scales."""
+    cols = bits.shape[1]
+    for r in range(bits.shape[0]):
+        row, factors = bits[r], factor[r // block_out]
+        shift = _shift(row)
+        for b in range(factors.size):
+            by = factors[b]
+            for i in range(b * block_in, min(cols, (b + 1) * block_in)):
+                w = np.uint32(np.uint32(row[i]) << shift).view(np.float32)
+                out[r, i] = np.float32(w * by).view(np.uint32)

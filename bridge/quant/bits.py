@@ -80,6 +80,13 @@ def check_finite(values: Array, name: str, what: str) -> None:
     )
 
 
+def check_fits(bits: Array, dtype: str, name: str) -> None:
+    """Raise SourceError where a finite number became infinite in `dtype`."""
+    largest = float(amax(matrix(bits), dtype, *matrix(bits).shape).max(initial=0))
+    if not np.isfinite(largest):
+        raise SourceError(f"{name}: does not fit {dtype}; choose another dtype (--dtype)")
+
+
 def cast(bits: Array, dtype: str, to: str) -> Array:
     """Round a storage array to another float dtype: nearest, ties to even; NaN stays NaN."""
     if dtype == to:

@@ -54,6 +54,8 @@ def grid(numeric: Numeric, shape: tuple[int, ...], layout: str, name: str = "wei
 
 def packing(numeric: Numeric, layout: str, transpose: bool, coding: Coding) -> str:
     """How codes share a byte or word, "" where a code is a byte; what is stored [in, out] packs `out`."""
+    if coding.values:
+        return ""
     turned = transpose != (layout == "in_out")
     if coding.packed == "int32" and not turned and numeric.dtype in IN_INT32:
         return "int32"
@@ -73,7 +75,8 @@ def stored_shapes(
     """Return {"codes" | "scale" | "scale_2": (dtype, shape)} that `encode` gives for a weight of `shape`.
 
     4-bit codes packed along the last stored axis keep their dtype and a shape that counts values: the storage array has
-    half as many bytes along it. Packed in another way they are uint8 or int32 of the shape that is stored.
+    half as many bytes along it. Packed in another way they are uint8 or int32 of the shape that is stored. With
+    `coding.values` "codes" are floats.
     """
     first = numeric[0]
     blocks = grid(first, shape, layout, name)
@@ -83,7 +86,7 @@ def stored_shapes(
     packed = packing(first, layout, transpose, coding)
     if packed == "int32" and first.dtype not in IN_INT32:
         raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
-    codes = (first.dtype, stored)
+    codes = (coding.values or first.dtype, stored)
     if packed == "int32":
         codes = ("int32", (stored[0], -(-stored[1] // IN_INT32[first.dtype])))
     elif packed == "out" and transpose == (layout == "in_out"):
@@ -93,7 +96,7 @@ def stored_shapes(
     scale: tuple[int, ...] = blocks.shape[::-1] if transpose else blocks.shape
     if first.per != "block":
         scale = () if first.per == "tensor" else (math.prod(scale),)
-    dtype = coding.scale_dtype if first.scale_dtype == "float32" else first.scale_dtype
+    dtype = coding.scale_is if first.scale_dtype == "float32" else first.scale_dtype
     found = {"codes": codes, "scale": (dtype, scale)}
     if len(numeric) == 2 or first.scale_dtype == "float8_e4m3fn":
         found["scale_2"] = ("float32", ())

@@ -14,11 +14,12 @@ import numpy as np
 
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
-from bridge.dtypes import to_float32
+from bridge.dtypes import DTYPES, to_float32
 from bridge.quant import bits as _bits
 from bridge.quant.bits import Array
 from bridge.quant.blocks import FOUR_BITS, PLAIN, Grid, grid, packing
 from bridge.quant.decode import values
+from bridge.quant.snapped import coded
 from bridge.values import Coding, Numeric
 
 KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float4_e2m1fn": E2M1}
@@ -112,20 +113,24 @@ class Comparer:
         self._second = float(above.reshape(())) if len(numeric) == 2 and above is not None else 0.0
         casts = roundings * UNIT[dtype] + (UNIT[wide] if wide != dtype else 0)
         quotient = UNIT[wide] if coding.quotient == "weight" else 0
-        scale = UNIT[coding.scale_dtype] if coding.scale_dtype != "float32" else 0  # counts where codes saturate
+        scale = UNIT[coding.scale_is] if coding.scale_is != "float32" else 0  # counts where codes saturate
         self._slack = casts + quotient + scale + E4M3_UNIT * (first.scale_dtype == "float8_e4m3fn")
-        self._least = HALF_LEAST * (casts > 0 and "float16" in (wide, dtype))
+        halves = (wide, dtype) if casts else ()
+        self._least = HALF_LEAST * ("float16" in (*halves, coding.values))  # e4m3 codes of a small scale become others
         if math.isinf(roundings):  # how the rows were smoothed is not known
             self._slack, self._least = 0.0, math.inf
 
     def rows(self, bits: Array, stored: Array, scale: Array) -> Parity:
         """Return the parity of some rows.
 
-        bits: storage array (rows, cols).  stored: the bytes of their codes.  scale: those of their scales, as stored.
+        bits: storage array (rows, cols).  stored: the bytes of their codes (floats, where those are stored: what a
+        runtime makes of them is compared).  scale: the bytes of their scales, as stored.
         """
         n, blocks = len(bits), self._blocks
         down = min(blocks.down, max(n, 1))
         factor = self._factor(scale).reshape(-(-n // down), blocks.shape[1])
+        if self._coding.values:
+            stored = self._coded(stored, factor, down)
         codes = stored.view(np.uint8).reshape(n // 2 if self._how == ROWS else n, -1)
         sums = self._take("sums", (n, 5), np.float64)
         for part in [slice(0, n)] if self._dtype != "float16" else _bits.chunks(n, blocks.cols, math.lcm(2, down)):
@@ -149,13 +154,16 @@ class Comparer:
         worst, beyond = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
         return Parity((source + decoded - error) / 2, source, decoded, error, worst, beyond)
 
+    def _coded(self, stored: Array, factor: Array, down: int) -> Array:
+        kind, dtype = np.dtype(DTYPES[self._coding.values].storage), self._coding.values
+        rows = np.ascontiguousarray(stored).reshape(-1).view(np.uint8).view(kind).reshape(-1, self._blocks.cols)
+        return coded(rows, dtype, self._first, factor, down, self._blocks.across)
+
     def _factor(self, scale: Array) -> Array:
         """What codes are multiplied by, float32, from the bytes of stored scales."""
         if self._first.scale_dtype == "float32":
-            kind = {"bfloat16": np.uint16, "float16": np.float16}.get(self._coding.scale_dtype, np.float32)
-            return to_float32(
-                np.ascontiguousarray(scale).reshape(-1).view(np.uint8).view(kind), self._coding.scale_dtype
-            )
+            dtype = self._coding.scale_is
+            return to_float32(np.ascontiguousarray(scale).reshape(-1).view(np.uint8).view(DTYPES[dtype].storage), dtype)
         found = values(scale.reshape(1, -1).view(np.uint8), self._first.scale_dtype)
         if self._first.scale_dtype == "float8_e4m3fn":
             assert self._above is not None
@@ -184,7 +192,8 @@ def compare(
     layout = "out_in" if across else layout
     blocks, turned = grid(numeric[0], shape, layout), transpose != across
     packed = packing(numeric[0], layout, turned, coding)
-    codes, scale = arrays["codes"].view(np.uint8), arrays["scale"]
+    codes, scale = arrays["codes"], arrays["scale"]
+    codes = codes if coding.values else codes.view(np.uint8)
     if turned:
         codes = _bits.transposed(codes.reshape(blocks.cols, -1))
         scale = np.ascontiguousarray(scale.reshape(blocks.shape[::-1]).T)

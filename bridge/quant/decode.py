@@ -46,6 +46,9 @@ def decode(
     if layout == "in_out":
         made = decode(arrays, numeric, shape[::-1], transpose=not transpose, coding=coding)
         return _bits.transposed(made)[slice(*(rows or (None, None)))]
+    if coding.values:
+        whole = to_float32(np.asarray(arrays["codes"]).reshape(shape[::-1] if transpose else shape), coding.values)
+        return (_bits.transposed(whole) if transpose else whole)[slice(*(rows or (None, None)))]
     first, blocks = numeric[0], grid(numeric[0], shape, layout)
     start, stop = rows or (0, blocks.rows)
     kinds = {part: storage(*of) for part, of in stored_shapes(numeric, shape, layout, transpose, coding=coding).items()}

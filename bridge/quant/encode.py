@@ -12,21 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from bridge._kernels.fp4 import fp4
-from bridge._kernels.fp8 import fp8
-from bridge._kernels.integer import integer
-from bridge._kernels.quotient import to_brain, to_half
-from bridge.dtypes import DTYPES
+from bridge._kernels.quotient import product, to_brain, to_half
+from bridge.dtypes import DTYPES, to_float32
 from bridge.errors import SchemeError
 from bridge.quant import bits as _bits
 from bridge.quant.bits import Array
 from bridge.quant.blocks import PLAIN, grid, packing, stored_shapes
+from bridge.quant.codes import make_codes
 from bridge.quant.decode import storage
 from bridge.quant.scales import Scales
+from bridge.quant.snapped import snapped
 from bridge.quant.transcode import Take, packed_codes
 from bridge.values import Coding, Numeric
 
-INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 ONE = np.ones((1, 1), np.float32)
 PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls, more the second-level cache
 
@@ -70,11 +68,11 @@ class Encoder:
         self._blocks = grid(first, shape, layout, name)
         self._packed = packing(first, layout, False, coding)
         self._plain_int8 = first.dtype == "int8" and not self._packed
-        self._cast = coding.cast or dtype
+        self._cast, self._values = coding.cast or dtype, coding.values
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
+        self._multiplies = bool(coding.values)  # see `Scales`
         self._scales = Scales(numeric, dtype, coding, amax)
-        self._held: dict[str, Array] = {}
-        self._take = take or self._own
+        self._take = take or _buffers()
         self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, 2 if self._packed == "out" else 1)
 
     def constants(self) -> dict[str, Array]:
@@ -98,22 +96,40 @@ class Encoder:
         for part in self._chunks(n):
             of = part if divisor.shape[0] > 1 else slice(0, 1)
             at = slice(of.start // down, -(-of.stop // down))
-            self._code(*self._readable(flat[part], divisor[at], down), down, codes[part])
-        packed = packed_codes(codes, self._numeric.dtype, self._packed, self._take)
+            found_words, by = self._readable(flat[part], divisor[at], down)
+            height = down if len(by) > 1 else len(found_words)
+            make_codes(found_words, by, height, blocks.across, self._numeric.dtype, codes[part])
+        if self._values:
+            stored = self._snapped(codes, found.get("scale"), down)
+        else:
+            packed = packed_codes(codes, self._numeric.dtype, self._packed, self._take)
+            stored = packed.view(np.int8) if self._plain_int8 else packed
         if "scale" in found and self._numeric.per == "channel":
             found["scale"] = found["scale"].reshape(-1)
-        return found | {"codes": packed.view(np.int8) if self._plain_int8 else packed}
+        return found | {"codes": stored}
+
+    def _snapped(self, codes: Array, scale: Array | None, down: int) -> Array:
+        """The values of codes under the scales as they are stored; SourceError where the dtype has no such number."""
+        whole = self.constants()["scale"].reshape(1, 1) if scale is None else scale
+        made = snapped(codes, self._numeric, to_float32(whole, self._values), down, self._blocks.across, self._values)
+        _bits.check_fits(made, self._values, self._name)
+        return made
 
     def _chunks(self, n: int) -> list[slice]:
         """Rows that are coded at once: all that came, or few enough to stay in the cache once widened."""
-        if self._dtype != "float16" and self._cast == self._dtype and self._quotient == "float32":
+        if (
+            self._dtype != "float16"
+            and self._cast == self._dtype
+            and self._quotient == "float32"
+            and not self._multiplies
+        ):
             return [slice(0, n)]
         return list(_bits.chunks(n, self._blocks.cols, self.unit))
 
     def _readable(self, flat: Array, divisor: Array, down: int) -> tuple[Array, Array]:
         """The rows as words that the kernels compute on, cast if the target wants that, and their divisors.
 
-        Where quotients are rounded, the words are those quotients and the divisor is 1.
+        Where quotients are rounded or products made, the words are those and the divisor is 1.
         """
         scratch = self._take("single", (flat.size,), np.uint32)
         if self._cast == self._dtype:
@@ -123,6 +139,10 @@ class Encoder:
             source, target = _bits.words(flat, self._dtype), _bits.words(cast, self._cast)
             _bits.cast_words(source.reshape(-1), self._dtype, self._cast, target.reshape(-1), scratch)
             found = _bits.readable(cast, self._cast, scratch)
+        if self._multiplies:
+            made = self._take("quotient", flat.shape, np.uint32)
+            product(found, divisor, down if len(divisor) > 1 else len(found), self._blocks.across, made)
+            return made, ONE
         if self._quotient == "float32":
             return found, divisor
         brain = self._quotient == "bfloat16"
@@ -130,22 +150,18 @@ class Encoder:
         (to_brain if brain else to_half)(found, divisor, down, self._blocks.across, rounded)
         return rounded, ONE
 
-    def _code(self, words: Array, divisor: Array, down: int, codes: Array) -> None:
-        block, dtype = (down if len(divisor) > 1 else len(words), self._blocks.across), self._numeric.dtype
-        if dtype in INTEGER_RANGE:
-            integer(words, divisor, *block, *INTEGER_RANGE[dtype], codes)
-        elif dtype == "float8_e4m3fn":
-            fp8(words, divisor, *block, codes)
-        elif dtype == "float4_e2m1fn":
-            fp4(words, divisor, *block, codes)
-        else:
-            raise SchemeError(f"no kernel makes codes of dtype {dtype}")
 
-    def _own(self, purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        held, need = self._held.get(purpose), math.prod(shape)
-        if held is None or held.size < need:
-            held = self._held[purpose] = np.empty(need, dtype)
-        return held[:need].reshape(shape)
+def _buffers() -> Take:
+    """Memory by purpose for one encoder; a method of it would hold the encoder, and both until garbage is collected."""
+    held: dict[str, Array] = {}
+
+    def take(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        found, need = held.get(purpose), math.prod(shape)
+        if found is None or found.size < need:
+            found = held[purpose] = np.empty(need, dtype)
+        return found[:need].reshape(shape)
+
+    return take
 
 
 def encode(
@@ -167,7 +183,7 @@ def encode(
     second numeric of w4a8), else it is computed, at the price of a second look at the weight.
     name: for messages.
 
-    codes: uint8 (fp8), int8, or two 4-bit codes to a byte, the even one in the low nibble (int32: see `Coding`).
+    codes: uint8 (fp8), int8, or two 4-bit codes to a byte, the even one in the low nibble (int32, floats: `Coding`).
     scale: (), (out,) or a grid of blocks in the stored axes; uint8 bits of e4m3 (NVFP4) or e8m0 (MX).
 
     >>> weight = np.full((4, 6), 2, np.float32)

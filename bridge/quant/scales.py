@@ -9,8 +9,9 @@ import numpy as np
 
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.scales import e4m3, e8m0, single
-from bridge.dtypes import to_float32
+from bridge.dtypes import from_float32, to_float32
 from bridge.quant.bits import Array, cast
+from bridge.quant.codes import INTEGER_RANGE
 from bridge.quant.decode import values
 from bridge.values import Coding, Numeric
 
@@ -19,6 +20,8 @@ TINY = {"bfloat16": 2.0**-126, "float32": 2.0**-126, "float16": 2.0**-14}
 # The smallest number at all: what a scale becomes that rounds to zero.
 LEAST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}
 E4M3_MAX = 448.0
+# The least amax that a weight is multiplied by the inverse of: 448 over a smaller one may have no float32.
+FAINT = 2.0**-118
 EIGHTH = np.uint8(0x20)  # the e4m3 code of 2^-3
 
 
@@ -27,12 +30,13 @@ class Scales:
 
     def __init__(self, numeric: tuple[Numeric, ...], dtype: str, coding: Coding, amax: float | None) -> None:
         """dtype: of the weight before any cast.  amax: of the whole weight, where a scale covers it."""
-        self._numeric, self._rounded = numeric[0], coding.scale_dtype
+        self._numeric, self._rounded, self._values = numeric[0], coding.scale_dtype, coding.values
         self._bound, self._reciprocal = coding.bound or numeric[0].maxbound, coding.reciprocal
         # ModelOpt keeps the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
-        # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks.
+        # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer none at all.
         unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
-        self._tiny = 0.0 if unclamped else TINY["float32" if numeric[0].dtype == "int4" else dtype]
+        least = FAINT if coding.values else TINY["float32" if numeric[0].dtype == "int4" else dtype]
+        self._tiny = 0.0 if unclamped else least
         self.constants: dict[str, Array] = {}
         self._divisor = np.ones((1, 1), np.float32)
         whole = np.full((1, 1), amax or 0, np.float32)
@@ -49,7 +53,7 @@ class Scales:
     def of(self, largest: Array) -> tuple[dict[str, Array], Array]:
         """Return {"scale": a grid like `largest`}, empty where one scale covers all, and the float32 divisors.
 
-        largest: float32 grid of block maxima, finite.
+        largest: float32 grid of block maxima, finite.  With `coding.values` they are factors: `_resolved`.
         """
         numeric = self._numeric
         if numeric.per == "tensor":
@@ -71,11 +75,28 @@ class Scales:
     def _single(self, largest: Array, tiny: float) -> tuple[Array, Array]:
         """The scale as it is stored, and its value in float32."""
         scale = _scale(largest, self._bound, tiny)
+        if self._values:
+            return self._resolved(largest, scale, tiny)
         if self._rounded == "float32":
             return scale, scale
         np.maximum(scale, np.float32(LEAST[self._rounded]), out=scale)
         stored = cast(scale, "float32", self._rounded)
         return stored, to_float32(stored, self._rounded)
+
+    def _resolved(self, largest: Array, scale: Array, tiny: float) -> tuple[Array, Array]:
+        """The scale as it is stored, and bound / amax, which the weight is multiplied by.
+
+        That is how ModelOpt's fake quantizer makes codes, and rounded apart from w / (amax / bound). For float8 it
+        divides a number by a tensor, which torch does as number * (1 / tensor), rounded twice.
+        """
+        kept = resolved(scale, self._values)
+        stored = from_float32(kept, self._values)
+        bound = np.float32(self._bound)
+        exact = (kept == scale) & (largest > np.float32(tiny))
+        largest = np.where(exact, largest, kept * bound)
+        if self._numeric.dtype in INTEGER_RANGE:
+            return stored, bound / largest
+        return stored, np.float32(1) / largest * bound
 
     def _under_reciprocal(self, largest: Array) -> tuple[dict[str, Array], Array]:
         """Block scales times the reciprocal above them, in e4m3; what rounds to zero is 1 / 8."""
@@ -86,6 +107,22 @@ class Scales:
         fp8(block.view(np.uint32), np.ones((1, 1), np.float32), *block.shape, codes)
         codes[codes == 0] = EIGHTH
         return {"scale": codes}, values(codes, "float8_e4m3fn") / above
+
+
+def resolved(scale: Array, dtype: str) -> Array:
+    """Return float32 scales as codes should be made with when `dtype` stores them: its subnormals, rounded up.
+
+    A scale with few bits makes another value of each code, so codes are made with what is stored; rounded up, for they
+    saturate. What would become zero becomes the least number: a weight in that dtype has no finer steps itself.
+
+    >>> resolved(np.array([2.0**-20 + 2.0**-30, 0.5], np.float32), "float16") * 2**24
+    array([1.700000e+01, 8.388608e+06], dtype=float32)
+    """
+    small = scale < np.float32(TINY[dtype])
+    if dtype == "float32" or not small.any():
+        return scale
+    least = np.float32(LEAST[dtype])
+    return np.where(small, np.ceil(np.where(small, scale, 0) / least) * least, scale).astype(np.float32)
 
 
 def reciprocal(amax: Array, bound: float, dtype: str) -> Array:

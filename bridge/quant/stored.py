@@ -113,10 +113,13 @@ def _carried(step: Step, quantized: Quantized) -> tuple[Step, list[str]]:
     if len(whole) < len(members) or any(stored.format.weight != step.format.weight for stored in whole):
         return step, [f"{site.module}: joins matrices that the source quantizes in different ways; {OTHERWISE}"]
     problems = [*_cut(step, whole), *_scales(step, whole), *_companions(step, whole)]
-    kept = tuple(_kept(output, whole) for output in step.outputs)
-    scale = next((output.spec.dtype for output in kept if output.part == "scale"), "")
     coding = step.coding
-    if step.format.weight[0].scale_dtype == "float32":
+    if coding.values:
+        kept = tuple(_said(output, _parts(output, whole)) for output in step.outputs)
+    else:
+        kept = tuple(_kept(output, whole) for output in step.outputs)
+    scale = next((output.spec.dtype for output in kept if output.part == "scale"), "")
+    if not coding.values and step.format.weight[0].scale_dtype == "float32":
         coding = dataclasses.replace(coding, scale_dtype=scale)
     step = dataclasses.replace(step, outputs=kept, coding=coding)
     return step, [f"{site.module}: {problem}; {OTHERWISE}" for problem in problems]
@@ -181,13 +184,18 @@ def _companions(step: Step, members: Sequence[Stored]) -> list[str]:
 
 def _kept(output: Output, members: Sequence[Stored]) -> Output:
     """The output as it is carried; scales in a dtype that holds those of the source, where the target's does not."""
-    part = "codes" if output.part == "weight" else output.part
-    found = [stored.parts[part] for stored in members if part in stored.parts]
+    found, part = _parts(output, members), output.part
     output = _said(output, found)
     floats = part == "input_scale" or (part == "scale" and members[0].scale_is_float)
     if not floats or not found or output.spec.dtype in ("float32", found[0].spec.dtype):
         return output
     return dataclasses.replace(output, spec=dataclasses.replace(output.spec, dtype=found[0].spec.dtype))
+
+
+def _parts(output: Output, members: Sequence[Stored]) -> list[LazyTensor]:
+    """The source's tensors of which an output is made."""
+    part = "codes" if output.part == "weight" else output.part
+    return [stored.parts[part] for stored in members if part in stored.parts]
 
 
 def _said(output: Output, parts: Sequence[LazyTensor]) -> Output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -383,3 +384,12 @@ def test_random_shapes_and_bits_give_the_reference_bytes(
     w = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     ours = encode(bits, "bfloat16", SCHEMES[scheme], transpose=transpose)
     assert_same(ours, as_numpy(reference.encode(w, SCHEMES[scheme], transpose=transpose)))
+
+
+def test_an_encoder_is_gone_when_nobody_holds_it() -> None:
+    """A cycle would keep its buffers, a megabyte or two each, until garbage is collected: hundreds of them."""
+    encoder = Encoder((Numeric(INT8, "channel"),), "float32", (4, 6))
+    encoder.rows(np.ones((4, 6), np.float32), 0)
+    held = weakref.ref(encoder)
+    del encoder
+    assert held() is None

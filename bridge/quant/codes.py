@@ -1,0 +1,26 @@
+"""Codes of one byte each from numbers and their divisors: which kernel makes which dtype; knows no layout."""
+
+from __future__ import annotations
+
+from bridge._kernels.fp4 import fp4
+from bridge._kernels.fp8 import fp8
+from bridge._kernels.integer import integer
+from bridge.errors import SchemeError
+from bridge.quant.bits import Array
+
+INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
+
+
+def make_codes(words: Array, divisor: Array, down: int, across: int, dtype: str, codes: Array) -> None:
+    """Write the codes of `words` / `divisor` into `codes`, all (rows, cols); see `bits.readable` for words.
+
+    divisor: float32 grid, one a block of `down` x `across`.
+    """
+    if dtype in INTEGER_RANGE:
+        integer(words, divisor, down, across, *INTEGER_RANGE[dtype], codes)
+    elif dtype == "float8_e4m3fn":
+        fp8(words, divisor, down, across, codes)
+    elif dtype == "float4_e2m1fn":
+        fp4(words, divisor, down, across, codes)
+    else:
+        raise SchemeError(f"no kernel makes codes of dtype {dtype}")
