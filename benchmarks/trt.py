@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from checkpoint import SMALL, make_checkpoint, run, size
+from checkpoint import SMALL, make_calibration, make_checkpoint, run, size
 
 PEER = """
 import sys, torch
@@ -42,19 +42,6 @@ with torch.no_grad(), export_torch_mode():
     torch.onnx.export(Logits(model), (ids,), sys.argv[2] + "/model.onnx", dynamo=False, opset_version=20,
                       input_names=["input_ids"], output_names=["logits"])
 """
-
-
-def make_calibration(checkpoint: Path, path: Path) -> None:
-    """Write a calibration for every matrix of the plan; its values do not matter for the time."""
-    import numpy as np
-
-    import bridge
-    from bridge.quant.calibration import Calibration, Provenance
-
-    plan = bridge.plan(checkpoint, target="trt", quant="fp8")
-    provenance = Provenance("fp8", plan.scheme_digest, plan.architecture, "", "bfloat16", "", 0, 0)
-    amax = {step.site.module: np.array(8.0, np.float32) for step in plan.quantized if step.site}
-    Calibration(provenance, input_amax=amax).save(path)
 
 
 def main() -> None:

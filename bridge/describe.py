@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bridge.quant.grammar import Gate
     from bridge.quant.scheme import Scheme
     from bridge.report import Report
+    from bridge.tables.files import TableFile
 
 LISTS = ("schemes", "targets", "architectures")
 Said = tuple[Any, list["RenderableType"]]  # plain data for --json, and what is printed without it
@@ -31,8 +32,10 @@ class Problem(NamedTuple):
     fatal: bool = True
 
 
-def describe(what: str, every: bool = False) -> Said:
-    """Say what a list, a scheme, a recipe, a written model or a calibration holds; UsageError for anything else."""
+def describe(what: str, every: bool = False, dialect: str | None = None) -> Said:
+    """Say what a list, scheme, recipe, table, written model or calibration holds; UsageError for anything else."""
+    if dialect:
+        return _merged(what, dialect, every)
     if what in LISTS:
         return {"schemes": _schemes, "targets": _targets, "architectures": _architectures}[what]()
     path = Path(what)
@@ -46,7 +49,7 @@ def describe(what: str, every: bool = False) -> Said:
         return data, [calibration_table(calibration)]
     if path.suffix in (".onnx", ".json") and path.is_file():
         return _model(path.parent, every)
-    return _scheme(what)
+    return _table(what) or _scheme(what)
 
 
 def check_path(path: Path) -> list[Problem]:
@@ -71,7 +74,8 @@ def _lint(path: Path) -> list[str]:
         from bridge.targets import load_target
 
         plan = load_manifest(path).plan
-        return load_target(plan.target).lint(path, plan)
+        target = load_target(plan.target)
+        return [*target.lint(path, plan), *target.audit(path)]
     if (path / "rank0.safetensors").is_file():
         from bridge.trtllm.lint import lint as lint_ranks
 
@@ -94,7 +98,9 @@ def _check_toml(path: Path) -> None:
         table = parse_table(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise TableError(f"{path}: not a text in UTF-8: {error}") from error
-    if "architectures" in table.data:
+    if isinstance(table.data.get("architectures"), dict):
+        _check_dialect(table)
+    elif "architectures" in table.data:
         parse_arch(table, load_roles())
     elif "index" in table.data and "dims" in table.data:
         parse_roles(table)
@@ -105,6 +111,19 @@ def _check_toml(path: Path) -> None:
             f"{path}: neither a recipe (it has `base`), nor a scheme ([[weight]]), nor a table of an architecture "
             f"(`architectures`); its keys are {', '.join(table.data) or 'none'}"
         )
+
+
+def _check_dialect(file: TableFile) -> None:
+    from bridge.tables.arch import load_arch, load_roles
+    from bridge.tables.dialect import parse_dialect
+    from bridge.tables.dialect_check import check_dialect
+
+    dialect = parse_dialect(file, load_roles())
+    known = {architecture: load_arch(architecture) for architecture in dialect.architectures}
+    problems = [problem for name, table in known.items() if table for problem in check_dialect(dialect, table, name)]
+    problems += [f"no table lists `{name}`" for name, table in known.items() if table is None]
+    if problems:
+        raise TableError("\n".join(problems))
 
 
 def _schemes() -> Said:
@@ -144,15 +163,46 @@ def architectures() -> dict[str, list[str]]:
     return {path.stem: list(read_table(path).data["architectures"]) for path in arch_files()}
 
 
+def _table(what: str) -> Said | None:
+    """An architecture's table; None where there is none of that name."""
+    from bridge.tables.merged import find_table, lines_of
+
+    table = find_table(what)
+    if table is None:
+        return None
+    lines = lines_of(table)
+    rows = [(line.tensor, line.roles, line.when) for line in lines]
+    data = [{"tensor": line.tensor, "roles": line.roles, "when": line.when} for line in lines]
+    return data, [f"{table.file.name}: {', '.join(table.architectures)}", "", Columns(("tensor", "role", "if"), rows)]
+
+
+def _merged(what: str, dialect: str, every: bool) -> Said:
+    """An architecture's table beside a dialect's; `every`: with spellings that are only read."""
+    from bridge.tables.dialect import dialect_names, load_dialect
+    from bridge.tables.merged import find_table, merged
+
+    table = find_table(what)
+    if table is None:
+        known = [name for names in architectures().items() for name in (names[0], *names[1])]
+        raise UsageError(f"{what!r} is no architecture with a table; {nearest(what, known)}")
+    if dialect not in dialect_names():
+        raise UsageError(f"{dialect!r} is no dialect; {nearest(dialect, dialect_names())}")
+    lines = merged(table, load_dialect(dialect), what, every)
+    made = [line.made if line.written else f"{line.made}, read only" for line in lines]
+    rows = [(line.tensor, line.roles, line.native, text) for line, text in zip(lines, made, strict=True)]
+    columns = ("Hugging Face", "role", dialect, "made from")
+    return _plain(lines), [f"{table.file.name}, mappings/dialects/{dialect}.toml", "", Columns(columns, rows)]
+
+
 def _scheme(what: str) -> Said:
     from bridge.quant.scheme import load_scheme, scheme_names
 
     try:
         scheme = load_scheme(what)
     except UsageError as error:
-        known = [*LISTS, *scheme_names()]
+        known = [*LISTS, *scheme_names(), *architectures()]
         raise UsageError(
-            f"{what!r} is no list, scheme, recipe, written model or calibration here; {nearest(what, known)}"
+            f"{what!r} is no list, scheme, recipe, table, written model or calibration here; {nearest(what, known)}"
         ) from error
     rows = [
         ("what it is", scheme.summary),

@@ -52,12 +52,24 @@ FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 
 
-def dtype(name: str) -> DType:
-    """Return the row of `name` (`float16`, or short: `fp16`); UsageError names the known ones."""
-    found = DTYPES.get(SHORT.get(name, name))
+def dtype(name: object) -> DType:
+    """Return the row of `name` (`float16`, or short: `fp16`; `torch.float16`); UsageError names the known ones."""
+    said = dtype_word(name)
+    found = DTYPES.get(SHORT.get(said, said))
     if found is None:
-        raise UsageError(f"dtype {name!r} is unknown; {nearest(name, [*DTYPES, *SHORT])}")
+        raise UsageError(f"dtype {said!r} is unknown; {nearest(said, [*DTYPES, *SHORT])}")
     return found
+
+
+def dtype_word(given: object) -> str:
+    """What a dtype is called: a string, or a dtype of torch, NumPy or Tripy.
+
+    >>> import numpy
+    >>> dtype_word("fp16"), dtype_word("torch.float16"), dtype_word(numpy.float16), dtype_word(numpy.dtype("float16"))
+    ('fp16', 'float16', 'float16', 'float16')
+    """
+    said = given if isinstance(given, str) else getattr(given, "name", getattr(given, "__name__", given))
+    return str(said).removeprefix("torch.")
 
 
 def to_float32(bits: np.ndarray, name: str) -> np.ndarray:

@@ -66,23 +66,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def fold_layers(names: Iterable[str]) -> list[str]:
-    """Fold names that differ in one integer component: `layers.0.q, layers.1.q` becomes `layers.{0..1}.q`.
+    """Fold names that differ in one integer component, then in the next: layers, and the experts inside them.
 
     >>> fold_layers(["layers.0.q", "layers.1.q", "norm"])
     ['layers.{0..1}.q', 'norm']
+    >>> fold_layers(f"layers.{layer}.experts.{expert}.up" for layer in (0, 1) for expert in (0, 2, 3))
+    ['layers.{0..1}.experts.{0,2..3}.up']
     """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    order: list[tuple[str, ...]] = []
-    for name in names:
-        parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        key = tuple(parts) if at is None else (*parts[:at], "{}", *parts[at + 1 :])
-        if key not in groups:
-            groups[key] = []
-            order.append(key)
-        if at is not None:
-            groups[key].append(int(parts[at]))
-    return [".".join(key).replace("{}", _ranges(sorted(set(groups[key]))), 1) for key in order]
+    folded = [tuple(name.split(".")) for name in names]
+    for at in range(max(map(len, folded), default=0)):
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for parts in folded:
+            if at < len(parts) and parts[at].isdigit():
+                groups.setdefault((*parts[:at], "{}", *parts[at + 1 :]), []).append(int(parts[at]))
+            else:
+                groups.setdefault(parts, [])
+        folded = [
+            (*key[:at], _ranges(sorted(set(found))), *key[at + 1 :]) if found else key for key, found in groups.items()
+        ]
+    return [".".join(parts) for parts in folded]
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -94,3 +96,15 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([n])
     text = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return text if len(numbers) == 1 else "{" + text + "}"
+
+
+def fold_problems(problems: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each different text, after the names that it holds for, layers folded; "" is no name.
+
+    >>> fold_problems([("h.0.q", "is missing"), ("h.1.q", "is missing")])
+    ['h.{0..1}.q: is missing']
+    """
+    by_text: dict[str, list[str]] = {}
+    for name, text in problems:
+        by_text.setdefault(text, []).extend([name] if name else [])
+    return [f"{', '.join(fold_layers(names))}: {text}" if names else text for text, names in by_text.items()]

@@ -20,7 +20,7 @@ from bridge.progress import Progress
 from bridge.quant.grammar import Gate
 from bridge.report import OutputParity, Parity, Report
 from bridge.targets import load_target
-from bridge.verification import output_parity, tensor_parity
+from bridge.verification import float_error, output_parity, tensor_parity
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration, HeldOut
@@ -137,7 +137,8 @@ def prove(
             raise CannotRun("this conversion built no model; `qbridge verify` runs it")
         held = _held_out(source, plan, calibration, data, ask_again)
         runtime = target.runtime(directory)
-        outputs = output_parity(runtime, held, manifest.output_gate, bool(plan.quantized), progress)
+        gate, quantized = manifest.output_gate, bool(plan.quantized)
+        outputs = output_parity(runtime, held, gate, quantized, progress, float_error(plan))
         layers = target.damage(directory, plan, source, held.inputs[0]) if plan.quantized else ()
         not_run += _reservations(outputs, bool(plan.quantized), runtime.twin)
     except CannotRun as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.budget import working_set
-from bridge.errors import PlanError, SchemeError, fold_layers
+from bridge.errors import PlanError, SchemeError, fold_layers, fold_problems
 from bridge.quant.stored import OTHERWISE, StoredScheme, apart, carry, told
 from bridge.values import Coding, Format, Numeric, Site, Slice, Structure, TensorSpec, plain
 
@@ -93,7 +93,7 @@ class Step:
 class Plan:
     """Everything a conversion will do. `memory` and `disk` are bytes; `dropped` maps source tensors to the reason.
 
-    `tied` maps an alias to the tensor that is stored for both, `untied` that of a head that became a tensor of its own.
+    `tied` maps an alias to the tensor that is stored for both, `untied` that of one that is written for itself.
     `memory` is for two cores; each further one adds what a piece of rows takes, 20 MB.
 
     >>> import bridge
@@ -191,7 +191,8 @@ class Draft:
 
 @dataclass
 class Drafted:
-    """What a target made of a draft: steps, source tensors that have no place in the output and why, what is wrong.
+    """What a target made of a draft: steps, source tensors that have no place in the output and why, what is wrong,
+    and sentences for the plan that need the source's config.
 
     A problem begins with the module or tensor it is about, then a colon.
     """
@@ -199,6 +200,7 @@ class Drafted:
     steps: list[Step] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def make_plan(source: Source, structure: Structure, target: Target, scheme: Scheme | None, options: Any) -> Plan:
@@ -225,7 +227,8 @@ def make_plan(source: Source, structure: Structure, target: Target, scheme: Sche
     problems += [f"{name}: target {target.name} has no place for it" for name in lost]
     if problems:
         raise PlanError(_all(problems, f"{structure.architecture} to {target.name}, scheme {scheme and scheme.name}"))
-    return _sized(source, structure, target, scheme, options, steps, dropped)
+    plan = _sized(source, structure, target, scheme, options, steps, dropped)
+    return dataclasses.replace(plan, notes=(*plan.notes, *drafted.notes))
 
 
 def _own_heads(structure: Structure) -> Structure:
@@ -247,7 +250,8 @@ def _sized(
     dropped: dict[str, str],
 ) -> Plan:
     own = {name for name in source.side_files if any(fnmatchcase(name, glob) for glob in (*target.writes, *WRITES))}
-    untied = {step.site.weight for step in steps if step.site and step.format}
+    untied = {output.spec.name for step in steps for output in step.outputs if output.part == "weight"}
+    untied |= {step.site.weight for step in steps if step.site and step.format}
     largest = sorted((working_set(step, source.specs) for step in steps), reverse=True)[:2]
     return Plan(
         architecture=structure.architecture,
@@ -318,12 +322,5 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
 
 def _all(problems: list[str], where: str) -> str:
     """One message for all problems of the stage; modules that repeat with the layer are folded into one line."""
-    by_text: dict[str, list[str]] = {}
-    for problem in problems:
-        module, _, text = problem.partition(": ")
-        by_text.setdefault(text or module, []).append(module if text else "")
-    lines = [
-        f"  {', '.join(fold_layers(m for m in modules if m))}{': ' if any(modules) else ''}{text}"
-        for text, modules in by_text.items()
-    ]
-    return "\n".join([f"{where}:", *lines])
+    told = [(module if text else "", text or module) for module, _, text in (p.partition(": ") for p in problems)]
+    return "\n".join([f"{where}:", *(f"  {line}" for line in fold_problems(told))])

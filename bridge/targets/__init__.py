@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bridge.dtypes import dtype_word
 from bridge.errors import UsageError, nearest
 from bridge.values import Format, Numeric, Site, Structure
 
@@ -58,6 +59,9 @@ class Target(Protocol):
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         """Check a written model against the runtime's rules; what breaks one, as messages."""
 
+    def audit(self, directory: Path) -> list[str]:
+        """Check its values as far as they tell without the source that they were made from; reads every weight."""
+
     def runtime(self, directory: Path) -> Any:
         """Load a written model to run it here (`bridge.graph.runtime.Runtime`); VerifyError says why it cannot."""
 
@@ -68,6 +72,13 @@ class Target(Protocol):
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
         """Write the model into an empty directory; whoever calls makes it visible afterwards."""
+
+
+def __getattr__(name: str) -> Any:
+    """The module of a target that ships here, loaded when first asked for: `bridge.targets.tripy`."""
+    if name.startswith("_") or name not in (module.name for module in pkgutil.iter_modules(__path__)):
+        raise AttributeError(f"module 'bridge.targets' has no attribute {name!r}")
+    return importlib.import_module(f"bridge.targets.{name}")
 
 
 def target_names() -> list[str]:
@@ -94,9 +105,16 @@ def load_target(name: str) -> Target:
 
 
 def make_options(target: Target, given: dict[str, Any]) -> Any:
-    """Build the target's options from keyword arguments; UsageError names unknown ones and the nearest known."""
-    known = [f.name for f in dataclasses.fields(target.Options)]
-    for name in given:
+    """Build the target's options from keyword arguments; UsageError names unknown ones and the nearest known.
+
+    A dtype may be an object that has one's name: `torch.float16`.
+    """
+    known = {f.name: f for f in dataclasses.fields(target.Options)}
+    for name, value in given.items():
         if name not in known:
             raise UsageError(f"target {target.name} has no option {name!r}; {nearest(name, known)}")
+        if isinstance(known[name].default, bool) and not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r}: option {name!r} of target {target.name} is True or False")
+    if given.get("dtype") is not None and "dtype" in known:
+        given = given | {"dtype": dtype_word(given["dtype"])}
     return target.Options(**given)

@@ -94,6 +94,9 @@ class Hf:
 
         return lint(directory)
 
+    def audit(self, directory: Path) -> list[str]:
+        return []
+
     def runtime(self, directory: Path) -> Any:
         from bridge.unified.runtime import Runtime
 

@@ -245,6 +245,9 @@ class Trt:
 
         return [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
 
+    def audit(self, directory: Path) -> list[str]:
+        return []
+
     def runtime(self, directory: Path) -> Any:
         from bridge.graph.runtime import Runtime
 

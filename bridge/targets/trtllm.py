@@ -112,6 +112,9 @@ class Trtllm:
 
         return lint(directory)
 
+    def audit(self, directory: Path) -> list[str]:
+        return []
+
     def runtime(self, directory: Path) -> Any:
         raise CannotRun("TensorRT-LLM's engine builder needs a GPU")
 

@@ -34,28 +34,31 @@ class Rebuilt:
 
     def read(self, name: str) -> np.ndarray:
         """The storage array of one tensor: as it is in the file, or the values of its codes in the source's dtype."""
-        step = self._steps[name]
+        step, spec = self._steps[name], self.specs[name]
         outputs = {output.part: output for output in step.outputs}
-        if step.format is None:
-            return self._written.read(outputs["weight"])
         (whole,) = step.inputs
-        spec = self.specs[name]
-        shape = spec.shape[::-1] if whole.transposed else spec.shape
-        values = self._values(step, outputs, shape)
-        return from_float32(np.ascontiguousarray(values.T if whole.transposed else values), spec.dtype)
+        if step.format:
+            shape = spec.shape[::-1] if whole.transposed else spec.shape
+            values = self._values(step, outputs, shape)
+            return from_float32(np.ascontiguousarray(values.T if whole.transposed else values), spec.dtype)
+        array, written = self._written.read(outputs["weight"]), outputs["weight"].spec.dtype
+        array = np.ascontiguousarray(array.T) if whole.transposed else array
+        return array if written == spec.dtype else from_float32(to_float32(array, written), spec.dtype)
 
     def _values(self, step: Step, outputs: Mapping[str, Output], shape: tuple[int, ...]) -> np.ndarray:
-        """float32 [out, in]; the input of a module is not multiplied here, so the weight is multiplied again."""
-        assert step.format
+        """float32, in the axes that were coded; a module's input is not multiplied here, so the weight is, again."""
+        assert step.format and step.site
         arrays = {("codes" if part == "weight" else part): self._written.read(out) for part, out in outputs.items()}
-        values = decode(arrays, step.format.weight, shape, coding=step.coding)
+        layout = "out_in" if step.inputs[0].transposed else step.site.layout
+        values = decode(arrays, step.format.weight, shape, layout=layout, transpose=step.transpose, coding=step.coding)
         if "pre_quant_scale" in outputs:
-            values = values * to_float32(arrays["pre_quant_scale"], outputs["pre_quant_scale"].spec.dtype)
+            scale = to_float32(arrays["pre_quant_scale"], outputs["pre_quant_scale"].spec.dtype)
+            values = values * (scale[:, None] if layout == "in_out" else scale)
         return values
 
     @staticmethod
     def _name(step: Step) -> str:
-        return step.site.weight if step.site and step.format else step.source
+        return step.site.weight if step.site and step.format else step.outputs[0].spec.name
 
     def _spec(self, name: str, step: Step) -> TensorSpec:
         spec = self._sources[step.source]

@@ -1,0 +1,59 @@
+"""Finds the one prefix by which a module's names differ from a file's; compares names only, never a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What names begin with in a file and in a module; each is empty or ends with a dot."""
+
+    file: str
+    module: str
+
+    def __str__(self) -> str:
+        file, module = self.file[:-1], self.module[:-1]
+        if not module:
+            return f"names begin with {self.file!r} in the file only; hold this module as {file!r} in another"
+        if not file:
+            return f"names begin with {self.module!r} in the module only; load its part {module!r} alone"
+        return f"names begin with {self.file!r} in the file, with {self.module!r} in the module; call it {file!r} there"
+
+    def renamed(self, name: str) -> str:
+        """A name of the file as the module has it."""
+        return self.module + name[len(self.file) :] if name.startswith(self.file) else name
+
+
+def found_prefixes(surplus: Sequence[str], lacking: Sequence[str]) -> Prefixes | None:
+    """The only prefix that makes names of the file those that the module lacks, all on one side; None without one.
+
+    >>> found_prefixes(["transformer.wte.weight", "transformer.h.0.bias"], ["body.wte.weight", "body.h.0.bias"])
+    Prefixes(file='transformer.', module='body.')
+    """
+    found = {Prefixes(file, module) for file, module in _pairs(surplus, lacking)}
+    found |= {Prefixes(file, module) for module, file in _pairs(lacking, surplus)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _pairs(some: Sequence[str], whole: Sequence[str]) -> set[tuple[str, str]]:
+    """Prefixes of `some` and of `whole` such that all of `whole` are among `some` once the prefix is exchanged."""
+    if not whole:
+        return set()
+    known, owners = set(some), [name.split(".")[:-1] for name in whole]
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(min(owners), max(owners), strict=False))
+    ours = "".join(f"{part}." for part, _ in shared)
+    rest = whole[0].removeprefix(ours)
+    theirs = [name.removesuffix(rest) for name in some if name == rest or name.endswith(f".{rest}")]
+    pairs = [(prefix, ours) for prefix in theirs if all(prefix + name.removeprefix(ours) in known for name in whole)]
+    return {_shortest(*pair) for pair in pairs}
+
+
+def _shortest(*prefixes: str) -> tuple[str, str]:
+    """Without the components at the end that are the same."""
+    one, other = (prefix.split(".")[:-1] for prefix in prefixes)
+    while one and other and one[-1] == other[-1]:
+        one.pop(), other.pop()
+    return "".join(f"{part}." for part in one), "".join(f"{part}." for part in other)

@@ -1,0 +1,461 @@
+"""Target `tripy`: what is planned, refused, written and found; no model runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import bridge
+from bridge.dtypes import from_float32
+from bridge.errors import BridgeError, PlanError, SchemeError, SourceError, UsageError
+from bridge.quant.calibration import Calibration, Provenance
+from bridge.tripy.lint import audit, lint
+from bridge.tripy.ready import no_ready_module
+from bridge.values import TensorSpec
+from tests import export_oracle as oracle
+from tests import tripy_oracle as tripy
+from tests.export_families import build
+from tests.sources_made import CONFIG, MadeSource, made_llama
+from tests.tables.checkpoints import headers
+
+
+def made(config: dict[str, Any] = CONFIG, dtype: str = "float32", **changes: np.ndarray) -> MadeSource:
+    """Random tensors for a config; `changes` as in `made_llama`."""
+    if config is CONFIG:
+        return made_llama(dtype, **changes)
+    rng, specs = np.random.default_rng(3), headers(config)
+    arrays = {n: from_float32(rng.standard_normal(s.shape, np.float32), dtype) for n, s in specs.items()}
+    return MadeSource(arrays, {n: TensorSpec(n, s.shape, dtype) for n, s in specs.items()}, config)
+
+
+def seen(source: MadeSource, amax: float = 4.0) -> Calibration:
+    """Statistics of activations as if every input had been `amax` at most."""
+    inputs = {name.removesuffix(".weight"): np.array(amax, np.float32) for name in source.specs}
+    return Calibration(Provenance("", "", "", "", "", "", 0, 0), input_amax=inputs)
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("quant", "entry"),
+    [
+        ("int8_wo", ("int8", 0, "out_in", None, False, False)),
+        ("int4_wo", ("int4", None, "in_out", 128, False, False)),
+        ("fp8", ("float8", None, "out_in", None, True, False)),
+    ],
+)
+def test_config_says_how_each_layer_is_built(quant: str, entry: tuple[Any, ...], tmp_path: Path) -> None:
+    source = made()
+    tensors, section = tripy.convert(source, quant, tmp_path / "out", calib=seen(source), dtype="fp16")
+    words = ("quant_dtype", "weight_quant_dim", "layout", "block", "input_scale", "pre_quant_scale")
+    assert section["modules"][DOWN] == dict(zip(words, entry, strict=True))
+    assert len(section["modules"]) == 21
+    assert (section["format"], section["dtype"], section["snapped"], section["copies"]) == (1, "float16", True, {})
+    shapes = {part: tuple(t.shape) for part in tripy.COMPANIONS if (t := tensors.get(f"{DOWN}.{part}")) is not None}
+    weight, scale = ((384, 128), (3, 128)) if quant == "int4_wo" else ((128, 384), (128,) if quant == "int8_wo" else ())
+    assert tensors[f"{DOWN}.weight"].shape == weight
+    assert shapes == {"weight_scale": scale} | ({"input_scale": ()} if quant == "fp8" else {})
+
+
+def test_int4_for_plain_linears_has_its_blocks_along_out(tmp_path: Path) -> None:
+    source = made(CONFIG | {"num_key_value_heads": 4})
+    tensors, section = tripy.convert(source, "int4_wo", tmp_path / "out", linear=True)
+    up = "model.layers.0.mlp.up_proj"
+    assert (
+        section["modules"][up] | {"layout": "out_in", "block": 128, "weight_quant_dim": None} == section["modules"][up]
+    )
+    weight, scale = torch.from_numpy(source.arrays[f"{up}.weight"]), tensors[f"{up}.weight_scale"]
+    assert scale.shape == (3, 128)  # of 384 x 128
+    torch.testing.assert_close(scale, weight.reshape(3, 128, 128).abs().amax(1) / 7, rtol=0, atol=0)
+    mine = tripy.ours(tensors, up, section["modules"][up])
+    factor = torch.tensor(7.0) / weight.reshape(3, 128, 128).abs().amax(1)
+    assert torch.equal(mine.codes, (weight * factor.repeat_interleave(128, 0)).round())
+    assert torch.equal(tensors[f"{up}.weight"], mine.codes * mine.scale)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_every_float_is_rounded_to_the_modules_dtype_once(dtype: str, tmp_path: Path) -> None:
+    source = made()
+    tensors, _ = tripy.convert(source, "int8_wo", tmp_path / "out", dtype=dtype)
+    kind = oracle.DTYPES[dtype]
+    assert {tensor.dtype for tensor in tensors.values()} == {kind}
+    for name in ("model.norm.weight", "lm_head.weight"):
+        assert torch.equal(tensors[name], torch.from_numpy(source.arrays[name]).to(kind))
+
+
+# Recipes
+
+
+def recipe(root: Path, text: str) -> str:
+    (root / "recipe.toml").write_text(text)
+    return str(root / "recipe.toml")
+
+
+def test_a_recipe_mixes_schemes_and_keeps_a_layer(tmp_path: Path) -> None:
+    text = """
+base = "fp8"
+[[rule]]
+layers = [0]
+quant = "none"
+[[rule]]
+roles = ["mlp.down.weight"]
+quant = "int4_wo"
+override = true
+"""
+    source = made()
+    tensors, section = tripy.convert(source, recipe(tmp_path, text), tmp_path / "out", calib=seen(source))
+    kinds = {module: entry["quant_dtype"] for module, entry in section["modules"].items()}
+    assert {module for module, kind in kinds.items() if kind == "int4"} == {DOWN.replace("1", str(n)) for n in range(3)}
+    assert len(kinds) == 15 and {kind for module, kind in kinds.items() if "down" not in module} == {"float8"}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(tensors[name], torch.from_numpy(source.arrays[name]))
+
+
+def test_a_quantized_head_of_a_tied_model_is_not_its_embedding(tmp_path: Path) -> None:
+    text = 'base = "int8_wo"\n[[rule]]\nmodules = ["lm_head"]\nquant = "int8_wo"\n'
+    directory = oracle.save(build("gpt2", torch.float32), tmp_path / "source")
+    tensors, section = tripy.convert(directory, recipe(tmp_path, text), tmp_path / "out")
+    embedding, head = tensors["transformer.wte.weight"], tensors["lm_head.weight"]
+    assert "lm_head" in section["modules"] and section["copies"] == {}
+    assert torch.equal(embedding, oracle.load(directory).transformer.wte.weight)
+    scale = tensors["lm_head.weight_scale"][:, None]
+    factor = torch.tensor(127.0) / embedding.abs().amax(1, keepdim=True)
+    assert torch.equal(head, (embedding * factor).round() * scale)
+    assert not torch.equal(head, embedding)
+
+
+@pytest.mark.parametrize("quant", ["int8_wo", None])
+def test_a_written_model_is_no_source(quant: str | None, tmp_path: Path) -> None:
+    """Quantized it holds scales of floats; unquantized, GPT-2's matrices lie the other way round."""
+    says = "target tripy wrote this; give the checkpoint that it was made from"
+    directory = oracle.save(build("gpt2", torch.float32), tmp_path / "source")
+    tripy.convert(directory, quant, tmp_path / "out")
+    with pytest.raises(BridgeError, match=says):
+        bridge.plan(tmp_path / "out", "hf", None)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("quant", "options", "says"),
+    [
+        ("nvfp4", {}, "Tripy has no float4_e2m1fn; it quantizes to int8, int4 and float8: use fp8, int8_wo or"),
+        ("mxfp4_wo", {}, "Tripy has no float4_e2m1fn"),
+        ("mxfp8", {}, "Tripy has block scales for int4 only, not for float8_e4m3fn blocks of 32; use fp8 or int8_wo"),
+        ("fp8_block", {}, "Tripy has block scales for int4 only, not for float8_e4m3fn blocks of 128x128; use fp8 or"),
+        ("fp8_pc_pt", {}, "Tripy's scales are constants, one for a whole input, not made per token at run time"),
+        ("w4a8_awq", {}, "Tripy's quantize makes one dtype of a weight, not one after another; use int4_awq or fp8"),
+        ("int8_sq", {"linear": True}, "the pre-scale of smoothquant; leave out linear (--linear), or use int8_wo"),
+        ("int4_awq", {"linear": True}, "the pre-scale of awq; leave out linear (--linear), or use int4_wo"),
+    ],
+)  # fmt: skip
+def test_a_scheme_that_tripy_cannot_express_is_refused(quant: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SchemeError) as error:
+        bridge.plan(made(), "tripy", quant, **options)
+    assert says in str(error.value)
+
+
+def test_a_kv_cache_is_refused() -> None:
+    with pytest.raises(PlanError, match="KV cache: Tripy has no cache module, so nothing would read its scales; leave"):
+        bridge.plan(made(), "tripy", "fp8", kv="fp8")
+
+
+@pytest.mark.parametrize(
+    ("linear", "lines"),
+    [
+        (False, ["model.layers.{0..2}.mlp.down_proj: in = 224 does not divide into blocks of 128, and Tripy"]),
+        (True, ["model.layers.{0..2}.mlp.gate_proj, model.layers.{0..2}.mlp.up_proj: out = 224 does not divide into"]),
+    ],
+)  # fmt: skip
+def test_blocks_that_do_not_divide_are_one_line_with_all_layers(linear: bool, lines: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        bridge.plan(
+            made(CONFIG | {"intermediate_size": 224, "num_key_value_heads": 4}), "tripy", "int4_wo", linear=linear
+        )
+    said = str(error.value).splitlines()[1:]
+    assert len(said) == len(lines)
+    for line, expected in zip(said, lines, strict=True):
+        assert line.strip().startswith(expected) and line.endswith("write a recipe with block = 32")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),
+        ({"dtype": "int8"}, "dtype 'int8' cannot be a Tripy module's; known: bfloat16, float16, float32"),
+        ({"tp": 2}, "target tripy has no option 'tp'"),
+    ],
+)
+def test_a_wrong_option_is_a_wrong_call(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        bridge.plan(made(), "tripy", "int8_wo", **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "quant", "says"),
+    [
+        ({"model__layers__1__mlp__down_proj__weight": np.nan}, "int8_wo", "repair the checkpoint"),
+        ({"model__layers__1__mlp__down_proj__weight": np.inf}, "int4_wo", "repair the checkpoint"),
+        (
+            {"model__layers__1__mlp__down_proj__weight": 1e6},
+            "int8_wo",
+            rf"{DOWN}\.weight: does not fit float16; choose",
+        ),
+        ({"model__layers__1__mlp__down_proj__weight": 1e6}, "int4_wo", "does not fit float16; choose another dtype"),
+        ({"model__norm__weight": 1e6}, "int8_wo", r"model\.norm\.weight: 1e\+06 does not fit float16; choose another"),
+    ],
+)
+def test_a_number_that_float16_has_not_leaves_nothing(
+    changed: dict[str, float], quant: str, says: str, tmp_path: Path
+) -> None:
+    (name, value) = next(iter(changed.items()))
+    array = made_llama().arrays[name.replace("__", ".").replace("down.proj", "down_proj")].copy()
+    array.reshape(-1)[-7] = value
+    with pytest.raises(SourceError, match=says):
+        bridge.convert(made(**{name: array}), "tripy", quant, tmp_path / "out", dtype="fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("amax", "kind"), [(1e9, "infinite"), (1e-9, "zero")])
+def test_no_input_scale_is_zero_or_infinite_in_float16(amax: float, kind: str, tmp_path: Path) -> None:
+    source = made()
+    if kind == "infinite":
+        with pytest.raises(SourceError, match=r"input_scale: a scale does not fit float16; choose another dtype"):
+            bridge.convert(source, "tripy", "fp8", tmp_path / "out", calib=seen(source, amax), dtype="fp16")
+        return
+    tensors, _ = tripy.convert(source, "fp8", tmp_path / "out", calib=seen(source, amax), dtype="fp16")
+    assert float(tensors[f"{DOWN}.input_scale"]) == 2.0**-24
+
+
+@pytest.mark.parametrize("quant", ["int8_wo", "int4_wo"])
+def test_scales_that_were_rounded_up_are_told(quant: str, tmp_path: Path) -> None:
+    name = f"{DOWN}.weight"
+    source = made(**{name: made().arrays[name] * np.float32(1e-5)})
+    report = bridge.convert(source, "tripy", quant, tmp_path / "half", dtype="fp16")
+    count = 384 if quant == "int4_wo" else 128
+    assert report.policies == {name: f"{count} scales below the normal numbers of float16: rounded up (--dtype)"}
+    assert bridge.convert(source, "tripy", quant, tmp_path / "brain", dtype="bf16").policies == {}
+    assert lint(tmp_path / "half") == []
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("quant", ["int8_wo", "int4_wo"])
+def test_a_doubled_scale_is_found_in_every_layout(quant: str, linear: bool, tmp_path: Path) -> None:
+    source = made(CONFIG | {"num_key_value_heads": 4})
+    tensors, _ = tripy.convert(source, quant, tmp_path / "out", dtype="bf16", linear=linear)
+    name = f"{DOWN}.weight_scale"
+    tensors[name].view(-1)[7] *= 2
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    (found,) = audit(tmp_path / "out")
+    assert found.startswith(f"error [tripy] {DOWN}: has ") and "no code times its weight_scale" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["PhiForCausalLM"]}, "there is no ready Tripy module for PhiForCausalLM"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "LlamaForCausalLM has no rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "LlamaForCausalLM has no rope_type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, ""),
+    ],
+)
+def test_a_model_without_a_ready_module_is_told_before_the_run(change: dict[str, Any], says: str) -> None:
+    found = no_ready_module(CONFIG | change)
+    assert says in found and bool(found) == bool(says)
+    assert not says or found.endswith("write your own and fill it: bridge.targets.tripy.load(directory, module)")
+
+
+def test_the_plan_has_that_note() -> None:
+    dynamic = CONFIG | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert [no_ready_module(dynamic)] == list(bridge.plan(made(dynamic), "tripy", "int8_wo").notes[-1:])
+    assert "ready" not in " ".join(bridge.plan(made(), "tripy", "int8_wo").notes)
+
+
+class Named:
+    """A dtype as nvtripy has them."""
+
+    name = "float16"
+
+
+@pytest.mark.parametrize("target", ["tripy", "hf", "trt", "trtllm"])
+@pytest.mark.parametrize("dtype", [torch.float16, np.float16, np.dtype("float16"), Named(), "torch.float16", "half"])
+def test_every_target_takes_a_dtype_by_any_name(target: str, dtype: Any) -> None:
+    source = made(CONFIG | {"rms_norm_eps": 1e-6, "hidden_act": "silu"})  # which trtllm must know
+    assert bridge.plan(source, target, "int8_wo", dtype=dtype).options["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("target", ["tripy", "hf", "trt", "trtllm"])
+@pytest.mark.parametrize("dtype", [16, True, ["fp16"], torch.int4, object])
+def test_every_target_refuses_what_is_no_dtype(target: str, dtype: Any) -> None:
+    with pytest.raises(UsageError, match=r"dtype ['\"]"):
+        bridge.plan(made(), target, "int8_wo", dtype=dtype)
+
+
+@pytest.mark.parametrize(("target", "option"), [("tripy", "linear"), ("trt", "cache"), ("trt", "stamp")])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_an_option_of_two_values_takes_no_other(target: str, option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"option '{option}' of target {target} is True or False"):
+        bridge.plan(made(), target, "int8_wo", **{option: value})
+
+
+# What was written
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FP8 with input scales, and one matrix in INT4 [in, out]."""
+    root = tmp_path_factory.mktemp("tripy")
+    source = made()
+    text = 'base = "fp8"\n[[rule]]\nroles = ["mlp.down.weight"]\nquant = "int4_wo"\n'
+    tripy.convert(source, recipe(root, text), root / "out", calib=seen(source))
+    assert lint(root / "out") == []
+    return root / "out"
+
+
+def damaged(written: Path, out: Path, section: Any = None, **tensors: torch.Tensor | None) -> Path:
+    """A copy with other tensors (None: left out; `__` for dots), or another section `tripy`."""
+    shutil.copytree(written, out)
+    held = load_file(written / "model.safetensors")
+    for name, tensor in tensors.items():
+        held.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            held[name.replace("__", ".")] = tensor
+    save_file(held, out / "model.safetensors")
+    if section is not None:
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(config | {"tripy": section(config["tripy"])}))
+    return out
+
+
+def entry_with(module: str, **change: Any) -> Any:
+    def changed(section: dict[str, Any]) -> dict[str, Any]:
+        modules = section["modules"]
+        return section | {"modules": modules | {module: modules[module] | change}}
+
+    return changed
+
+
+UP = "model.layers.1.mlp.up_proj"
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"model__norm__weight": torch.ones(128).half()}, "model.norm.weight: is float16, a module of float32 takes no"),
+    ({"lm_head__weight_scale": torch.ones(())}, "lm_head.weight_scale: belongs to no quantized module"),
+    ({f"{UP}.weight_scale": None}, f"{UP}: has no weight matrix with a weight_scale beside it"),
+    ({f"{UP}.weight_scale": torch.ones(1)}, f"{UP}: has a weight_scale of shape (1,), where () is read"),
+    ({f"{DOWN}.weight_scale": torch.ones(128, 3)}, f"{DOWN}: has a weight_scale of shape (128, 3), where (3, 128)"),
+    ({f"{UP}.weight_scale": torch.zeros(())}, f"{UP}: has weight_scale that is not finite and above zero"),
+    ({f"{UP}.input_scale": torch.tensor(float("nan"))}, f"{UP}: has input_scale that is not finite"),
+    ({f"{UP}.input_scale": None}, f"{UP}: lacks input_scale of shape ()"),
+    ({"section": entry_with(UP, quant_dtype="int2")}, f"tripy.modules.{UP} has a quant_dtype that Tripy has not"),
+    ({"section": entry_with(UP, weight_quant_dim=1)}, f"tripy.modules.{UP} has a weight_quant_dim that is neither"),
+    ({"section": entry_with(UP, block=100)}, f"tripy.modules.{UP} has blocks: Tripy has them for int4 only"),
+    ({"section": entry_with(DOWN, block=100)}, f"{DOWN}: has blocks of 100, which do not divide the first axis"),
+    ({"section": entry_with(UP, pre_quant_scale=True)}, f"{UP}: lacks pre_quant_scale of shape (128,)"),
+    ({"section": entry_with(UP, input_scale=False)}, f"{UP}.input_scale: belongs to no quantized module"),
+    ({"section": lambda section: section | {"format": 2}}, "format 2 of section 'tripy'; this version reads 1"),
+    (
+        {"section": lambda section: {"format": 1, "dtype": "float32"}},
+        "section 'tripy' lacks modules, copies or snapped",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_lint_finds_what_breaks_the_contract(number: int, written: Path, tmp_path: Path) -> None:
+    change, says = BROKEN[number]
+    section = change.get("section")
+    tensors = {name.replace(".", "__"): tensor for name, tensor in change.items() if name != "section"}
+    found = lint(damaged(written, tmp_path / "out", section, **tensors))
+    assert says in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        (f"{UP}.weight_scale", torch.tensor(3e-3), "weights that are no code times its weight_scale"),
+        (f"{DOWN}.weight", torch.full((384, 128), 0.3), f"{DOWN}: has 49152 of 49152 weights that are no code times"),
+    ],
+)
+def test_an_audit_finds_values_that_are_no_codes(
+    name: str, tensor: torch.Tensor, says: str, written: Path, tmp_path: Path
+) -> None:
+    out = damaged(written, tmp_path / "out", **{name.replace(".", "__"): tensor})
+    assert lint(out) == []
+    assert says in audit(out)[0]
+    assert audit(written) == []
+
+
+def test_lint_folds_layers_and_finds_unreadable_files(written: Path, tmp_path: Path) -> None:
+    changes = {f"model__layers__{n}__mlp__up_proj__weight_scale": torch.ones(2) for n in range(3)}
+    (line,) = lint(damaged(written, tmp_path / "folded", **changes))
+    assert line.startswith("error [tripy] model.layers.{0..2}.mlp.up_proj: has a weight_scale")
+    cut = damaged(written, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-1])
+    assert lint(cut)[0].startswith("error [files]")
+    (cut / "config.json").unlink()
+    assert lint(cut)[0].startswith("error [files]")
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        (f"{DOWN}.weight", 5),
+        (f"{UP}.weight", 9),
+        (f"{DOWN}.weight_scale", 2),
+        (f"{UP}.input_scale", 0),
+        ("lm_head.weight", 3),
+    ],
+)
+def test_one_damaged_number_is_found(name: str, at: int, written: Path, tmp_path: Path) -> None:
+    assert bridge.verify(written, made()).passed
+    tensor = load_file(written / "model.safetensors")[name].clone()
+    step = load_file(written / "model.safetensors").get(f"{name}_scale")
+    if step is not None:  # one code further, or one of the larger ones of e4m3
+        tensor.reshape(-1)[at] += step.reshape(-1)[0] * (32 if step.ndim == 0 else 1)
+    else:
+        tensor.reshape(-1)[at] *= 1.05
+    out = damaged(written, tmp_path / "out", **{name.replace(".", "__"): tensor})
+    report = bridge.verify(out, made())
+    assert not report.passed
+    assert [row.name for row in report.parity.tensors if not row.passed] == [
+        name.replace("_scale", "") if "weight" in name else name
+    ]
+
+
+ALONE = """
+import sys
+import bridge
+bridge.convert({model!r}, "tripy", "int4_wo", {out!r}, verify=False, dtype="fp16")
+print(sorted({{"torch", "transformers", "modelopt", "nvtripy", "safetensors"}} & set(sys.modules)))
+"""
+
+
+def test_a_scheme_without_calibration_loads_no_framework(tmp_path: Path) -> None:
+    directory = oracle.save(build("llama"), tmp_path / "source")
+    code = ALONE.format(model=str(directory), out=str(tmp_path / "out"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["[]"]), done.stderr
+
+
+@pytest.mark.parametrize("quant", ["int8_wo", "int4_wo"])
+def test_the_bytes_do_not_depend_on_threads_or_memory(
+    quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = set()
+    for cores, memory in ((1, None), (5, 80 << 20)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        out = tmp_path / str(cores)
+        bridge.convert(made(dtype="bfloat16"), "tripy", quant, out, memory=memory, dtype="fp16", verify=False)
+        found.add((out / "model.safetensors").read_bytes())
+    assert len(found) == 1

@@ -1,0 +1,142 @@
+"""The runner answers from the compiled module, or says that it does not; the example continues a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import VerifyError
+from bridge.tripy import runtime
+from tests.tripy.models import config, expected, filled, ids, model, write
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tripy_generate.py"
+TINY = EXAMPLE.parent / "models" / "tiny-gpt2"
+Capture = pytest.CaptureFixture[str]
+FEEDS = {"input_ids": ids().numpy(), "attention_mask": np.ones((2, 70), np.int64)}
+
+
+def apart(found: np.ndarray, wanted: Any) -> float:
+    return float(np.linalg.norm(found - np.asarray(wanted)) / np.linalg.norm(wanted))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one: the stand-in needs none."""
+    monkeypatch.setattr(runtime, "_need_gpu", lambda: None)
+
+
+def test_compiled_module_answers_as_transformers(gpu: None, tp: Any, tmp_path: Path) -> None:
+    source = model("gpt2-bare")
+    made = runtime.Runtime(write(source, tmp_path / "out"))
+    assert made.twin == ""
+    assert apart(made.run(FEEDS)["output 0"], expected(source, ids())) <= 5e-6
+
+
+def test_without_a_gpu_the_weights_run_in_transformers(tmp_path: Path) -> None:
+    source = model("gpt2-bare")
+    made = runtime.Runtime(write(source, tmp_path / "out"))
+    assert made.twin == ("its weights in the transformers model (Tripy runs on NVIDIA GPUs, and there is none here)")
+    assert apart(made.run(FEEDS)["output 0"], expected(source, ids())) <= 5e-6
+
+
+def test_architecture_without_a_module_runs_in_transformers(gpu: None, tp: Any, tmp_path: Path) -> None:
+    from tests.export_families import build
+
+    made = runtime.Runtime(write(build("gemma"), tmp_path / "out"))
+    assert "no ready Tripy module for GemmaForCausalLM" in made.twin
+
+
+def test_file_that_does_not_load_is_broken_not_unproved(gpu: None, tp: Any, tmp_path: Path) -> None:
+    out = write(model("gpt2-bare"), tmp_path / "out")
+    weights = out / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(VerifyError, match=r"the written model does not load: .*truncated"):
+        runtime.Runtime(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "quant", "options", "tolerance"),
+    [
+        ("tiny-gpt2", "int8_wo", {}, 2e-6),
+        ("tiny-gpt2", "int4_awq", {}, 2e-6),
+        ("tiny-gpt2", "int4_wo", {"linear": True}, 2e-6),
+        ("tiny-llama", "int4_awq", {}, 2e-6),
+        # The twin leaves activations alone: this only shows that input and pre-scales are where they belong.
+        ("tiny-gpt2", "int8_sq", {}, 5e-2),
+        ("tiny-llama", "fp8", {}, 5e-2),
+    ],
+)
+def test_compiled_module_and_dequantized_twin_agree(
+    name: str, quant: str, options: dict[str, Any], tolerance: float, tp: Any, tmp_path: Path
+) -> None:
+    """Blocks, transposes and pre-scales, read by two programs: Tripy's Q/DQ, and ours undone for transformers."""
+    out = write(TINY.parent / name, tmp_path / "out", quant, **options)
+    feeds = {"input_ids": ids(900).numpy()}
+    twin = runtime.Runtime(out).run(feeds)["output 0"]
+    assert apart(runtime.Compiled(filled(out)).run(feeds)["output 0"], twin) <= tolerance
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("tripy_generate", EXAMPLE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_example_continues_from_a_written_directory(tp: Any, tmp_path: Path, capsys: Capture) -> None:
+    """The module is compiled once and takes every length on the way."""
+    out = write(TINY, tmp_path / "kept", "int8-weight-only", dtype="fp16")
+    given = ["--model", str(out), "--input-text", "This function returns", "--max-new-tokens", "6", "--seed", "3"]
+    example().main(given)
+    text = capsys.readouterr().out
+    assert text.startswith("This function returns") and len(text) > len("This function returns\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "int8-weight-only", "int4-weight-only", "float8"])
+def test_example_generates_in_every_mode(mode: str, tp: Any, capsys: Capture) -> None:
+    said = []
+    for _ in range(2):
+        example().main(["--input-text", "The value of", "--quant-mode", mode, "--max-new-tokens", "5", "--seed", "1"])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[0].startswith("The value of")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--input-text", "If", "--max-new-tokens", "600"], "600 tokens; the model has 512 positions"),
+        (["--input-text", ""], "0 tokens to continue and 10 new ones"),
+        (["--input-text", "If", "--max-new-tokens", "0"], "2 tokens to continue and 0 new ones"),
+        (["--input-text", "If", "--model", "{bert}"], "no ready Tripy module that writes text for BertForMaskedLM"),
+        (["--input-text", "If", "--model", "{wordless}"], "no tokenizer beside the weights"),
+        (["--input-text", "If", "--model", "{wordless}/absent"], "absent"),
+    ],
+)
+def test_example_refuses_before_it_converts(
+    given: list[str], said: str, tp: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "convert", None, raising=False)
+    for name, directory in (("bert-words", "bert"), ("gpt2", "wordless")):
+        config(name).save_pretrained(tmp_path / directory)
+    with pytest.raises(SystemExit):
+        example().main([word.format(bert=tmp_path / "bert", wordless=tmp_path / "wordless") for word in given])
+    assert said in capsys.readouterr().err
+
+
+def test_example_without_nvtripy_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvtripy", None)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--input-text", "If"])
+    install = re.escape("pip install nvtripy -f https://nvidia.github.io/TensorRT-Incubator/packages.html")
+    with pytest.raises(SystemExit, match=install):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
