@@ -23,10 +23,30 @@ _HOME = {
     "Calibration": "bridge.quant.calibration",
     "Scheme": "bridge.quant.scheme",
     "BridgeError": "bridge.errors",
+    # names that users of Tripy's example and of NeMo call already
+    "modelopt_quantize": "bridge.doors.tripy",
+    "create_forward_loop": "bridge.doors.tripy",
+    "convert_to_scale": "bridge.doors.tripy",
+    "get_submodule": "bridge.doors.tripy",
+    "load_weights_from_hf": "bridge.doors.tripy",
+    "load_quant_weights_from_hf": "bridge.doors.tripy",
+    "Quantizer": "bridge.doors.nemo",
 }
 
+_PACKAGES = ("targets",)  # loaded likewise: `bridge.targets.tripy.build` needs no import of its own
+
 if TYPE_CHECKING:
+    from bridge import targets as targets
     from bridge.api import calibrate, check, convert, plan, verify
+    from bridge.doors.nemo import Quantizer
+    from bridge.doors.tripy import (
+        convert_to_scale,
+        create_forward_loop,
+        get_submodule,
+        load_quant_weights_from_hf,
+        load_weights_from_hf,
+        modelopt_quantize,
+    )
     from bridge.errors import BridgeError
     from bridge.planning import Plan
     from bridge.quant.calibration import Calibration
@@ -37,12 +57,19 @@ __all__ = [
     "BridgeError",
     "Calibration",
     "Plan",
+    "Quantizer",
     "Report",
     "Scheme",
     "__version__",
     "calibrate",
     "check",
     "convert",
+    "convert_to_scale",
+    "create_forward_loop",
+    "get_submodule",
+    "load_quant_weights_from_hf",
+    "load_weights_from_hf",
+    "modelopt_quantize",
     "plan",
     "verify",
 ]
@@ -55,4 +82,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"bridge.{name}")
     raise AttributeError(f"module 'bridge' has no attribute {name!r}")

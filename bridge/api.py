@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from bridge.planning import Plan
     from bridge.quant.calibration import Calibration
     from bridge.quant.data import Data
+    from bridge.quant.modelopt import FakeQuantized
     from bridge.quant.scheme import Scheme
     from bridge.report import Report
     from bridge.sources import Source
-    from bridge.targets import Target
     from bridge.values import Format, Structure
 
 
@@ -90,6 +90,25 @@ def calibrate(
         raise UsageError("calibrate needs a scheme: quant='fp8', say")
     prepared = _data(source, data, samples, sequence)
     return _calibrate(source, structure, scheme, prepared, device, progress or quiet)
+
+
+def fake_quantize(
+    model: Any,
+    scheme: Scheme,
+    data: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    least: float = 0,
+) -> FakeQuantized:
+    """`calibrate`, and the fake-quantized model beside it, for `bridge.doors`; `model` stays as it is.
+
+    Nothing is held out, so the model runs as often as ModelOpt asks for. `least`: the least amax of an input.
+    """
+    from bridge.quant.modelopt import fake_quantize as run
+
+    source = _open(model, None, None)
+    prepared = replace(_data(source, data, samples, sequence), held_out=())
+    return run(source, _structure(source), scheme, prepared, least=least)
 
 
 def convert(
@@ -291,17 +310,11 @@ def _structure(source: Source) -> Structure:
     return kept
 
 
-def _target(name: str) -> Target:
-    from bridge.targets import load_target
-
-    return load_target(name)
-
-
 def _plan(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
     from bridge.planning import make_plan
-    from bridge.targets import make_options
+    from bridge.targets import load_target, make_options
 
-    chosen = _target(target)
+    chosen = load_target(target)
     resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
     return make_plan(source, structure, chosen, scheme, resolved)
 
@@ -315,14 +328,17 @@ def _given_calibration(
 
     if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
         calib = Calibration.load(Path(calib))
+    own = calib is None and scheme is not None and scheme.needs_calibration
+    calib = getattr(source, "calibration", None) if own else calib  # quantized where it was trained
     if not isinstance(calib, Calibration):
         return None
     if scheme is None:
         raise UsageError("a calibration was given but no scheme: pass quant=")
     formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
     attention = [step.attention for step in plan_.steps if step.attention]
-    made_for = calib.provenance.model
-    if made_for and made_for != fingerprint(structure, source):
+    if own and calib.missing(formats, attention, scheme.kv):
+        return None
+    if (made_for := calib.provenance.model) and made_for != fingerprint(structure, source):
         raise CalibrationError(
             f"the calibration was made for another model ({calib.provenance.architecture}): its tensors differ from "
             f"those of {source.where} in name, shape or dtype; calibrate this one"
@@ -355,9 +371,9 @@ def _data(source: Source, data: Any, samples: int | None, sequence: int | None, 
 def _calibrate(
     source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, progress: Progress
 ) -> Calibration:
-    from bridge.quant.modelopt import calibrate as run
+    from bridge.quant.modelopt import fake_quantize as run
 
-    return run(source, structure, scheme, data, device=device, progress=progress)
+    return run(source, structure, scheme, data, device=device, progress=progress).calibration
 
 
 def _calibrate_once(directory: Path, job: _Job, device: str | None, progress: Progress) -> Calibration:

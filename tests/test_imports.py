@@ -54,5 +54,10 @@ def test_a_plan_of_an_architecture_with_a_table_loads_no_framework() -> None:
     assert not loaded(command(*words)) & FRAMEWORKS
 
 
+def test_the_loader_of_target_tripy_is_there_without_an_import_of_its_own() -> None:
+    code = "import bridge; assert callable(bridge.targets.tripy.build) and not hasattr(bridge.targets, 'trippy')"
+    assert not loaded(code) & (FRAMEWORKS | {"nvtripy"})
+
+
 def test_check_of_the_tables_loads_no_framework() -> None:
     assert not loaded("import bridge; bridge.check()") & FRAMEWORKS

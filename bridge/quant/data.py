@@ -10,7 +10,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, CalibrationError, UsageError
@@ -58,10 +60,14 @@ def prepare(data: Any, source: Source, *, samples: int | None = None, sequence: 
     if data is None:
         return _default(source, samples, sequence)
     if isinstance(data, str | Path):
-        return _rows(_documents(data, source, samples or SAMPLES), source, str(data), samples, sequence)
+        texts = documents(data, source.load_tokenizer, samples or SAMPLES)
+        return _rows(texts, source, str(data), samples, sequence)
     if callable(data) and not isinstance(data, Mapping) and not hasattr(data, "__iter__"):
-        rest = _default(source, samples, sequence)
-        return Data((), rest.held_out, _code_digest(data), 0, 0, forward_loop=data)
+        try:
+            held_out = _default(source, samples, sequence).held_out
+        except CalibrationError:  # a text that this model cannot read is nothing that the user gave
+            held_out = ()
+        return Data((), held_out, _code_digest(data), 0, 0, forward_loop=data)
     items = [data] if isinstance(data, Mapping) or hasattr(data, "dtype") else data
     if not isinstance(items, Iterable):
         raise CalibrationError(
@@ -80,17 +86,23 @@ def _default(source: Source, samples: int | None, sequence: int | None) -> Data:
         source.load_tokenizer()
     except BridgeError as error:
         return Data((), (), "", 0, 0, missing=f"{error}; or give batches of token ids as calibration data")
-    return _rows([_DEFAULT.read_text(encoding="utf-8")], source, "the embedded text", samples, sequence)
+    return _rows(documents(None, source.load_tokenizer, 1), source, "the embedded text", samples, sequence)
 
 
-def _documents(data: str | Path, source: Source, samples: int) -> list[str]:
+def documents(data: str | Path | None, load_tokenizer: Callable[[], Any], samples: int) -> list[str]:
+    """Return the texts of a file, of a dataset id or (None) the embedded one.
+
+    A text file is one document, of a dataset enough are read for `samples` rows; the tokenizer spells chats.
+    """
+    if data is None:
+        return [_DEFAULT.read_text(encoding="utf-8")]
     path = Path(data)
     if path.is_dir():
         raise CalibrationError(f"{path}: a directory; give a text or JSONL file")
     if not path.is_file():
         if isinstance(data, Path) or path.suffix in (".txt", ".jsonl", ".json", ".md", ".csv") or path.is_absolute():
             raise CalibrationError(f"{path}: no such calibration file")
-        return _dataset(str(data), source, samples)
+        return _dataset(str(data), load_tokenizer, samples)
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_READ)
@@ -102,18 +114,18 @@ def _documents(data: str | Path, source: Source, samples: int) -> list[str]:
         return [text]
     # the last line may be cut by the read limit
     lines = text.splitlines() if len(text) < _READ else text.splitlines()[:-1]
-    return [_record(line, f"{path}:{n}", source) for n, line in enumerate(lines, 1) if line.strip()]
+    return [_record(line, f"{path}:{n}", load_tokenizer) for n, line in enumerate(lines, 1) if line.strip()]
 
 
-def _record(line: str, where: str, source: Source) -> str:
+def _record(line: str, where: str, load_tokenizer: Callable[[], Any]) -> str:
     try:
         record = json.loads(line)
     except ValueError as cause:
         raise CalibrationError(f"{where}: not JSON: {cause}") from cause
-    return _text(record, where, source)
+    return _text(record, where, load_tokenizer)
 
 
-def _text(record: Any, where: str, source: Source) -> str:
+def _text(record: Any, where: str, load_tokenizer: Callable[[], Any]) -> str:
     text = record.get("text") if isinstance(record, Mapping) else None
     if isinstance(text, str):
         return text
@@ -122,14 +134,14 @@ def _text(record: Any, where: str, source: Source) -> str:
         found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
         raise CalibrationError(f'{where}: expected a field "text" (string) or "messages" (chat), found {found}')
     try:
-        return str(source.load_tokenizer().apply_chat_template(messages, tokenize=False))
+        return str(load_tokenizer().apply_chat_template(messages, tokenize=False))
     except BridgeError:
         raise
     except Exception as cause:  # templates raise errors of their own
         raise CalibrationError(f"{where}: the tokenizer's chat template refused the messages: {cause}") from cause
 
 
-def _dataset(name: str, source: Source, samples: int) -> list[str]:
+def _dataset(name: str, load_tokenizer: Callable[[], Any], samples: int) -> list[str]:
     try:
         from datasets import load_dataset
     except ImportError as cause:
@@ -145,7 +157,7 @@ def _dataset(name: str, source: Source, samples: int) -> list[str]:
             f"{name}: neither a file nor a dataset that can be loaded here: {lines[0][:300]}; without network give a "
             'text file, or fetch the dataset into the cache first ("org/name" or "org/name:configuration")'
         ) from cause
-    return [_text(row, f"{name}[{n}]", source) for n, row in enumerate(rows)]
+    return [_text(row, f"{name}[{n}]", load_tokenizer) for n, row in enumerate(rows)]
 
 
 def _rows(documents: Sequence[str], source: Source, where: str, samples: int | None, sequence: int | None) -> Data:
@@ -157,7 +169,7 @@ def _rows(documents: Sequence[str], source: Source, where: str, samples: int | N
     tokenizer = source.load_tokenizer()
     before, after = _specials(tokenizer)
     ids = tokenizer("\n\n".join(documents), add_special_tokens=False, verbose=False)["input_ids"]
-    length = sequence or min(SEQUENCE, _positions(source.config) or SEQUENCE)
+    length = sequence or min(SEQUENCE, positions(source.config) or SEQUENCE)
     content = length - len(before) - len(after)
     if content < 1:
         raise CalibrationError(f"sequence={length} leaves no room beside {len(before) + len(after)} special tokens")
@@ -274,7 +286,7 @@ def _size(batch: Mapping[str, Any]) -> int:
 def _checked(
     batches: tuple[dict[str, Any], ...], held_out: tuple[dict[str, Any], ...], source: Source, where: str
 ) -> Data:
-    vocabulary, positions = _vocabulary(source.config), _positions(source.config)
+    vocabulary, longest = _vocabulary(source.config), positions(source.config)
     for batch in (*batches, *held_out):
         for name, tensor in batch.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -290,10 +302,10 @@ def _checked(
                 f"{where}: ids reach from {low} to {high}, the model's vocabulary ends at {vocabulary}: "
                 "is it the tokenizer of this model?"
             )
-        if positions is not None and ids.shape[1] > positions:
-            raise CalibrationError(f"{where}: rows of {ids.shape[1]} tokens, the model has {positions} positions")
-    longest = max((b["input_ids"].shape[1] for b in batches if "input_ids" in b), default=0)
-    return Data(batches, held_out, _digest(batches), sum(map(_size, batches)), int(longest))
+        if longest is not None and ids.shape[1] > longest:
+            raise CalibrationError(f"{where}: rows of {ids.shape[1]} tokens, the model has {longest} positions")
+    length = max((b["input_ids"].shape[1] for b in batches if "input_ids" in b), default=0)
+    return Data(batches, held_out, _digest(batches), sum(map(_size, batches)), int(length))
 
 
 def _digest(batches: Iterable[Mapping[str, Any]]) -> str:
@@ -308,17 +320,57 @@ def _digest(batches: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _code_digest(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    said = repr((code.co_code, [c for c in code.co_consts if isinstance(c, str | int | float)])) if code else ""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return hashlib.sha256(f"forward_loop {name} {said}".encode()).hexdigest()
+    digest = hashlib.sha256(b"forward_loop")
+    for part in _held(function, set()):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """What tells two loops apart: code, and the words, numbers and tensors it closes over; of the rest the type."""
+    import numpy as np
+    import torch
+
+    if isinstance(value, str | bytes | int | float | Path | None):
+        yield repr(value).encode()
+        return
+    kind = type(value)
+    yield f" {getattr(value, '__qualname__', kind.__qualname__)} ".encode()
+    if id(value) in seen:  # a function may close over itself
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield _digest([{"": value.detach().cpu()}]).encode()
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield f"{value.dtype} {value.shape} ".encode() + value.tobytes()
+    elif isinstance(value, Mapping):
+        yield from _each([*value.keys(), *value.values()], seen)
+    elif isinstance(value, list | tuple):
+        yield from _each(value, seen)
+    elif code := getattr(value, "__code__", None):
+        yield repr((code.co_code, [c for c in code.co_consts if isinstance(c, str | int | float)])).encode()
+        cells = getattr(value, "__closure__", None) or ()
+        held = [cell.cell_contents for cell in cells if cell != CellType()]
+        yield from _each([*held, *(getattr(value, "__defaults__", None) or ())], seen)
+    elif isinstance(value, partial):
+        yield from _each([value.func, value.args, value.keywords], seen)
+    elif isinstance(value, torch.utils.data.DataLoader):
+        yield from _held(value.dataset, seen)
+    elif isinstance(value, torch.utils.data.TensorDataset):
+        yield from _each(value.tensors, seen)
+
+
+def _each(values: Iterable[Any], seen: set[int]) -> Iterator[bytes]:
+    for value in values:
+        yield from _held(value, seen)
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int | None:
     return _number(config, "vocab_size")
 
 
-def _positions(config: Mapping[str, Any]) -> int | None:
+def positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions the model has, where its config says so."""
     return _number(config, "max_position_embeddings") or _number(config, "n_positions")
 
 

@@ -22,11 +22,18 @@ import numpy as np
 
 from bridge.errors import CalibrationError, UsageError, fold_layers
 from bridge.quant.answers import Run, as_arrays, perplexity, pick, runner, sample
-from bridge.quant.calibration import Applied, Calibration, HeldOut, Provenance
+from bridge.quant.calibration import Calibration, HeldOut, Provenance
 from bridge.quant.data import Data
-from bridge.quant.policies import settle
 from bridge.quant.quantizers import Wire, quant_cfg, wires
 from bridge.quant.scheme import Scheme, is_calibrated, is_static
+from bridge.quant.statistics import (
+    Twin,
+    raise_inputs,
+    read_statistics,
+    smoothable,
+    smoothquant_scales,
+    weight_amax,
+)
 from bridge.values import Structure
 
 if TYPE_CHECKING:
@@ -38,16 +45,14 @@ _PASSES = {"max": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data
 
 
 @dataclass(frozen=True)
-class Twin:
-    """ModelOpt's fake-quantized model and how our sites lie in it. `scales` are the pre-scales by live module."""
+class FakeQuantized:
+    """A twin whose forward is ModelOpt's fake-quantized one, and the statistics that it was quantized with."""
 
     model: Any
-    wires: tuple[Wire, ...]
-    attention: dict[str, str]  # live -> checkpoint
-    scales: dict[str, Any]
+    calibration: Calibration
 
 
-def calibrate(
+def fake_quantize(
     source: Source,
     structure: Structure,
     scheme: Scheme,
@@ -55,8 +60,12 @@ def calibrate(
     *,
     device: str | None = None,
     progress: Progress | None = None,
-) -> Calibration:
-    """Run the model with ModelOpt and return the statistics that `scheme` needs.
+    least: float = 0.0,
+) -> FakeQuantized:
+    """Run the model of `source` with ModelOpt; the model stays as it is.
+
+    The twin lies over the model's memory: a weight that is changed there later is changed in the twin, too.
+    `least`: the amax of an input is raised to it where it is smaller.
 
     Raises:
         CalibrationError: before the model is loaded where data or CUDA are missing.
@@ -70,9 +79,10 @@ def calibrate(
 
     origins = live_names(model, source.specs)
     report = progress or (lambda done, total, text: None)
-    with fake_quantized(model, scheme, structure, data, origins, device=device, progress=report) as twin:
-        statistics, applied = _statistics(twin, scheme)
-        held = _held_out(model, twin, scheme, data, report) if data.held_out else None
+    twin = _calibrated(model, scheme, structure, data, origins, device, report)
+    raised = raise_inputs(twin, least)
+    statistics, applied = read_statistics(twin, scheme)
+    held = _held_out(model, twin, scheme, data, report) if data.held_out else None
     provenance = Provenance(
         scheme=scheme.name,
         scheme_digest=scheme.digest,
@@ -84,7 +94,8 @@ def calibrate(
         sequence=data.sequence,
         versions={name: _version(name) for name in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
     )
-    return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
+    calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
+    return FakeQuantized(twin.model, calibration)
 
 
 def check_device(scheme: Scheme, device: str | None) -> None:
@@ -104,18 +115,16 @@ def check_device(scheme: Scheme, device: str | None) -> None:
     )
 
 
-@contextlib.contextmanager
-def fake_quantized(
+def _calibrated(
     model: Any,
     scheme: Scheme,
     structure: Structure,
     data: Data,
     origins: Mapping[str, Origin],
-    *,
-    device: str | None = None,
-    progress: Progress | None = None,
-) -> Iterator[Twin]:
-    """Calibrate a twin of `model` and lend it: its forward is ModelOpt's fake-quantized one. `model` stays as it is."""
+    device: str | None,
+    report: Progress,
+) -> Twin:
+    """A twin of `model` that ModelOpt has quantized and calibrated."""
     mtq = _modelopt()
     import torch
 
@@ -127,17 +136,17 @@ def fake_quantized(
     twin = _twin(model, {w.module for w in wired if w.format.prescales}, torch)
     if device is not None:
         twin = twin.to(device)
-    loop = _loop(data, progress or (lambda done, total, text: None), _passes(wired))
+    loop = _loop(data, report, _passes(wired))
     before = {
-        w.module: _weight_amax(twin.get_submodule(w.module), w.site.layout)
+        w.module: weight_amax(twin.get_submodule(w.module), w.site.layout)
         for w in wired
         if w.format.algorithm == "smoothquant"
     }
     with quiet(), torch.no_grad():
         _run(mtq, twin, scheme, wired, live, loop)
         _check_hooked(twin, wired, live)
-        scales = _smoothquant_scales(twin, before, dict(scheme.options).get("alpha", 1.0))
-    yield Twin(twin, tuple(wired), live, scales)
+        scales = smoothquant_scales(twin, before, dict(scheme.options).get("alpha", 1.0))
+    return Twin(twin, tuple(wired), live, scales)
 
 
 def _modelopt() -> Any:
@@ -187,6 +196,8 @@ def _run(
         config = quant_cfg(part, list(live) if kv else [], kv, names)
         static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_static(kv))
         forward, method = loop if static else None, _method(algorithm, scheme)
+        if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
+            forward = _smoothable(loop, {w.module for w in part})
         if not enabled:
             mtq.quantize(twin, {"quant_cfg": config, "algorithm": method}, forward)
         else:
@@ -196,6 +207,14 @@ def _run(
         enabled += [entry["quantizer_name"] for entry in config[1:]]
     for pattern in enabled if len(used) > 1 else []:
         mtq.set_quantizer_attributes_partial(twin, pattern, {"enable": True})
+
+
+def _smoothable(loop: Callable[[Any], None], modules: set[str]) -> Callable[[Any], None]:
+    def run(model: Any) -> None:
+        loop(model)
+        smoothable(model, modules)
+
+    return run
 
 
 def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
@@ -282,73 +301,6 @@ def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str,
     return found
 
 
-def _statistics(twin: Twin, scheme: Scheme) -> tuple[dict[str, dict[str, np.ndarray]], list[Applied]]:
-    """Read amax and pre-scales off the quantizers, settled by the scheme's policies, by checkpoint module."""
-    raw: dict[str, float | None] = {}
-    bounds: dict[str, float] = {}
-    applied: list[Applied] = []
-    arrays: dict[str, dict[str, np.ndarray]] = {"smoothing_amax": {}, "awq_scale": {}, "pre_scale": {}}
-    for wire in twin.wires:
-        name, form = wire.site.module, wire.format
-        if form.input is not None and is_static(form.input):
-            bounds[name] = form.input.maxbound
-            values = [v for v in (raw.get(name), _amax(twin.model, wire.input_quantizer)) if v is not None]
-            raw[name] = max(values, default=None)
-        if form.prescales:
-            kind, array = _pre_scale(twin, wire, scheme)
-            if kind == "":
-                applied.append(Applied(name, "pre-scale", "never seen", "ones", 1.0))
-            arrays[kind or "pre_scale"][name] = array
-    sites = [wire.site for wire in twin.wires]
-    arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies)
-    applied += used
-    for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
-        found = {ours: _amax(twin.model, f"{live}.{letter}_bmm_quantizer") for live, ours in twin.attention.items()}
-        full = dict.fromkeys(found, scheme.kv.maxbound if scheme.kv else 1.0)
-        arrays[f"{letter}_amax"], used = settle(found, f"{letter} amax", (), full, scheme.policies)
-        applied += used
-    return arrays, applied
-
-
-def _amax(model: Any, quantizer: str) -> float | None:
-    value = getattr(model.get_submodule(quantizer), "_amax", None)
-    return None if value is None else float(value.float().max())
-
-
-def _pre_scale(twin: Twin, wire: Wire, scheme: Scheme) -> tuple[str, np.ndarray]:
-    """The kind of a module's pre-scale and its values; kind "" and ones where no token arrived."""
-    module = twin.model.get_submodule(wire.module)
-    if wire.format.algorithm == "awq":
-        found, kind = getattr(getattr(module, "awq_lite", None), "best_scale", None), "awq_scale"
-    elif dict(scheme.options).get("alpha", 1.0) == 1.0:
-        found, kind = getattr(module.input_quantizer, "_amax_for_smoothing", None), "smoothing_amax"
-    else:
-        found, kind = twin.scales.get(wire.module), "pre_scale"
-    if found is None:
-        return "", np.ones(module.weight.shape[1], np.float32)
-    return kind, found.float().cpu().reshape(-1).numpy().copy()
-
-
-def _weight_amax(module: Any, layout: str) -> Any:
-    # max |w| of each `in`, before ModelOpt smooths the weight (and turns a Conv1D's [in, out] around)
-    return module.weight.detach().abs().amax(dim=1 if layout == "in_out" else 0)
-
-
-def _smoothquant_scales(twin: Any, before: Mapping[str, Any], alpha: float) -> dict[str, Any]:
-    """SmoothQuant's float32 pre-scales as ModelOpt computes them: it keeps only their rounding to the model's dtype."""
-    scales = {}
-    for name, weight in before.items():
-        amax = getattr(twin.get_submodule(name).input_quantizer, "_amax_for_smoothing", None)
-        if amax is None:
-            continue
-        seen = amax.float().reshape(-1).to(weight.device)
-        scale = weight.pow(1 - alpha) / seen.pow(alpha)
-        if scale.min() <= 2.0**-31:
-            scale[seen <= 2.0**-31] = 1
-        scales[name] = scale.clamp(min=1e-4, max=1e4)
-    return scales
-
-
 def _held_out(model: Any, twin: Twin, scheme: Scheme, data: Data, report: Progress) -> HeldOut:
     """What both models answer to the held-out inputs; ModelOpt's only where its kernels run."""
     import torch
@@ -390,3 +342,11 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
+
+
+def dataset_tools() -> Any:
+    """ModelOpt's module of calibration data and forward loops, for the door of that name."""
+    _modelopt()
+    from modelopt.torch.utils import dataset_utils
+
+    return dataset_utils

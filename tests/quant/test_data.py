@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,34 @@ def test_a_dataset_gives_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_must_be_positive_numbers(option: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="expected a positive whole number"):
         made(None, **option)
+
+
+def loops(*data: Any) -> set[str]:
+    """The digests of as many loops, each over one of the data, alike but for that."""
+    return {made(lambda model, held=one: [model(batch) for batch in held]).digest for one in data}
+
+
+def test_the_digest_of_a_loop_follows_what_it_closes_over() -> None:
+    assert len(loops([IDS], [IDS.clone()], (IDS.clone(),))) == 2  # the same values in a list, and in a tuple
+    assert len(loops([IDS], [IDS + 1], [IDS, IDS], {"a": IDS}, {"b": IDS}, IDS.numpy(), IDS.float().numpy())) == 7
+    loaders = [torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids)) for ids in (IDS, IDS + 1, IDS)]
+    assert len(loops(*loaders)) == 2
+
+    def over(ids: Any) -> Any:
+        def loop(model: Any) -> None:
+            model(ids)
+
+        return loop
+
+    assert made(over(IDS)).digest == made(over(IDS.clone())).digest != made(over(IDS + 1)).digest
+    assert made(partial(over, IDS)).digest != made(partial(over, IDS + 1)).digest
+
+
+def test_a_loop_that_closes_over_itself_or_over_nothing_yet_has_a_digest() -> None:
+    def loop(model: Any) -> None:
+        if model is not None:
+            loop(later)
+
+    assert made(loop).digest
+    later = IDS
+    assert made(loop).digest

@@ -17,10 +17,9 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from bridge.quant import data as data_module  # noqa: E402
 from bridge.quant.data import prepare  # noqa: E402
-from bridge.quant.modelopt import fake_quantized  # noqa: E402
+from bridge.quant.modelopt import fake_quantize  # noqa: E402
 from bridge.quant.scheme import load_scheme  # noqa: E402
 from bridge.sources import open_source  # noqa: E402
-from bridge.sources.live import live_names  # noqa: E402
 from bridge.tables.structure import structure  # noqa: E402
 
 MODEL = Path(package.__file__).parent / "model"
@@ -55,9 +54,8 @@ def test_sentence_embeddings_keep_a_mean_cosine_of_0995(scheme: str, least: floa
     texts, source = sentences(), open_source(str(MODEL))
     assert len(texts) == 200
     arch, model = structure(source.config, source.specs), source.load_model()
-    chosen, origins = load_scheme(scheme).bound(arch.sites), live_names(model, source.specs)
-    with fake_quantized(model, chosen, arch, prepare(None, source), origins) as twin:
-        cosine = torch.cosine_similarity(embeddings(twin.model, texts), embeddings(model, texts))
+    twin = fake_quantize(source, arch, load_scheme(scheme), prepare(None, source)).model
+    cosine = torch.cosine_similarity(embeddings(twin, texts), embeddings(model, texts))
     print(f"{scheme}: mean {float(cosine.mean()):.4f}, minimum {float(cosine.min()):.4f}")
     assert float(cosine.mean()) >= 0.995
     assert float(cosine.min()) >= least

@@ -30,10 +30,9 @@ import bridge  # noqa: E402
 from bridge.errors import CalibrationError  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.data import prepare  # noqa: E402
-from bridge.quant.modelopt import calibrate, fake_quantized  # noqa: E402
+from bridge.quant.modelopt import FakeQuantized, fake_quantize  # noqa: E402
 from bridge.quant.scheme import Scheme, load_scheme  # noqa: E402
 from bridge.sources import open_source  # noqa: E402
-from bridge.sources.live import live_names  # noqa: E402
 from bridge.tables.structure import structure  # noqa: E402
 from bridge.values import Format  # noqa: E402
 from tests.modelopt_oracle import ask  # noqa: E402
@@ -72,9 +71,14 @@ def built(family: str, dtype: Any = torch.float32) -> Any:
     return model
 
 
-def run(model: Any, scheme: Scheme, data: Any = None, **options: Any) -> Calibration:
+def both(model: Any, scheme: Scheme, data: Any = None, **options: Any) -> FakeQuantized:
     source = open_source(model)
-    return calibrate(source, structure(source.config, source.specs), scheme, prepare(data or IDS, source), **options)
+    arch = structure(source.config, source.specs)
+    return fake_quantize(source, arch, scheme, prepare(data or IDS, source), **options)
+
+
+def run(model: Any, scheme: Scheme, data: Any = None, **options: Any) -> Calibration:
+    return both(model, scheme, data, **options).calibration
 
 
 def preset(model: Any, config: Any, algorithm: Any = None) -> Any:
@@ -238,12 +242,9 @@ def test_the_model_is_as_it_was_when_the_loop_raises(scheme: str, error: BaseExc
 def test_a_head_tied_to_the_embedding_is_smoothed_apart_from_it(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('base = "int8_sq"\n[[rule]]\nmodules = ["lm_head"]\nquant = "int8_sq"')
     model = built("gpt2")
-    source = open_source(model)
-    arch = structure(source.config, source.specs)
-    scheme, origins = load_scheme(tmp_path / "r.toml").bound(arch.sites), live_names(model, source.specs)
-    with fake_quantized(model, scheme, arch, prepare(IDS, source), origins) as twin:
-        assert torch.equal(twin.model.transformer.wte.weight, model.transformer.wte.weight)
-        assert not torch.equal(twin.model.lm_head.weight, model.lm_head.weight)
+    twin = both(model, load_scheme(tmp_path / "r.toml")).model
+    assert torch.equal(twin.transformer.wte.weight, model.transformer.wte.weight)
+    assert not torch.equal(twin.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
@@ -263,11 +264,8 @@ def test_norms_embeddings_and_heads_carry_no_enabled_quantizer() -> None:
     model = built("bert")
     source = open_source(model)
     arch = structure(source.config, source.specs)
-    scheme, origins = load_scheme("int8").bound(arch.sites), live_names(model, source.specs)
-    with fake_quantized(model, scheme, arch, prepare(IDS, source), origins) as twin:
-        enabled = {
-            n.rpartition(".")[0] for n, m in twin.model.named_modules() if hasattr(m, "is_enabled") and m.is_enabled
-        }
+    scheme, twin = load_scheme("int8").bound(arch.sites), both(model, load_scheme("int8")).model
+    enabled = {n.rpartition(".")[0] for n, m in twin.named_modules() if hasattr(m, "is_enabled") and m.is_enabled}
     assert enabled == {s.module for s in arch.sites if isinstance(scheme.format_of(s), Format)}
     assert not any("LayerNorm" in name or "embeddings" in name for name in enabled)
 
@@ -322,9 +320,9 @@ def test_cuda_that_is_needed_and_missing_is_an_error_before_the_model_is_loaded(
     arch, data = structure(source.config, source.specs), prepare(IDS, source)
     monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("loaded"))
     with pytest.raises(CalibrationError, match="no CUDA device here, and the kernel exists there only"):
-        calibrate(source, arch, replace(load_scheme("fp8"), needs_cuda="the kernel exists there only"), data)
+        fake_quantize(source, arch, replace(load_scheme("fp8"), needs_cuda="the kernel exists there only"), data)
     with pytest.raises(CalibrationError, match="device='cuda:0' was asked for"):
-        calibrate(source, arch, load_scheme("fp8"), data, device="cuda:0")
+        fake_quantize(source, arch, load_scheme("fp8"), data, device="cuda:0")
 
 
 def test_data_that_are_missing_are_an_error_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +330,7 @@ def test_data_that_are_missing_are_an_error_before_the_model_is_loaded(monkeypat
     arch = structure(source.config, source.specs)
     monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("loaded"))
     with pytest.raises(CalibrationError, match=r"scheme fp8 needs statistics of activations: .*tokenizer"):
-        calibrate(source, arch, load_scheme("fp8"), prepare(None, source))
+        fake_quantize(source, arch, load_scheme("fp8"), prepare(None, source))
 
 
 def test_a_loop_that_runs_another_model_is_an_error() -> None:
@@ -358,6 +356,31 @@ def test_a_dead_input_gets_a_scale_of_one_and_is_told() -> None:
     assert float(found.input_amax["model.layers.1.mlp.down_proj"]) == 448.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_int8_smooths_beside_what_is_zero(family: str, dtype: str) -> None:
+    """A column of a matrix, a matrix, and one behind an input that is zero; other statistics stay as they were."""
+    model, int8 = built(family, getattr(torch, dtype)), load_scheme("int8")
+    names = [n for n, p in model.named_parameters() if n.endswith(("down_proj.weight", "mlp.c_proj.weight"))]
+    plain = run(model, int8)
+    last = model.get_parameter(names[-1])
+    with torch.no_grad():
+        last[(slice(None), 3) if family == "llama" else (3, slice(None))] = 0
+    found, module = run(model, int8), names[-1].removesuffix(".weight")
+    assert float(found.pre_scale[module][3]) == np.float32(1e-4)
+    assert np.array_equal(np.delete(found.pre_scale[module], 3), np.delete(plain.pre_scale[module], 3))
+    assert all(np.array_equal(found.pre_scale[n], plain.pre_scale[n]) for n in plain.pre_scale if n != module)
+    with torch.no_grad():  # of the first layer its input, too
+        first = names[0].rsplit(".", 2)[0]
+        for name, parameter in model.get_submodule(first).named_parameters():
+            if not name.startswith("gate"):
+                parameter.zero_()
+        last.zero_()
+    found = run(model, int8)
+    assert all(np.isfinite(scale).all() and (scale > 0).all() for scale in found.pre_scale.values())
+    assert [(a.module, a.case) for a in found.applied] == [(names[0].removesuffix(".weight"), "zero")]
+
+
 def test_progress_counts_up_to_its_total() -> None:
     seen: list[tuple[int, int, str]] = []
     run(built("llama"), load_scheme("fp8"), progress=lambda *args: seen.append(args))
@@ -368,3 +391,17 @@ def test_progress_counts_up_to_its_total() -> None:
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     run(built("llama"), load_scheme("int8_sq", kv="fp8"))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_small_amax_is_raised_in_the_statistics_and_in_the_twin_alike() -> None:
+    model, scheme = built("gpt2"), load_scheme("fp8")
+    found, plain = both(model, scheme, least=0.5), run(model, scheme)
+    small = sorted(name for name, amax in plain.input_amax.items() if amax < 0.5)
+    assert small and len(small) < len(plain.input_amax)
+    assert [(a.module, a.case, a.policy, a.value) for a in found.calibration.applied] == [
+        (name, "below 0.5", "floor", 0.5) for name in plain.input_amax if name in small
+    ]
+    for name, amax in plain.input_amax.items():
+        expected = max(float(amax), 0.5)
+        assert float(found.calibration.input_amax[name]) == expected
+        assert float(found.model.get_submodule(name).input_quantizer.amax) == expected

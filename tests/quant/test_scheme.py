@@ -41,7 +41,7 @@ def test_the_schemes_of_the_design_are_there_and_hold_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alias", "name"), [("int8-weight-only", "int8_wo"), ("int4-weight-only", "int4_wo"), ("float8", "fp8")]
+    ("alias", "name"), [("int8-weight-only", "int8_wo"), ("int4-weight-only", "int4_awq"), ("float8", "fp8")]
 )
 def test_seed_words_name_schemes(alias: str, name: str) -> None:
     assert load_scheme(alias) == load_scheme(name)

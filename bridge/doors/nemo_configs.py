@@ -1,0 +1,177 @@
+"""The two configs of NeMo's `Quantizer`, read in the words of NeMo 1 and 2; tells all that is wrong at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import UsageError, nearest
+
+SCHEMES = {
+    "int8": "int8",
+    "int8_sq": "int8_sq",
+    "fp8": "fp8",
+    "int4_awq": "int4_awq",
+    "w4a8_awq": "w4a8_awq",
+    "int4": "int4_wo",
+    "nvfp4": "nvfp4",
+    "block_fp8": "fp8_block",
+}
+DTYPES = {16: "fp16", "16": "fp16", "bf16": "bf16"}
+FORMATS = ("trtllm", "hf")
+KV_FORMATS = ("fp8", "nvfp4")
+NEMO_1 = {  # NeMo 1's word -> NeMo 2's
+    "calib_dataset": "calibration_dataset",
+    "num_calib_size": "calibration_dataset_size",
+    "save_path": "path",
+    "inference_tensor_parallel": "inference_tp",
+    "inference_pipeline_parallel": "inference_pp",
+    "sample_output": "generate_sample",
+}
+COUNTS = ("calibration_dataset_size", "calibration_seq_len", "calibration_batch_size")
+RANKS = ("inference_tp", "inference_pp")
+
+
+class QuantizerError(UsageError, AssertionError):
+    """A config or a call that NeMo would assert against; its users catch AssertionError."""
+
+
+@dataclass
+class QuantizationConfig:
+    """NeMo 2's, with its defaults."""
+
+    algorithm: str | None = "fp8"
+    awq_block_size: int | None = 128
+    sq_alpha: float | None = 0.5
+    enable_kv_cache: bool | None = None
+    kv_cache_qformat: str = "fp8"
+    calibration_dataset: str = "cnn_dailymail"
+    calibration_dataset_size: int = 512
+    calibration_batch_size: int = 64
+    calibration_seq_len: int = 128
+
+
+@dataclass
+class ExportConfig:
+    """NeMo 2's, with its defaults."""
+
+    path: str | Path
+    export_format: str = "trtllm"
+    dtype: str | int = "bf16"
+    decoder_type: str | None = None
+    inference_tp: int = 1
+    inference_pp: int = 1
+    generate_sample: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str):  # what is no path at all, Quantizer tells with all the rest
+            self.path = Path(self.path)
+
+
+QUANTIZATION = (*QuantizationConfig.__dataclass_fields__, "decoder_type", "calib_dataset", "num_calib_size")
+EXPORT = (
+    *ExportConfig.__dataclass_fields__, "compress", "save_path", "inference_tensor_parallel",
+    "inference_pipeline_parallel", "sample_output",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Configs:
+    """Both configs under NeMo 2's words; `export` is None where none was given."""
+
+    quantization: dict[str, Any]
+    export: dict[str, Any] | None
+    decoder: str | None
+
+
+def read(quantization_config: Any, export_config: Any) -> Configs:
+    """Read mappings (OmegaConf's too) or objects with attributes; QuantizerError lists all that is wrong."""
+    problems: list[str] = []
+    quantization = _said(quantization_config, "quantization_config", QUANTIZATION, "algorithm", problems)
+    export = None if export_config is None else _said(export_config, "export_config", EXPORT, "path", problems)
+    problems += _wrong_quantization(quantization)
+    problems += _wrong_export(export or {})
+    said = {str(config["decoder_type"]) for config in (quantization, export or {}) if config.get("decoder_type")}
+    if len(said) > 1:
+        problems.append(f"decoder_type is {' and '.join(sorted(said))}: one model has one")
+    if problems:
+        raise QuantizerError("\n  ".join(["Quantizer: the configs cannot be used", *problems]))
+    return Configs(quantization, export, next(iter(said), None))
+
+
+def _said(config: Any, where: str, known: tuple[str, ...], needed: str, problems: list[str]) -> dict[str, Any]:
+    """The values of a config under NeMo 2's words; a mapping's unknown keys are problems."""
+    if config is None:
+        problems.append(f"{where} is None")
+        return {}
+    if isinstance(config, Mapping):
+        problems += [f"{where}: {key!r} is unknown; {nearest(str(key), known)}" for key in config if key not in known]
+        found = {key: config[key] for key in known if key in config}
+    else:  # an object may have methods, so only known names are looked at
+        found = {key: getattr(config, key) for key in known if hasattr(config, key)}
+    problems += [f"{where}: {key!r} and {NEMO_1[key]!r} say the same" for key in found if NEMO_1.get(key) in found]
+    said = {NEMO_1.get(key, key): value for key, value in found.items()}
+    if needed not in said:
+        old = next((f" ({key} in NeMo 1)" for key, new in NEMO_1.items() if new == needed), "")
+        kind = "" if isinstance(config, Mapping) else f" ({type(config).__name__})"
+        problems.append(f"{where}{kind} has no {needed}{old}; give a mapping, or an object with attributes")
+    return said
+
+
+def _wrong_quantization(said: Mapping[str, Any]) -> list[str]:
+    problems = _wrong_algorithm(said.get("algorithm"))
+    block, alpha = said.get("awq_block_size"), said.get("sq_alpha")
+    if block is not None and (type(block) is not int or block < 0):
+        problems.append(f"awq_block_size is {block!r}; expected a whole number of values that share a scale")
+    if alpha is not None and (type(alpha) not in (int, float) or not 0 < alpha <= 1):
+        problems.append(f"sq_alpha is {alpha!r}; expected a number in (0, 1]")
+    if said.get("enable_kv_cache") not in (None, True, False):
+        problems.append(f"enable_kv_cache is {said['enable_kv_cache']!r}; expected true, false or null")
+    if said.get("kv_cache_qformat", "fp8") not in KV_FORMATS:
+        form = str(said["kv_cache_qformat"])
+        problems.append(f"kv_cache_qformat {form!r} is unknown; {nearest(form, KV_FORMATS)}")
+    if not isinstance(text := said.get("calibration_dataset"), str | Path | None):
+        problems.append(f"calibration_dataset is {text!r}; expected a file or a data set's id")
+    return problems + _wrong_counts(said, COUNTS)
+
+
+def _wrong_algorithm(name: Any) -> list[str]:
+    if name is None or (isinstance(name, str) and name in SCHEMES):
+        return []
+    if isinstance(name, Mapping) or str(name).endswith((".json", ".yaml", ".yml", ".toml")):
+        return [
+            f"algorithm {str(name)!r}: no config of ModelOpt is read here; write a recipe (TOML: a scheme as base, and "
+            "rules) and call bridge.convert(model, target, quant='recipe.toml', calib=forward_loop)"
+        ]
+    return [f"algorithm {name!r} is unknown; {nearest(str(name), SCHEMES)}; or null"]
+
+
+def _wrong_export(said: Mapping[str, Any]) -> list[str]:
+    problems, path = _wrong_counts(said, RANKS), said.get("path")
+    if "path" in said and (not path or not isinstance(path, str | Path)):
+        what = "names no directory to write" if not path else f"has the path {path!r}"
+        problems.append(f"export_config {what}: set path (save_path in NeMo 1) to a directory")
+    dtype, form = said.get("dtype", "bf16"), said.get("export_format", "trtllm")
+    if type(dtype) not in (int, str) or dtype not in DTYPES:
+        problems.append(f"dtype {dtype!r} is unknown; known: 16, '16', 'bf16'")
+    if form == "nemo":
+        problems.append("export_format 'nemo': NeMo checkpoints are not written yet; use 'hf' or 'trtllm'")
+    elif form not in FORMATS:
+        problems.append(f"export_format {form!r} is unknown; {nearest(str(form), FORMATS)}")
+    cut = [key for key in RANKS if type(said.get(key, 1)) is int and said.get(key, 1) > 1]
+    if form == "hf" and cut:
+        problems.append(f"{' and '.join(cut)}: a Hugging Face checkpoint is not cut for ranks, its runtime does that")
+    if said.get("compress") not in (None, True, False):
+        problems.append(f"compress is {said['compress']!r}; expected true or false")
+    return problems
+
+
+def _wrong_counts(said: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
+    found = {key: said[key] for key in keys if key in said}
+    return [
+        f"{key} is {value!r}; expected a positive whole number"
+        for key, value in found.items()
+        if value is not None and (type(value) is not int or value < 1)
+    ]
