@@ -37,7 +37,9 @@ Paths = Annotated[
 ]
 What = Annotated[
     str,
-    typer.Argument(metavar="WHAT", help="schemes, targets or architectures; a scheme, a written model, a calibration"),
+    typer.Argument(
+        metavar="WHAT", help="schemes, targets or architectures; a scheme, table, written model or calibration"
+    ),
 ]
 Target = Annotated[str, typer.Option(help="what loads the result: see `qbridge show targets`")]
 Quant = Annotated[str | None, typer.Option(help="a scheme (`qbridge show schemes`) or a recipe's path; none: plain")]
@@ -247,15 +249,18 @@ def check(
 @app.command()
 def show(
     what: What,
-    every: Annotated[bool, typer.Option("--all", help="one line a tensor")] = False,
+    every: Annotated[bool, typer.Option("--all", help="one line a tensor; every spelling of a dialect")] = False,
+    dialect: Annotated[
+        str | None, typer.Option(help="megatron, torchtitan, meta or trtllm: beside an architecture's table")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a list, a scheme, a written model, a calibration."""
+    """Show a list, a scheme, an architecture's table, a written model, a calibration."""
     with session(debug=debug, quiet=True) as terminal:
         from bridge.describe import describe
 
-        data, tables = describe(what, every)
+        data, tables = describe(what, every, dialect)
         if as_json:
             _print_json(terminal, data)
         else:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import product
 
 from bridge.errors import BridgeError
 from bridge.tables.arch import ArchTable, Roles, Row, arch_files, load_roles, parse_arch
-from bridge.tables.dialect import check_dialects
+from bridge.tables.dialect_check import check_dialects
 from bridge.tables.files import Place, read_table
 from bridge.tables.grammar import formulas_in, roles_in
 from bridge.tables.match import Entry, entries_of
 from bridge.tables.modules import problems_of_order
 from bridge.tables.reads import problems_of_reads
-
-_LAYERS = 3  # enough to tell the first, a middle and the last layer apart
+from bridge.tables.trial import LAYERS, configs
 
 
 def check() -> list[str]:
@@ -40,7 +38,7 @@ def check_table(table: ArchTable) -> list[str]:
     """Return the problems of one table: dead or missing dims, and what its architectures hold twice or not at all."""
     problems = [*_dead_names(table), *_ties(table), *problems_of_reads(table), *problems_of_order(table)]
     for architecture in table.architectures:
-        for config in _configs(table):
+        for config in configs(table):
             try:
                 names = table.names(config)
                 found = list(entries_of(table, architecture, names))
@@ -49,19 +47,6 @@ def check_table(table: ArchTable) -> list[str]:
                 continue
             problems += _cover(table, architecture, config, found)
     return list(dict.fromkeys(problems))
-
-
-def _configs(table: ArchTable) -> Iterator[dict[str, object]]:
-    """Yield the default config with few layers, every switch on and off, and lists of layers empty and not."""
-    choices: dict[str, tuple[object, ...]] = {}
-    for field, default in table.config.items():
-        if isinstance(default, bool):
-            choices[field] = (False, True)
-        elif isinstance(default, list):
-            choices[field] = ([], [1])
-    layers = table.dims["layers"].names if "layers" in table.dims else ()
-    for values in product(*choices.values()):
-        yield dict(zip(choices, values, strict=True)) | {name: _LAYERS for name in layers}
 
 
 def _dead_names(table: ArchTable) -> Iterator[str]:
@@ -99,7 +84,7 @@ def _cover(table: ArchTable, architecture: str, config: Mapping[str, object], fo
     for name, times in names.items():
         if times > 1:
             yield str(_row_of(found, name).place.error(f"two rows for `{name}` in {given}"))
-    for layer in (None, *range(_LAYERS)):
+    for layer in (None, *range(LAYERS)):
         here = [entry for entry in found if entry.row.expr and entry.expected and _in(entry, layer)]
         held = Counter(role for entry in here for role in entry.roles)
         for role, times in held.items():

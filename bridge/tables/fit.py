@@ -28,7 +28,7 @@ def problems(matched: Matched) -> list[str]:
 def folded(names: Iterable[str]) -> str:
     """Fold layers, then experts."""
     listed = list(names)
-    return listed[0] if len(listed) == 1 else ", ".join(fold_layers(fold_layers(listed)))
+    return listed[0] if len(listed) == 1 else ", ".join(fold_layers(listed))
 
 
 def _missing(matched: Matched, entry: Entry, names: list[str]) -> str:

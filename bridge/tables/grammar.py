@@ -104,6 +104,11 @@ def roles_in(expr: Expr) -> tuple[str, ...]:
     return (expr.name,) if isinstance(expr, Ref) else tuple(r for arg in expr.args for r in roles_in(arg))
 
 
+def ops_in(expr: Expr) -> frozenset[str]:
+    """Return the ops of `expr`."""
+    return frozenset() if isinstance(expr, Ref) else frozenset({expr.op}).union(*map(ops_in, expr.args))
+
+
 def formulas_in(expr: Expr) -> tuple[Formula, ...]:
     """Return the formulas of all counts in `expr`."""
     if isinstance(expr, Ref):

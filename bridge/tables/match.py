@@ -40,7 +40,7 @@ class Entry:
         """How many tensors the row stands for."""
         counts = list(self.extents)
         if self.layers is not None:
-            if "l" not in self.row.index:
+            if "l" not in self.row.index or not self.extents:  # tensors that are ignored are not counted
                 return 1 if self.layers else 0
             counts[self.row.index.index("l")] = len(self.layers)
         total = 1
@@ -50,12 +50,17 @@ class Entry:
 
     def tensors(self) -> Iterator[str]:
         """Yield every tensor's name."""
+        for name, _, _ in self.placed():
+            yield name
+
+    def placed(self) -> Iterator[tuple[str, int | None, int | None]]:
+        """Yield every tensor's name with its layer and expert."""
         if not self.expected:
             return
         for numbers in _numbers(self.extents):
             at = dict(zip(self.row.index, numbers, strict=True))
             if self.layers is None or "l" not in at or at["l"] in self.layers:
-                yield self.spelled(at)
+                yield self.spelled(at), at.get("l"), at.get("e")
 
     def spelled(self, at: Mapping[str, int]) -> str:
         name = self.name
@@ -231,17 +236,25 @@ def _place(
     for entry in entries:
         at = dict(zip(entry.row.index, numbers, strict=True))
         layer = at.get("l")
+        if entry.row.expr is None:
+            if _ignores(matched, entry.row, layer):
+                matched.ignored[spec.name] = entry.row.reason
+                return
+            continue
         if entry.layers is not None and (layer not in entry.layers if layer is not None else not entry.layers):
             continue
-        if entry.row.expr is None:
-            matched.ignored[spec.name] = entry.row.reason
-            return
         if all(number < extent for number, extent in zip(numbers, entry.extents, strict=True)):
             matched.found[spec.name] = (entry, layer, at.get("e"))
             if spec.shape != entry.shape:
                 matched.misshapen.append((spec, entry))
             return
     matched.unknown.append(spec)
+
+
+def _ignores(matched: Matched, row: Row, layer: int | None) -> bool:
+    """True where an ignored row holds, which may be for layers that the model does not have."""
+    held = not row.only or matched.architecture in row.only
+    return held and (row.when is None or bool(row.when.value({**matched.names, "l": layer})))
 
 
 def _count(matched: Matched, active: Mapping[str, Entry]) -> None:

@@ -24,6 +24,7 @@ __all__ = ["canonical_names", "load_arch", "match_table", "read_roles", "structu
 Found = tuple[str, tuple[Entry, int | None, int | None]]
 
 _KEEP = {"head": "output head", "router": "router"}
+_CACHED = {"attn.k.weight", "mla.kv_b.weight"}  # one of each attention module that has keys
 
 
 def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> Structure:
@@ -40,7 +41,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
     return Structure(
         architecture=matched.architecture,
         sites=tuple(sites),
-        attention=tuple(name.rsplit(".", 2)[0] for name, (entry, _, _) in found if "attn.k.weight" in entry.roles),
+        attention=tuple(name.rsplit(".", 2)[0] for name, (entry, _, _) in found if _CACHED & {*entry.roles}),
         tied=matched.tied,
         ignored=matched.ignored,
         roles=_roles(matched, found),

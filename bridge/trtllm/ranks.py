@@ -10,9 +10,11 @@ from bridge.errors import PlanError
 from bridge.planning import Draft, Drafted, Output, Step
 from bridge.quant.scheme import has_tensor_scale
 from bridge.tables.dialect import Dialect, DialectRow
+from bridge.tables.layouts import Rank
 from bridge.tables.match import Matched
 from bridge.tables.ops import Refusal
-from bridge.tables.slices import Blocks, Rank, Roles, lay_out, locate
+from bridge.tables.rectangles import Blocks
+from bridge.tables.slices import Roles, lay_out, locate
 from bridge.trtllm import companions
 from bridge.values import Coding, Format, Site, Slice, TensorSpec
 
@@ -61,7 +63,7 @@ class Ranks:
         rows = list(placed(self._dialect, self._roles, layers, self._pp, self._keeps_head()))
         vocab = vocab_multiple(self._quantized.values())
         if not self._keeps_head() and "head.weight" in self._held[None]:
-            module = self._roles["head.weight", None, None].module
+            module = self._roles["head.weight", None, None][0].module
             if module in self._quantized:
                 self._drafted.problems.append(
                     f"{module}: is the embedding here and cannot be quantized; keep it, or pp=2"
@@ -163,7 +165,7 @@ class Ranks:
             if f"{second}.weight" not in rows:
                 return None
             roles = [role for name in (first, second) for role in rows[f"{name}.weight"].roles]
-            modules = tuple(dict.fromkeys(self._roles[role, placed.layer, None].module for role in roles))
+            modules = tuple(dict.fromkeys(self._roles[role, placed.layer, None][0].module for role in roles))
             if all(self._quantized.get(module) == format_ for module in modules):
                 return first.replace("{l}", str(placed.layer)), modules
         return None
@@ -199,7 +201,7 @@ class Ranks:
     def _source(self, placed: Placed, blocks: Blocks) -> str:
         """The first source tensor; a rank that holds padding only takes no row of it."""
         found = next((block.source for block in blocks if block.source), "")
-        return found or self._roles[placed.row.roles[0], placed.layer, None].source
+        return found or self._roles[placed.row.roles[0], placed.layer, None][0].source
 
     def _slices(self, blocks: Blocks, source: str) -> tuple[Slice, ...]:
         slices = [block.slice(self._draft.specs.get(block.source)) for block in blocks]
@@ -207,9 +209,9 @@ class Ranks:
 
     def _problem(self, placed: Placed, text: str) -> None:
         """Note what is wrong with a row, once for all ranks; its tensors are not missed besides."""
-        for (role, layer, _), block in self._roles.items():
+        for (role, layer, _), blocks in self._roles.items():
             if layer == placed.layer and role in placed.row.roles:
-                self._drafted.dropped[block.source] = text
+                self._drafted.dropped |= {block.source: text for block in blocks}
         problem = f"{placed.unique}: {text}"
         if problem not in self._drafted.problems:
             self._drafted.problems.append(problem)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Formulas:
     """What a config says beyond extents. `theta` and `window` by layer: RoPE's base (0: none); 0: sees everything.
 
-    `rotary`: how many values of a head turn, the first ones; 0: all.
+    `rotary`: how many values of a head turn, the first ones; 0: all. `nope`: how many do not where keys come from a
+    latent; the others turn. `share`: what makes an expert's share of its score.
     """
 
     layers: int
@@ -45,6 +46,9 @@ class Formulas:
     top_k: int = 0
     renormalize: bool = True
     rotary: int = 0
+    nope: int = 0
+    share: str = "softmax"
+    share_scale: float = 1.0
 
 
 def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
@@ -56,7 +60,8 @@ def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None =
         x = x + roles["embed.types.weight", None, None][types]
     x = _norm(roles, "embed.norm", None, x, f)
     for layer in range(f.layers):
-        y = _attention(roles, f, layer, _norm(roles, "attn.norm", layer, x, f))
+        attention = _latent_attention if ("mla.o.weight", layer, None) in roles else _attention
+        y = attention(roles, f, layer, _norm(roles, "attn.norm", layer, x, f))
         x = x + _norm(roles, "attn.post_norm", layer, y, f)
         x = _norm(roles, "attn.add_norm", layer, x, f)
         y = _mlp(roles, f, layer, _norm(roles, "mlp.norm", layer, x, f))
@@ -133,6 +138,33 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     return _linear(roles, "attn.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
 
 
+def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    """MLA: keys and values of all heads from one latent, beside it one rotary key that they share."""
+    length, inner = len(x), replace(f, eps=1e-6)  # whatever the config says of the other norms
+    if ("mla.q.weight", layer, None) in roles:
+        q = _linear(roles, "mla.q", layer, x)
+    else:
+        latent = _norm(roles, "mla.q_a_norm", layer, _linear(roles, "mla.q_a", layer, x), inner)
+        q = _linear(roles, "mla.q_b", layer, latent)
+    q = q.view(length, f.heads, -1).transpose(0, 1)  # heads, positions, nope + rope
+    shrunk = _linear(roles, "mla.kv_a", layer, x)
+    rank = roles["mla.kv_b.weight", layer, None].shape[1]
+    latent = _norm(roles, "mla.kv_a_norm", layer, shrunk[:, :rank], inner)
+    kv = _linear(roles, "mla.kv_b", layer, latent).view(length, f.heads, -1).transpose(0, 1)
+    turned = _rotate(_halves(shrunk[:, rank:]), f.theta[layer]).expand(f.heads, -1, -1)
+    k = torch.cat([kv[..., : f.nope], turned], -1)
+    q = torch.cat([q[..., : f.nope], _rotate(_halves(q[..., f.nope :]), f.theta[layer])], -1)
+    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+    hidden = torch.arange(length)[:, None] < torch.arange(length)[None, :]
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return _linear(roles, "mla.o", layer, (weights @ kv[..., f.nope :]).transpose(0, 1).reshape(length, -1))
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Pairs side by side, as DeepSeek has them, to pairs half a head apart."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
+
+
 def _mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     act = ACTIVATIONS[f.activation]
     if ("moe.router.weight", layer, None) in roles:
@@ -145,10 +177,17 @@ def _mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
 
 def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     act = ACTIVATIONS[f.activation]
-    share, chosen = _linear(roles, "moe.router", layer, x).softmax(-1).topk(f.top_k)
+    scores = _linear(roles, "moe.router", layer, x)
+    scores = scores.sigmoid() if f.share == "sigmoid" else scores.softmax(-1)
+    chosen = (scores + roles.get(("moe.router.choice_bias", layer, None), torch.zeros(1))).topk(f.top_k).indices
+    share = scores.gather(1, chosen)
     if f.renormalize:
         share = share / share.sum(-1, keepdim=True)
+    share = share * f.share_scale
     out = torch.zeros_like(x)
+    if ("moe.shared.gate.weight", layer, None) in roles:
+        gated = act(_linear(roles, "moe.shared.gate", layer, x)) * _linear(roles, "moe.shared.up", layer, x)
+        out = _linear(roles, "moe.shared.down", layer, gated)
     for position in range(len(x)):
         for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
             row = x[position : position + 1]

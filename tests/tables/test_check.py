@@ -76,6 +76,14 @@ def test_a_switch_is_tried_both_ways() -> None:
     assert "without attn.v.bias" in _broken('= "attn.v.bias"', '= "attn.k.bias"')
 
 
+def test_a_count_that_may_be_null_is_tried_as_null() -> None:
+    message = _broken('= "mla.q.weight"', '= "mla.q_a.weight"', "deepseek_v3")
+    assert (
+        "mla.q_a.weight without mla.q_a_norm.weight, mla.q_b.weight in DeepseekV3ForCausalLM with q_lora_rank = None"
+        in message
+    )
+
+
 def test_roles_are_checked() -> None:
     text = (mappings() / "roles.toml").read_text()
     for old, new, says in (

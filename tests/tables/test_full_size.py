@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from bridge.tables.arch import arch_files, load_roles, parse_arch
+from bridge.tables.dialect import load_dialect
 from bridge.tables.files import read_table
+from bridge.tables.slices import laid_shape, role_shapes
+from bridge.tables.spelled import spelled, speller
 from bridge.tables.structure import canonical_names, structure
+from bridge.values import TensorSpec
 from tests.tables.checkpoints import headers, saved_headers, tiny_fields
 
 _QWEN3_235B = {
@@ -20,6 +24,17 @@ _QWEN3_235B = {
 _LLAMA_405B = {
     "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
     "num_attention_heads": 128, "num_key_value_heads": 8,
+}  # fmt: skip
+
+_DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"]}  # the defaults are DeepSeek-V3's
+_LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+_QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+    "num_experts": 128,
 }  # fmt: skip
 
 # Extents of published configs; what they leave out is the default of transformers' config class.
@@ -85,6 +100,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-xl": ("GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "mixtral-8x7b": ("MixtralForCausalLM", {}),
     "qwen3-moe-235b": ("Qwen3MoeForCausalLM", _QWEN3_235B),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "bert-large": (
         "BertForMaskedLM",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
@@ -92,8 +108,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# 235B makes 36,000 meta tensors in some ten seconds.
-_PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size == "qwen3-moe-235b" else []) for size in SIZES]
+# These make some 40,000 meta tensors in ten seconds and more.
+_LARGE = ("qwen3-moe-235b", "deepseek-v3")
+_PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size in _LARGE else []) for size in SIZES]
 
 
 @pytest.mark.parametrize("size", _PARAMS)
@@ -127,6 +144,7 @@ def test_every_architecture_covers_what_transformers_saves(architecture: str) ->
     [
         (_LLAMA_405B | {"architectures": ["LlamaForCausalLM"]}, 0.3),
         (_QWEN3_235B | {"architectures": ["Qwen3MoeForCausalLM"]}, 4.0),
+        (_DEEPSEEK, 4.0),
     ],
 )
 def test_structure_is_quick(config: dict[str, Any], seconds: float) -> None:
@@ -134,3 +152,33 @@ def test_structure_is_quick(config: dict[str, Any], seconds: float) -> None:
     start = time.perf_counter()
     structure(config, specs)
     assert time.perf_counter() - start < seconds
+
+
+def foreign_headers(dialect: str, config: dict[str, Any], dims: dict[str, int]) -> list[TensorSpec]:
+    """Every tensor that a dialect writes for a config."""
+    made = speller(load_dialect(dialect), config, dims)
+    specs = []
+    for layer, held in made.held.items():
+        for stage in ("first", "last") if layer is None else ("layer",):
+            for row in made.dialect.rows_of(stage, held, made.dialect.architectures[made.architecture]):
+                shapes = role_shapes(made.table.roles.roles, row.roles, made.names)
+                name = row.name.replace("{l}", str(layer))
+                specs.append(TensorSpec(name, laid_shape(row.expr, shapes, made.names), "bfloat16"))
+    return specs
+
+
+@pytest.mark.parametrize("dialect", ["megatron", "torchtitan"])
+@pytest.mark.parametrize(
+    ("config", "seconds"),
+    # Processor time on a busy machine: 0.03, 0.2 and 0.6 s; the bounds only catch a change of order.
+    [(_LLAMA_8B, 0.3), (_QWEN3_30B, 1.0), (_DEEPSEEK, 3.0)],
+)
+def test_foreign_checkpoints_of_full_size_are_spelled_quickly(
+    dialect: str, config: dict[str, Any], seconds: float
+) -> None:
+    dims = {"vocab_multiple": 128, "centered": 0}
+    specs = foreign_headers(dialect, config, dims)
+    start = time.process_time()
+    found, _ = spelled(load_dialect(dialect), config, dims, specs, "here")
+    assert time.process_time() - start < seconds
+    assert {name: tensor.spec for name, tensor in found.items()} == headers(config)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from bridge.tables.dialect import load_dialect
+from bridge.tables.layouts import Rank
 from bridge.tables.match import Matched
 from bridge.tables.ops import Refusal
-from bridge.tables.slices import Rank, lay_out, locate
+from bridge.tables.rectangles import Block, split
+from bridge.tables.slices import lay_out, locate
 from bridge.tables.structure import match_table
 from bridge.values import Slice, TensorSpec
 from tests.tables.checkpoints import GPT2, LLAMA, MIXTRAL, headers
@@ -164,7 +166,7 @@ def test_the_vocabulary_is_padded_before_it_is_cut(rank: int) -> None:
 
 def test_norms_that_are_stored_less_one_are_shifted() -> None:
     matched, _ = checkpoint(GEMMA2)
-    assert locate(matched)["final.norm.weight", None, None].shift == 1
+    assert locate(matched)["final.norm.weight", None, None][0].shift == 1
 
 
 def test_a_tied_head_is_cut_out_of_the_embedding_under_its_own_module() -> None:
@@ -191,3 +193,15 @@ def test_key_heads_that_cannot_be_repeated_evenly_are_refused() -> None:
     config = LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 6}
     with pytest.raises(Refusal, match="tp=9 is no multiple of the 6 heads that the ranks would have to repeat"):
         laid_out(config, QKV, Rank(0, 9))
+
+
+def test_a_matrix_is_split_where_its_blocks_end_and_where_they_do_not() -> None:
+    blocks = (Block("a", (5, 9), (0, 3)), Block("b", (0, 6), (0, 3)))
+    parts = split(blocks, [4, 0, 2, 4])
+    assert parts == [(blocks[0],), (), (Block("b", (0, 2), (0, 3)),), (Block("b", (2, 6), (0, 3)),)]
+    assert split(blocks, [7, 3])[0] == (blocks[0], Block("b", (0, 3), (0, 3)))
+
+
+def test_a_head_whose_rows_are_reordered_stays_whole() -> None:
+    with pytest.raises(Refusal, match="rows 0 to 6 would cut through a head of 4 reordered rows"):
+        split((Block("a", (0, 8), (0, 3), rope=4),), [6, 2])

@@ -11,6 +11,7 @@ from bridge.errors import PlanError
 from bridge.tables.structure import canonical_names, load_arch, structure
 from bridge.values import TensorSpec
 from tests.tables.checkpoints import BERT, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, add, headers
+from tests.tables.foreign import DEEPSEEK
 
 LAYER = "model.layers.{}.self_attn.{}_proj.weight"
 
@@ -183,6 +184,31 @@ def test_what_pre_training_left_is_ignored_with_its_reason() -> None:
 def test_an_old_config_gets_the_defaults_of_transformers() -> None:
     config = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 1}
     assert headers(config)[LAYER.format(0, "k")].shape == (1024, 4096)  # 8 key heads, not 32
+
+
+def test_layers_that_draft_tokens_ahead_are_ignored_with_their_reason() -> None:
+    specs = headers(DEEPSEEK)
+    drafts = [n.replace("layers.2.", "layers.3.") for n in specs if ".layers.2." in n]
+    drafts += [f"model.layers.3.{name}.weight" for name in ("embed_tokens", "enorm", "eh_proj", "shared_head.head")]
+    for name in drafts:
+        add(specs, name, *specs.get(name.replace("layers.3.", "layers.2."), specs["model.norm.weight"]).shape)
+    found = structure(DEEPSEEK, specs)
+    assert found.ignored.keys() == set(drafts)
+    assert set(found.ignored.values()) == {"of a layer that drafts tokens ahead; the model of transformers has none"}
+    add(specs, "model.layers.1.enorm.weight", 48)
+    assert "unknown  model.layers.1.enorm.weight" in _refused(DEEPSEEK, specs)
+
+
+def test_attention_from_a_latent_has_a_cache_and_one_input() -> None:
+    for rank, name in ((26, "q_a_proj"), (None, "q_proj")):
+        config = DEEPSEEK | {"q_lora_rank": rank}
+        found = structure(config, headers(config))
+        assert found.attention == tuple(f"model.layers.{layer}.self_attn" for layer in range(3))
+        layer = "model.layers.0"
+        assert found.groups[0].modules == tuple(f"{layer}.self_attn.{x}" for x in (name, "kv_a_proj_with_mqa"))
+        assert (found.groups[0].norm, found.groups[0].alone) == (f"{layer}.input_layernorm", True)
+        shared = [group for group in found.groups if "shared_experts" in group.modules[0]]
+        assert [group.alone for group in shared] == [False, False]  # experts and the router read it, too
 
 
 # bad input

@@ -40,6 +40,11 @@ _BERT = {
     "type_vocab_size": 4, "max_position_embeddings": 72, "num_labels": LABELS, "hidden_dropout_prob": 0.0,
 }  # fmt: skip
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
+_DEEPSEEK = _SQUARE | {
+    "num_key_value_heads": 6, "moe_intermediate_size": 28, "n_routed_experts": 5, "n_shared_experts": 3,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 18,
+    "q_lora_rank": 26, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "v_head_dim": 11,
+}  # fmt: skip
 _GPT2 = {"vocab_size": 97, "n_embd": 60, "n_inner": 80, "n_layer": 3, "n_head": 6, "n_positions": 72}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         _LLAMA | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "mlp_only_layers": [1]},
     ),
+    "deepseek": ("DeepseekV3ForCausalLM", _DEEPSEEK),
+    "deepseek-plain": ("DeepseekV3ForCausalLM", _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True}),
     "bert": ("BertModel", _BERT),
     "bert-masked": ("BertForMaskedLM", _BERT),
     "bert-masked-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),
@@ -108,6 +115,9 @@ def tiny(case: str, directory: Path) -> Tiny:
         for parameter in model.parameters():
             spread = 1.2 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     ids = torch.randint(1, 97, (LENGTH,), generator=generator)
@@ -172,6 +182,9 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
     if family == "gemma3":
         theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
+    if family == "deepseek":
+        more = {"nope": config["qk_nope_head_dim"], "top_k": config["num_experts_per_tok"]}
+        more |= {"share": "sigmoid", "share_scale": config["routed_scaling_factor"]}
     if family == "mixtral" or case == "qwen3-moe":
         more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
     return Formulas(3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, eps, **more)
