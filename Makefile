@@ -1,4 +1,5 @@
-# `make demo` and `make test` are all the set-up there is: both build .venv on first use, and again when pyproject.toml changes.
+# `make demo` and `make test` are all the set-up there is: both build .venv on first use, and again when pyproject.toml or
+# this file changes.
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.stamp
@@ -33,8 +34,19 @@ clean:
 
 # torch goes first and by exact version: a CPU wheel that the machine holds is found by this requirement, while a range would
 # bring the CUDA build, several GB of it. The range in pyproject.toml then keeps what is there.
-$(STAMP): pyproject.toml
+# nvtripy comes without its requirements, a TensorRT and a compiler that PyPI does not have: tests/tripy_runtime stands in.
+#
+# Then the oracles of foreign checkpoints, for tests only, without their requirements, which pull CUDA builds and trainers:
+# einops and on is what importing them on a CPU asks for (einops Megatron-Bridge, the rest torchtitan). The last two
+# stand apart from the environment's own: torchtitan before it renamed its tensors, and the last transformers whose wheel
+# carries the converter of Meta's checkpoints.
+$(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps nvtripy==0.1.7
+	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1 megatron-bridge==0.3.1 torchtitan==0.3.0 \
+	    einops==0.8.2 spmd_types==0.3.1 tyro==1.0.17 docstring_parser==0.18.0
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/torchtitan-0.2 torchtitan==0.2.2
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/transformers-4.45 transformers==4.45.2
 	touch $@

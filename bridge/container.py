@@ -49,13 +49,18 @@ class Header:
         return {name: entry.spec for name, entry in self.entries.items()}
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_file(path: Path) -> int:
     """Open `path` for reading; what the system says about a file that cannot be opened becomes a SourceError."""
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise SourceError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open `path` for reading while the block runs."""
+    fd = open_file(path)
     try:
         yield fd
     finally:

@@ -1,13 +1,12 @@
 """Where a model comes from: opens anything a user may call a model as a `Source`; never reads a weight while opening.
 
-A source kind is one file here that has `recognizes` and `open_model`, or an entry point of the group `bridge.sources`
-that names such a module.
+A source kind is one file here that has `recognizes` and `open_model` and stands in `KINDS`, or an entry point of the
+group `bridge.sources` that names such a module.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,7 +20,9 @@ from bridge.values import LazyTensor, TensorSpec
 if TYPE_CHECKING:
     from bridge.sources.quantized import Quantized
 
-FALLBACK = "bridge.sources.hf"  # takes every string and path that no other kind recognizes, and says what is wrong
+# In the order in which they are asked; the last takes every string and path that is left, and says what is wrong.
+# By name, because looking into every file here would import what most models do not need: a third of opening one.
+KINDS = ("memory", "megatron", "meta", "torchtitan", "hf")
 
 
 class Source(Protocol):
@@ -94,7 +95,7 @@ class SourceKind(Protocol):
 
 
 def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source:
-    """Open a `transformers` model in memory, a directory, a hub id (`org/name`, `org/name@revision`), or a Source.
+    """Open a `transformers` model in memory, a directory, a .nemo, a hub id (`org/name@revision`), or a Source.
 
     `config`: a dict whose entries replace those of config.json, a config object, or a path to a JSON file.
     `tokenizer`: an object, or a directory or hub id to load it from instead of the model's own.
@@ -122,11 +123,8 @@ def lazy(source: Source, name: str) -> LazyTensor:
 
 
 def _kinds() -> Iterator[SourceKind]:
-    """Yield entry points first, so that they can take what the built-in kinds would, then ours, the fallback last."""
+    """Yield entry points first, so that they can take what the built-in kinds would, then ours."""
     for entry in sorted(entry_points(group="bridge.sources"), key=lambda entry: entry.name):
         yield cast(SourceKind, entry.load())
-    names = [f"{__name__}.{info.name}" for info in pkgutil.iter_modules(__path__) if info.name[0] != "_"]
-    for name in sorted(names, key=lambda name: (name == FALLBACK, name)):
-        module = importlib.import_module(name)
-        if hasattr(module, "recognizes"):
-            yield cast(SourceKind, module)
+    for name in KINDS:
+        yield cast(SourceKind, importlib.import_module(f"{__name__}.{name}"))

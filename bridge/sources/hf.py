@@ -9,16 +9,21 @@ from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridge.errors import SourceError, UsageError
 from bridge.sources import hub, loading
+from bridge.sources.beside import Beside
 from bridge.sources.quantized import MODELOPT_FILE, Quantized, dequantized
 from bridge.sources.refuse import other_dialect, quantized
 from bridge.sources.shards import Weights, find_weights, listed
 from bridge.values import TensorSpec
+
+if TYPE_CHECKING:
+    from bridge.quant.calibration import Calibration
+    from bridge.sources.quantizers import Statistics
 
 # A file that ends like this holds weights, or a training state; everything else beside the weights is carried along.
 WEIGHT_ENDINGS = (
@@ -29,7 +34,11 @@ BOOKKEEPING = (".git", ".gitattributes", ".gitignore", ".cache", ".DS_Store", "_
 
 
 class HfSource:
-    """A directory with config.json and weights as `save_pretrained` or the hub lay them out."""
+    """A directory with config.json and weights as `save_pretrained` or the hub lay them out.
+
+    A checkpoint of another dialect is one too, whose tensors show themselves in these names. `beside` then says what is
+    carried along, `statistics` reads what ModelOpt's quantizers saw, where they were saved.
+    """
 
     dialect = "hf"
 
@@ -41,21 +50,26 @@ class HfSource:
         weights: Weights,
         tokenizer: Any = None,
         found: Quantized | None = None,
+        beside: Beside | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         self.root = root
         self.where = where
-        self.name = (
-            Path(where).resolve().name.split("@")[0] if Path(where).exists() else where.split("/")[-1].split("@")[0]
-        )
+        here = Path(where)
+        self.name = (here.resolve().name if here.exists() else where.split("/")[-1]).split("@")[0].removesuffix(".nemo")
         self.config: Mapping[str, Any] = config
         self.specs: Mapping[str, TensorSpec] = weights.specs
         self._weights = weights
         self._tokenizer = tokenizer
         self.quantized = found
-        self.side_files, self.dropped = _beside(root, weights)
+        self._beside = beside
+        self._statistics = statistics
+        self.side_files, self.dropped = (
+            _beside(root, weights) if beside is None else ({**beside.files}, {**beside.dropped})
+        )
         if found and self.side_files.pop(MODELOPT_FILE, None):
             self.dropped[MODELOPT_FILE] = "says how the source is quantized, which the output says for itself"
-        if self.config != _config_file(root):
+        if beside is not None or self.config != _config_file(root):
             self.side_files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
     @property
@@ -87,12 +101,19 @@ class HfSource:
             digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
         return digest.hexdigest()
 
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """What the model's quantizers saw where it comes from, if that lies in the checkpoint."""
+        return self._statistics.read() if self._statistics else None
+
     def load_model(self) -> Any:
         """Build the `transformers` model with these weights, in the dtype they are stored in, in eval mode."""
         return loading.load_model(self)
 
     def load_tokenizer(self) -> Any:
         """Return the given tokenizer, else the one beside the weights."""
+        if self._tokenizer is None and self._beside is not None:
+            return loading.gathered_tokenizer(self.side_files, self.where)
         return loading.load_tokenizer(self._tokenizer, self.root, self.where)
 
 
@@ -117,7 +138,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
         found = settle_config(_config_file(root), config)
     except SourceError as error:
         problems.append(str(error))
-    weights = find_weights(root) or Weights()
+    weights = _sharded(root) or find_weights(root) or Weights()
     if not weights.files and not weights.problems:
         raise listed(where, _nothing_here(root, problems))
     problems += weights.problems
@@ -130,6 +151,24 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     if problems:
         raise listed(where, problems)
     return HfSource(root, where, found, weights, tokenizer, known)
+
+
+def holds_weights(root: Path) -> bool:
+    """Whether a directory is this kind's, whatever else lies in it: the names of its files tell."""
+    return (root / "config.json").is_file() and any(
+        any(root.glob(pattern)) for pattern in ("model*.safetensors", "pytorch_model*.bin")
+    )
+
+
+def _sharded(root: Path) -> Weights | None:
+    """Read what torch's HuggingFaceStorageWriter left of several ranks, as torchtitan uses it; None for other files."""
+    if not any(root.glob("shard-*.safetensors")) or any(root.glob("model*.safetensors")):
+        return None
+    from bridge.sources.archive import open_folder
+    from bridge.sources.dcp_safetensors import ShardedSafetensors
+    from bridge.sources.foreign import unchanged
+
+    return unchanged(ShardedSafetensors(open_folder(root)))
 
 
 def _nothing_here(root: Path, problems: list[str]) -> list[str]:
@@ -145,7 +184,7 @@ def _nothing_here(root: Path, problems: list[str]) -> list[str]:
 def settle_config(found: dict[str, Any] | None, given: Any) -> dict[str, Any]:
     """Return the model's config, changed or replaced by what the caller gave; `architectures` must come out of it."""
     if isinstance(given, str | Path):
-        found = {**(found or {}), **_read_json(Path(given))}
+        found = {**(found or {}), **read_json(Path(given))}
     elif isinstance(given, Mapping):
         found = {**(found or {}), **given}
     elif hasattr(given, "to_dict"):
@@ -167,10 +206,11 @@ def settle_config(found: dict[str, Any] | None, given: Any) -> dict[str, Any]:
 
 def _config_file(root: Path) -> dict[str, Any] | None:
     path = root / "config.json"
-    return _read_json(path) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; SourceError where it holds none."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from bridge.dtypes import DTYPES
@@ -93,6 +94,17 @@ def load_tokenizer(given: Any, root: Path | None, where: str) -> Any:
         raise SourceError(
             f"{where}: no tokenizer could be loaded from {place}: {_first(error)}; give tokenizer="
         ) from error
+
+
+def gathered_tokenizer(files: Mapping[str, Path | bytes], where: str) -> Any:
+    """Return the tokenizer that these files make up, which lie apart in the source, or in an archive."""
+    if "config.json" in files and len(files) == 1:
+        raise SourceError(f"{where}: no tokenizer lies in the checkpoint; give tokenizer=")
+    with TemporaryDirectory() as scratch:
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            (Path(scratch) / name).write_bytes(data)
+        return load_tokenizer(None, Path(scratch), where)
 
 
 def _first(error: Exception) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.errors import SourceError
 from bridge.sources.shards import named
 from bridge.values import TensorSpec
 
@@ -34,6 +35,8 @@ REMEDY = (
 
 def quantized(root: Path | None, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
     """Return why this checkpoint counts as quantized already; empty for a plain one."""
+    if isinstance(section := config.get("tripy"), Mapping) and "snapped" in section:  # bridge.tripy.config
+        return ["target tripy wrote this; give the checkpoint that it was made from"]
     found = []
     for key in ("quantization_config", "compression_config"):
         for part, holder in (("config.json", config), *((f"config.json, {k}", v) for k, v in config.items())):
@@ -83,20 +86,33 @@ def other_dialect(root: Path) -> str | None:
     return None
 
 
+def one_checkpoint(root: Path) -> None:
+    """SourceError where a directory holds checkpoints of several kinds, of which none is meant before the others."""
+    every = [min((path for pattern in patterns for path in root.glob(pattern)), default=None) for patterns in _FORMS]
+    found = [path.relative_to(root).as_posix() for path in every if path]
+    if len(found) > 1:
+        raise SourceError(
+            f"{root}: holds {len(found)} checkpoints of several kinds ({', '.join(found)}); give the path of one, or "
+            "move the others away"
+        )
+
+
 def _matches(pattern: str, names: Iterable[str]) -> bool:
     return any(Path(name).match(pattern) for name in names)
 
 
-_UNSUPPORTED = "not supported yet; convert it to a Hugging Face checkpoint first"
+# What each way to lay out weights in other dialects is known by.
+_FORMS = (
+    (".metadata", "*.distcp"),
+    ("iter_[0-9]*/",),
+    ("step-[0-9]*/.metadata",),
+    ("weights/.metadata", "weights/metadata.json"),
+    ("model_weights/.metadata", "model_weights/metadata.json"),
+    ("model_weights.ckpt", "mp_rank_*/", "tp_rank_*/"),
+    ("consolidated.*.pth",),
+    ("*.nemo",),
+)
 _DIALECTS = (
-    ("a NeMo 2 checkpoint (context/, weights/): " + _UNSUPPORTED, ("context", "model_weights")),
-    ("a NeMo archive (.nemo): " + _UNSUPPORTED, ("*.nemo",)),
-    (
-        "a Megatron checkpoint (latest_checkpointed_iteration.txt, metadata.json): " + _UNSUPPORTED,
-        ("latest_checkpointed_iteration.txt", "latest_train_state.pt", "iter_[0-9]*", "metadata.json", "mp_rank_*"),
-    ),
-    ("a torch distributed checkpoint (*.distcp), as torchtitan writes: " + _UNSUPPORTED, (".metadata", "*.distcp")),
-    ("a Meta checkpoint (params.json, consolidated.*.pth): " + _UNSUPPORTED, ("consolidated*.pth", "params.json")),
     ("an adapter without its base model; merge it: peft's merge_and_unload()", ("adapter_config.json",)),
     ("a diffusers pipeline (model_index.json): give the directory of one of its models", ("model_index.json",)),
     ("a TensorRT-LLM checkpoint: give the Hugging Face checkpoint it came from", ("rank0.safetensors",)),

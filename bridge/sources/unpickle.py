@@ -1,25 +1,26 @@
-"""A restricted unpickler for weights: a table look-up; it never imports, calls or builds what a file names.
+"""A restricted unpickler: names are looked up in a table; it never imports, calls or builds what a file names.
 
-Results are inert records: `StoredTensor` says which bytes of which storage a tensor is. The pure Python unpickler is
-subclassed, because the C one allocates memory for any memo index a file asks for and takes extension codes from
-`copyreg`'s cache without asking `find_class`.
+What a name may become is said by the caller's `Table`: weights, the index of a distributed checkpoint, or inert
+records. The pure Python unpickler is subclassed, because the C one allocates memory for any memo index a file asks
+for and takes extension codes from `copyreg`'s cache without asking `find_class`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NoReturn
 
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
 
+DEEPEST = 8  # tuples within tuples that may be a key: hashing recurses in C, where a million of them end the process
 LONGEST = 256 << 20  # bytes one opcode may ask for; the largest pickles of state dicts seen are some tens of megabytes
 
 
-class _Sealed:
+class Sealed:
     """Refuses the BUILD opcode, which would otherwise write into a checked record or into the table itself."""
 
     def __setstate__(self, state: object) -> NoReturn:
@@ -27,7 +28,14 @@ class _Sealed:
 
 
 @dataclass(frozen=True)
-class Storage(_Sealed):
+class Kind(Sealed):
+    """A dtype or storage class: a word, not a thing to call."""
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Storage(Sealed):
     """A block of bytes of the file; `dtype` is "" where the tensors on it say their own."""
 
     key: str
@@ -36,38 +44,11 @@ class Storage(_Sealed):
 
     @property
     def nbytes(self) -> int:
-        return self.numel * (_itemsize(self.dtype) if self.dtype else 1)
+        return self.numel * (DTYPES[self.dtype].bits // 8 if self.dtype else 1)
 
 
 @dataclass(frozen=True)
-class StoredTensor(_Sealed):
-    """A tensor as the file describes it; `offset` and `stride` count elements of `dtype` within `storage`."""
-
-    storage: Storage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Name(_Sealed):
-    """A dtype or storage class: a word, not a thing to call."""
-
-    dtype: str
-
-
-class StateDict(dict[Any, Any]):
-    """What an OrderedDict becomes: the attributes that torch hangs on it (`_metadata`) are dropped."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class _Call(_Sealed):
+class Call(Sealed):
     """A table value that may be called. A plain function would not do: BUILD sets attributes on those."""
 
     make: Callable[..., Any]
@@ -76,85 +57,12 @@ class _Call(_Sealed):
         return self.make(*args)
 
 
-def _itemsize(name: str) -> int:
-    return DTYPES[name].bits // 8
+@dataclass(frozen=True)
+class Table:
+    """What each name of a pickle becomes. `refusal` ends the sentence "the pickle asks for os.system, "."""
 
-
-def _ints(values: object, what: str) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        raise SourceError(f"tensor with {what} {str(values)[:80]!r}: must be non-negative integers")
-    return tuple(values)
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: str, metadata: Any) -> StoredTensor:
-    if not isinstance(storage, Storage):
-        raise SourceError("tensor without a storage of this file")
-    if metadata:
-        raise SourceError("tensor with conjugate or negative bits (or other metadata): save it resolved")
-    (start,) = _ints((offset,), "offset")
-    extents, strides = _ints(shape, "shape"), _ints(stride, "stride")
-    if len(extents) != len(strides):
-        raise SourceError(f"tensor with shape {extents} but strides {strides}")
-    last = start + sum((n - 1) * step for n, step in zip(extents, strides, strict=True))
-    if 0 not in extents and (last + 1) * _itemsize(dtype) > storage.nbytes:
-        raise SourceError(f"tensor with shape {extents} reaches beyond its storage of {storage.nbytes} bytes")
-    return StoredTensor(storage, dtype, start, extents, strides)
-
-
-def _rebuild_v2(
-    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any = None, hooks: Any = None, metadata: Any = None
-) -> StoredTensor:
-    if not isinstance(storage, Storage) or not storage.dtype:
-        raise SourceError("tensor on a storage without a dtype")
-    return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
-
-
-def _rebuild_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> StoredTensor:
-    if not isinstance(dtype, _Name) or not dtype.dtype:
-        raise SourceError("tensor without a dtype")
-    return _tensor(storage, offset, shape, stride, dtype.dtype, metadata)
-
-
-def _parameter(data: Any, *rest: Any) -> StoredTensor:
-    if not isinstance(data, StoredTensor):
-        raise SourceError("parameter without a tensor")
-    return data
-
-
-def _state_dict(*args: Any) -> StateDict:
-    return StateDict(*args)
-
-
-def _size(values: Any = ()) -> tuple[int, ...]:
-    return _ints(values, "size")
-
-
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-}
-_WEIGHTS: dict[tuple[str, str], object] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Call(_rebuild_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): _Call(_rebuild_v3),
-    ("torch._utils", "_rebuild_parameter"): _Call(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Call(_parameter),
-    ("collections", "OrderedDict"): _Call(_state_dict),
-    ("torch", "Size"): _Call(_size),
-    ("torch.storage", "UntypedStorage"): _Name(""),
-    ("torch", "UntypedStorage"): _Name(""),
-    **{("torch", name): _Name(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", name): _Name(name) for name, row in DTYPES.items() if row.bits >= 8},
-}
+    names: Mapping[tuple[str, str], object]
+    refusal: str
 
 
 class _Bounded:
@@ -175,32 +83,40 @@ class _Bounded:
         raise SourceError("the pickle uses out-of-band buffers")
 
 
-class _Weights(pickle._Unpickler):
+def key(value: Any, depth: int = 0) -> Any:
+    """Return what may be hashed as it is; SourceError where hashing would recurse without end."""
+    if isinstance(value, tuple | frozenset):
+        if depth >= DEEPEST:
+            raise SourceError("the pickle has a key of tuples nested too deeply")
+        for item in value:
+            key(item, depth + 1)
+    return value
+
+
+class _Unpickler(pickle._Unpickler):
     """Looks names up in the table and storages in the file; everything else is refused by name."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, table: Table) -> None:
         super().__init__(_Bounded(stream))
+        self._table = table
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _WEIGHTS.get((module, name))
-        if found is None:
-            raise SourceError(
-                f"the pickle asks for {module}.{name}, which is not part of plain weights; nothing was run. "
-                "If you trust the file, load it yourself and save it as safetensors"
-            )
-        return found
+        try:
+            return self._table.names[module, name]
+        except KeyError:
+            raise SourceError(f"the pickle asks for {module}.{name}, {self._table.refusal}") from None
 
     def get_extension(self, code: int) -> NoReturn:
         raise SourceError(f"the pickle uses extension code {code}, which would bypass the table of allowed names")
 
     def persistent_load(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise SourceError(f"the pickle refers to {str(pid)[:80]!r}, which is no storage")
+            raise SourceError(f"the pickle refers to a {type(pid).__name__} outside itself, which is no storage")
         kind, key, numel = pid[1], pid[2], pid[4]
-        if not isinstance(kind, _Name) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+        if not isinstance(kind, Kind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise SourceError(f"the pickle describes storage {str(key)[:80]!r} wrongly")
         if len(pid) == 6 and pid[5] is not None:
             raise SourceError("views of storages (torch < 0.4) are not supported; save the file again")
@@ -210,17 +126,45 @@ class _Weights(pickle._Unpickler):
         return found
 
 
+def _set_item(self: Any) -> None:
+    value, name = self.stack.pop(), key(self.stack.pop())
+    self.stack[-1][name] = value
+
+
+def _set_items(self: Any) -> None:
+    items = self.pop_mark()
+    held = self.stack[-1]
+    for name, value in zip(items[::2], items[1::2], strict=True):
+        held[key(name)] = value
+
+
+def _add_items(self: Any) -> None:
+    items = self.pop_mark()
+    held = self.stack[-1]
+    if type(held) is not set:
+        raise SourceError("the pickle adds to what is no set")
+    held.update(map(key, items))
+
+
+def _frozen(self: Any) -> None:
+    self.append(frozenset(map(key, self.pop_mark())))
+
+
 def _refuse_bytearray(self: Any) -> NoReturn:
-    raise SourceError("the pickle holds a bytearray, which weights never do")
+    raise SourceError("the pickle holds a bytearray, which checkpoints never do")
 
 
 # `bytearray(n)` allocates before it reads: the one opcode that the bounded stream does not see.
-_Weights.dispatch[pickle.BYTEARRAY8[0]] = _refuse_bytearray
+_Unpickler.dispatch[pickle.BYTEARRAY8[0]] = _refuse_bytearray
+_Unpickler.dispatch[pickle.SETITEM[0]] = _set_item
+_Unpickler.dispatch[pickle.SETITEMS[0]] = _set_items
+_Unpickler.dispatch[pickle.ADDITEMS[0]] = _add_items
+_Unpickler.dispatch[pickle.FROZENSET[0]] = _frozen
 
 
-def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, Storage]]:
+def load_stream(stream: BinaryIO, table: Table) -> tuple[Any, dict[str, Storage]]:
     """Unpickle one object from `stream`; return it and the storages it names. Whatever goes wrong is a SourceError."""
-    unpickler = _Weights(stream)
+    unpickler = _Unpickler(stream, table)
     try:
         return unpickler.load(), unpickler.storages
     except SourceError:
@@ -231,10 +175,10 @@ def load_stream(stream: BinaryIO) -> tuple[Any, dict[str, Storage]]:
         raise SourceError(f"the pickle is broken: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def load_bytes(data: bytes) -> tuple[Any, dict[str, Storage]]:
+def load_bytes(data: bytes, table: Table) -> tuple[Any, dict[str, Storage]]:
     """Unpickle the one object that `data` must be, to its last byte."""
     stream = io.BytesIO(data)
-    found = load_stream(stream)
+    found = load_stream(stream, table)
     if stream.tell() != len(data):
         raise SourceError(f"{len(data) - stream.tell()} bytes follow the end of the pickle")
     return found

@@ -295,11 +295,6 @@ def test_directory_with_config_alone(single: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (("context/io.json", "weights/.metadata"), "a NeMo 2 checkpoint"),
-        (("model.nemo",), "a NeMo archive"),
-        (("latest_checkpointed_iteration.txt",), "a Megatron checkpoint"),
-        ((".metadata", "__0_0.distcp"), "a torch distributed checkpoint (*.distcp), as torchtitan writes"),
-        (("params.json", "consolidated.00.pth"), "a Meta checkpoint"),
         (("adapter_config.json", "adapter_model.safetensors"), "an adapter without its base model"),
         (("model_index.json", "unet/config.json"), "a diffusers pipeline"),
         (("model-q4.gguf",), "a GGUF model"),
@@ -307,7 +302,7 @@ def test_directory_with_config_alone(single: Path) -> None:
         (("checkpoint-500/model.safetensors",), "a training run: give one of its checkpoint-* directories"),
     ],
 )
-def test_other_dialects_are_recognized(tmp_path: Path, names: tuple[str, ...], what: str) -> None:
+def test_what_is_no_checkpoint_is_recognized(tmp_path: Path, names: tuple[str, ...], what: str) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")

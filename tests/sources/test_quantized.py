@@ -117,7 +117,9 @@ def test_modelopt_checkpoints_answer_as_the_model_that_was_exported(tmp_path: Pa
     with torch.no_grad():
         want = made(IDS[0]).logits
         got = open_source(exported(made, tmp_path / "out")).load_model()(IDS[0]).logits
-    assert float((got - want).norm() / want.norm()) < 2e-6  # float32 sums; the scheme itself costs 1e-2 and more
+    # float32 sums; the scheme itself costs 1e-2 and more. ModelOpt's exporter rounds w / (amax / 127), its quantizer
+    # w * (127 / amax): where calibration meets a tie, which depends on the processor's sums, one code differs.
+    assert float((got - want).norm() / want.norm()) < (1e-4 if scheme.startswith("int8") else 2e-6)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int4_wo"])

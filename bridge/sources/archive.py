@@ -1,0 +1,123 @@
+"""Directories and `.nemo` archives as folders of files, read in place; nothing is ever unpacked or followed outside."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path, PurePosixPath
+
+from bridge.container import identity, opened, refuse_pointer
+from bridge.errors import SourceError
+from bridge.sources.shards import listed, named
+from bridge.sources.span import Folder, Span, span_of
+
+GZIP = b"\x1f\x8b"
+
+
+def open_folder(path: Path) -> Folder:
+    """List a directory, or an archive as if it were one; SourceError for what is neither.
+
+    >>> sorted(open_folder(Path("model.nemo")).files)  # doctest: +SKIP
+    ['model_config.yaml', 'model_weights.ckpt']
+    """
+    return _directory(path) if path.is_dir() else _archive(path)
+
+
+def _directory(root: Path) -> Folder:
+    """List the files below `root`. Links to files are followed, as the hub's cache has them."""
+    files: dict[str, Span] = {}
+    skipped: dict[str, str] = {}
+    problems: list[str] = []
+    for at, folders, names in os.walk(root):
+        folders.sort()
+        below = Path(at)
+        for name in [name for name in folders if (below / name).is_symlink()]:
+            skipped[(below / name).relative_to(root).as_posix()] = "a link to a directory"
+        for name in sorted(names):
+            path = below / name
+            relative = path.relative_to(root).as_posix()
+            if not path.is_file():
+                skipped[relative] = "a link to nothing" if path.is_symlink() else "not a regular file"
+                continue
+            try:
+                files[relative] = span_of(path)
+            except SourceError as error:
+                problems.append(str(error).removeprefix(f"{root}/"))
+    if problems:
+        raise listed(str(root), problems)
+    return Folder(str(root), files, skipped)
+
+
+def _archive(path: Path) -> Folder:
+    """List the members of an uncompressed tar by where their bytes lie in it."""
+    with opened(path) as fd:
+        head, mark, size = os.pread(fd, 512, 0), identity(fd), os.fstat(fd).st_size
+    refuse_pointer(path, head)
+    if head.startswith(GZIP):
+        raise SourceError(
+            f"{path}: a compressed archive, which cannot be read in place; decompress it first: "
+            f"gzip -dc {path.name} > {path.stem}.tar.nemo"
+        )
+    members = _members(path)
+    files: dict[str, Span] = {}
+    skipped: dict[str, str] = {}
+    problems: list[str] = []
+    twice: list[str] = []
+    for member in members:
+        name = member.name.removeprefix("./")
+        why = _unsafe(member)
+        if why:
+            skipped[name] = why
+        elif member.isdir():
+            continue
+        elif name in files:
+            twice.append(name)
+        elif member.size < 0 or member.offset_data + member.size > size:
+            problems.append(
+                f"truncated: {name} takes {member.size} bytes from {member.offset_data}, the file has {size}"
+            )
+        else:
+            files[name] = Span(path, member.offset_data, member.size, f"{path}: {name}", mark)
+    if twice:
+        problems.append(f"holds {named(set(twice))} twice: which one counts depends on who unpacks it; pack it again")
+    if not files and not problems:
+        problems.append("an archive without files")
+    if problems:
+        raise listed(str(path), problems)
+    return Folder(str(path), files, skipped)
+
+
+class _Member(tarfile.TarInfo):
+    """A member with a size: a negative one sends older versions of tarfile backwards, for ever (CVE-2025-8194)."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise tarfile.ReadError("a member has a negative size")
+        return super()._block(count)  # type: ignore[misc,no-any-return]
+
+
+def _members(path: Path) -> list[tarfile.TarInfo]:
+    try:
+        with tarfile.open(path, "r:", tarinfo=_Member) as tar:
+            members = tar.getmembers()
+    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
+        raise SourceError(f"{path}: not a complete tar archive ({error}); get it again") from error
+    # A tar ends with zero blocks: without them, members may be missing that nobody can name.
+    with opened(path) as fd:
+        last = members[-1] if members else None
+        end = last.offset_data + -(-last.size // 512) * 512 if last else 0
+        if os.pread(fd, 512, end) != bytes(512):
+            raise SourceError(f"{path}: truncated: the archive has no end after {last.name if last else 'nothing'}")
+    return members
+
+
+def _unsafe(member: tarfile.TarInfo) -> str:
+    """Say why a member is not read; "" for a regular file or directory inside the archive."""
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        return "lies outside the archive"
+    if member.issym() or member.islnk():
+        return f"a link to {member.linkname[:200]}"
+    if member.issparse():
+        return "a sparse file"
+    return "" if member.isreg() or member.isdir() else "not a regular file"

@@ -1,0 +1,176 @@
+"""Configurations as Megatron-Bridge, NeMo 2, NeMo 1 and Megatron-LM write them, each as Megatron-Core's fields.
+
+A field keeps the name it had in its file for messages. Nothing that a file names is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bridge.errors import SourceError
+from bridge.sources.foreign_config.said import Said, Saying, shown
+from bridge.sources.foreign_config.yaml_data import target
+
+# NeMo 1's name -> Megatron-Core's; None: what NeMo takes where the file is silent.
+_NEMO1: Mapping[str, tuple[str, object]] = {
+    "bias": ("add_bias_linear", True),
+    "qkv_bias": ("add_qkv_bias", False),
+    "bias_activation_fusion": ("bias_activation_fusion", True),
+    "rotary_percentage": ("rotary_percent", 1.0),
+    "rotary_base": ("rotary_base", 10000),
+    "position_embedding_type": ("position_embedding_type", "learned_absolute"),
+    "share_embeddings_and_output_weights": ("share_embeddings_and_output_weights", True),
+    "layernorm_epsilon": ("layernorm_epsilon", 1e-5),
+    "encoder_seq_length": ("seq_length", None),
+    "override_vocab_size": ("vocab_size", None),
+    "num_moe_experts": ("num_moe_experts", None),
+    "moe_router_topk": ("moe_router_topk", 2),
+}
+_NEMO1_ACTIVATIONS = {
+    "gelu": "gelu",
+    "geglu": "gelu",
+    "fast-geglu": "gelu",
+    "approx-gelu": "quick_gelu",
+    "reglu": "relu",
+    "fast-reglu": "relu",
+    "swiglu": "silu",
+    "fast-swiglu": "silu",
+    "squared-relu": "squared_relu",
+}
+_NEMO1_SCALING = {"scale_factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
+_NEMO1_NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
+# Megatron-LM's argument -> Megatron-Core's field.
+_ARGUMENTS = {
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "num_experts": "num_moe_experts",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "use_rope_scaling": "rope_scaling",
+    "swiglu": "gated_linear_unit",
+}
+_REFERENCE = re.compile(r"\$\{(?:\.|model\.)?(\w+)\}")
+
+
+def bridge_fields(raw: Any, where: str = "run_config.yaml") -> dict[str, Said]:
+    """Read Megatron-Bridge's run_config.yaml: section `model`, which newer ones divide in two."""
+    model = _section(raw, where, "model")
+    inner = model.get("transformer")
+    fields = _fields(inner, f"{where}: model.transformer") if isinstance(inner, Mapping) else {}
+    fields |= _fields({k: v for k, v in model.items() if k != "transformer"}, f"{where}: model")
+    return fields
+
+
+def nemo2_fields(raw: Any, where: str = "context/model.yaml") -> dict[str, Said]:
+    """Read NeMo 2's context/model.yaml: the model object, whose `config` has the fields."""
+    return _fields(_section(raw, where, "config"), f"{where}: config")
+
+
+def nemo1_fields(raw: Any, where: str = "model_config.yaml") -> dict[str, Said]:
+    """Read NeMo 1's model_config.yaml, with NeMo's own defaults where it is silent."""
+    if not isinstance(raw, Mapping):
+        raise SourceError(f"{where}: holds no mapping")
+    model = raw["model"] if isinstance(raw.get("model"), Mapping) else raw
+    flat = {str(key): _referred(value, model, 0) for key, value in model.items()}
+    fields = _fields({k: v for k, v in flat.items() if k not in _NEMO1}, where)
+    for name, (field, default) in _NEMO1.items():
+        if flat.get(name) is not None:
+            fields[field] = Said(flat[name], f"{where}: {name}")
+        elif default is not None:
+            fields[field] = Said(default, f"{where} has no {name}: NeMo's default")
+    extra = flat.get("mcore_customization_config")
+    fields |= _fields(extra, f"{where}: mcore_customization_config") if isinstance(extra, Mapping) else {}
+    _nemo1_words(flat, fields, where)
+    return fields
+
+
+def _nemo1_words(flat: Mapping[str, Any], fields: dict[str, Said], where: str) -> None:
+    """Translate the words that NeMo 1 has of its own: activation, normalization, scaled positions."""
+    activation = str(flat.get("activation", "gelu"))
+    said = f"{where}: activation" if "activation" in flat else f"{where} has no activation: NeMo's default"
+    function = "openai_gelu" if flat.get("openai_gelu") else _NEMO1_ACTIVATIONS.get(activation, activation)
+    fields["gated_linear_unit"] = Said(activation.endswith("glu"), f"{said} ({activation})")
+    fields["activation_func"] = Said(function, f"{said} ({activation})")
+    norm = str(flat.get("normalization", "layernorm")).lower()
+    fields["normalization"] = Said(_NEMO1_NORMS.get(norm, norm), f"{where}: normalization ({norm})")
+    if norm == "layernorm1p":
+        fields["layernorm_zero_centered_gamma"] = Said(True, f"{where}: normalization ({norm})")
+    scaled = flat.get("scale_positional_embedding")
+    for name, default in _NEMO1_SCALING.items():
+        if not scaled:
+            fields.pop(name, None)
+        elif name not in fields:
+            fields[name] = Said(default, f"{where}: scale_positional_embedding, NeMo's default")
+
+
+def argument_fields(raw: Any, where: str = "common.pt: args") -> dict[str, Said]:
+    """Read the `args` that Megatron-LM keeps in common.pt; the argument parser's defaults are in them."""
+    if not isinstance(raw, Mapping):
+        raise SourceError(f"{where}: holds no mapping of argument names")
+    fields = {
+        _ARGUMENTS.get(name, name): said for name, said in _fields(raw, where).items() if name != "padded_vocab_size"
+    }
+
+    def said(name: str, value: object, *arguments: str) -> None:
+        fields[name] = Said(
+            value, f"{where}: {', '.join(arguments)} = {', '.join(shown(raw.get(a)) for a in arguments)}"
+        )
+
+    if "untie_embeddings_and_output_weights" in raw:
+        untied = "untie_embeddings_and_output_weights"
+        said("share_embeddings_and_output_weights", not raw[untied], untied)
+    if raw.get("group_query_attention") is False:
+        fields.pop("num_query_groups", None)  # the parser's default, 1, means nothing without the flag
+    if raw.get("swiglu"):
+        said("activation_func", "silu", "swiglu")
+    elif raw.get("quick_geglu"):
+        said("activation_func", "quick_gelu", "quick_geglu")
+        said("gated_linear_unit", True, "quick_geglu")
+    elif raw.get("squared_relu"):
+        said("activation_func", "squared_relu", "squared_relu")
+    elif "swiglu" in raw:
+        said("activation_func", "openai_gelu" if raw.get("openai_gelu") else "gelu", "openai_gelu")
+        said("bias_activation_fusion", bool(raw.get("bias_gelu_fusion")), "bias_gelu_fusion")
+    if raw.get("use_rotary_position_embeddings"):
+        said("position_embedding_type", "rope", "use_rotary_position_embeddings")
+    return fields
+
+
+# The file that a configuration stands in -> how it is read.
+WRITERS: Mapping[str, Callable[[Any, str], dict[str, Said]]] = {
+    "run_config.yaml": bridge_fields,
+    "context/model.yaml": nemo2_fields,
+    "model_config.yaml": nemo1_fields,
+    "common.pt: args": argument_fields,
+}
+
+
+def _section(raw: Any, where: str, name: str) -> Mapping[str, Any]:
+    found = raw.get(name) if isinstance(raw, Mapping) else None
+    if not isinstance(found, Mapping):
+        has = f"it has {', '.join(map(str, list(raw)[:8]))}" if isinstance(raw, Mapping) else "it holds no mapping"
+        raise SourceError(f"{where}: has no section `{name}` with the model's configuration; {has}")
+    return found
+
+
+def _fields(section: Mapping[str, Any], where: str) -> dict[str, Said]:
+    """Return what is said; None says nothing in Megatron-Core, whose defaults follow from other fields then."""
+    found = {
+        str(name): Said(value, f"{where}.{name}" if ":" in where else f"{where}: {name}")
+        for name, value in section.items()
+    }
+    return {name: said for name, said in found.items() if said.value is not None}
+
+
+def _referred(value: Any, model: Mapping[str, Any], depth: int) -> Any:
+    """Follow OmegaConf's `${.encoder_seq_length}`; what it computes stays text."""
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) and depth < 8 else None
+    return _referred(model[match[1]], model, depth + 1) if match and match[1] in model else value
+
+
+def class_of(fields: Saying) -> str | None:
+    """Return the class name that the configuration was made by, without its module."""
+    said = fields.get("_target_")
+    name = target({"_target_": said.value}) if said else None
+    return name.rpartition(".")[2] if name else None

@@ -1,0 +1,58 @@
+"""Meta's checkpoints: `params.json` and a `consolidated.NN.pth` for every rank of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.sources.hf import HfSource, holds_weights, read_json
+from bridge.sources.refuse import one_checkpoint
+
+if TYPE_CHECKING:
+    from bridge.sources.native import Container
+    from bridge.sources.ranks import Rank
+
+PARAMS = "params.json"
+EMBEDDING = "tok_embeddings.weight"
+
+
+def recognizes(model: object) -> bool:
+    """Take a directory with `consolidated.*.pth`; beside weights of Hugging Face, which a hub's model may have, not."""
+    if not isinstance(model, str | Path):
+        return False
+    root = Path(model).expanduser()
+    return root.is_dir() and not holds_weights(root) and any(root.glob("consolidated.*.pth"))
+
+
+def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
+    """Open the directory; without params.json, config= says what the tensors do not."""
+    from bridge.sources.archive import open_folder
+    from bridge.sources.beside import beside
+    from bridge.sources.foreign_config import Told, meta_told
+    from bridge.sources.foreign_source import CutOf, Foreign, given_config, source_of
+    from bridge.sources.ranks import Cut, Joined, open_ranks
+
+    root = Path(model).expanduser()
+    one_checkpoint(root)
+    folder = open_folder(root)
+    ranks = open_ranks(folder)
+    told = meta_told(read_json(root / PARAMS)) if PARAMS in folder.files else Told()
+
+    def join(cut_of: CutOf) -> Container:
+        def known(name: str) -> Cut | None:
+            return Cut(1) if name == EMBEDDING and _shared_along_in(ranks) else cut_of(name)
+
+        return Joined(str(model), ranks, known)
+
+    found = Foreign(
+        root, str(model), "meta", told, join, given_config(folder, config),
+        lambda read: beside(folder, read.files, ("config.json", PARAMS)),
+    )  # fmt: skip
+    return source_of(found, tokenizer)
+
+
+def _shared_along_in(ranks: Mapping[Rank, Container]) -> bool:
+    """Tell Llama 1 and 2, whose ranks share the embedding along its width: a norm, which is whole, has more than it."""
+    specs = next(iter(ranks.values())).specs
+    return EMBEDDING in specs and "norm.weight" in specs and specs[EMBEDDING].shape[1:] != specs["norm.weight"].shape

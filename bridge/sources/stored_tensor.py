@@ -1,0 +1,120 @@
+"""What plain weights are in a pickle: the table of names, and the checked records they become; reads no weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.dtypes import DTYPES
+from bridge.errors import SourceError
+from bridge.sources.unpickle import Call, Kind, Sealed, Storage, Table, key
+
+
+@dataclass(frozen=True)
+class StoredTensor(Sealed):
+    """A tensor as the file describes it; `offset` and `stride` count elements of `dtype` within `storage`."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class StateDict(dict[Any, Any]):
+    """What an OrderedDict becomes: the attributes that torch hangs on it (`_metadata`) are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        return None
+
+
+def integers(values: object, what: str) -> tuple[int, ...]:
+    """Return `values` of a pickle as a tuple, if they are non-negative integers; SourceError names `what` they are."""
+    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
+        shown = str(values)[:80] if isinstance(values, int | float | str) else f"a {type(values).__name__}"
+        if isinstance(values, tuple | list):
+            shown = ", ".join(str(n) if isinstance(n, int) else type(n).__name__ for n in values[:8])
+        raise SourceError(f"tensor with {what} ({shown}): must be non-negative integers")
+    return tuple(values)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: str, metadata: Any) -> StoredTensor:
+    if not isinstance(storage, Storage):
+        raise SourceError("tensor without a storage of this file")
+    if metadata:
+        raise SourceError("tensor with conjugate or negative bits (or other metadata): save it resolved")
+    (start,) = integers((offset,), "offset")
+    extents, strides = integers(shape, "shape"), integers(stride, "stride")
+    if len(extents) != len(strides):
+        raise SourceError(f"tensor with shape {extents} but strides {strides}")
+    last = start + sum((n - 1) * step for n, step in zip(extents, strides, strict=True))
+    if 0 not in extents and (last + 1) * DTYPES[dtype].bits // 8 > storage.nbytes:
+        raise SourceError(f"tensor with shape {extents} reaches beyond its storage of {storage.nbytes} bytes")
+    return StoredTensor(storage, dtype, start, extents, strides)
+
+
+def _rebuild_v2(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any = None, hooks: Any = None, metadata: Any = None
+) -> StoredTensor:
+    if not isinstance(storage, Storage) or not storage.dtype:
+        raise SourceError("tensor on a storage without a dtype")
+    return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
+
+
+def _rebuild_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> StoredTensor:
+    if not isinstance(dtype, Kind) or not dtype.dtype:
+        raise SourceError("tensor without a dtype")
+    return _tensor(storage, offset, shape, stride, dtype.dtype, metadata)
+
+
+def _parameter(data: Any, *rest: Any) -> StoredTensor:
+    if not isinstance(data, StoredTensor):
+        raise SourceError("parameter without a tensor")
+    return data
+
+
+def _state_dict(*args: Any) -> StateDict:
+    if len(args) == 1 and isinstance(args[0], list | tuple):
+        return StateDict((key(pair[0]), pair[1]) for pair in args[0])
+    return StateDict(*args)
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return integers(values, "size")
+
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+SIZE = {("torch", "Size"): Call(_size)}
+TORCH_DTYPES = {("torch", name): Kind(name) for name, row in DTYPES.items() if row.bits >= 8}
+_NAMES: dict[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor_v2"): Call(_rebuild_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Call(_rebuild_v3),
+    ("torch._utils", "_rebuild_parameter"): Call(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Call(_parameter),
+    ("collections", "OrderedDict"): Call(_state_dict),
+    ("torch.storage", "UntypedStorage"): Kind(""),
+    ("torch", "UntypedStorage"): Kind(""),
+    **{("torch", name): Kind(dtype) for name, dtype in _STORAGES.items()},
+    **SIZE,
+    **TORCH_DTYPES,
+}
+WEIGHTS = Table(
+    _NAMES,
+    "which is not part of plain weights; nothing was run. "
+    "If you trust the file, load it yourself and save it as safetensors",
+)

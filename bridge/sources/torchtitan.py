@@ -1,0 +1,79 @@
+"""torchtitan's checkpoints: a distributed checkpoint a step, of which the last is read; never guesses the config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.errors import SourceError
+from bridge.sources.hf import HfSource, holds_weights, settle_config
+from bridge.sources.refuse import one_checkpoint
+
+if TYPE_CHECKING:
+    from bridge.sources.native import Container
+
+HEADS = ("lm_head.weight", "output.weight")
+STEP = re.compile(r"step-(\d+)")
+
+
+def recognizes(model: object) -> bool:
+    """Take a directory with a distributed checkpoint, or with steps of a run that have one."""
+    if not isinstance(model, str | Path):
+        return False
+    root = Path(model).expanduser()
+    return root.is_dir() and not holds_weights(root) and (_is_step(root) or bool(_steps(root)))
+
+
+def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
+    """Open a step, or the last of a directory of them."""
+    from bridge.sources.archive import open_folder
+    from bridge.sources.beside import beside
+    from bridge.sources.foreign_config import Told
+    from bridge.sources.foreign_source import Foreign, dialect_of, given_config, source_of
+    from bridge.sources.weights_folder import distributed
+
+    root = Path(model).expanduser()
+    one_checkpoint(root)
+    at, notes = (root, {}) if _is_step(root) else _last(root)
+    folder = open_folder(at)
+    container = distributed(folder)
+    if container is None:
+        raise SourceError(f"{at}: no distributed checkpoint")
+    given = given_config(folder, config)
+    found = Foreign(
+        at, str(model), dialect_of(str(at), container.specs), Told(), lambda _: container, given,
+        lambda read: beside(folder, read.files, ("config.json",)), _copies(given, container), notes,
+    )  # fmt: skip
+    return source_of(found, tokenizer)
+
+
+def _copies(given: Any, container: Container) -> dict[str, str]:
+    """Return the head of a model whose config ties it to the embedding: one tensor is saved under both names."""
+    config = {} if given is None else settle_config({"architectures": ["unknown"]}, given)
+    heads = HEADS if config.get("tie_word_embeddings") else ()
+    return {name: "tied to the embedding, says the config" for name in heads if name in container.specs}
+
+
+def _is_step(root: Path) -> bool:
+    return any(any(root.glob(pattern)) for pattern in (".metadata", "*.distcp", "__*.metadata"))
+
+
+def _steps(root: Path) -> dict[int, Path]:
+    found = {path: STEP.fullmatch(path.name) for path in root.iterdir() if path.is_dir()}
+    return {int(match[1]): path for path, match in sorted(found.items()) if match and _is_step(path)}
+
+
+def _last(root: Path) -> tuple[Path, dict[str, str]]:
+    """Return the last step whose save finished, which the index marks, and why the others are not read."""
+    steps = _steps(root)
+    whole = [step for step, path in steps.items() if (path / ".metadata").is_file()]
+    if not whole:
+        raise SourceError(f"{root}: no step has a .metadata: no save finished, or hidden files were not copied")
+    chosen = steps[max(whole)]
+    notes = {
+        f"{path.name}/": f"another step; {chosen.name} is read" if step in whole else "its save did not finish"
+        for step, path in steps.items()
+        if path != chosen
+    }
+    return chosen, notes

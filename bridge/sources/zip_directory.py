@@ -1,0 +1,105 @@
+"""The directory of a zip as torch writes it, wherever it lies in a file; finds the members, never unpacks them.
+
+The standard library's reader wants a file of its own: an item of a distributed checkpoint is a zip between others.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from bridge.errors import SourceError
+from bridge.sources.span import Span
+from bridge.sources.unpickle import LONGEST
+
+EOCD, EOCD64, LOCATOR64, CENTRAL, LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
+TAIL = 65557  # the end record with the longest comment
+SHORT_TAIL = 4096  # torch writes no comment, and its directory of a few members lies in the same read
+
+
+@dataclass(frozen=True)
+class Member:
+    """A stored member: where its bytes lie in the span; `crc` 0 means that torch was told not to compute it."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def read_directory(fd: int, span: Span) -> dict[str, Member]:
+    """Parse the central directory of the zip that `span` is: the local headers that torch writes carry no sizes."""
+    tail_at = max(0, span.nbytes - SHORT_TAIL)
+    tail = span.at(fd, tail_at, SHORT_TAIL)
+    at = tail.rfind(EOCD)
+    if at < 0 and tail_at:
+        tail_at = max(0, span.nbytes - TAIL)
+        tail = span.at(fd, tail_at, TAIL)
+        at = tail.rfind(EOCD)
+    if at < 0 or len(tail) < at + 22:
+        raise SourceError("truncated: the zip has no end record; download it again")
+    count, length, start = struct.unpack_from("<HII", tail, at + 10)
+    if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
+        count, length, start = _zip64(fd, span, tail, at)
+    if start + length > span.nbytes or length > LONGEST:
+        raise SourceError("truncated: the zip's directory lies outside the file; download it again")
+    table = tail[start - tail_at : start - tail_at + length] if start >= tail_at else span.at(fd, start, length)
+    members: dict[str, Member] = {}
+    at = 0
+    try:
+        for _ in range(count):
+            name, member, at = _central(fd, span, table, at)
+            if name in members:
+                raise SourceError(f"the zip holds {name} twice")
+            members[name] = member
+    except (struct.error, UnicodeDecodeError) as error:
+        raise SourceError(f"the zip's directory is broken: {error}") from error
+    return members
+
+
+def _zip64(fd: int, span: Span, tail: bytes, end: int) -> tuple[int, int, int]:
+    locator = end - 20
+    if locator < 0 or tail[locator : locator + 4] != LOCATOR64:
+        raise SourceError("the zip's 64-bit end record is missing; download it again")
+    (at,) = struct.unpack_from("<Q", tail, locator + 8)
+    record = span.at(fd, at, 56)
+    if len(record) < 56 or record[:4] != EOCD64:
+        raise SourceError("the zip's 64-bit end record is broken; download it again")
+    count, length, start = struct.unpack_from("<QQQ", record, 32)
+    return count, length, start
+
+
+def _central(fd: int, span: Span, table: bytes, at: int) -> tuple[str, Member, int]:
+    """Parse one entry of the central directory and the local header that it points to."""
+    if table[at : at + 4] != CENTRAL:
+        raise SourceError("the zip's directory is broken")
+    flags, method = struct.unpack_from("<HH", table, at + 8)
+    crc, packed, nbytes, n_name, n_extra, n_comment = struct.unpack_from("<IIIHHH", table, at + 16)
+    (header,) = struct.unpack_from("<I", table, at + 42)
+    name = table[at + 46 : at + 46 + n_name].decode()
+    if method or flags & 1:
+        raise SourceError(f"{name}: compressed or encrypted, which torch.save never writes; save the file again")
+    extra = table[at + 46 + n_name : at + 46 + n_name + n_extra]
+    nbytes, packed, header = _wide(extra, [nbytes, packed, header])
+    local = span.at(fd, header, 30)
+    if len(local) < 30 or local[:4] != LOCAL:
+        raise SourceError(f"truncated: {name} lies outside the file; download it again")
+    local_name, local_extra = struct.unpack_from("<HH", local, 26)
+    offset = header + 30 + local_name + local_extra
+    if nbytes != packed or offset + nbytes > span.nbytes:
+        raise SourceError(f"truncated: {name} lies outside the file; download it again")
+    return name, Member(offset, nbytes, crc), at + 46 + n_name + n_extra + n_comment
+
+
+def _wide(extra: bytes, fields: list[int]) -> list[int]:
+    """Take the 64-bit values of those fields whose 32-bit place says that they did not fit."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            where = at + 4
+            for i, value in enumerate(fields):
+                if value == 0xFFFFFFFF:
+                    (fields[i],) = struct.unpack_from("<Q", extra, where)
+                    where += 8
+        at += 4 + length
+    return fields

@@ -1,0 +1,105 @@
+"""Each writer's configuration by its own words and defaults: NeMo 1, Megatron-LM, Megatron-Bridge."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge.sources.foreign_config import hf_config, megatron_told
+from tests.megatron_configs import megatron_lm, nemo1, nemo2
+from tests.megatron_families import FAMILIES, VOCAB
+from tests.sources.test_foreign_config import as_dumped, config_of, expected, native
+
+
+def test_megatron_bridges_newer_section_in_two_parts_says_the_same() -> None:
+    whole = nemo2(FAMILIES["llama"])["config"]
+    outer = (
+        "seq_length",
+        "vocab_size",
+        "share_embeddings_and_output_weights",
+        "rotary_base",
+        "position_embedding_type",
+    )
+    own = {name: whole[name] for name in outer} | {
+        "_target_": "megatron.bridge.models.gpt.model_config.BridgeGPTModelConfig"
+    }
+    inner = {name: value for name, value in whole.items() if name not in outer} | {"activation_func": "silu"}
+    raw = as_dumped({"model": own | {"transformer": inner}, "train": {"train_iters": 7}}, "run_config.yaml")
+    config = hf_config("x", "megatron", megatron_told("run_config.yaml", raw), native(FAMILIES["llama"])).config
+    assert expected(FAMILIES["llama"]).items() <= config.items()
+
+
+def test_nemo1_refers_to_its_own_fields() -> None:
+    raw = nemo1(FAMILIES["llama"], 1, 1) | {
+        "max_position_embeddings": "${.encoder_seq_length}",
+        "encoder_seq_length": 96,
+    }
+    told = megatron_told("model_config.yaml", raw)
+    assert (
+        hf_config("x", "megatron", told, native(FAMILIES["llama"]), {"vocab_size": 131}).config[
+            "max_position_embeddings"
+        ]
+        == 96
+    )
+
+
+def test_nemo1s_scaled_positions_have_its_defaults() -> None:
+    raw = nemo1(FAMILIES["llama"], 1, 1) | {"scale_positional_embedding": True}
+    told = megatron_told("model_config.yaml", raw)
+    rope = hf_config("x", "megatron", told, native(FAMILIES["llama"]), {"vocab_size": 131}).config["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
+
+
+def test_nemo1s_silence_has_nemos_defaults() -> None:
+    silent = {
+        "bias",
+        "position_embedding_type",
+        "share_embeddings_and_output_weights",
+        "layernorm_epsilon",
+        "activation",
+    }
+    raw = {name: value for name, value in nemo1(FAMILIES["gpt"], 1, 1).items() if name not in silent}
+    told = megatron_told("model_config.yaml", raw | {"override_vocab_size": VOCAB})
+    config = hf_config("x", "megatron", told, native(FAMILIES["gpt"])).config
+    fused = {"activation_function": "gelu_pytorch_tanh"}  # what its fused kernel computes
+    assert (expected(FAMILIES["gpt"]) | fused).items() <= config.items()
+    assert told.terms["mlp_bias"].value is True and told.terms["tied"].value is True
+    assert told.terms["learned"].value is True
+    silent = {"rotary_base", "num_moe_experts", "moe_router_topk"}
+    raw = {name: value for name, value in nemo1(FAMILIES["mixtral"], 1, 1).items() if name not in silent}
+    told = megatron_told("model_config.yaml", raw | {"num_moe_experts": 5})
+    config = hf_config("x", "megatron", told, native(FAMILIES["mixtral"]), {"vocab_size": VOCAB}).config
+    assert (config["rope_parameters"]["rope_theta"], config["num_experts_per_tok"]) == (10000.0, 2)
+
+
+def test_megatron_lms_flags_mean_what_its_parser_makes_of_them() -> None:
+    raw = dict(vars(megatron_lm(FAMILIES["nemotron"], 1, 1)))
+    terms = megatron_told("common.pt: args", raw).terms
+    assert (terms["centered"].value, terms["gated"].value, terms["activation"].value) == (True, False, "relu2")
+    raw |= {"apply_layernorm_1p": False, "swiglu": True, "rotary_seq_len_interpolation_factor": 2}
+    terms = megatron_told("common.pt: args", raw).terms
+    assert (terms["centered"].value, terms["gated"].value, terms["activation"].value) == (False, True, "silu")
+    assert terms["scaling"].value == {"rope_type": "linear", "factor": 2.0}
+    gelu = {"swiglu": False, "squared_relu": False}
+    for flags, activation in (
+        ({"openai_gelu": True}, "gelu_pytorch_tanh"), ({"bias_gelu_fusion": True}, "gelu_pytorch_tanh"), ({}, "gelu"),
+        ({"quick_geglu": True}, "quick_gelu"),
+    ):  # fmt: skip
+        assert megatron_told("common.pt: args", raw | gelu | flags).terms["activation"].value == activation
+
+
+@pytest.mark.parametrize(
+    ("written", "activation"),
+    [
+        ("silu", "silu"), ("torch.nn.functional.relu", "relu"), ("megatron.core.activations.squared_relu", "relu2"),
+        ("relu2", "relu2"), ("torch._C._nn.gelu", "gelu"), ("megatron.core.activations.fast_gelu", "gelu_pytorch_tanh"),
+        ("nemo.collections.llm.fn.activation.openai_gelu", "gelu_pytorch_tanh"), ("quick_gelu", "quick_gelu"),
+        ("gelu_pytorch_tanh", "gelu_pytorch_tanh"), ("somewhere.openai_gelu_func", "gelu_pytorch_tanh"),
+    ],
+)  # fmt: skip
+def test_a_function_is_known_by_its_name(written: str, activation: str) -> None:
+    given = {"architectures": ["LlamaForCausalLM"]}
+    as_object = {"_target_": written, "_call_": False}
+    assert config_of({"activation_func": as_object}, given=given)["hidden_act"] == activation
+    assert config_of({"activation_func": written}, given=given)["hidden_act"] == activation
+    partial = {"_target_": "torch._C._nn.gelu", "_partial_": True, "_args_": [], "approximate": "tanh"}
+    assert config_of({"activation_func": partial}, given=given)["hidden_act"] == "gelu_pytorch_tanh"

@@ -1,0 +1,389 @@
+"""Megatron's checkpoints as sources, of every layout: transformers answers from them as megatron-core does itself."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import bridge
+from bridge.errors import SourceError
+from bridge.sources import foreign as foreign_tensors
+from bridge.sources import open_source
+from tests import megatron_oracle
+from tests.megatron_families import FAMILIES, VOCAB
+from tests.sources.dcp_saves import save
+from tests.sources.foreign_checkpoints import CONFIG, MODEL, llama, megatron_bridge, nemo_archive, spelled
+from tests.sources.test_oracles import CLOSE, answer
+from tests.tables import foreign as formulas
+from tests.tables.checkpoints import GPT2, headers
+
+# How the same weights are laid out: names of both specs, layers together and apart, ranks of two kinds.
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "bridge", {"layers": "single", "optimizer": True}),
+    ("llama", "bridge", {"tp": 2, "pp": 2}),
+    ("llama", "nemo1", {"tp": 2}),
+    ("llama-mqa", "nemo1", {"tp": 2, "pp": 2}),
+    ("qwen2-tied", "nemo1", {"pp": 2}),
+    ("mixtral", "nemo1", {"tp": 2, "pp": 2}),
+    ("mixtral-grouped", "bridge", {"layers": "singleton"}),
+    ("qwen3-moe", "bridge", {"layers": "singleton", "tp": 2}),
+    ("qwen3-moe", "nemo2", {"layers": "single"}),
+    ("mixtral", "bridge", {"layers": "single", "spec": "local"}),
+    ("gpt", "nemo2", {"spec": "local"}),
+    ("qwen2-tied", "megatron-lm-legacy", {"tp": 2, "pp": 2}),
+    ("gpt", "nemo1", {"tp": 2, "spec": "local"}),
+]
+# Of models that a writer has no words for: its fused gelu is the other one, its RoPE scaling is always 8. Megatron-LM
+# has none for Gemma at all.
+WORDLESS = {
+    ("gpt", "nemo1"): {"activation_function": "gelu"},
+    ("llama-rope", "nemo1"): {"rope_parameters": FAMILIES["llama-rope"].hf["rope_parameters"]},
+}
+
+
+def refusal(model: object, **arguments: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_source(model, **arguments)
+    return str(caught.value)
+
+
+def assert_answers(name: str, kind: str, scratch: Path, **options: Any) -> None:
+    """Convert, load in transformers, and compare logits."""
+    made = megatron_oracle.family(name)
+    assert made.ids.shape[1] >= 70
+    checkpoint = made.save(scratch / "in", kind, **options)
+    config = {"vocab_size": VOCAB} | WORDLESS.get((name, kind.removesuffix("-dist")), {})
+    source = open_source(checkpoint, config=config)
+    (scratch / "hf").mkdir()
+    state = {tensor: source.read(tensor) for tensor in source.specs}
+    found = answer(state, dict(source.config), made.ids, scratch / "hf")
+    assert np.abs(found - made.logits).max() < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in FAMILIES
+        for kind in megatron_oracle.KINDS
+        if (name, kind[:11]) != ("gemma", "megatron-lm")
+    ],
+)
+def test_transformers_answers_as_megatron_does(name: str, kind: str, tmp_path: Path) -> None:
+    assert_answers(name, kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind", "options"), LAYOUTS)
+def test_layout_does_not_change_the_answer(name: str, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    assert_answers(name, kind, tmp_path, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt"])
+def test_tensors_are_those_of_megatron_bridge(name: str, tmp_path: Path) -> None:
+    source = open_source(megatron_oracle.family(name).save(tmp_path, "bridge"), config={"vocab_size": VOCAB})
+    wanted = megatron_oracle.bridged(name)
+    assert source.specs.keys() == wanted.keys()
+    assert all(np.array_equal(source.read(tensor), array) for tensor, array in wanted.items())
+
+
+def stacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with all layers of a kind in one tensor."""
+    found = {name: tensor for name, tensor in state.items() if ".layers." not in name}
+    for name in [name for name in state if ".layers.0." in name]:
+        layers = [state[name.replace(".layers.0.", f".layers.{layer}.")] for layer in range(3)]
+        found[name.replace(".layers.0.", ".layers.")] = torch.stack(layers)
+    return found
+
+
+def assert_same(source: Any, hf: dict[str, torch.Tensor]) -> None:
+    assert source.specs.keys() == hf.keys()
+    assert all(np.array_equal(source.read(name), tensor.numpy()) for name, tensor in hf.items())
+
+
+def test_a_run_an_iteration_and_a_bare_directory_are_one_model(tmp_path: Path) -> None:
+    hf = llama()
+    run = megatron_bridge(tmp_path / "run", stacked(spelled(hf, "megatron")))
+    assert_same(open_source(run), hf)
+    assert_same(open_source(run / "iter_0000100"), hf)
+    nemo = tmp_path / "nemo2"
+    (nemo / "context").mkdir(parents=True)
+    (nemo / "context/model.yaml").write_text(yaml.safe_dump({"config": MODEL, "_target_": "nemo.Model"}))
+    shutil.copytree(run / "iter_0000100", nemo / "weights", ignore=shutil.ignore_patterns("*.yaml"))
+    assert_same(open_source(nemo), hf)
+    assert_same(open_source(nemo / "weights"), hf)
+    (run / "iter_0000100/run_config.yaml").unlink()
+    assert_same(open_source(run / "iter_0000100", config=CONFIG), hf)
+    for name in ("common.pt", "metadata.json"):  # what is left is any distributed checkpoint
+        (run / "iter_0000100" / name).unlink()
+    assert_same(open_source(run / "iter_0000100", config=CONFIG), hf)
+
+
+def test_the_iteration_is_the_one_that_the_run_names(tmp_path: Path) -> None:
+    megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    shutil.copytree(tmp_path / "iter_0000100", tmp_path / "iter_0000200")
+    source = open_source(tmp_path)
+    assert source.dropped["iter_0000200/"] == "another iteration; iter_0000100 is read"
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert open_source(tmp_path).dropped["iter_0000100/"] == "another iteration; iter_0000200 is read"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("300")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: latest_checkpointed_iteration.txt says iteration 300, but the iterations here are: "
+        "iter_0000100, iter_0000200; give one"
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert "'release' is no iteration; give the directory of one" in refusal(tmp_path)
+    (tmp_path / "iter_0000200").rename(tmp_path / "release")
+    assert open_source(tmp_path).specs.keys() == llama().keys()
+
+
+def test_checkpoints_of_several_kinds_are_not_chosen_between(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    (run / "consolidated.00.pth").write_bytes(b"")
+    assert refusal(run) == (
+        f"{run}: holds 2 checkpoints of several kinds (iter_0000100, consolidated.00.pth); give the path of one, or "
+        "move the others away"
+    )
+
+
+def test_an_archive_is_read_in_place_and_unpacked_alike(tmp_path: Path) -> None:
+    hf = llama()
+    archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": spelled(hf, "megatron")})
+    assert_same(open_source(tmp_path / "llama"), hf)
+    shutil.rmtree(tmp_path / "llama")
+    assert_same(open_source(archive), hf)
+    assert_same(open_source(tmp_path), hf)  # a directory with one archive
+    shutil.copy(archive, tmp_path / "other.nemo")
+    assert refusal(tmp_path) == f"{tmp_path}: 2 archives; give one: llama.nemo, other.nemo"
+
+
+def test_members_outside_an_archive_are_left_alone(tmp_path: Path) -> None:
+    archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": spelled(llama(), "megatron")})
+    with tarfile.open(archive, "a:") as tar:
+        member = tarfile.TarInfo("../../outside.txt")
+        member.size = 3
+        tar.addfile(member, io.BytesIO(b"out"))
+    source = open_source(archive)
+    assert source.dropped["../../outside.txt"] == "lies outside the archive"
+    report = bridge.convert(archive, "hf", out=tmp_path / "out", verify=False)
+    assert "../../outside.txt" in report.skipped
+    assert not list(tmp_path.parent.glob("outside.txt"))
+
+
+def test_an_archives_tokenizer_is_carried_and_loads(tmp_path: Path) -> None:
+    tokenizer = Path("examples/models/tiny-llama/tokenizer.json")
+    root = tmp_path / "llama"
+    root.mkdir()
+    shutil.copy(tokenizer, root / f"{'0a' * 16}_tokenizer.json")
+    archive = nemo_archive(root, {"model_weights.ckpt": spelled(llama(), "megatron")})
+    source = open_source(archive)
+    assert source.side_files["tokenizer.json"] == tokenizer.read_bytes()
+    assert source.side_files.keys() == {"tokenizer.json", "config.json"}
+    assert source.load_tokenizer()("The")["input_ids"]
+
+
+def test_a_checkpoint_without_tokenizer_asks_for_one(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    with pytest.raises(SourceError, match="no tokenizer lies in the checkpoint; give tokenizer="):
+        open_source(run).load_tokenizer()
+
+
+def test_padding_of_the_vocabulary_is_cut_or_asked_about(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"), vocab_size=None)
+    message = refusal(run)
+    assert "    vocab_size: tokens with an embedding; the tensors have 112 rows" in message
+    assert open_source(run, config={"vocab_size": 90}).specs["lm_head.weight"].shape == (90, 48)
+    message = refusal(run, config={"vocab_size": 113})
+    assert "config=: vocab_size = 113, but the tensors have 112 rows" in message
+
+
+def test_tied_models_have_no_head(tmp_path: Path) -> None:
+    state = spelled(llama(), "megatron")
+    del state["output_layer.weight"]
+    run = megatron_bridge(tmp_path / "tied", state, share_embeddings_and_output_weights=True)
+    assert open_source(run).config["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in open_source(run).specs
+    contradicting = megatron_bridge(tmp_path / "untied", state)
+    assert "share_embeddings_and_output_weights = False, but the tensors have True" in refusal(contradicting)
+
+
+def test_norms_around_zero_are_those_around_one_shifted(tmp_path: Path) -> None:
+    hf = llama()
+    state = {n: t - 1 if "norm" in n else t for n, t in spelled(hf, "megatron").items()}
+    source = open_source(megatron_bridge(tmp_path, state, layernorm_zero_centered_gamma=True))
+    for name, tensor in hf.items():
+        wanted = (tensor - 1) + 1 if "norm" in name else tensor
+        assert np.array_equal(source.read(name), wanted.numpy())
+
+
+def test_training_state_and_run_are_told_and_not_carried(tmp_path: Path) -> None:
+    state: dict[str, Any] = spelled(llama(), "megatron")
+    extra = {f"decoder.layers.mlp.linear_fc1._extra_state/shard_{n}_3": io.BytesIO(b"state") for n in range(3)}
+    moments = {f"optimizer.state.exp_avg.{name}": tensor for name, tensor in state.items()}
+    source = open_source(megatron_bridge(tmp_path, state | moments | extra))
+    nbytes = sum(tensor.nbytes for tensor in moments.values())
+    assert source.dropped["optimizer.*"] == f"training state, {nbytes} bytes"
+    assert (
+        source.dropped["decoder.layers.mlp.linear_fc1._extra_state"] == "an object of the training program, no tensor"
+    )
+    assert source.dropped["common.pt"] == "of the training run, not of the model"
+    assert source.dropped["run_config.yaml"] == "its place is taken by the config.json that is made of it"
+    assert source.side_files.keys() == {"config.json"}
+
+
+def test_plan_reads_metadata_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.sources.dcp import Dcp
+
+    run = megatron_bridge(tmp_path, stacked(spelled(llama(), "megatron")))
+    read: list[str] = []
+    monkeypatch.setattr(Dcp, "read_flat", lambda self, name, *_: read.append(name))
+    plan = bridge.plan(run, "hf", "int8_wo")
+    assert not read
+    assert len(plan.quantized) == 3 * 7
+
+
+def test_plan_imports_no_framework(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    code = (
+        "import sys, bridge; plan = bridge.plan(sys.argv[1], 'hf', 'int8_wo'); "
+        "print(len(plan.quantized), sorted({'torch', 'transformers', 'megatron', 'numba'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "21 []"
+
+
+def test_every_contradiction_is_told_at_once(tmp_path: Path) -> None:
+    run = megatron_bridge(
+        tmp_path, spelled(llama(), "megatron"), num_layers=4, hidden_size=56, ffn_hidden_size=81, num_query_groups=3
+    )
+    message = refusal(run)
+    for text in ("num_layers = 4, but the tensors have 3", "hidden_size = 56, but", "ffn_hidden_size = 81, but"):
+        assert text in message
+    assert "problems" in message
+
+
+def test_a_tensor_of_an_unknown_module_is_named(tmp_path: Path) -> None:
+    state = spelled(llama(), "megatron")
+    state |= {f"decoder.layers.{n}.self_attention.gate.weight": torch.ones(3) for n in range(3)}
+    message = refusal(megatron_bridge(tmp_path, state))
+    assert "decoder.layers.{0..2}.self_attention.gate.weight: " in message
+    assert "megatron.toml has no row for it" in message
+
+
+def test_a_missing_and_a_truncated_file_are_named(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    file = run / "iter_0000100/__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    assert "__0_0.distcp: truncated: it has" in refusal(run)
+    file.unlink()
+    assert "__0_0.distcp: missing, though .metadata names it; copy it again" in refusal(run)
+
+
+class Spy:
+    """Makes a directory when somebody unpickles it."""
+
+    def __init__(self, at: Path) -> None:
+        self.at = str(at)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.at,)
+
+
+def test_arguments_that_would_run_are_data(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    (run / "iter_0000100/run_config.yaml").unlink()
+    torch.save({"args": Spy(tmp_path / "ran")}, run / "iter_0000100/common.pt")
+    refusal(run)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_would_run_are_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = spelled(llama(), "megatron") | {"decoder.final_layernorm.weight": Spy(tmp_path / "ran")}
+    archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": state})
+    message = refusal(archive)
+    assert "model_weights.ckpt: the pickle asks for posix.mkdir" in message
+    assert "nothing was run" in message
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_configuration_that_would_run_is_data(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
+    text = yaml.safe_dump({"model": MODEL}) + f"hook: !!python/object/apply:os.mkdir ['{tmp_path / 'ran'}']\n"
+    (run / "iter_0000100/run_config.yaml").write_text(text)
+    assert len(open_source(run).specs) == len(llama())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_of_the_whole_run_is_data_beside_its_tensors(tmp_path: Path) -> None:
+    rank = tmp_path / "iter_0000100/mp_rank_00"
+    rank.mkdir(parents=True)
+    state: dict[str, Any] = {"model": spelled(llama(), "megatron"), "optimizer": Spy(tmp_path / "ran")}
+    torch.save(state, rank / "model_optim_rng.pt")
+    assert_same(open_source(tmp_path, config=CONFIG), llama())
+    state["model"]["decoder.final_layernorm.weight"] = Spy(tmp_path / "ran")
+    torch.save(state, rank / "model_optim_rng.pt")
+    assert "not a flat dict of tensors: decoder.final_layernorm.weight is none" in refusal(tmp_path, config=CONFIG)
+    del state["model"]
+    torch.save(state, rank / "model_optim_rng.pt")
+    assert "model_optim_rng.pt: has no `model`, only optimizer" in refusal(tmp_path, config=CONFIG)
+    torch.save({"args": Namespace(expert_model_parallel_size=2), "model": {}}, rank / "model_optim_rng.pt")
+    assert "files of several expert ranks are not read" in refusal(tmp_path, config=CONFIG)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/model.yaml").write_text("config: {}")
+    assert "no weights: neither a distributed checkpoint (.metadata, *.distcp) nor files of ranks" in refusal(tmp_path)
+
+
+def test_other_targets_write_what_they_write_of_the_hugging_face_checkpoint(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path / "run", stacked(spelled(llama(torch.bfloat16), "megatron")))
+    bridge.convert(run, "hf", out=tmp_path / "hf", verify=False)
+    for target in ("hf", "tripy", "trtllm"):
+        reports = []
+        for number, model in enumerate((run, tmp_path / "hf")):
+            out = tmp_path / f"{target}-{number}"
+            reports.append(bridge.convert(model, target, "int8_wo", out=out, verify=False))
+        for file in sorted((tmp_path / f"{target}-0").glob("*.safetensors")):
+            assert file.read_bytes() == (tmp_path / f"{target}-1" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_onnx_answers_as_the_model_does(tmp_path: Path) -> None:
+    run = megatron_bridge(tmp_path / "run", stacked(spelled(llama(), "megatron")))
+    tokenizer = "examples/models/tiny-llama"
+    report = bridge.convert(run, "trt", "int8_wo", out=tmp_path / "trt", tokenizer=tokenizer)
+    assert report.passed
+    assert bridge.verify(tmp_path / "trt", against=run, tokenizer=tokenizer).passed
+
+
+@pytest.mark.parametrize("strip", [1, 1000, 1 << 20])
+def test_rows_of_what_is_stored_across_them_are_the_tensors(
+    strip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_tensors, "STRIP", strip)
+    monkeypatch.setattr(foreign_tensors, "PIECE", 500)
+    config = GPT2 | {"model_type": "gpt2", "n_inner": None, "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
+    numbers = np.random.default_rng(0)
+    hf = {name: numbers.random(spec.shape, np.float32) for name, spec in headers(GPT2).items()}
+    state = {name: torch.from_numpy(np.float32(array)) for name, array in formulas.megatron("gpt2", hf).items()}
+    source = open_source(save(tmp_path / "c", state), config=config | {"tie_word_embeddings": True})
+    for name, array in hf.items():
+        for begin, end in ((0, 1), (2, 9), (5, 7), (0, len(array)), (len(array) - 3, len(array))):
+            assert np.array_equal(source.read_rows(name, begin, end), array[begin:end])

@@ -1,0 +1,142 @@
+"""torchtitan's checkpoints as sources: its own adapters' tensors, the last of a run's steps, what must be asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bridge
+from bridge.errors import SourceError
+from bridge.sources import open_source
+from tests import torchtitan_oracle
+from tests.sources.dcp_saves import bits, save
+from tests.sources.foreign_checkpoints import CONFIG, llama, spelled
+from tests.torchtitan_families import CONFIGS
+
+
+def refusal(model: object, **arguments: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_source(model, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_is_the_adapters(name: str, era: str, tmp_path: Path) -> None:
+    made = torchtitan_oracle.family(name, era)
+    source = open_source(made.save(tmp_path, training=True).parent, config=made.config_hf)
+    assert source.specs.keys() == made.hf.keys()
+    assert all(np.array_equal(source.read(tensor), array) for tensor, array in made.hf.items())
+    assert source.dropped["optimizer.*"].startswith("training state, ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_rows_are_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Cuts through heads, which are in another order, included."""
+    hf = llama(dtype)
+    source = open_source(save(tmp_path / "step-3", spelled(hf, "torchtitan")), config=CONFIG)
+    for name, tensor in hf.items():
+        whole = bits(tensor)
+        for begin, end in ((0, 1), (1, 8), (7, len(whole)), (0, len(whole))):
+            out = np.zeros((end - begin, *whole.shape[1:]), whole.dtype)
+            assert np.array_equal(source.read_rows(name, begin, end, out), whole[begin:end])
+            assert np.array_equal(source.read_rows(name, begin, end), whole[begin:end])
+
+
+def test_the_last_finished_step_is_read(tmp_path: Path) -> None:
+    first, last = llama(), {name: tensor + 1 for name, tensor in llama().items()}
+    save(tmp_path / "step-9", spelled(first, "torchtitan"))
+    save(tmp_path / "step-10", spelled(last, "torchtitan"))
+    save(tmp_path / "step-11", spelled(last, "torchtitan"))
+    (tmp_path / "step-11/.metadata").unlink()
+    source = open_source(tmp_path, config=CONFIG)
+    assert np.array_equal(source.read("lm_head.weight"), last["lm_head.weight"].numpy())
+    assert source.dropped["step-9/"] == "another step; step-10 is read"
+    assert source.dropped["step-11/"] == "its save did not finish"
+    (tmp_path / "step-9/.metadata").unlink()
+    (tmp_path / "step-10/.metadata").unlink()
+    assert "no step has a .metadata: no save finished, or hidden files were not copied" in refusal(tmp_path)
+
+
+def test_the_config_is_asked_for_field_by_field(tmp_path: Path) -> None:
+    step = save(tmp_path / "step-3", spelled(llama(), "torchtitan"))
+    message = refusal(step)
+    assert "neither configuration nor tensors tell these; give config={" in message
+    for field in ("num_attention_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"):
+        assert f"\n    {field}: " in message
+
+
+@pytest.mark.parametrize("how", ["file", "directory", "beside"])
+def test_the_config_comes_from_a_file(how: str, tmp_path: Path) -> None:
+    step = save(tmp_path / "step-3", spelled(llama(), "torchtitan"))
+    holder = step if how == "beside" else tmp_path
+    (holder / "config.json").write_text(json.dumps(CONFIG))
+    config = {"file": holder / "config.json", "directory": holder, "beside": None}[how]
+    source = open_source(step, config=config)
+    assert source.config["num_attention_heads"] == 6
+    assert json.loads(source.side_files["config.json"])["architectures"] == ["LlamaForCausalLM"]  # type: ignore[arg-type]
+
+
+def test_all_that_contradicts_the_tensors_is_told_at_once(tmp_path: Path) -> None:
+    step = save(tmp_path / "step-3", spelled(llama(), "torchtitan"))
+    message = refusal(step, config=CONFIG | {"num_hidden_layers": 4, "intermediate_size": 81, "vocab_size": 96})
+    assert "the model's configuration, 3 problems" in message
+    assert "config=: num_hidden_layers = 4, but the tensors have 3" in message
+    assert "config=: intermediate_size = 81, but the tensors have 80" in message
+    assert "config=: vocab_size = 96, but the tensors have 97" in message
+
+
+def test_names_that_no_dialect_knows_are_shown(tmp_path: Path) -> None:
+    step = save(tmp_path / "step-3", {f"blocks.{n}.w": torch.ones(3) for n in range(4)})
+    assert refusal(step, config=CONFIG) == (
+        f"{step}: its tensors bear names of no dialect that is known here (megatron, torchtitan, meta): "
+        "blocks.{0..3}.w; a table in mappings/dialects would say what they mean"
+    )
+
+
+def test_a_tensor_that_is_missing_or_unknown_is_named(tmp_path: Path) -> None:
+    state = spelled(llama(), "torchtitan")
+    state["layers.1.attention.gate.weight"] = state.pop("layers.1.attention.wo.weight")
+    message = refusal(save(tmp_path / "step-3", state), config=CONFIG)
+    assert "layers.1.attention.gate.weight: " in message
+    assert "torchtitan.toml has no row for it" in message
+    assert "layers.1.attention.wo.weight: is missing; model.layers.1.self_attn.o_proj.weight would be made" in message
+
+
+def test_hugging_faces_own_weights_come_first(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save(tmp_path, {"unknown": torch.ones(3)})
+    save_file(llama(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert open_source(tmp_path).dropped["__0_0.distcp"].startswith("weights or training state")
+
+
+def test_shards_in_hugging_faces_names_need_a_config_only(tmp_path: Path) -> None:
+    hf = llama(torch.bfloat16)
+    storage = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(hf, storage_writer=storage, no_dist=True)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert all(path.name.startswith("shard-00001-") for path in tmp_path.glob("*.safetensors"))
+    source = open_source(tmp_path)
+    assert source.specs.keys() == hf.keys()
+    assert all(np.array_equal(source.read(name), bits(tensor)) for name, tensor in hf.items())
+
+
+def test_conversion_writes_the_tensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    hf = llama(torch.bfloat16)
+    step = save(tmp_path / "step-3", spelled(hf, "torchtitan"))
+    report = bridge.convert(step, "hf", config=CONFIG, out=tmp_path / "out", verify=False)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == hf.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in hf.items())
+    assert report.tensors == len(hf)

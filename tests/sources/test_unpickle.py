@@ -1,0 +1,195 @@
+"""What a hostile pickle can do to any of the tables: nothing. Nothing runs, and memory stays that of the file."""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import io
+import os
+import pickle
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.errors import SourceError
+from bridge.sources.dcp_metadata import METADATA
+from bridge.sources.records import Record, inert, kind_of
+from bridge.sources.span import span_of
+from bridge.sources.stored_tensor import WEIGHTS
+from bridge.sources.torch_zip import open_saved
+from bridge.sources.unpickle import Table, load_bytes
+
+CLOSED = {"weights": WEIGHTS, "metadata": METADATA}  # tables that refuse what they do not know
+TABLES = ["weights", "metadata", "inert"]
+
+
+def table(name: str) -> Table:
+    return CLOSED.get(name) or inert()
+
+
+@pytest.fixture(params=TABLES)
+def any_table(request: pytest.FixtureRequest) -> Table:
+    return table(request.param)
+
+
+class Calls:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def attacked(data: bytes, against: Table) -> str:
+    with pytest.raises(SourceError) as caught:
+        load_bytes(data, against)
+    return str(caught.value)
+
+
+FUNCTIONS = [
+    (os.system, "system"),
+    (eval, "eval"),
+    (getattr, "getattr"),
+    (subprocess.Popen, "Popen"),
+    (io.open, "open"),
+    (__import__, "__import__"),
+    (pickle.loads, "loads"),
+    (torch.load, "load"),
+    (np.load, "load"),
+    (collections.namedtuple, "namedtuple"),
+]
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize(("function", "name"), FUNCTIONS)
+@pytest.mark.parametrize("closed", CLOSED)
+def test_functions_are_refused_by_name(tmp_path: Path, function: Any, name: str, protocol: int, closed: str) -> None:
+    trace = tmp_path / "ran"
+    message = attacked(pickle.dumps(Calls(function, f"touch {trace}"), protocol), CLOSED[closed])
+    assert re.search(rf"the pickle asks for [\w.]+\.{name}, which", message)  # protocol 2 names are Python 2's
+    assert "nothing was run" in message
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize(("function", "name"), FUNCTIONS)
+def test_functions_are_records_where_everything_is(tmp_path: Path, function: Any, name: str, protocol: int) -> None:
+    trace = tmp_path / "ran"
+    value, _ = load_bytes(pickle.dumps(Calls(function, f"touch {trace}"), protocol), inert())
+    assert isinstance(value, Record)
+    assert (kind_of(value).rpartition(".")[2], value.args) == (name, (f"touch {trace}",))
+    assert not trace.exists()
+
+
+def test_instances_by_the_old_opcode_are_refused_or_records() -> None:
+    for closed in CLOSED.values():
+        assert "asks for os.system" in attacked(b"(S'true'\nios\nsystem\n.", closed)
+    assert kind_of(load_bytes(b"(S'true'\nios\nsystem\n.", inert())[0]) == "os.system"
+
+
+def test_extension_codes_are_refused(any_table: Table) -> None:
+    copyreg.add_extension("os", "system", 0x77)
+    try:
+        pickle.loads(b"\x80\x02\x82\x77.")  # fills the cache that the C unpickler would answer from
+        assert "extension code 119" in attacked(b"\x80\x02\x82\x77X\x04\x00\x00\x00true\x85R.", any_table)
+    finally:
+        copyreg.remove_extension("os", "system", 0x77)
+
+
+def rule(name: str) -> bytes:
+    return b"\x80\x02c" + name.encode() + b"\n"
+
+
+STATES = [b"}X\x04\x00\x00\x00makeK\x01s", b"N}X\x05\x00\x00\x00dtypeK\x01s\x86", b"N}X\x04\x00\x00\x00kindK\x01s\x86",
+          b"K\x01\x85"]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *(
+            (name, "weights")
+            for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nint8")
+        ),
+        *((name, "metadata") for name in ("torch\nSize", "torch.distributed.checkpoint.metadata\nMetadata")),
+        *((name, "inert") for name in ("os\nsystem", "_codecs\nencode", "torch\nSize")),
+    ],
+)
+def test_build_cannot_change_a_rule(name: str, where: str, state: bytes, tmp_path: Path) -> None:
+    attacked(rule(name) + state + b"b.", table(where))
+    torch.save(collections.OrderedDict(a=torch.ones(3)), tmp_path / "m.bin")
+    assert open_saved(span_of(tmp_path / "m.bin")).value["a"].shape == (3,)
+    assert kind_of(METADATA.names["torch.distributed.checkpoint.metadata", "Metadata"]).endswith("metadata.Metadata")
+
+
+def test_huge_memo_index_takes_no_memory(any_table: Table) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert load_bytes(b"\x80\x02Nr" + struct.pack("<I", 4_000_000_000) + b".", any_table)[0] is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.",
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.",
+        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.",
+        b"\x80\x04\x95" + struct.pack("<Q", 1 << 50) + b"N.",
+    ],
+)
+def test_lengths_in_the_pickle_allocate_nothing(data: bytes, any_table: Table) -> None:
+    assert "the pickle" in attacked(data, any_table)
+
+
+@pytest.mark.parametrize("data", [b"", b".", b"\x80\x09N.", b"\x80\x02}q", b"\x80\x02R.", b"\x80\x02K\x01K\x02s."])
+def test_broken_pickles_are_source_errors(data: bytes, any_table: Table) -> None:
+    assert "the pickle is broken" in attacked(data, any_table)
+
+
+def test_data_after_the_end_is_refused(any_table: Table) -> None:
+    assert "3 bytes follow the end of the pickle" in attacked(pickle.dumps({}) + b"abc", any_table)
+
+
+def test_deep_nesting_is_refused_or_read_without_a_crash(any_table: Table) -> None:
+    assert load_bytes(b"]" * 200_000 + b"a" * 199_999 + b".", any_table)[0]
+
+
+def test_list_that_holds_itself_reads(any_table: Table) -> None:
+    value, _ = load_bytes(b"\x80\x02]q\x00h\x00a.", any_table)
+    assert value[0] is value
+
+
+@pytest.mark.parametrize("pid", [b"Pabc\n.", b"\x80\x02(X\x07\x00\x00\x00storageNNNNtQ.", b"\x80\x02]q\x00h\x00aQ."])
+def test_references_outside_that_are_no_storages_are_refused(pid: bytes, any_table: Table) -> None:
+    assert "storage" in attacked(pid, any_table)
+
+
+def test_one_storage_described_twice_is_refused() -> None:
+    def reference(numel: bytes) -> bytes:
+        return b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + numel + b"tQ"
+
+    for known in (WEIGHTS, inert()):
+        assert "described twice" in attacked(b"\x80\x02" + reference(b"K\x04") + reference(b"K\x05") + b"\x86.", known)
+
+
+def test_names_in_the_file_cannot_take_memory() -> None:
+    data = b"\x80\x02" + b"".join(f"cm\nn{n}\n0".encode() for n in range(3000)) + b"N."
+    assert "names more than 2000 classes" in attacked(data, inert())
+
+
+@pytest.mark.parametrize("ends", [b"Ns.", b"(Nu.", b"\x90."], ids=["item", "items", "set"])
+def test_keys_nested_too_deeply_for_hashing_are_refused(ends: bytes, any_table: Table) -> None:
+    deep = b")" + b"\x85" * 1_000_000
+    begin = {b"Ns.": b"\x80\x04}" + deep, b"(Nu.": b"\x80\x04}(" + deep + b"Nu.", b"\x90.": b"\x80\x04\x8f(" + deep}[
+        ends
+    ]
+    data = begin if ends == b"(Nu." else begin + ends
+    assert "nested too deeply" in attacked(data, any_table)
