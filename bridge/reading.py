@@ -19,6 +19,7 @@ from bridge.errors import SourceError
 from bridge.planning import Step
 from bridge.quant.bits import Array, transposed
 from bridge.sources import lazy
+from bridge.sources.foreign import reordered
 from bridge.values import Slice, TensorSpec
 
 if TYPE_CHECKING:
@@ -109,7 +110,14 @@ class Rows:
         return 0 if part.transposed else math.prod(self._source.specs[part.source].shape[1:])
 
     def _read(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
-        """Rows a to b of one slice as (rows, columns), C-contiguous."""
+        """Rows a to b of one slice as (rows, columns), C-contiguous, in the order in which the step sees them."""
+        found = self._rows(part, a, b, room, cuts)
+        if not part.rope:
+            return found
+        assert a % abs(part.rope) == b % abs(part.rope) == 0, "a piece holds whole heads: see budget.row_unit"
+        return np.ascontiguousarray(reordered(found, part.rope))
+
+    def _rows(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
         if part.transposed:
             if part not in self._held:
                 self._held[part] = self._rectangle(part)

@@ -1,4 +1,7 @@
-"""One safetensors file under construction: its layout is known before its first byte, its tensors come in any order."""
+"""One file of tensors under construction: its layout is known before its first byte, its tensors come in any order.
+
+The name says the format: items of a distributed checkpoint (`.distcp`), or else safetensors.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.container import layout
+from bridge.dcp.items import DISTCP, laid_out
 from bridge.errors import WriteError
 from bridge.values import TensorSpec
 
@@ -19,13 +23,27 @@ class TensorFile:
     """Creates the file with its header and takes bytes of tensors; threads may write at once."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int) -> None:
-        """Write the header and reserve all bytes, so that a full disk is found before the work."""
+        """Write all but the tensors and reserve all bytes, so that a full disk is found before the work."""
         self.specs = {spec.name: spec for spec in specs}
-        header, self.offsets, size = layout(self.specs.values(), metadata, align)
+        self.offsets: dict[str, int] = {}
         self._path = path
         with _opened(path, os.O_CREAT) as fd:
+            if path.suffix == DISTCP:
+                _reserve(fd, self._write_items(fd))
+                return
+            header, self.offsets, size = layout(self.specs.values(), metadata, align)
             _reserve(fd, size)
             _write(fd, memoryview(header), 0)
+
+    def _write_items(self, fd: int) -> int:
+        """Write what surrounds the tensors; return the size of the file."""
+        size = 0
+        for spec, at, item in laid_out(self.specs.values()):
+            self.offsets[spec.name] = at + len(item.head)
+            _write(fd, memoryview(item.head), at)
+            size = at + item.length
+            _write(fd, memoryview(item.tail), size - len(item.tail))
+        return size
 
     def write(self, name: str, array: np.ndarray, at: int = 0) -> None:
         """Write C-contiguous storage into tensor `name`, from byte `at` of it on."""

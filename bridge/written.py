@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.container import SafetensorsFile
+from bridge.dcp.checkpoint import Checkpoint
+from bridge.dcp.items import DISTCP
 from bridge.dtypes import to_float32
 from bridge.errors import VerifyError, fold_layers
 from bridge.planning import Output, Plan, Step
@@ -34,7 +36,7 @@ class WrittenTensors:
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self._plan = plan
-        self._files = {name: SafetensorsFile(directory / name) for name in plan.files}
+        self._files = {name: _opened(directory / name, plan) for name in plan.files}
         for name, file in self._files.items():
             planned = {spec.name: spec for spec in plan.files[name]}
             missing = [tensor for tensor in planned if tensor not in file.specs]
@@ -66,6 +68,10 @@ class WrittenTensors:
         before = to_float32(lazy(source, norm.source).read(), spec.dtype) + np.float32(norm.plus_one)
         after = to_float32(self.read(output), output.spec.dtype) + np.float32(norm.plus_one)
         return np.divide(after, before, out=np.ones_like(after), where=before != 0)
+
+
+def _opened(path: Path, plan: Plan) -> SafetensorsFile | Checkpoint:
+    return Checkpoint(path.parent, plan.files[path.name]) if path.suffix == DISTCP else SafetensorsFile(path)
 
 
 def equal_bytes(one: Array, other: Array) -> bool:

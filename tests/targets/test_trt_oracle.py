@@ -32,7 +32,7 @@ from tests.trt_families import DECODERS, UNNAMED, VOCAB, decoder, encoder
 
 LENGTH = 64
 SCHEMES = ("fp8", "int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq")
-CALMER = {("gemma3", "w4a8_awq"): 0.7}  # see tests.trt_families.CALM
+CALMER = {("gemma3", "w4a8_awq"): 0.7, ("olmo2", "w4a8_awq"): 0.5}  # see tests.trt_families.CALM
 # float32 sums in another order: what two correct graphs of a few layers differ by.
 FLOAT = 5e-5
 
@@ -78,8 +78,28 @@ def assert_near(pair: Pair, ours: np.ndarray) -> None:
     own, far = relative_l2(theirs, source), relative_l2(ours, theirs)
     assert own > 1e-3, f"the scheme changes nothing ({own}): the comparison would be blind"
     assert far <= max(own / 4, FLOAT), f"{far:.2e} from ModelOpt, whose own error is {own:.2e}"
-    assert far <= 0.02
+    assert far <= 0.02 or far <= 2 * floor(pair), f"{far:.2e} from ModelOpt"
     assert abs(np.linalg.norm(ours) / np.linalg.norm(theirs) - 1) < 0.02
+
+
+def floor(pair: Pair) -> float:
+    """How far ModelOpt moves from itself where what its matrices read moves by 1e-6: codes of activations flip at ties.
+
+    Which ones do depends on the processor's sums, and each is felt by every later layer of these random models.
+    """
+    theirs, moved = pair.theirs(), []
+    linears = [m for m in pair.answer.model.modules() if hasattr(m, "input_quantizer") and hasattr(m, "in_features")]
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+
+        def shaken(_: Any, given: Any, generator: Any = generator) -> Any:
+            return (given[0] * (1 + 1e-6 * torch.randn(given[0].shape, generator=generator)), *given[1:])
+
+        hooks = [module.register_forward_pre_hook(shaken) for module in linears]
+        moved.append(relative_l2(pair.theirs(), theirs))
+        for hook in hooks:
+            hook.remove()
+    return max(moved)
 
 
 def assert_codes_equal(pair: Pair) -> None:

@@ -1,0 +1,113 @@
+"""What Megatron-Core's checkpoint has beside its weights: the configuration, and states of modules that have none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bridge.dcp.index import Slab, slab_of
+from bridge.dcp.run_config import check, model_section
+from bridge.dcp.steps import Drafting
+from bridge.planning import Draft, Drafted, Plan
+from bridge.tables.dialect import load_dialect
+from bridge.tables.slices import locate
+from bridge.tables.structure import match_table
+from bridge.values import TensorSpec
+
+STATE = "._extra_state"
+LINEAR = "linear_"  # how the modules of the local spec begin that have a state
+CORE = "core_attention"  # has a state in Transformer Engine, and no weights
+EXPERTS = ".experts.experts."
+_LAYER = re.compile(r"^(.*\b)layers\.(?:\d+\.)?")
+
+
+class Layout:
+    """One model in Megatron's names; reads no weight."""
+
+    def __init__(self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], vocab_multiple: int) -> None:
+        self._config, self._multiple = config, vocab_multiple
+        self._matched, self._dialect = match_table(config, specs), load_dialect("megatron")
+        self._roles = locate(self._matched)
+        # As the family's own program trains it: where Hugging Face stores norms less one, so does Megatron.
+        self._centered = self._roles["final.norm.weight", None, None][0].shift == 1
+
+    def drafted(self, draft: Draft) -> Drafted:
+        """Make the steps; PlanError where the configuration has no words for the model."""
+        names = {"vocab_multiple": self._multiple, "centered": int(self._centered)}
+        drafted = Drafting(draft, self._dialect, self._matched, names, stacks=True).drafted()
+        if not drafted.problems:
+            specs = whole(output.spec for step in drafted.steps for output in step.outputs)
+            check(self._section(specs), self._config, self._matched, specs)
+        return drafted
+
+    def run_config(self, plan: Plan) -> bytes:
+        """run_config.yaml, as data."""
+        section = self._section(whole(output.spec for output in plan.outputs))
+        said = {"_target_": "megatron.bridge.training.config.ConfigContainer", "model": section}
+        return str(yaml.safe_dump(said)).encode()
+
+    def _section(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+        return model_section(
+            self._config,
+            self._matched,
+            self._roles,
+            centered=self._centered,
+            vocab_multiple=self._multiple,
+            dtype=specs["embedding.word_embeddings.weight"].dtype,
+        )
+
+
+def whole(specs: Iterator[TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of the checkpoint, of the slabs that the plan has."""
+    found: dict[str, TensorSpec] = {}
+    for spec in specs:
+        slab = slab_of(spec.name)
+        found[slab.whole] = replace(spec, name=slab.whole, shape=slab.of(spec.shape))
+    return found
+
+
+def extra_states(plan: Plan) -> list[str]:
+    """Names of the states that a strict load asks for, one a module and layer, and one an expert."""
+    spec, ignored = plan.options["spec"], load_dialect("megatron").ignored[""]
+    found: dict[str, None] = {}
+    for output in plan.outputs:
+        slab = slab_of(output.spec.name)
+        module = slab.whole.rpartition(".")[0]
+        core = f"{module.rpartition('.')[0]}.{CORE}" if module.endswith("linear_proj") else ""
+        for state in (f"{module}{STATE}", f"{core}{STATE}"):
+            if _has_state(state, spec, ignored):
+                experts = output.spec.shape[1 if slab.count else 0] if EXPERTS in module else 0
+                found |= dict.fromkeys(f"{state}/{shard}" for shard in _shards(slab, experts))
+    return list(found)
+
+
+def _has_state(state: str, spec: str, ignored: Mapping[str, str]) -> bool:
+    """Megatron's table lists every state that is met; the head's is never asked for."""
+    known = _LAYER.sub(r"\1layers.{l}.", state) in ignored and not state.startswith("output_layer")
+    return known and (spec == "te" or state.split(".")[-2].startswith(LINEAR))
+
+
+def _shards(slab: Slab, experts: int) -> Iterator[str]:
+    """How Megatron-Core calls the shards of an object: the place on the axes of layers and experts, their lengths."""
+    layer, layers = ([str(slab.number)], [str(slab.count)]) if slab.count else ([], [])
+    for expert in range(experts or 1):
+        at, of = ([*layer, str(expert)], [*layers, str(experts)]) if experts else (layer or ["0"], layers or ["1"])
+        yield f"shard_{'.'.join(at)}_{'.'.join(of)}"
+
+
+def lint(directory: Path) -> list[str]:
+    """What else a load reads: the backends, and the common state."""
+    try:
+        backend = json.loads((directory / "metadata.json").read_text()).get("sharded_backend")
+    except (OSError, ValueError, AttributeError) as error:
+        return [f"error [metadata.json] {error}"]
+    found = [] if backend == "torch_dist" else [f"error [metadata.json] sharded_backend is {backend!r}"]
+    if not (directory / "common.pt").is_file():
+        found.append("error [common.pt] is missing; Megatron-Core loads it first")
+    return found

@@ -1,0 +1,63 @@
+"""torchtitan's own adapters, both ways, for tiny models of both naming eras, and its checkpoint directories."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests import torchtitan_process
+from tests.torchtitan_families import CONFIGS
+
+ERAS = ("0.2", "0.3")
+
+
+@dataclass(frozen=True)
+class Made:
+    """One model: its native tensors, and what torchtitan's adapter makes of them."""
+
+    era: str
+    name: str
+    config_hf: dict[str, Any]
+    native: dict[str, np.ndarray]
+    hf: dict[str, np.ndarray]  # the adapter's to_hf of native
+    ids: np.ndarray
+    logits: np.ndarray  # of torchtitan's own forward
+
+    def from_hf(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The adapter's way back."""
+        return _process(self.era).submit(torchtitan_process.from_hf, self.era, self.name, state).result()
+
+    def save(self, directory: Path, *, dtype: torch.dtype = torch.float32, training: bool = False) -> Path:
+        """Write and return `step-10` as torchtitan does, on request with what else a training run stores."""
+        import torch.distributed.checkpoint as dcp
+
+        state: dict[str, Any] = {key: torch.from_numpy(array).to(dtype) for key, array in self.native.items()}
+        if training:
+            moments = {f"{key}.exp_avg": tensor * 0.1 for key, tensor in state.items()}
+            state |= {"optimizer": {"state": moments, "param_groups": {"lr": 1e-3}}}
+            state |= {"train_state": {"step": torch.tensor(10)}, "lr_scheduler": {"last_epoch": 10}}
+        step = directory / "step-10"
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
+        return step
+
+
+@functools.cache
+def family(name: str, era: str = "0.3") -> Made:
+    """The model with its weights; the same in every run."""
+    native, hf, ids, logits = _process(era).submit(torchtitan_process.made, era, name).result()
+    return Made(era, name, CONFIGS[name], native, hf, ids, logits)
+
+
+@functools.cache
+def _process(era: str) -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torchtitan_process.start, (era,))
+    atexit.register(pool.shutdown)
+    return pool
