@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bridge.dtypes import DTYPES
 from bridge.errors import UsageError
-from bridge.values import TensorSpec
+from bridge.values import Slice, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.planning import Plan, Step
@@ -31,22 +31,61 @@ def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
     values = rows * width
     joined = len(step.inputs) > 1 or any(part.cols for part in step.inputs)
     scratch = SCRATCH + (SNAPPED if step.coding.values else 0)
-    piece = values * (_storage(sources[step.source]) * (2 if joined else 1) + scratch)
-    if not held_whole(step):
+    piece = values * (_storage(spec_of(step, sources)) * (2 if joined else 1) + scratch)
+    if not (coded_whole(step) or any(held(part, sources) for part in step.inputs)):
         return piece
-    read = sum(sources[part.source].nbytes for part in step.inputs if part.source)
-    return 2 * read + (step.nbytes if coded_whole(step) else 0) + piece
+    return 2 * _held_at_once(step, sources, rows) + (step.nbytes if coded_whole(step) else 0) + piece
+
+
+def spec_of(step: Step, sources: Mapping[str, TensorSpec]) -> TensorSpec:
+    """What the rows of a step are, as they are read; of zeros alone what is written."""
+    return sources[step.source] if step.source else step.outputs[0].spec
+
+
+def _held_at_once(step: Step, sources: Mapping[str, TensorSpec], rows: int) -> int:
+    """Bytes that are read of the slices which a piece of `rows` rows and the one before it may touch, at most."""
+    parts = [(*extent(part, sources), part) for part in step.inputs]
+    most = at = end = held = 0  # `end`, the next slice to come; `at`, how many rows lie before it, from the first
+    for first, (height, _, part) in enumerate(parts):
+        while end < len(parts) and (end <= first or at - height < 2 * rows):
+            at, held, end = at + parts[end][0], held + _held(parts[end][2], sources), end + 1
+        most = max(most, held)
+        at, held = at - height, held - _held(part, sources)
+    return most
+
+
+def _held(part: Slice, sources: Mapping[str, TensorSpec]) -> int:
+    """Bytes that are read to hold a slice: its tensor, or one of stacked matrices; of zeros none."""
+    if not part.source:
+        return 0
+    spec = sources[part.source]
+    return spec.nbytes if part.expert is None else spec.nbytes // spec.shape[0]
 
 
 def rows_at_once(step: Step, sources: Mapping[str, TensorSpec]) -> tuple[int, int]:
     """How many rows of a step's matrix are read at once, and how many values the longest stored row has."""
-    shapes = [sources[part.source].shape or (1,) for part in step.inputs if part.source]
-    wide = max((math.prod(shape[1:]) for shape in shapes), default=1)
-    if any(part.transposed for part in step.inputs):
-        wide = max(shape[0] for shape in shapes)
-    rows = PIECE // max(wide * _storage(sources[step.source]), 1)
+    read = [part for part in step.inputs if part.source]
+    wide = max((_stored_width(part, sources) for part in read), default=1)
+    rows = PIECE // max(wide * _storage(spec_of(step, sources)), 1)
     unit = row_unit(step)
     return max(unit, rows // unit * unit, 1), wide
+
+
+def _stored_width(part: Slice, sources: Mapping[str, TensorSpec]) -> int:
+    return extent(part, sources)[1] if held(part, sources) else math.prod(sources[part.source].shape[1:])
+
+
+def extent(part: Slice, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
+    """Rows and columns of a slice in the axes that the step sees; a vector is rows of one."""
+    if not part.source:
+        assert part.rows and part.cols, "rows of zeros say how many and how wide they are"
+        return part.rows[1] - part.rows[0], part.cols[1] - part.cols[0]
+    shape = specs[part.source].shape or (1,)
+    rows, cols = (shape[0], math.prod(shape[1:])) if part.expert is None else shape[1:]
+    rows = part.rows[1] - part.rows[0] if part.rows else rows
+    cols = part.cols[1] - part.cols[0] if part.cols else cols
+    rows, cols = (cols, rows) if part.transposed else (rows, cols)
+    return -(-rows // part.step), cols
 
 
 def row_unit(step: Step) -> int:
@@ -67,9 +106,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def held_whole(step: Step) -> bool:
-    """True where the rows that a step sees are not rows of its source one after the other."""
-    return coded_whole(step) or any(part.transposed for part in step.inputs)
+def held(part: Slice, sources: Mapping[str, TensorSpec]) -> bool:
+    """True where the rows that a step sees of a slice are not stored one after the other."""
+    return part.held or bool(part.source and sources[part.source].across)
 
 
 def coded_whole(step: Step) -> bool:
@@ -84,9 +123,11 @@ def stream_memory(plan: Plan, memory: int | None) -> int:
     sizes = sorted((working_set(step, plan.sources) for step in plan.steps), reverse=True)
     base, largest = plan.memory - sum(sizes[:2]), max(sizes, default=0)
     if memory is not None and memory < base + largest:
+        from bridge.show import size
+
         raise UsageError(
-            f"memory={memory / 1e9:.2f} GB is too little: the target needs {base / 1e9:.2f} GB and the largest tensor "
-            f"{largest / 1e9:.2f} GB while it is converted; give at least {(base + largest) / 1e9:.2f} GB"
+            f"memory={size(memory)} is too little: the target needs {size(base)} and the largest tensor "
+            f"{size(largest)} while it is converted; give at least {base + largest} bytes"
         )
     if memory is not None:
         return memory - base

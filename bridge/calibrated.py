@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bridge.budget import extent
 from bridge.carrying import Carrier
 from bridge.dtypes import to_float32
 from bridge.planning import Output, Plan, Step
@@ -19,7 +20,6 @@ from bridge.quant.bits import Array, cast, smooth
 from bridge.quant.compare import UNIT
 from bridge.quant.smoothing import mean_scale, pre_scale, rounded, smooth_again
 from bridge.quant.stored import NAME
-from bridge.reading import extent
 from bridge.values import Format, Numeric
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
 
 
 def _spec_from_dict(data: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(data["name"], tuple(data["shape"]), data["dtype"])
+    return TensorSpec(data["name"], tuple(data["shape"]), data["dtype"], data.get("across", False))
 
 
 def _step_from_dict(data: Mapping[str, Any]) -> Step:

@@ -1,25 +1,25 @@
 """The rows of a step's matrix, piece by piece, put together from slices of source tensors; must never quantize.
 
 A piece is about a megabyte. Rows are read into a buffer that the next piece reuses; only what is stored across its
-rows (`budget.held_whole`) is read whole.
+rows (`budget.held`) is read whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.budget import PIECE, rows_at_once
+from bridge.budget import PIECE, extent, held, rows_at_once, spec_of
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
 from bridge.planning import Step
 from bridge.quant.bits import Array, transposed
 from bridge.sources import lazy
-from bridge.sources.foreign import reordered
+from bridge.tables.rectangles import reordered
 from bridge.values import Slice, TensorSpec
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Rows:
 
     def __init__(self, step: Step, source: Source, buffers: Buffers) -> None:
         self._source, self._buffers, self._slices = source, buffers, step.inputs
-        self.spec = source.specs[step.source]
+        self.spec = spec_of(step, source.specs)
         self._extents = [extent(part, source.specs) for part in step.inputs]
         self.rows, self.cols = sum(rows for rows, _ in self._extents), self._extents[0][1]
         self._storage = np.dtype(DTYPES[self.spec.dtype].storage)
@@ -94,6 +94,8 @@ class Rows:
             if a < b:
                 wanted.append((part, a, b, begin))
             begin += rows
+        passing = {part for part, *_ in wanted}
+        self._held = {part: array for part, array in self._held.items() if part in passing}
         # One buffer for all slices, so that a piece is held once however many it crosses.
         room = Room(
             self._buffers.take("rows", (sum((b - a) * self._width(p) for p, a, b, _ in wanted),), self._storage)
@@ -107,7 +109,7 @@ class Rows:
         """How many values a stored row of a slice has; 0 where it is held, not read into a buffer."""
         if not part.source:
             return self.cols
-        return 0 if part.transposed else math.prod(self._source.specs[part.source].shape[1:])
+        return 0 if held(part, self._source.specs) else math.prod(self._source.specs[part.source].shape[1:])
 
     def _read(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
         """Rows a to b of one slice as (rows, columns), C-contiguous, in the order in which the step sees them."""
@@ -118,7 +120,7 @@ class Rows:
         return np.ascontiguousarray(reordered(found, part.rope))
 
     def _rows(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
-        if part.transposed:
+        if held(part, self._source.specs):
             if part not in self._held:
                 self._held[part] = self._rectangle(part)
             return self._held[part][a:b]
@@ -145,19 +147,13 @@ class Rows:
         return np.ascontiguousarray(found).reshape(out.shape)
 
     def _rectangle(self, part: Slice) -> Array:
-        array = lazy(self._source, part.source).read()
+        if part.expert is None:
+            array = lazy(self._source, part.source).read()
+        else:
+            (array,) = self._source.read_rows(part.source, part.expert, part.expert + 1)
         if part.rows or part.cols:
-            array = array[tuple(slice(*(span or (None, None))) for span in (part.rows, part.cols))]
-        return transposed(np.ascontiguousarray(array)) if part.transposed else array
-
-
-def extent(part: Slice, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
-    """Rows and columns of a slice in the axes that the step sees; a vector is rows of one."""
-    if not part.source:
-        assert part.rows and part.cols, "rows of zeros say how many and how wide they are"
-        return part.rows[1] - part.rows[0], part.cols[1] - part.cols[0]
-    shape = specs[part.source].shape or (1,)
-    rows, cols = shape[0], math.prod(shape[1:])
-    rows = part.rows[1] - part.rows[0] if part.rows else rows
-    cols = part.cols[1] - part.cols[0] if part.cols else cols
-    return (cols, rows) if part.transposed else (rows, cols)
+            array = array.reshape(len(array), -1)  # of a vector, rows of one
+            array = array[slice(*(part.rows or (None,))), slice(*(part.cols or (None,)))]
+        if part.step > 1:
+            array = array[:, :: part.step] if part.transposed else array[:: part.step]
+        return transposed(np.ascontiguousarray(array)) if part.transposed else np.ascontiguousarray(array)

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, logical shape and dtype of a tensor. `shape` of a 4-bit tensor counts values, not bytes."""
+    """Name, logical shape and dtype of a tensor. `shape` of a 4-bit tensor counts values, not bytes.
+
+    `across`: its source stores it across its rows, so that any of them are read with all others.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    across: bool = field(default=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -129,7 +133,8 @@ class Slice:
 
     `module` is the site it belongs to, whose pre-scale smooths it. `transposed`: stored [in, out], read as [out, in].
     An empty `source` stands for zeros, which pad: `rows` and `cols` say how many. `rope`: rows of one head, where they
-    are reordered: > 0 from halves (rotate-half) to pairs side by side, < 0 back.
+    are reordered: > 0 from halves (rotate-half) to pairs side by side, < 0 back. `expert`: which matrix of a tensor of
+    three axes it lies in. `step`: of the rows that are read, one in so many is taken, beginning with the first.
     """
 
     source: str
@@ -138,6 +143,13 @@ class Slice:
     module: str = ""
     transposed: bool = False
     rope: int = 0
+    expert: int | None = None
+    step: int = 1
+
+    @property
+    def held(self) -> bool:
+        """True where its rows are not rows of the source one after the other."""
+        return self.transposed or self.expert is not None or self.step > 1
 
     @property
     def inner(self) -> tuple[int, int] | None:
@@ -150,7 +162,8 @@ class Site:
     """One quantizable module of an architecture, in checkpoint names.
 
     `layout` is how the checkpoint stores the weight: "out_in" (Linear), "in_out" (Conv1D), "conv" (out, in / groups,
-    kernel...). `keep` is the reason why it stays unquantized unless a recipe names it ("" where it is quantized).
+    kernel...), "stack_out_in" or "stack_in_out" (all experts of a layer, one after the other; `module` is then the name
+    of the tensor). `keep` is the reason why it stays unquantized unless a recipe names it ("" where it is quantized).
     `shares` names a group whose members share one per-tensor weight amax, because the model holds them as one matrix.
     """
 
@@ -162,6 +175,11 @@ class Site:
     expert: int | None = None
     keep: str = ""
     shares: str = ""
+
+    @property
+    def stacked(self) -> bool:
+        """True where the tensor holds all experts of a layer."""
+        return self.layout.startswith("stack")
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from bridge.errors import BridgeError
 from bridge.tables.arch import ArchTable, load_arch
 from bridge.tables.dialect import Dialect, DialectRow, cut_of, dialect_names, load_dialect
 from bridge.tables.grammar import Expr, Ref, roles_in
-from bridge.tables.layouts import Rank
-from bridge.tables.ops import Refusal
-from bridge.tables.rectangles import Blocks, between, height, joined
-from bridge.tables.slices import Where, laid_shape, lay_out, role_shapes, undo, whole
-from bridge.tables.spelled import Speller
+from bridge.tables.ops import Rank
+from bridge.tables.rectangles import Blocks, Refusal, between, height, joined
+from bridge.tables.rows import row_shape
+from bridge.tables.slices import Where, lay_out, role_shapes, undo, whole
+from bridge.tables.spelled import Speller, ignored_pattern
 from bridge.tables.trial import EXTENTS, configs
 
 PADDED, LAYER, EXPERT = 16, 1, 3
@@ -38,10 +38,11 @@ def check_dialects() -> list[str]:
                 problems.append(str(place.error(f"no file of mappings/arch lists `{architecture}`")))
             else:
                 problems += check_dialect(dialect, table, architecture)
+        ignored = [ignored_pattern(key) for key in dialect.ignored[""]]
         problems += [
             str(row.place.error("it stands under [ignore], too"))
             for row in dialect.rows
-            if row.name in dialect.ignored[""]
+            if any(pattern.fullmatch(row.name.format(l=0, e=0)) for pattern in ignored)
         ]
     return list(dict.fromkeys(problems))
 
@@ -111,9 +112,11 @@ def _returns(speller: Speller, row: DialectRow) -> Iterator[str]:
     shapes = role_shapes(speller.table.roles.roles, row.roles, names)
     experts = range(EXTENTS["experts"]) if row.stacks else (at[1],)
     roles: dict[Where, Blocks] = {
-        (role, at[0], expert): (whole(f"{role} of {expert}", shapes[role]),) for role in row.roles for expert in experts
+        (role, at[0], expert): (whole(f"{role} of {expert}", shapes[role], {role: shapes[role]}),)
+        for role in row.roles
+        for expert in experts
     }
-    tensor = whole(row.name, laid_shape(row.expr, shapes, names))
+    tensor = whole(row.name, row_shape(row.expr, shapes, names, row.place), shapes)
     try:
         made = lay_out(row.expr, roles, at, names, Rank())
         if undo(row.expr, made, shapes, names, at, row.place) != roles:

@@ -1,14 +1,15 @@
 """Parses the right side of rows and dims: Python's expression syntax against a white list, which is never `eval`ed.
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
-formula = names, numbers, + - * // %, comparisons, `in`, and / or / not, len()      head_dim or hidden // heads
+formula = names, numbers, lists, + - * // %, comparisons, `in`, and / or / not, functions      head_dim or hidden
+function = len(list) | range(count) | sliding(layers, [local, full])      the kinds of layers, local ones first
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +24,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_FUNCTIONS = {"len": 1, "range": 1, "sliding": 2}  # and how many arguments each takes
 _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -61,6 +63,11 @@ class Formula:
         """Every name the formula mentions."""
         called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         return frozenset(n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and n not in called)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The names it cannot do without: one that stands before an `or` may be missing."""
+        return frozenset(_needs(self.tree))
 
     def value(self, names: Mapping[str, object]) -> object:
         """Compute the formula; PlanError when a config field is null or has the wrong type."""
@@ -191,6 +198,21 @@ def _formula(node: ast.expr, place: Place, names: Container[str] | None) -> Form
     return formula
 
 
+def _needs(node: ast.expr) -> Iterator[str]:
+    match node:
+        case ast.Name(id=name):
+            yield name
+        case ast.BoolOp(op=ast.Or(), values=values):
+            yield from _needs(values[-1])
+        case ast.Call(args=arguments):
+            for argument in arguments:
+                yield from _needs(argument)
+        case _:
+            for part in ast.iter_child_nodes(node):
+                if isinstance(part, ast.expr):
+                    yield from _needs(part)
+
+
 def _allow(node: ast.expr, text: str, place: Place) -> None:
     """Refuse every construct outside the white list."""
     parts: list[ast.expr]
@@ -207,10 +229,13 @@ def _allow(node: ast.expr, text: str, place: Place) -> None:
             parts = [node.left, *node.comparators]
         case ast.Compare(ops=[op]) if type(op) in _ORDER:
             parts = [node.left, *node.comparators]
-        case ast.Call(func=ast.Name(id="len"), args=[argument], keywords=[]):
-            parts = [argument]
+        case ast.List():
+            parts = node.elts
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if len(node.args) == _FUNCTIONS.get(name):
+            parts = node.args
         case _:
-            allowed = "names, numbers, + - * // %, comparisons, in, and / or / not, len()"
+            allowed = "names, numbers, lists, + - * // %, comparisons, in, and / or / not, len(x), range(n), "
+            allowed += "sliding(layers, [local, full])"
             raise place.error(f"`{ast.unparse(node)}` in `{text}` is not allowed here", hint=allowed)
     for part in parts:
         _allow(part, text, place)
@@ -240,12 +265,27 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return result
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compare(op, left, right, names, text)
+        case ast.List(elts=elements):
+            return [_value(element, names, text) for element in elements]
+        case ast.Call(func=ast.Name(id="range"), args=[argument]):
+            return tuple(range(_integer(argument, names, text)))
+        case ast.Call(func=ast.Name(id="sliding"), args=[count, argument]):
+            return _sliding(_integer(count, names, text), _value(argument, names, text), text)
         case ast.Call(args=[argument]):
             found = _value(argument, names, text)
             if isinstance(found, Mapping | list | tuple):
                 return len(found)
             raise PlanError(f"`{text}` needs a list, the config has {ast.unparse(argument)} = {found!r}")
     raise AssertionError(f"not on the white list: {ast.dump(node)}")
+
+
+def _sliding(layers: int, pattern: object, text: str) -> list[str]:
+    """The kinds of all layers as transformers calls them: some that see a window, then some that see everything."""
+    match pattern:
+        case [int() as local, int() as full] if local >= 0 and full >= 0 and local + full:
+            kinds = ("sliding" if layer % (local + full) < local else "full" for layer in range(layers))
+            return [f"{kind}_attention" for kind in kinds]
+    raise PlanError(f"`{text}` needs two counts of layers, it has {pattern!r}")
 
 
 def _compare(op: ast.cmpop, left: ast.expr, right: ast.expr, names: Mapping[str, object], text: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from bridge.errors import PlanError
 from bridge.tables.arch import ArchTable, Row
 from bridge.tables.grammar import roles_in
-from bridge.tables.ops import Shape
+from bridge.tables.rectangles import Shape
 from bridge.tables.rows import row_shape
 from bridge.values import TensorSpec
 
@@ -102,7 +102,7 @@ def match(
 ) -> Matched:
     """Match every tensor of `specs`; problems are in the result, not raised."""
     names = table.names(config)
-    _sane(table, names)
+    sane(table, names)
     stripped = bool(table.prefix) and not any(name.startswith(table.prefix) for name in specs)
     prefix = "" if stripped else table.prefix
     entries = tuple(entries_of(table, architecture, names, table.prefix if stripped else ""))
@@ -120,7 +120,7 @@ def match(
     return matched
 
 
-def _sane(table: ArchTable, names: Mapping[str, object]) -> None:
+def sane(table: ArchTable, names: Mapping[str, object]) -> None:
     """Refuse a config whose counts no model has before anything loops over them."""
     for dim in table.roles.index.values():
         count = names.get(dim, 0)

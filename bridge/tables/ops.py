@@ -1,147 +1,137 @@
-"""The closed set of ops between a role's normal form and a dialect's tensor; they move data and never see a model.
+"""The closed set of ops between a role's normal form and a dialect's tensor; they list rectangles, never read a weight.
 
-An op is told counts (`groups=kv_heads`), never sizes. It works on storage arrays of any dtype, because it only moves
-bits; `shift` alone computes and therefore wants floating values. A wrong count raises `Refusal`, which the caller turns
-into a TableError that shows the row.
-
-`lift` says what the op does to amax. `Amax.block` tells along each axis how many values one amax covers, None for the
-whole axis. Where amax does not resolve the op's axis, the maximum is taken; where it does, the op itself is applied;
-where the op would cut inside a block, it refuses.
+An op is told counts (`groups=kv_heads`), never sizes. Its four faces: the shape of what it makes, what it makes of its
+inputs, how that is undone, and what it does to amax (`bridge.tables.lifts`). What it cannot do raises `Refusal`, which
+the caller turns into a TableError that shows the row. Three ops say how ranks share a tensor: `column`, `row`, `vocab`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-Shape = tuple[int, ...]
-Counts = Mapping[str, int]
-Array = np.ndarray[Any, Any]
-
-
-class Refusal(ValueError):
-    """An op cannot do this with these counts; `at` is the input it is about, when one is."""
-
-    def __init__(self, what: str, at: int | None = None) -> None:
-        super().__init__(what)
-        self.at = at
+from bridge.tables import lifts
+from bridge.tables.lifts import Counts, Lift
+from bridge.tables.rectangles import Block, Blocks, Refusal, Shape, between, height, joined, length, split
 
 
 @dataclass(frozen=True)
-class Amax:
-    """max |x| over blocks: `values` has the rank of the tensor and `ceil(extent / block)` entries along each axis."""
+class Rank:
+    """What a row is evaluated for: rank `number` of `count`; vocabularies are padded to a multiple of `vocab` first."""
 
-    values: Array
-    block: tuple[int | None, ...]
+    number: int = 0
+    count: int = 1
+    vocab: int = 1
+
+
+MOST_ROWS = 1000  # that are rectangles of their own: groups of heads are fewer, and each would cost as much as a tensor
+
+Measure = Callable[[Sequence[Shape], Counts], Shape]
+Make = Callable[[list[Blocks], Counts, Rank], Blocks]
+# The inputs of a tensor, from the shapes that they have; ranks were joined before.
+Undo = Callable[[Blocks, Sequence[Shape], Counts], list[Blocks]]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op: how many inputs it takes, which counts it must be told, and its four faces."""
+    """One op: how many inputs it takes (`most` None: any number), which counts it must be told, and its four faces."""
 
     name: str
     least: int
     most: int | None
     counts: tuple[str, ...]
-    shape: Callable[[Sequence[Shape], Counts], Shape]
-    apply: Callable[[Sequence[Array], Counts], Array]
-    inverse: Callable[[Array, Sequence[Shape], Counts], list[Array]]
-    lift: Callable[[Sequence[Amax], Sequence[Shape], Counts], Amax]
+    shape: Measure
+    make: Make
+    undo: Undo
+    lift: Lift
     optional: bool = False  # the counts may be left out, all together
 
 
 # concat: inputs one after the other along `out`
 
 
-def _concat_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+def _concat_shape(shapes: Sequence[Shape], counts: Counts, name: str = "concat") -> Shape:
     for at, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:] or not shape:
-            raise Refusal(f"`concat` cannot join {shape} to {shapes[0]}: they differ behind the first axis", at)
+            raise Refusal(f"`{name}` cannot join {shape} to {shapes[0]}: they differ behind the first axis", at)
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _concat(arrays: Sequence[Array], counts: Counts) -> Array:
-    return np.concatenate(arrays)
+def _concat(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    return tuple(block for blocks in inputs for block in blocks)
 
 
-def _concat_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    return np.split(array, np.cumsum([shape[0] for shape in shapes])[:-1])
-
-
-def _concat_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    block = _same_block("concat", amaxes)
-    if block[0] is None:
-        return _maximum(amaxes)
-    for at, shape in enumerate(shapes[:-1]):
-        if shape[0] % block[0]:
-            raise Refusal(f"`concat` would cut inside a block: {shape[0]} rows, blocks of {block[0]}", at)
-    return Amax(np.concatenate([a.values for a in amaxes]), block)
+def _apart(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return split(blocks, (shape[0] for shape in shapes))
 
 
 # interleave: group 0 of every input, then group 1 of every input, ... (Megatron's fused QKV)
 
 
 def _interleave_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
-    groups = counts["groups"]
     for at, shape in enumerate(shapes):
-        if groups < 1 or shape[0] % groups:
-            raise Refusal(f"`interleave` cannot make {groups} groups out of {shape[0]} rows", at)
-    try:
-        return _concat_shape(shapes, counts)
-    except Refusal as error:
-        raise Refusal(str(error).replace("concat", "interleave"), error.at) from error
+        _groups(shape[0], counts["groups"], at)
+    return _concat_shape(shapes, counts, "interleave")
 
 
-def _interleave(arrays: Sequence[Array], counts: Counts) -> Array:
+def _interleave(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
     groups = counts["groups"]
-    pieces = [a.reshape(groups, -1, *a.shape[1:]) for a in arrays]  # groups, rows / groups, in
-    return np.concatenate(pieces, axis=1).reshape(-1, *arrays[0].shape[1:])
+    if one := _turns(inputs, groups) or _halves(inputs, groups):
+        return (one,)
+    if groups > MOST_ROWS and all(height(blocks) == groups for blocks in inputs):
+        raise Refusal(f"`interleave` would take {groups} rows of several tensors one by one; they must lie in one")
+    parts = [split(blocks, [_groups(height(blocks), groups, at)] * groups) for at, blocks in enumerate(inputs)]
+    return tuple(block for group in zip(*parts, strict=True) for blocks in group for block in blocks)
 
 
-def _interleave_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    groups = counts["groups"]
-    grouped = array.reshape(groups, -1, *array.shape[1:])  # groups, rows of all inputs / groups, in
-    at = np.cumsum([shape[0] // groups for shape in shapes])[:-1]
-    return [piece.reshape(shape) for piece, shape in zip(np.split(grouped, at, axis=1), shapes, strict=True)]
+def _grouped(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    groups, count = counts["groups"], len(shapes)
+    if len(blocks) == 1 and blocks[0].step == 1 and not blocks[0].rope and all(shape[0] == groups for shape in shapes):
+        begin, end = blocks[0].rows
+        return [(replace(blocks[0], rows=(begin + at, end - count + at + 1), step=count),) for at in range(count)]
+    parts = split(blocks, [_groups(shape[0], groups, at) for at, shape in enumerate(shapes)] * groups)
+    return [joined(tuple(block for part in parts[at::count] for block in part)) for at in range(count)]
 
 
-def _interleave_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    block = _same_block("interleave", amaxes)
-    if block[0] is None:
-        return _maximum(amaxes)
-    for at, shape in enumerate(shapes):
-        if shape[0] // counts["groups"] % block[0]:
-            rows = shape[0] // counts["groups"]
-            raise Refusal(f"`interleave` would cut inside a block: {rows} rows a group, blocks of {block[0]}", at)
-    return Amax(_interleave([a.values for a in amaxes], counts), block)
+def _turns(inputs: list[Blocks], groups: int) -> Block | None:
+    """The rectangle whose rows the inputs took in turns, one by one, if that is where they come from."""
+    first, count = inputs[0][0], len(inputs)
+    begin, end = first.rows
+    if first.step != count or first.shape[0] != groups:
+        return None
+    if any(blocks != (replace(first, rows=(begin + at, end + at)),) for at, blocks in enumerate(inputs)):
+        return None
+    return replace(first, rows=(begin, end + count - 1), step=1)
 
 
-# stack: inputs of one shape under a new first axis
+def _halves(inputs: list[Blocks], groups: int) -> Block | None:
+    """The rectangle whose halves are the two inputs, in the order of its rows where these take turns.
+
+    That is the order of RoPE's pairs, in a head as large.
+    """
+    first, last = inputs[0][0], inputs[-1][-1]
+    whole = replace(first, rows=(first.rows[0], last.rows[1]))
+    if [len(blocks) for blocks in inputs] != [1, 1] or not first.continues(last) or first.shape[0] != groups:
+        return None
+    if first.transposed or first.rope or first.step > 1 or any(row % (2 * groups) for row in whole.rows):
+        return None
+    return replace(whole, rope=2 * groups)
+
+
+def _groups(rows: int, groups: int, at: int) -> int:
+    """Rows of one group of input number `at`."""
+    if groups < 1 or rows % groups:
+        raise Refusal(f"`interleave` cannot make {groups} groups out of {rows} rows", at)
+    return rows // groups
+
+
+# stack: the experts' tensors under a new first axis
 
 
 def _stack_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
-    for at, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            raise Refusal(f"`stack` cannot put {shape} under {shapes[0]}", at)
-    return (len(shapes), *shapes[0])
-
-
-def _stack(arrays: Sequence[Array], counts: Counts) -> Array:
-    return np.stack(arrays)
-
-
-def _stack_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    return list(array)
-
-
-def _stack_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    largest = _maximum(amaxes)
-    return Amax(largest.values[None], (None, *largest.block))
+    if len(shapes[0]) > 2 or counts["experts"] < 1:
+        raise Refusal(f"`stack` needs a matrix or a vector of each expert, not {counts['experts']} of {shapes[0]}", 0)
+    return (counts["experts"], *shapes[0])
 
 
 # transpose: [out, in] to [in, out] (GPT-2's Conv1D)
@@ -153,158 +143,187 @@ def _transpose_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
     return shapes[0][::-1]
 
 
-def _transpose(arrays: Sequence[Array], counts: Counts) -> Array:
-    return np.ascontiguousarray(arrays[0].T)
+def _transpose(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    (blocks,) = inputs
+    block = blocks[0]
+    if len(blocks) != 1 or not block.cols or block.step > 1:
+        raise Refusal("`transpose` takes one matrix that lies in one piece", 0)
+    return (replace(block, rows=block.cols, cols=block.rows, transposed=not block.transposed),)
 
 
-def _transpose_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    return [np.ascontiguousarray(array.T)]
-
-
-def _transpose_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    return Amax(np.ascontiguousarray(amaxes[0].values.T), amaxes[0].block[::-1])
+def _transposed(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return [_transpose([blocks], counts, Rank())]
 
 
 # rope: rows of a head from rotate-half order (pairs lie half a head apart) to interleaved order (pairs side by side)
 
 
 def _rope_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
-    if counts["heads"] < 1 or not shapes[0] or shapes[0][0] % (2 * counts["heads"]):
-        raise Refusal(f"`rope` cannot make {counts['heads']} heads of pairs out of {shapes[0][0]} rows", 0)
+    _head(shapes[0][0], counts)
     return shapes[0]
 
 
-def _rope(arrays: Sequence[Array], counts: Counts) -> Array:
-    (a,) = arrays
-    halves = a.reshape(counts["heads"], 2, -1, *a.shape[1:])  # heads, half, head_dim / 2, in
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(a.shape)
+def _rope(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    return _reordered(inputs[0], _head(height(inputs[0]), counts))
 
 
-def _rope_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    pairs = array.reshape(counts["heads"], -1, 2, *array.shape[1:])  # heads, head_dim / 2, half, in
-    return [np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)]
+def _unroped(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return [_reordered(blocks, -_head(height(blocks), counts))]
 
 
-def _rope_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    rows = shapes[0][0] // counts["heads"]
-    block = amaxes[0].block[0]
-    if block is None or block % rows == 0:  # whole heads under one amax: their order inside does not matter
-        return amaxes[0]
-    if block != 1:
-        raise Refusal(f"`rope` would cut inside a block: heads of {rows} rows, blocks of {block}", 0)
-    return Amax(_rope([amaxes[0].values], counts), amaxes[0].block)
+def _head(rows: int, counts: Counts) -> int:
+    """Rows of one head."""
+    heads = counts["heads"]
+    if heads < 1 or rows % (2 * heads):
+        raise Refusal(f"`rope` cannot make {heads} heads of pairs out of {rows} rows", 0)
+    return rows // heads
+
+
+def _reordered(blocks: Blocks, rows: int) -> Blocks:
+    found = []
+    for block in blocks:
+        whole = block.shape[0] % rows == block.rows[0] % rows == 0 and block.step == 1
+        if not whole or block.transposed or block.rope not in (0, -rows):
+            raise Refusal("`rope` takes rows of whole heads that lie as their tensor has them", 0)
+        found.append(replace(block, rope=0 if block.rope else rows))
+    return tuple(found)
 
 
 # pad: zero rows up to a multiple (padded vocabularies)
 
 
 def _pad_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
-    if counts["multiple"] < 1 or not shapes[0]:
-        raise Refusal(f"`pad` cannot fill {shapes[0]} up to a multiple of {counts['multiple']}", 0)
-    return (-(-shapes[0][0] // counts["multiple"]) * counts["multiple"], *shapes[0][1:])
+    return (_padded(shapes[0][0], counts), *shapes[0][1:])
 
 
-def _pad(arrays: Sequence[Array], counts: Counts) -> Array:
-    (a,) = arrays
-    rows = _pad_shape([a.shape], counts)[0] - a.shape[0]
-    return np.concatenate([a, np.zeros((rows, *a.shape[1:]), a.dtype)])
+def _pad(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    return _filled(inputs[0], _padded(height(inputs[0]), counts))
 
 
-def _pad_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    return [array[: shapes[0][0]]]
+def _unpadded(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return [between(blocks, (0, shapes[0][0]))]
 
 
-def _pad_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    (a,) = amaxes
-    if a.block[0] is None:
-        return a
-    more = -(-_pad_shape(shapes, counts)[0] // a.block[0]) - a.values.shape[0]
-    return Amax(np.concatenate([a.values, np.zeros((more, *a.values.shape[1:]), a.values.dtype)]), a.block)
+def _padded(rows: int, counts: Counts) -> int:
+    if counts["multiple"] < 1:
+        raise Refusal(f"`pad` cannot fill {rows} rows up to a multiple of {counts['multiple']}", 0)
+    return multiple(rows, counts["multiple"])
+
+
+def _filled(blocks: Blocks, rows: int) -> Blocks:
+    """The blocks and as many rows of zeros as are lacking."""
+    lacking = rows - height(blocks)
+    zeros = replace(blocks[0], source="", rows=(0, lacking), transposed=False, module="", shift=0, rope=0)
+    return joined((*blocks, zeros))
+
+
+def multiple(value: int, of: int) -> int:
+    """The least multiple of `of` that is not below `value`."""
+    return -(-value // of) * of
 
 
 # shift: adds a constant (Gemma stores a norm's factor minus one)
 
 
-def _shift_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+def _shift(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    return tuple(replace(block, shift=block.shift + counts["by"]) for block in inputs[0])
+
+
+def _unshifted(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return [tuple(replace(block, shift=block.shift - counts["by"]) for block in blocks)]
+
+
+# column: ranks share it along `out`; told `heads`, between heads, which several hold where there are fewer than ranks
+
+
+def _column_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+    _heads("column", shapes[0][0], counts)
     return shapes[0]
 
 
-def _shift(arrays: Sequence[Array], counts: Counts) -> Array:
-    return _shifted(arrays[0], counts["by"])
+def _column(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    (blocks,) = inputs
+    rows = height(blocks)
+    pieces = _heads("column", rows, counts) or rank.count
+    what = f"{pieces} heads" if "heads" in counts else f"out = {rows}"
+    if rows % pieces:
+        raise Refusal(f"{what} cannot be shared evenly by tp={rank.count} ranks")
+    if pieces < rank.count:
+        if rank.count % pieces:
+            raise Refusal(f"tp={rank.count} is no multiple of the {what} that the ranks would have to repeat")
+        held = rank.number * pieces // rank.count
+        return between(blocks, (held * rows // pieces, (held + 1) * rows // pieces))
+    if pieces % rank.count:
+        raise Refusal(f"{what} cannot be shared evenly by tp={rank.count} ranks")
+    return between(blocks, (rank.number * rows // rank.count, (rank.number + 1) * rows // rank.count))
 
 
-def _shift_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    return [_shifted(array, -counts["by"])]
+def _heads(name: str, extent: int, counts: Counts) -> int:
+    """The heads that an axis is told to have; 0 where it is told none."""
+    heads = counts.get("heads")
+    if heads is None:
+        return 0
+    if heads < 1 or extent % heads:
+        raise Refusal(f"`{name}` cannot cut {extent} between {heads} heads", 0)
+    return heads
 
 
-def _shifted(array: Array, by: int) -> Array:
-    if not np.issubdtype(array.dtype, np.floating):
-        raise Refusal(f"`shift` computes and needs floating values, not {array.dtype} bits: widen them first", 0)
-    shifted: Array = array + np.asarray(by, array.dtype)
-    return shifted
+# row: ranks share it along `in`; told `heads`, between heads
 
 
-def _shift_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    # A bound, not the amax: the sign of the largest value is not known.
-    return Amax(amaxes[0].values + abs(counts["by"]), amaxes[0].block)
+def _row_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+    if len(shapes[0]) != 2:
+        raise Refusal(f"`row` needs a matrix, not {shapes[0]}", 0)
+    _heads("row", shapes[0][1], counts)
+    return shapes[0]
 
 
-# reshape: a convolution's kernel as matrix rows, [out, channels * height * width] to [out, channels, height, width];
-# told nothing, the other way
+def _row(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    made = []
+    for block in inputs[0]:
+        if not block.cols:
+            raise Refusal("`row` needs a matrix, not a vector", 0)
+        first, width = block.cols[0], length(block.cols)
+        if counts.get("heads", width) % rank.count or width % rank.count:
+            what = f"{counts['heads']} heads" if "heads" in counts else f"in = {width}"
+            raise Refusal(f"{what} cannot be shared evenly by tp={rank.count} ranks")
+        share = width // rank.count
+        made.append(replace(block, cols=(first + rank.number * share, first + (rank.number + 1) * share)))
+    return tuple(made)
 
 
-def _reshape_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
-    shape = shapes[0]
-    if len(shape) < 2:
-        raise Refusal(f"`reshape` needs at least a matrix, not {shape}", 0)
-    if not counts:
-        return (shape[0], math.prod(shape[1:]))
-    want = (counts["channels"], counts["height"], counts["width"])
-    if len(shape) != 2 or math.prod(want) != shape[1]:
-        raise Refusal(f"`reshape` cannot make {' x '.join(map(str, want))} out of {shape[1:]}", 0)
-    return (shape[0], *want)
+# vocab: padded with rows of zeros to a multiple of `Rank.vocab`, then of the ranks, which share it along `out`
 
 
-def _reshape(arrays: Sequence[Array], counts: Counts) -> Array:
-    return arrays[0].reshape(_reshape_shape([arrays[0].shape], counts))
+def _vocab(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    (blocks,) = inputs
+    return _column([_filled(blocks, multiple(multiple(height(blocks), rank.vocab), rank.count))], {}, rank)
 
 
-def _reshape_inverse(array: Array, shapes: Sequence[Shape], counts: Counts) -> list[Array]:
-    return [array.reshape(shapes[0])]
+def _same_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+    return shapes[0]
 
 
-def _reshape_lift(amaxes: Sequence[Amax], shapes: Sequence[Shape], counts: Counts) -> Amax:
-    (a,) = amaxes
-    rank = len(_reshape_shape(shapes, counts))
-    if all(b is None for b in a.block[1:]):
-        return Amax(a.values.reshape(a.values.shape[0], *[1] * (rank - 1)), (a.block[0], *[None] * (rank - 1)))
-    if any(b != 1 for b in a.block[1:]):
-        raise Refusal(f"`reshape` would cut inside a block: blocks of {a.block[1:]} behind the first axis", 0)
-    return Amax(_reshape([a.values], counts), (a.block[0], *[1] * (rank - 1)))
+def _same(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return [blocks]
 
 
-def _same_block(name: str, amaxes: Sequence[Amax]) -> tuple[int | None, ...]:
-    for at, a in enumerate(amaxes):
-        if a.block != amaxes[0].block:
-            raise Refusal(f"`{name}` cannot join amax of blocks {a.block} and {amaxes[0].block}", at)
-    return amaxes[0].block
+def _named(*ops: Op) -> dict[str, Op]:
+    return {op.name: op for op in ops}
 
 
-def _maximum(amaxes: Sequence[Amax]) -> Amax:
-    return Amax(reduce(np.maximum, [a.values for a in amaxes]), _same_block("maximum", amaxes))
-
-
-_SIZES = ("channels", "height", "width")
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op("concat", 2, None, (), _concat_shape, _concat, _concat_inverse, _concat_lift),
-        Op("interleave", 2, None, ("groups",), _interleave_shape, _interleave, _interleave_inverse, _interleave_lift),
-        Op("stack", 2, None, (), _stack_shape, _stack, _stack_inverse, _stack_lift),
-        Op("transpose", 1, 1, (), _transpose_shape, _transpose, _transpose_inverse, _transpose_lift),
-        Op("rope", 1, 1, ("heads",), _rope_shape, _rope, _rope_inverse, _rope_lift),
-        Op("pad", 1, 1, ("multiple",), _pad_shape, _pad, _pad_inverse, _pad_lift),
-        Op("shift", 1, 1, ("by",), _shift_shape, _shift, _shift_inverse, _shift_lift),
-        Op("reshape", 1, 1, _SIZES, _reshape_shape, _reshape, _reshape_inverse, _reshape_lift, optional=True),
-    )
-}
+OPS = _named(
+    Op("concat", 2, None, (), _concat_shape, _concat, _apart, lifts.concat),
+    Op("interleave", 2, None, ("groups",), _interleave_shape, _interleave, _grouped, lifts.interleave),
+    Op("stack", 1, 1, ("experts",), _stack_shape, _concat, _apart, lifts.stack),
+    Op("transpose", 1, 1, (), _transpose_shape, _transpose, _transposed, lifts.transpose),
+    Op("rope", 1, 1, ("heads",), _rope_shape, _rope, _unroped, lifts.rope),
+    Op("pad", 1, 1, ("multiple",), _pad_shape, _pad, _unpadded, lifts.pad),
+    Op("shift", 1, 1, ("by",), _same_shape, _shift, _unshifted, lifts.shift),
+)
+# And of dialects: a checkpoint of Hugging Face is not cut for ranks.
+ALL = OPS | _named(
+    Op("column", 1, 1, ("heads",), _column_shape, _column, _same, lifts.same, optional=True),
+    Op("row", 1, 1, ("heads",), _row_shape, _row, _same, lifts.same, optional=True),
+    Op("vocab", 1, 1, (), _same_shape, _vocab, _unpadded, lifts.same),
+)

@@ -7,16 +7,16 @@ so that the tables alone decide the layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from bridge.tables.arch import Role
 from bridge.tables.files import Place
-from bridge.tables.grammar import Call, Expr, Ref, ops_in
-from bridge.tables.layouts import LAYOUTS, Rank, multiple
+from bridge.tables.grammar import Expr, Ref
 from bridge.tables.match import Entry, Matched
-from bridge.tables.ops import Refusal, Shape
-from bridge.tables.rectangles import Block, Blocks, joined
-from bridge.tables.rows import Names
+from bridge.tables.ops import ALL, Rank
+from bridge.tables.rectangles import Block, Blocks, Refusal, Shape, joined
+from bridge.tables.rows import Names, counts_of, row_shape
 
 Where = tuple[str, int | None, int | None]  # role, layer, expert
 Roles = Mapping[Where, Blocks]
@@ -33,19 +33,24 @@ def locate(matched: Matched) -> dict[Where, Blocks]:
         owner = entry.name if layer is None else name
         module = owner.rpartition(".")[0] if len(entry.shape) > 1 else ""
         shapes = role_shapes(matched.table.roles.roles, entry.roles, matched.names)
-        block = whole(name, entry.shape, module)
+        block = whole(name, entry.shape, shapes, module)
         found |= undo(entry.row.expr, (block,), shapes, matched.names, (layer, expert), entry.row.place)
     return found
 
 
-def whole(name: str, shape: Shape, module: str = "") -> Block:
-    """A tensor as one rectangle."""
-    if len(shape) < 2:
-        return Block(name, (0, shape[0] if shape else 1), None, module)
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    return Block(name, (0, rows), (0, shape[-1]), module)
+def held(roles: Roles) -> dict[int | None, frozenset[str]]:
+    """The roles of each layer, and of the model (None)."""
+    found: dict[int | None, set[str]] = {None: set()}
+    for role, layer, _ in roles:
+        found.setdefault(layer, set()).add(role)
+    return {layer: frozenset(names) for layer, names in found.items()}
+
+
+def whole(name: str, shape: Shape, roles: Mapping[str, Shape], module: str = "") -> Block:
+    """A tensor that is made of roles of shapes `roles` as one rectangle: where those are vectors, it is one, too."""
+    if all(len(role) < 2 for role in roles.values()):
+        return Block(name, (0, math.prod(shape)), None, module)
+    return Block(name, (0, math.prod(shape[:-1])), (0, shape[-1]), module)
 
 
 def role_shapes(roles: Mapping[str, Role], wanted: Iterable[str], names: Names) -> dict[str, Shape]:
@@ -61,12 +66,12 @@ def lay_out(expr: Expr, roles: Roles, at: tuple[int | None, int | None], names: 
     if isinstance(expr, Ref):
         key = (expr.name, *at)
         return roles[key if key in roles else (expr.name, at[0], None)]
-    counts = _counts(expr, names)
+    counts = counts_of(expr, names)
     if expr.op == "stack":
         inputs = [lay_out(expr.args[0], roles, (at[0], expert), names, rank) for expert in range(counts["experts"])]
     else:
         inputs = [lay_out(arg, roles, at, names, rank) for arg in expr.args]
-    return joined(LAYOUTS[expr.op].make(inputs, counts, rank))
+    return joined(ALL[expr.op].make(inputs, counts, rank))
 
 
 def undo(
@@ -86,44 +91,21 @@ def undo(
             found[expr.name, *at] = blocks
             return
         if id(expr) not in known:
-            known[id(expr)] = _counts(expr, names), [laid_shape(arg, shapes, names) for arg in expr.args]
+            known[id(expr)] = counts_of(expr, names), [row_shape(arg, shapes, names, place) for arg in expr.args]
         counts, inputs = known[id(expr)]
         if expr.op == "stack":
             experts = range(counts["experts"])
-            for expert, its in zip(experts, LAYOUTS["stack"].undo(blocks, inputs * len(experts), counts), strict=True):
+            for expert, its in zip(experts, ALL["stack"].undo(blocks, inputs * len(experts), counts), strict=True):
                 part(expr.args[0], its, (at[0], expert))
             return
-        for arg, its in zip(expr.args, LAYOUTS[expr.op].undo(blocks, inputs, counts), strict=True):
+        for arg, its in zip(expr.args, ALL[expr.op].undo(blocks, inputs, counts), strict=True):
             part(arg, its, at)
 
-    if not all(op in LAYOUTS for op in ops_in(expr)):
-        raise place.error(f"`{expr}` cannot be undone by cutting rectangles out of the tensor")
     try:
         part(expr, blocks, at)
     except Refusal as refusal:
         raise place.error(str(refusal)) from refusal
     return found
-
-
-def laid_shape(expr: Expr, shapes: Mapping[str, Shape], names: Names) -> Shape:
-    """The shape of a row's tensor, ranks joined, from the shapes of its roles."""
-    if isinstance(expr, Ref):
-        return shapes[expr.name]
-    inputs = [laid_shape(arg, shapes, names) for arg in expr.args]
-    counts, first = _counts(expr, names), inputs[0]
-    if expr.op in ("concat", "interleave"):
-        return (sum(shape[0] for shape in inputs), *first[1:])
-    if expr.op == "stack":
-        return (counts["experts"], *first)
-    if expr.op == "transpose":
-        return first[::-1]
-    if expr.op == "pad":
-        return (multiple(first[0], counts["multiple"]), *first[1:])
-    return first
-
-
-def _counts(call: Call, names: Names) -> dict[str, int]:
-    return {key: formula.count(names) for key, formula in call.counts}
 
 
 def _tensors(matched: Matched) -> list[tuple[str, Entry, int | None, int | None]]:

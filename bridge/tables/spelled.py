@@ -16,14 +16,15 @@ from bridge.tables.arch import ArchTable, load_arch
 from bridge.tables.dialect import Dialect, DialectRow
 from bridge.tables.fit import folded
 from bridge.tables.grammar import Call, Expr, Ref
-from bridge.tables.layouts import Rank
-from bridge.tables.match import Entry, architecture_of, entries_of
-from bridge.tables.ops import Refusal, Shape
-from bridge.tables.rectangles import Blocks
-from bridge.tables.slices import Where, laid_shape, lay_out, role_shapes, undo, whole
+from bridge.tables.match import Entry, architecture_of, entries_of, sane
+from bridge.tables.ops import Rank
+from bridge.tables.rectangles import Blocks, Refusal, Shape
+from bridge.tables.rows import row_shape
+from bridge.tables.slices import Where, lay_out, role_shapes, undo, whole
 from bridge.values import TensorSpec
 
 _INDEX = re.compile(r"\{(\w+)\}")
+_DIGITS = r"\d{1,9}"  # Python refuses to make a number of thousands
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 Pattern = tuple[re.Pattern[str], DialectRow]
@@ -68,7 +69,8 @@ class Speller:
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """The rows of the architecture that hold under the config."""
-        found = entries_of(self.table, self.architecture, self.names)
+        strip = self.table.prefix if self.architecture in self.table.bare else ""
+        found = entries_of(self.table, self.architecture, self.names, strip)
         return tuple(entry for entry in found if entry.row.expr and entry.expected)
 
     @cached_property
@@ -90,11 +92,11 @@ class Speller:
     def _reasons(self) -> list[tuple[re.Pattern[str], str]]:
         word = self.dialect.architectures[self.architecture]
         reasons = {**self.dialect.ignored[""], **self.dialect.ignored.get(word, {})}
-        return [(row_pattern(name), reason) for name, reason in reasons.items()]
+        return [(ignored_pattern(name), reason) for name, reason in reasons.items()]
 
     def row_of(self, name: str) -> DialectRow | None:
         """The row of a stored tensor, whose `cut` says how ranks share it; None for one that no row knows."""
-        name = self._bare(name)
+        name = self.dialect.bare(name)
         found = self._candidates(name)
         if not found:
             return None
@@ -107,26 +109,51 @@ class Speller:
         """Return where each role lies in the tensors of a checkpoint."""
         roles: dict[Where, Blocks] = {}
         for spec in specs:
-            name = self._bare(spec.name)
+            name = self.dialect.bare(spec.name)
             found = self._candidates(name)
             if found:
                 self._add(spec, name, found, roles)
             else:
-                self._leave(
+                self._note_unplaced(
                     spec.name,
                     f"{self.dialect.file.name} has no row for it; add one, or a line under [ignore] that says why it "
                     "is none of the model's weights",
                 )
         return roles
 
-    def _leave(self, name: str, otherwise: str) -> None:
+    def note_objects(self, objects: Mapping[str, str]) -> None:
+        """Note what lies among the tensors and is none of the model's: name -> the module that it is the state of.
+
+        A module that the dialect does not know is a problem. "": of none.
+        """
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, module in objects.items():
+            kind, of = (_NUMBER.sub("0", self.dialect.bare(text)) for text in (name, module))
+            kinds.setdefault((kind, of), []).append(name)
+        modules = {row.name.rpartition(".")[0]: None for row in self.rows}
+        patterns = [row_pattern(module) for module in modules]
+        for (kind, module), names in kinds.items():
+            known = not module or any(pattern.fullmatch(module) for pattern in patterns)
+            reason = self._reason(kind) or ("an object of the training program, no tensor" if known else None)
+            if reason is None:
+                text = f"the state of a module that {self.dialect.file.name} has no row for, and no line under [ignore]"
+                self.problems.setdefault(text, []).extend(names)
+            else:
+                self.ignored.update(dict.fromkeys(names, reason))
+
+    def _note_unplaced(self, name: str, otherwise: str) -> None:
         """Note why a stored tensor is none of the model's weights, or that nobody said so."""
-        bare = self._bare(name)
-        reason = next((reason for pattern, reason in self._reasons if pattern.fullmatch(bare)), None)
+        bare = self.dialect.bare(name)
+        reason = self._reason(bare)
         if reason is None:
-            self._problem(name, otherwise)
+            refused = self.dialect.refused.items()
+            self._problem(name, next((why for key, why in refused if row_pattern(key).fullmatch(bare)), otherwise))
         else:
             self.ignored[name] = reason
+
+    def _reason(self, name: str) -> str | None:
+        """Why what bears the name is none of the model's weights, as the dialect says."""
+        return next((reason for pattern, reason in self._reasons if pattern.fullmatch(name)), None)
 
     def _candidates(self, name: str) -> list[Pattern]:
         """The rows with this name. Names that differ in numbers only are looked for once: there are 40,000 of them."""
@@ -139,12 +166,6 @@ class Speller:
         """The row among those of one name whose roles the layer holds."""
         held = self.held.get(layer, frozenset())
         return next((row for _, row in found if held.issuperset(row.roles)), None)
-
-    def _bare(self, name: str) -> str:
-        """The name without prefixes, of which there may be several: `model.module.` of NeMo 1's O2."""
-        while found := next((p for p in self.dialect.prefixes if name.startswith(p)), ""):
-            name = name.removeprefix(found)
-        return name
 
     def _count(self, dim: str) -> int:
         count = self.names.get(dim, 0)
@@ -173,7 +194,7 @@ class Speller:
         for layer in layers if stacked else [at.get("l")]:
             row = self._chosen(found, layer)
             if row is None or at.get("e", 0) >= max(1, self._count("experts")):
-                self._leave(spec.name, f"the config of {self.architecture} has no place for it")
+                self._note_unplaced(spec.name, f"the config of {self.architecture} has no place for it")
                 return
             plain = _numbered(row.name, layer, at.get("e"))
             if plain in self.native:
@@ -191,7 +212,7 @@ class Speller:
             self._wrong.add(name)
             self._problem(name, f"has shape {shape}, the config makes it {expected}: {row.expr} of {said}")
             return
-        for where, blocks in undo(row.expr, (whole(name, shape),), shapes, names, at, row.place).items():
+        for where, blocks in undo(row.expr, (whole(name, shape, shapes),), shapes, names, at, row.place).items():
             if where in roles:
                 self._problem(name, f"holds {where[0]}, which {roles[where][0].source} holds as well")
             roles[where] = blocks
@@ -205,7 +226,7 @@ class Speller:
         if key not in self._shapes:
             names = {**self.names, "vocab_multiple": max(1, key[1])} if key[1] else self.names
             shapes = role_shapes(self.table.roles.roles, row.roles, self.names)
-            self._shapes[key] = shapes, laid_shape(row.expr, shapes, names), names
+            self._shapes[key] = shapes, row_shape(row.expr, shapes, names, row.place), names
         return self._shapes[key]
 
     def spell(self, roles: Mapping[Where, Blocks]) -> dict[str, Spelled]:
@@ -214,11 +235,12 @@ class Speller:
         missing: dict[str, tuple[dict[str, None], dict[str, None]]] = {}  # row -> tensors of it, what lacks them
         tied = {tie.alias for tie in self.table.ties if tie.when.value(self.names)}
         for entry in self.entries:
-            for name, layer, expert in entry.placed():
-                lacking = [role for role in entry.roles if (role, layer, expert) not in roles]
+            for name, layer, number in entry.placed():
+                experts = range(self._count("experts")) if entry.row.stacks else (number,)
+                lacking = [(role, e) for role in entry.roles for e in experts if (role, layer, e) not in roles]
                 if not lacking:
-                    self._lay(name, entry, (layer, expert), roles, found)
-                for role in lacking if name not in tied else ():
+                    self._lay(name, entry, (layer, number), roles, found)
+                for role, expert in lacking if name not in tied else ():
                     row = self._home(role, layer)
                     homes, names = missing.setdefault(row, ({}, {}))
                     homes[_numbered(row, layer, expert)] = names[name] = None
@@ -274,14 +296,25 @@ def speller(dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, i
         )
     lacking = sorted(dialect.dims.keys() - dims.keys())
     assert not lacking, f"the reader gives {lacking}"
-    return Speller(dialect, table, architecture, {**table.names(config), **dims})
+    names = {**table.names(config), **dims}
+    sane(table, names)
+    return Speller(dialect, table, architecture, names)
 
 
 def spelled(
-    dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, int], specs: Iterable[TensorSpec], where: str
+    dialect: Dialect,
+    config: Mapping[str, object],
+    dims: Mapping[str, int],
+    specs: Iterable[TensorSpec],
+    where: str,
+    objects: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Spelled], Speller]:
-    """Return the tensors of a checkpoint in Hugging Face's names, and the speller; SourceError lists all problems."""
+    """Return the tensors of a checkpoint in Hugging Face's names, and the speller; SourceError lists all problems.
+
+    objects: what lies among the tensors and is none of the model's, with the module that it is the state of.
+    """
     made = speller(dialect, config, dims)
+    made.note_objects(objects or {})
     tensors = made.spell(made.take(specs))
     if made.problems:
         counted = f"{len(made.problems)} problem{'s' if len(made.problems) > 1 else ''}"
@@ -308,8 +341,14 @@ def _numbered(name: str, layer: int | None, expert: int | None) -> str:
 
 def row_pattern(name: str) -> re.Pattern[str]:
     """A row's name as a pattern; the layer may be left out, where a leading axis stands for it."""
-    parts = [f"(?P<{part}>\\d+)" if at % 2 else re.escape(part) for at, part in enumerate(_INDEX.split(name))]
-    return re.compile("".join(parts).replace(r"(?P<l>\d+)\.", r"(?:(?P<l>\d+)\.)?"))
+    parts = [f"(?P<{part}>{_DIGITS})" if at % 2 else re.escape(part) for at, part in enumerate(_INDEX.split(name))]
+    return re.compile("".join(parts).replace(rf"(?P<l>{_DIGITS})\.", rf"(?:(?P<l>{_DIGITS})\.)?"))
+
+
+def ignored_pattern(name: str) -> re.Pattern[str]:
+    """A name under [ignore] as a pattern: `mtp.*` is all that lies below `mtp`."""
+    stem = name.removesuffix(".*")
+    return row_pattern(name) if stem == name else re.compile(row_pattern(stem).pattern + r"\..+")
 
 
 def _pads(expr: Expr) -> bool:

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Mapping
 from bridge.errors import PlanError
 from bridge.tables.arch import ArchTable, Row, load_arch
 from bridge.tables.fit import problems
-from bridge.tables.grammar import Call
+from bridge.tables.grammar import Call, Expr
 from bridge.tables.match import Entry, Matched, architecture_of, match
 from bridge.tables.modules import module_order
-from bridge.tables.ops import Array
 from bridge.tables.reads import groups_of
-from bridge.tables.rows import read
 from bridge.values import Site, Structure, TensorSpec
 
-__all__ = ["canonical_names", "load_arch", "match_table", "read_roles", "structure", "turned_weights"]
+__all__ = ["canonical_names", "load_arch", "match_table", "structure", "turned_weights"]
 
 Found = tuple[str, tuple[Entry, int | None, int | None]]
 
@@ -37,7 +35,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
     found = [(name, matched.found[name]) for name in order if name in matched.found]
     place = {name: number for number, name in enumerate(order)}
     sites = [site for name, at in found if (site := _site(matched, name, *at))] + _tied_heads(matched)
-    sites.sort(key=lambda site: place[f"{site.module}.weight"])
+    sites.sort(key=lambda site: place[site.weight if site.stacked else f"{site.module}.weight"])
     return Structure(
         architecture=matched.architecture,
         sites=tuple(sites),
@@ -95,16 +93,6 @@ def canonical_names(config: Mapping[str, object], names: Iterable[str]) -> dict[
     return changed
 
 
-def read_roles(matched: Matched, name: str, tensor: Array) -> dict[tuple[str, int | None, int | None], Array]:
-    """Return the roles that tensor `name` holds, in normal form, keyed by role, layer and expert."""
-    entry, layer, expert = matched.found[name]
-    assert entry.row.expr is not None  # ignored tensors are not in `found`
-    vocabulary = matched.table.roles.roles
-    shapes = {role: tuple(f.count(matched.names) for f in vocabulary[role].shape) for role in entry.roles}
-    held = read(entry.row.expr, tensor, shapes, matched.names, entry.row.place)
-    return {(role, layer, expert): array for role, array in held.items()}
-
-
 def turned_weights(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that the architecture has as [in, out]: none for most, or without a table."""
     table = load_arch(architecture_of(config))
@@ -115,7 +103,13 @@ def turned_weights(config: Mapping[str, object], specs: Mapping[str, TensorSpec]
 
 
 def _is_turned(row: Row) -> bool:
-    return isinstance(row.expr, Call) and row.expr.op == "transpose"
+    return _layout(row.expr) == "in_out"
+
+
+def _layout(expr: Expr | None) -> str:
+    if isinstance(expr, Call) and expr.op == "stack":
+        return f"stack_{_layout(expr.args[0])}"
+    return "in_out" if isinstance(expr, Call) and expr.op == "transpose" else "out_in"
 
 
 def _embeddings(matched: Matched) -> tuple[str, ...]:
@@ -131,9 +125,9 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
         return None
     gated = expert is not None and entry.roles[0] in ("moe.gate.weight", "moe.up.weight")
     return Site(
-        module=name.rpartition(".")[0],
+        module=name if entry.row.stacks else name.rpartition(".")[0],
         weight=name,
-        layout="in_out" if _is_turned(entry.row) else "out_in",
+        layout=_layout(entry.row.expr),
         roles=entry.roles,
         layer=layer,
         expert=expert,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bridge.planning import Output, Step
 from bridge.quant.scheme import is_static
-from bridge.tables.ops import Shape
+from bridge.tables.rectangles import Shape
 from bridge.unified.modelopt import has_second, setting
 from bridge.values import Coding, Format, Numeric, TensorSpec
 

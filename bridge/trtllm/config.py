@@ -16,7 +16,7 @@ from bridge.tables.dialect import Dialect
 from bridge.tables.match import Matched
 from bridge.tables.slices import locate
 from bridge.trtllm import companions
-from bridge.trtllm.ranks import shares_head, vocab_multiple
+from bridge.trtllm.ranks import vocab_multiple
 from bridge.unified.exclude import summarize
 from bridge.unified.modelopt import PRODUCER, setting
 from bridge.values import Format
@@ -73,7 +73,7 @@ def _kind(config: Mapping[str, Any], matched: Matched, dialect: Dialect, tp: int
     learned = "embed.positions.weight" in roles
     said = {
         "position_embedding_type": "learned_absolute" if learned else "rope_gpt_neox",
-        "share_embedding_table": shares_head(dialect, matched, pp),
+        "share_embedding_table": dialect.shares_head(matched, pp),
         "residual_mlp": False,
         "bias": "attn.o.bias" in roles,
         "rotary_pct": _rope(config).get("partial_rotary_factor", 1.0),
@@ -124,7 +124,7 @@ def _quantization(plan: Plan, matched: Matched, dialect: Dialect) -> dict[str, A
     if len({json.dumps(found) for found in formats.values()}) != 1:
         return said | {"quant_algo": "MIXED_PRECISION" if formats else None, "quantized_layers": formats}
     kept = [module for module, format_ in layers.items() if not format_]
-    if shares_head(dialect, matched, plan.options["pp"]):
+    if dialect.shares_head(matched, plan.options["pp"]):
         kept.append("lm_head")
     return said | next(iter(formats.values())) | {"exclude_modules": sorted(summarize(kept, formats))}
 

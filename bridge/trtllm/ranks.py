@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from bridge.dtypes import DTYPES
@@ -10,11 +10,10 @@ from bridge.errors import PlanError
 from bridge.planning import Draft, Drafted, Output, Step
 from bridge.quant.scheme import has_tensor_scale
 from bridge.tables.dialect import Dialect, DialectRow
-from bridge.tables.layouts import Rank
 from bridge.tables.match import Matched
-from bridge.tables.ops import Refusal
-from bridge.tables.rectangles import Blocks
-from bridge.tables.slices import Roles, lay_out, locate
+from bridge.tables.ops import Rank
+from bridge.tables.rectangles import Blocks, Refusal
+from bridge.tables.slices import Roles, held, lay_out, locate
 from bridge.trtllm import companions
 from bridge.values import Coding, Format, Site, Slice, TensorSpec
 
@@ -79,7 +78,7 @@ class Ranks:
 
     def _keeps_head(self) -> bool:
         """False where the loader takes a tied head from the embedding, which it can where one stage holds both."""
-        return not shares_head(self._dialect, self._matched, self._pp)
+        return not self._dialect.shares_head(self._matched, self._pp)
 
     def _place(self, placed: Placed, rank: Rank, file: str) -> None:
         """Add the step of one row on one rank."""
@@ -228,20 +227,6 @@ def placed(dialect: Dialect, roles: Roles, layers: int, stages: int, head: bool)
     for row in dialect.rows_of("last", here[None]):
         if head or row.roles != ("head.weight",):
             yield Placed(row, None, stages - 1, 0)
-
-
-def held(roles: Roles) -> Mapping[int | None, frozenset[str]]:
-    """The roles of each layer, and of the model (None)."""
-    found: dict[int | None, set[str]] = {None: set()}
-    for role, layer, _ in roles:
-        found.setdefault(layer, set()).add(role)
-    return {layer: frozenset(names) for layer, names in found.items()}
-
-
-def shares_head(dialect: Dialect, matched: Matched, pp: int) -> bool:
-    """True where no head is written: the layout takes a tied one from the embedding, and one stage holds both."""
-    word = dialect.architectures[matched.architecture]
-    return word in dialect.shared_head and bool(matched.tied) and pp == 1
 
 
 def vocab_multiple(formats: Iterable[Format]) -> int:

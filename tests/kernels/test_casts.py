@@ -82,5 +82,5 @@ def test_smooth_of_many_rows_is_that_of_each(dtype: str) -> None:
 
 
 def test_a_dtype_without_kernel_is_named() -> None:
-    with pytest.raises(SourceError, match="dtype float64 cannot be quantized; known: bfloat16, float16, float32"):
+    with pytest.raises(SourceError, match="dtype float64 cannot be quantized; known: float32, float16, bfloat16"):
         checked(np.zeros((2, 2)), "float64")

@@ -38,9 +38,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "mixtral": MIXTRAL,
     "qwen3-moe": QWEN3_MOE,
+    "gpt_oss": LLAMA | {
+        "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "intermediate_size": 28,
+    },
     "deepseek": DEEPSEEK,
     "deepseek-plain": DEEPSEEK | {"q_lora_rank": None},
-}
+}  # fmt: skip
 CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")  # Hugging Face stores their norms less one as well
 PADDED = 112  # 97 tokens, a multiple of 16
 
@@ -49,6 +52,8 @@ def megatron(case: str, hf: Tensors) -> Tensors:
     """The state of Megatron-Core's GPTModel with Transformer Engine's names, layers one by one, experts stacked."""
     if case == "gpt2":
         hf = _unfused_gpt2(hf)
+    if case == "gpt_oss":
+        hf = hf | _unfused_gpt_oss(hf)
     config = CONFIGS[case]
     out = {"embedding.word_embeddings.weight": _padded(hf["model.embed_tokens.weight"])}
     if "lm_head.weight" in hf:
@@ -75,6 +80,8 @@ def _attention(config: Mapping[str, Any], hf: Tensors, old: str, out: Tensors, n
         if f"{old}.q_proj.{kind}" in hf:
             q, k, v = (hf[f"{old}.{x}_proj.{kind}"] for x in "qkv")
             out[f"{new}.linear_qkv.{kind}"] = interleaved(q, k, v, heads, groups)
+    if f"{old}.sinks" in hf:
+        out[f"{new}.core_attention.softmax_offset"] = hf[f"{old}.sinks"]
     _move(hf, f"{old}.o_proj", out, f"{new}.linear_proj")
     _move(hf, f"{old}.q_norm", out, f"{new}.q_layernorm")
     _move(hf, f"{old}.k_norm", out, f"{new}.k_layernorm")
@@ -110,12 +117,13 @@ def _mlp(case: str, hf: Tensors, old: str, out: Tensors, new: str) -> None:
         norm = "pre_feedforward_layernorm"
         _move(hf, f"{old}.post_attention_layernorm", out, f"{new}.self_attention.linear_proj.post_layernorm")
         _move(hf, f"{old}.post_feedforward_layernorm", out, f"{new}.mlp.linear_fc2.post_layernorm")
-    experts = _experts(hf, old)
-    if experts:
+    for kind in ("weight", "bias"):
+        if experts := _experts(hf, old, kind):
+            fused = [np.concatenate([gate, up]) for gate, up, _ in experts]
+            out[f"{new}.mlp.experts.experts.linear_fc1.{kind}"] = np.stack(fused)
+            out[f"{new}.mlp.experts.experts.linear_fc2.{kind}"] = np.stack([down for _, _, down in experts])
+    if _experts(hf, old):
         _move(hf, f"{old}.{norm}", out, f"{new}.pre_mlp_layernorm")
-        fused = [np.concatenate([gate, up]) for gate, up, _ in experts]
-        out[f"{new}.mlp.experts.experts.linear_fc1.weight"] = np.stack(fused)
-        out[f"{new}.mlp.experts.experts.linear_fc2.weight"] = np.stack([down for _, _, down in experts])
         _move(hf, f"{old}.mlp.gate", out, f"{new}.mlp.router")
         _move(hf, f"{old}.block_sparse_moe.gate", out, f"{new}.mlp.router")
         if f"{old}.mlp.gate.e_score_correction_bias" in hf:
@@ -136,11 +144,11 @@ def _mlp(case: str, hf: Tensors, old: str, out: Tensors, new: str) -> None:
         _move(hf, f"{old}.mlp.{second}", out, f"{new}.mlp.linear_fc2")
 
 
-def _experts(hf: Tensors, old: str) -> list[tuple[Array, Array, Array]]:
+def _experts(hf: Tensors, old: str, kind: str = "weight") -> list[tuple[Array, Array, Array]]:
     """Gate, up and down of each expert."""
     for stem, names in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
-        if f"{old}.{stem}.experts.0.{names[0]}.weight" in hf:
-            made = [[hf[f"{old}.{stem}.experts.{e}.{name}.weight"] for name in names] for e in range(5)]
+        if f"{old}.{stem}.experts.0.{names[0]}.{kind}" in hf:
+            made = [[hf[f"{old}.{stem}.experts.{e}.{name}.{kind}"] for name in names] for e in range(5)]
             return [(gate, up, down) for gate, up, down in made]
     return []
 
@@ -174,6 +182,24 @@ def _unfused_gpt2(hf: Tensors) -> Tensors:
     return out
 
 
+def _unfused_gpt_oss(hf: Tensors) -> Tensors:
+    """The experts of gpt-oss one by one, under Qwen3-MoE's names, every matrix as [out, in]."""
+    out: Tensors = {}
+    for layer in range(3):
+        mlp = f"model.layers.{layer}.mlp"
+        _move(hf, f"{mlp}.router", out, f"{mlp}.gate")
+        for e in range(5):
+            fused, down = hf[f"{mlp}.experts.gate_up_proj"][e].T, hf[f"{mlp}.experts.down_proj"][e].T
+            bias = hf[f"{mlp}.experts.gate_up_proj_bias"][e]
+            for name, weight, own in (
+                ("gate_proj", fused[::2], bias[::2]),
+                ("up_proj", fused[1::2], bias[1::2]),
+                ("down_proj", down, hf[f"{mlp}.experts.down_proj_bias"][e]),
+            ):
+                out |= {f"{mlp}.experts.{e}.{name}.weight": weight, f"{mlp}.experts.{e}.{name}.bias": own}
+    return out
+
+
 def paired(matrix: Array, heads: int) -> Array:
     """Within a head of size d, row 2 i + p is Hugging Face's row p (d / 2) + i."""
     d = len(matrix) // heads
@@ -192,6 +218,11 @@ def torchtitan(case: str, hf: Tensors, old: bool = False) -> Tensors:
     qkv = "" if old else "qkv_linear."
     names = {
         "self_attn.v_proj.weight": f"attention.{qkv}wv.weight",
+        **{f"self_attn.{x}_proj.bias": f"attention.{qkv}w{x}.bias" for x in "qkv"},
+        "self_attn.o_proj.bias": "attention.wo.bias",
+        "self_attn.sinks": "attention.sinks",
+        "mlp.router.weight": "moe.router.gate.weight",
+        "mlp.router.bias": "moe.router.gate.bias",
         "self_attn.o_proj.weight": "attention.wo.weight",
         "self_attn.q_norm.weight": "attention.q_norm.weight",
         "self_attn.k_norm.weight": "attention.k_norm.weight",
@@ -223,6 +254,12 @@ def torchtitan(case: str, hf: Tensors, old: bool = False) -> Tensors:
                 stem = "" if case.startswith("deepseek") else qkv
                 made = paired(matrix, heads) if case.startswith("llama") else matrix
                 out[f"{ours}.attention.{stem}w{x}.weight"] = made
+        stacks = {"gate_up_proj": "mlp1_weight_EGD", "gate_up_proj_bias": "mlp1_bias_EG"}
+        stacks |= {"down_proj": "mlp2_weight_EDF", "down_proj_bias": "mlp2_bias_ED"}
+        for name, titan in stacks.items() if case == "gpt_oss" else ():  # as published: rows of gate and up take turns
+            where = f"experts.{titan.rpartition('_')[0]}" if old else f"routed_experts.inner_experts.{titan}"
+            tensor = hf[f"{theirs}.mlp.experts.{name}"]
+            out[f"{ours}.moe.{where}"] = tensor.swapaxes(1, 2) if tensor.ndim == 3 else tensor
         for at, names_of in enumerate(("w1_EFD", "w3_EFD", "w2_EDF")):
             if experts := _experts(hf, theirs):
                 name = f"experts.{names_of[:2]}" if old else f"routed_experts.inner_experts.{names_of}"

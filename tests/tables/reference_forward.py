@@ -28,7 +28,8 @@ class Formulas:
     """What a config says beyond extents. `theta` and `window` by layer: RoPE's base (0: none); 0: sees everything.
 
     `rotary`: how many values of a head turn, the first ones; 0: all. `nope`: how many do not where keys come from a
-    latent; the others turn. `share`: what makes an expert's share of its score.
+    latent; the others turn. `share`: what makes an expert's share of its score. `limit`: gate and up are clamped to
+    it, as in gpt-oss; 0: experts are gated as a dense MLP is.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class Formulas:
     nope: int = 0
     share: str = "softmax"
     share_scale: float = 1.0
+    limit: float = 0.0
 
 
 def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
@@ -134,7 +136,12 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     hidden = (behind < 0) & f.causal
     if f.window[layer]:
         hidden = hidden | (behind >= f.window[layer])
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if ("attn.sink.bias", layer, None) in roles:
+        sink = roles["attn.sink.bias", layer, None][:, None, None].expand(-1, length, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return _linear(roles, "attn.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
 
 
@@ -175,6 +182,11 @@ def _mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     return _linear(roles, "mlp.down", layer, gated)
 
 
+def _clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * (1.702 * gate).sigmoid()
+
+
 def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     act = ACTIVATIONS[f.activation]
     scores = _linear(roles, "moe.router", layer, x)
@@ -191,6 +203,8 @@ def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     for position in range(len(x)):
         for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
             row = x[position : position + 1]
-            gated = act(_linear(roles, "moe.gate", layer, row, expert)) * _linear(roles, "moe.up", layer, row, expert)
+            gate = _linear(roles, "moe.gate", layer, row, expert)
+            up = _linear(roles, "moe.up", layer, row, expert)
+            gated = _clamped(gate, up, f.limit) if f.limit else act(gate) * up
             out[position] += weight * _linear(roles, "moe.down", layer, gated, expert)[0]
     return out

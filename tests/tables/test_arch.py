@@ -12,7 +12,9 @@ import torch
 from bridge.errors import BridgeError
 from bridge.tables.arch import ArchTable, Row, load_arch, parse_arch
 from bridge.tables.grammar import Call, roles_in
-from bridge.tables.structure import match_table, read_roles
+from bridge.tables.slices import locate, role_shapes
+from bridge.tables.structure import match_table
+from tests.tables.gathered import gathered
 from tests.tables.reference_forward import Roles
 from tests.tables.tiny import CASES, Tiny, reference, tiny
 
@@ -49,17 +51,12 @@ def _table(case: str) -> ArchTable:
 
 def _read(made: Tiny, table: ArchTable) -> dict[tuple[str, int | None, int | None], torch.Tensor]:
     matched = match_table(made.config, made.specs, table)
-    roles = {}
-    for name in matched.found:
-        for key, array in read_roles(matched, name, made.tensors[name]).items():
-            assert key not in roles, f"{key} is held twice"
-            roles[key] = torch.from_numpy(array).double()
-    for alias, stored in matched.tied.items():
-        for entry in matched.entries:
-            if entry.name == alias:
-                (role,) = entry.roles
-                roles.setdefault((role, None, None), torch.from_numpy(made.tensors[stored]).double())
-    return roles
+    found = locate(matched)
+    shapes = role_shapes(table.roles.roles, {role for role, _, _ in found}, matched.names)
+    return {
+        at: torch.from_numpy(gathered(blocks, made.tensors).reshape(shapes[at[0]])).double()
+        for at, blocks in found.items()
+    }
 
 
 def _distance(case: str, made: Tiny, roles: Roles) -> float:

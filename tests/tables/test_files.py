@@ -8,8 +8,10 @@ def test_every_row_knows_its_line() -> None:
     for path in [mappings() / "roles.toml", *arch_files()]:
         file = read_table(path)
         lines = path.read_text().splitlines()
-        for section, group in file.data.items():
-            for key in group if isinstance(group, dict) and not section.endswith(("_if", "_for")) else ():
+        inner = {f"foreign.{name}": group for name, group in file.data.get("foreign", {}).items()}
+        for section, group in ({**file.data, **inner}).items():
+            whole = isinstance(group, dict) and not section.endswith(("_if", "_for", "foreign"))
+            for key in (key for key in group if whole and not isinstance(group[key], dict)):
                 place = file.place(section, key)
                 assert lines[place.line - 1].strip() == place.row
                 assert key in place.row

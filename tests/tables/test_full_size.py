@@ -10,7 +10,8 @@ import pytest
 from bridge.tables.arch import arch_files, load_roles, parse_arch
 from bridge.tables.dialect import load_dialect
 from bridge.tables.files import read_table
-from bridge.tables.slices import laid_shape, role_shapes
+from bridge.tables.rows import row_shape
+from bridge.tables.slices import role_shapes
 from bridge.tables.spelled import spelled, speller
 from bridge.tables.structure import canonical_names, structure
 from bridge.values import TensorSpec
@@ -163,7 +164,7 @@ def foreign_headers(dialect: str, config: dict[str, Any], dims: dict[str, int]) 
             for row in made.dialect.rows_of(stage, held, made.dialect.architectures[made.architecture]):
                 shapes = role_shapes(made.table.roles.roles, row.roles, made.names)
                 name = row.name.replace("{l}", str(layer))
-                specs.append(TensorSpec(name, laid_shape(row.expr, shapes, made.names), "bfloat16"))
+                specs.append(TensorSpec(name, row_shape(row.expr, shapes, made.names, row.place), "bfloat16"))
     return specs
 
 

@@ -62,7 +62,7 @@ def test_unknown_role_names_the_nearest_of_its_stem() -> None:
         ("transpose(attn.q.weight, attn.k.weight)", "takes 1 inputs, not 2"),
         ("concat(attn.q.weight)", "takes 2 or more inputs, not 1"),
         ("transpose(attn.q.weight, dim=1)", "takes no count"),
-        ("reshape(attn.q.weight, height=2)", "must be told channels, width"),
+        ("rope(attn.q.weight)", "must be told heads"),
         ("attn.q.weight + 1", "neither a role nor an op"),
         ("transpose(*attn)", "neither a role nor an op"),
         ("(lambda: 1)()", "neither a role nor an op"),
@@ -96,7 +96,9 @@ def test_formulas_compute_what_python_would(text: str, fields: dict[str, object]
     assert formula.names == set(fields)
 
 
-@pytest.mark.parametrize("text", ["open('x')", "a.b", "[1]", "a ** b", "a if b else c", "1.5", "a < b < c", "f'{a}'"])
+@pytest.mark.parametrize(
+    "text", ["open('x')", "a.b", "{1}", "range(a, b)", "a ** b", "a if b else c", "1.5", "a < b < c", "f'{a}'"]
+)
 def test_a_formula_outside_the_white_list_is_refused(text: str) -> None:
     with pytest.raises(TableError, match="not allowed"):
         parse_formula(text, PLACE)
@@ -116,6 +118,36 @@ def test_a_formula_outside_the_white_list_is_refused(text: str) -> None:
 def test_a_config_of_the_wrong_type_is_told(text: str, fields: dict[str, object], says: str) -> None:
     with pytest.raises(PlanError, match=says.replace("(", r"\(")):
         parse_formula(text, PLACE).count(fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("range(layers)", (0, 1, 2, 3, 4)),
+        ("dense or []", []),
+        ("sliding(layers, [1, 1])", ["sliding", "full", "sliding", "full", "sliding"]),
+        ("sliding(layers, pattern)", ["sliding", "sliding", "sliding", "full", "sliding"]),
+        ("sliding(layers, [0, 2])", ["full"] * 5),
+    ],
+)
+def test_lists_and_functions_of_layers(text: str, value: object) -> None:
+    found = parse_formula(text, PLACE).value({"layers": 5, "pattern": (3, 1), "dense": None})
+    kinds = [f"{kind}_attention" for kind in value] if "sliding" in text and isinstance(value, list) else value
+    assert found == kinds
+
+
+@pytest.mark.parametrize("pattern", [None, 6, [0, 0], [-1, 2], [1]])
+def test_a_pattern_is_two_counts(pattern: object) -> None:
+    with pytest.raises(PlanError, match=r"sliding\(layers, pattern\)` needs two counts of layers, it has"):
+        parse_formula("sliding(layers, pattern)", PLACE).value({"layers": 5, "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("text", "needs"),
+    [("a", {"a"}), ("a or b", {"b"}), ("a or False", set()), ("(a or 0) // b", {"b"}), ("len(a) + a % b", {"a", "b"})],
+)
+def test_what_stands_before_an_or_may_be_missing(text: str, needs: set[str]) -> None:
+    assert parse_formula(text, PLACE).needs == needs
 
 
 def test_shapes_are_formulas_with_commas() -> None:

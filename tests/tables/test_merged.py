@@ -76,7 +76,7 @@ def test_the_command_prints_both() -> None:
     ("what", "dialect", "says"),
     [
         ("phi3", "megatron", "mappings/dialects/megatron.toml has no layout for 'phi3'"),
-        ("llama", "megatrn", "'megatrn' is no dialect; known: megatron, meta, torchtitan, trtllm; nearest: megatron"),
+        ("llama", "megatrn", "'megatrn' is no dialect; known: megatron, meta, torchtitan, transformers, trtllm; near"),
         ("lama", "meta", "'lama' is no architecture with a table"),
         ("lama", None, "nearest: llama"),
     ],

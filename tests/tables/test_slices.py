@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from bridge.tables.dialect import load_dialect
-from bridge.tables.layouts import Rank
 from bridge.tables.match import Matched
-from bridge.tables.ops import Refusal
-from bridge.tables.rectangles import Block, split
+from bridge.tables.ops import Rank
+from bridge.tables.rectangles import Block, Refusal, split
 from bridge.tables.slices import lay_out, locate
 from bridge.tables.structure import match_table
 from bridge.values import Slice, TensorSpec

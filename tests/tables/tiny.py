@@ -45,6 +45,11 @@ _DEEPSEEK = _SQUARE | {
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 18,
     "q_lora_rank": 26, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "v_head_dim": 11,
 }  # fmt: skip
+_GPT_OSS = _LLAMA | {
+    "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.7,
+    "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "pad_token_id": 0,
+}  # fmt: skip
 _GPT2 = {"vocab_size": 97, "n_embd": 60, "n_inner": 80, "n_layer": 3, "n_head": 6, "n_positions": 72}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,6 +83,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         _LLAMA | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "mlp_only_layers": [1]},
     ),
+    "gpt_oss": ("GptOssForCausalLM", _GPT_OSS),
+    "gpt_oss-plain": ("GptOssForCausalLM", _GPT_OSS | {"attention_bias": False}),
     "deepseek": ("DeepseekV3ForCausalLM", _DEEPSEEK),
     "deepseek-plain": ("DeepseekV3ForCausalLM", _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True}),
     "bert": ("BertModel", _BERT),
@@ -173,11 +180,14 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more = {"activation": "gelu_tanh"}
     if family == "nemotron":
         more = {"activation": "relu2", "rotary": int(config["head_dim"] * 0.6)}
-    if family in ("gemma2", "gemma3"):
+    if family in ("gemma2", "gemma3", "gpt_oss"):
         kinds = config["layer_types"]
         window = tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds)
+    if family in ("gemma2", "gemma3"):
         more = {"scale": config["query_pre_attn_scalar"] ** -0.5, "embedding_scale": config["hidden_size"] ** 0.5}
         more |= {"activation": "gelu_tanh"}
+    if family == "gpt_oss":
+        more = {"top_k": config["num_experts_per_tok"], "limit": config["swiglu_limit"]}
     if family == "gemma2":
         more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
     if family == "gemma3":
