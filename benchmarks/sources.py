@@ -2,7 +2,8 @@
 
     python benchmarks/sources.py                five rounds, in turn, each a share of safetensors' rate in its round
 
-Every tensor through `Source.read_rows` in pieces of a megabyte, into one buffer, in the order of the files, as a
+A GPT-2 of Megatron (gpt2-xl, twelve layers) is read, too: all its matrices are stored across the rows asked for. Every
+tensor through `Source.read_rows` in pieces of a megabyte, into one buffer, in the order of the files, as a
 conversion reads; files in the page cache. Opening is timed apart. The checkpoints are written with torch.
 """
 
@@ -28,6 +29,11 @@ ROOT = Path(__file__).parent.parent
 PIECE = 1 << 20
 CONFIG = SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "head_dim": 64}
 HEADS, GROUPS, LAYERS = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["num_hidden_layers"]
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 12,
+    "vocab_size": 50304, "n_positions": 1024, "n_inner": None, "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "layernorm_zero_centered_gamma": False,
+}  # fmt: skip
 Tensors = dict[str, Any]  # of torch
 
 
@@ -41,7 +47,7 @@ def main() -> None:
     for number in range(args.rounds + 1):
         for name, path in made.items():
             start = time.perf_counter()
-            source = open_source(path, config=CONFIG)
+            source = open_source(path, config=GPT2 if name == "gpt2" else CONFIG)
             opened = time.perf_counter() - start
             rate = read(source)
             if number:  # the first brings the files into the page cache
@@ -61,13 +67,16 @@ def read(source: Source) -> float:
     total, start = 0, time.perf_counter()
     for name in names:
         spec = source.specs[name]
+        total += spec.nbytes
+        if spec.across:  # which a conversion reads whole
+            source.read(name)
+            continue
         row = spec.nbytes // spec.shape[0]
         step = max(1, PIECE // row)
         for begin in range(0, spec.shape[0], step):
             end = min(begin + step, spec.shape[0])
             out = buffer[: (end - begin) * row].view(np.uint16).reshape(end - begin, *spec.shape[1:])
             source.read_rows(name, begin, end, out)
-        total += spec.nbytes
     return total / (time.perf_counter() - start) / 1e9
 
 
@@ -129,6 +138,27 @@ def write_megatron(path: Path, source: Path) -> None:
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
+def write_gpt2(path: Path, _: Path) -> None:
+    import torch
+
+    width = GPT2["n_embd"]
+    matrices = {
+        "self_attention.linear_qkv": (3 * width, width), "self_attention.linear_proj": (width, width),
+        "mlp.linear_fc1": (4 * width, width), "mlp.linear_fc2": (width, 4 * width),
+    }  # fmt: skip
+    shapes = {"embedding.word_embeddings.weight": (GPT2["vocab_size"], width)}
+    shapes["embedding.position_embeddings.weight"] = (GPT2["n_positions"], width)
+    vectors = {"decoder.final_layernorm.weight": width, "decoder.final_layernorm.bias": width}
+    for n in range(GPT2["n_layer"]):
+        for name, shape in matrices.items():
+            shapes[f"decoder.layers.{n}.{name}.weight"] = shape
+            vectors[f"decoder.layers.{n}.{name}.bias"] = shape[0]
+        for name in ("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm"):
+            vectors |= dict.fromkeys((f"decoder.layers.{n}.{name}_weight", f"decoder.layers.{n}.{name}_bias"), width)
+    state = {name: torch.randn(shape).bfloat16() for name, shape in (shapes | vectors).items()}
+    save(path, state)
+
+
 def interleaved(hf: Tensors, number: int) -> Any:
     import torch
 
@@ -186,6 +216,7 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
     "megatron": write_megatron,
     "torchtitan": write_torchtitan,
     "meta": write_meta,
+    "gpt2": write_gpt2,
 }
 
 if __name__ == "__main__":

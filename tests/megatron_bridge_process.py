@@ -15,10 +15,10 @@ import torch
 
 from tests import megatron_process
 from tests.megatron_configs import DIVISIBLE
-from tests.megatron_families import BASE, FAMILIES, VOCAB, Family, te_name
+from tests.megatron_families import BASE, EVERY, VOCAB, Family, te_name
 from tests.stand_ins import stand_in
 
-# Mixtral has no bridge in 0.3.1: its names in Megatron are those of Qwen3-MoE. GPT has none.
+# Mixtral has no bridge in 0.3.1: its names in Megatron are those of Qwen3-MoE. GPT and Starcoder 2 have none.
 BRIDGES = {
     "llama": "llama.llama_bridge.LlamaBridge",
     "mistral": "mistral.mistral_bridge.MistralBridge",
@@ -26,8 +26,12 @@ BRIDGES = {
     "qwen3": "qwen.qwen3_bridge.Qwen3Bridge",
     "qwen3_moe": "qwen.qwen3_moe_bridge.Qwen3MoEBridge",
     "gemma": "gemma.gemma_bridge.GemmaBridge",
+    "deepseek_v3": "deepseek.deepseek_v3_bridge.DeepSeekV3Bridge",
+    "gemma2": "gemma.gemma2_bridge.Gemma2Bridge",
+    "gemma3_text": "gemma.gemma3_bridge.Gemma3ModelBridge",
     "nemotron": "nemotron.nemotron_bridge.NemotronBridge",
     "mixtral": "qwen.qwen3_moe_bridge.Qwen3MoEBridge",
+    "gpt_oss": "gpt_oss.gpt_oss_bridge.GPTOSSBridge",
 }
 
 
@@ -52,13 +56,18 @@ def to_hf(name: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
     AutoMapping.register_module_type("ZeroCentred", "replicated")
-    family = FAMILIES[name]
-    model, registry = megatron_process.build(family), _bridge(family).mapping_registry()
-    modules, found = dict(model.named_modules()), {}
+    family = EVERY[name]
+    model, bridge = megatron_process.build(family), _bridge(family)
+    bridge.hf_config = SimpleNamespace(num_local_experts=family.experts)
+    registry, modules, found = bridge.mapping_registry(), dict(model.named_modules()), {}
     for key, array in state.items():
-        mapping = registry.megatron_to_hf_lookup(te_name(key, not family.experts, True))
+        named = te_name(key, family, True)
+        mapping = registry.megatron_to_hf_lookup(named)
         assert mapping is not None, key
-        found |= mapping.megatron_to_hf(torch.from_numpy(array.copy()), modules[key.rpartition(".")[0]])
+        parts = mapping.megatron_to_hf(torch.from_numpy(array.copy()), modules[key.rpartition(".")[0]])
+        found |= bridge.maybe_modify_converted_hf_weight(
+            SimpleNamespace(param_name=named, global_param_name=named), parts, {}
+        )
     padded = ("model.embed_tokens.weight", "lm_head.weight")
     real = {key: tensor[:VOCAB] if key in padded else tensor for key, tensor in found.items()}
     if family.hf["model_type"] == "mixtral":
@@ -73,12 +82,12 @@ def provider(name: str) -> tuple[Any, list[str]]:
     import transformers
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    family = FAMILIES[name]
+    family = EVERY[name]
     fields = family.config | {"activation_func": megatron_process.functions()[family.activation]}
     fields |= {key: value for key, value in family.model.items() if key not in ("max_sequence_length", "vocab_size")}
     own = {"vocab_size": VOCAB, "seq_length": family.positions, "make_vocab_size_divisible_by": DIVISIBLE}
     own |= {"should_pad_vocab": True, "params_dtype": torch.float32, "bf16": False, "fp16": False}
-    if family.hf["model_type"] in ("gpt2", "mixtral"):
+    if family.hf["model_type"] in ("gpt2", "mixtral", "starcoder2"):
         made = GPTModelProvider(**fields)
     else:
         hf = {key: value for key, value in family.hf.items() if key not in ("model_type", "torch_dtype")}

@@ -13,6 +13,7 @@ ACTIVATIONS = {  # megatron's function: what NeMo 2 writes, what NeMo 1 says whe
     "gelu": ("torch.nn.functional.gelu", None, "gelu"),
     "fast_gelu": ("megatron.core.activations.fast_gelu", "fast-geglu", None),
     "squared_relu": ("megatron.core.activations.squared_relu", None, "squared-relu"),
+    "quick_gelu": ("megatron.core.fusions.fused_bias_geglu.quick_gelu", None, None),
 }
 
 
@@ -54,13 +55,14 @@ def nemo1(family: Family, tp: int, pp: int) -> dict[str, Any]:
 
 
 def nemo2(family: Family) -> dict[str, Any]:
-    """context/model.yaml: nested `_target_` mappings, functions with `_call_: false`."""
+    """context/model.yaml: nested `_target_` mappings, functions with `_call_: false`; NeMo dumps defaults as well."""
     module, _, name = family.nemo.partition(".")
     root = f"nemo.collections.llm.gpt.model.{module}"
     function = {"_target_": ACTIVATIONS[family.activation][0], "_call_": False}
     dtype = {"_target_": "torch.float32", "_call_": False}
     config = {
         "_target_": f"{root}.{name.replace('Model', 'Config')}",
+        "layernorm_zero_centered_gamma": family.zero_centred,
         **family.config,
         **{field: value for field, value in family.model.items() if field not in ("max_sequence_length", "vocab_size")},
         "activation_func": function,
@@ -73,7 +75,7 @@ def nemo2(family: Family) -> dict[str, Any]:
     }
     tokenizer = {
         "_target_": "nemo.collections.common.tokenizers.huggingface.auto_tokenizer.AutoTokenizer",
-        "pretrained_model_name": "nemo_tokenizer",
+        "pretrained_model_name": "example/of-nothing",
     }
     return {"_target_": f"{root}.{name}", "config": config, "tokenizer": tokenizer, "model_transform": None}
 

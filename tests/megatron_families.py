@@ -1,7 +1,8 @@
 """Tiny Megatron models and the Hugging Face configs of the same models: data, read by tests.megatron_oracle.
 
 Extents differ pairwise: hidden 60, q rows 96, k and v rows 32, qkv rows 160, ffn 88, gate and up 176, experts' ffn 36,
-vocab 131, padded 144, positions 112. Two ranks divide what they must, five experts and three layers not.
+vocab 131, padded 144, positions 112. Two ranks divide what they must, five experts and three layers not. Latent
+attention has rows of 30 and 22 for its latents, 108 (heads of 14 + 4), 150 (heads of 14 + 11) and columns of 66.
 """
 
 from __future__ import annotations
@@ -47,16 +48,40 @@ class Family:
     def zero_centred(self) -> bool:
         return bool(self.config.get("layernorm_zero_centered_gamma", False))
 
+    @property
+    def latent(self) -> bool:
+        return bool(self.config.get("multi_latent_attention", False))
 
-EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+    @property
+    def gemma(self) -> bool:
+        return str(self.hf["model_type"]).startswith("gemma")
+
+    @property
+    def post_norms(self) -> bool:
+        """True where attention and MLP have a norm behind them, too."""
+        return self.gemma and self.hf["model_type"] != "gemma"
+
+    def routed(self, layer: int) -> bool:
+        """True where a layer has experts."""
+        pattern = self.config.get("moe_layer_freq") or [1] * self.config["num_layers"]
+        return bool(self.experts and pattern[layer])
 
 
-def te_name(key: str, fused: bool, grouped: bool) -> str:
-    """The name that a tensor of the local spec has in Transformer Engine's, where norms are part of the linear after
-    them, the MLP's if that is dense (`fused`), and the experts of a layer may be one module (`grouped`).
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+# Norms that Transformer Engine's spec makes part of the linear after them.
+FUSED = {".input_layernorm.": ".self_attention.linear_qkv.layer_norm_"}
+FUSED_LATENT = {".q_layernorm.": ".linear_q_up_proj.layer_norm_", ".kv_layernorm.": ".linear_kv_up_proj.layer_norm_"}
+
+
+def te_name(key: str, family: Family, grouped: bool) -> str:
+    """The name that a tensor of the local spec has in Transformer Engine's, where the experts of a layer may be one
+    module (`grouped`).
     """
-    key = key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-    if fused:
+    for local, fused in (FUSED_LATENT if family.latent else FUSED).items():
+        key = key.replace(local, fused)
+    layer = LAYER.match(key)
+    if layer and not family.routed(int(layer[1])):
         key = key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
     return EXPERT.sub(r".\2\1", key) if grouped else key
 
@@ -141,6 +166,50 @@ _QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+_LATENT: dict[str, Any] = EXPERTS | {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 30,
+    "kv_lora_rank": 18,
+    "qk_head_dim": 14,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 11,
+    "rope_type": "rope",
+    "rotary_base": BASE,
+    "layernorm_epsilon": 1e-6,  # transformers has no other for the norms of the latents
+    "num_query_groups": 6,
+    "num_moe_experts": 8,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_shared_expert_intermediate_size": 72,
+    "moe_router_topk": 4,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_pre_softmax": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 6,
+    "head_dim": 4,
+    "q_lora_rank": 30,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 11,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 36,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_interleave": True,
+}
 _GEMMA = {"activation_func": "fast_gelu", "layernorm_zero_centered_gamma": True, "num_query_groups": 1}
 _GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"],
@@ -172,6 +241,62 @@ _NEMOTRON: dict[str, Any] = {
     "layernorm_zero_centered_gamma": True,
     "gated_linear_unit": False,
     "activation_func": "squared_relu",
+}
+# Sinks, a window in every other layer, biases everywhere, and experts that clamp: the limit is one that they reach.
+_GPT_OSS: dict[str, Any] = EXPERTS | {
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 0.7,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "window_size": (22, 0),
+    "window_attn_skip_freq": 2,
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 32,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": False,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+}
+_GPT_OSS_HF: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "intermediate_size": 36,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "swiglu_limit": 0.7,
+    "sliding_window": 23,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": BASE,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+
+# What Megatron-Bridge computes by classes of its own that need a GPU (windows, soft caps, two bases) is set to nothing.
+_GEMMA2: dict[str, Any] = _HF_TIED | {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": POSITIONS,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "attn_logit_softcapping": 1e6,
+    "final_logit_softcapping": 1e6,
+}
+_GEMMA3: dict[str, Any] = _HF_TIED | {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": POSITIONS,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": BASE} for kind in ("sliding_attention", "full_attention")
+    },
 }
 
 FAMILIES: dict[str, Family] = {
@@ -221,3 +346,26 @@ FAMILIES: dict[str, Family] = {
         "base.GPTModel",
     ),
 }
+# Those that not every writer has words for, and Megatron-Bridge not for all.
+MORE: dict[str, Family] = {
+    "gemma2": _family("Gemma2", "gemma2.Gemma2Model", _GEMMA | {"num_query_groups": 2}, _TIED, _GEMMA2),
+    "gemma3": _family(
+        "Gemma3", "gemma3.Gemma3Model", _GEMMA | {"num_query_groups": 2, "qk_layernorm": True}, _TIED, _GEMMA3
+    ),
+    "deepseek": _family("DeepseekV3", "deepseek.DeepSeekModel", _LATENT | {"moe_grouped_gemm": True}, hf=_DEEPSEEK),
+    "deepseek-plain": _family(
+        "DeepseekV3",
+        "deepseek.DeepSeekModel",
+        _LATENT | {"q_lora_rank": None},
+        hf=_DEEPSEEK | {"q_lora_rank": None},
+    ),
+    "gpt_oss": _family("GptOss", "gpt_oss.GPTOSSModel", _GPT_OSS, {"position_embedding_type": "yarn"}, _GPT_OSS_HF),
+    "starcoder2": _family(
+        "Starcoder2",
+        "starcoder2.Starcoder2Model",
+        _GPT | {"num_query_groups": 2, "kv_channels": 10, "activation_func": "fast_gelu"},
+        hf={"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": EPSILON, "head_dim": 10, "use_bias": True}
+        | {"sliding_window": None},
+    ),
+}
+EVERY = FAMILIES | MORE

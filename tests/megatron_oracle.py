@@ -22,7 +22,7 @@ import yaml
 
 from tests import megatron_bridge_process, megatron_process
 from tests.megatron_configs import megatron_lm, nemo1, nemo2
-from tests.megatron_families import FAMILIES, Family, te_name
+from tests.megatron_families import EVERY, Family, te_name
 
 KINDS = ("bridge", "nemo2", "nemo1", "nemo1-dist", "megatron-lm", "megatron-lm-legacy")
 PREFIX = {"nemo2": "module.", "nemo1": "model.", "nemo1-dist": "model."}
@@ -49,29 +49,45 @@ class Made:
         known |= {"optimizer": False, "streams": False}
         assert kind in KINDS and set(options) <= set(known), (kind, options)
         directory.mkdir(parents=True, exist_ok=True)
-        return _SAVE[kind](FAMILIES[self.name], self.name, directory, known | options)
+        return _SAVE[kind](EVERY[self.name], self.name, directory, known | options)
 
     def native(self, spec: str = "te") -> dict[str, np.ndarray]:
         """The tensors by the names of a module of that spec."""
-        family = FAMILIES[self.name]
+        family = EVERY[self.name]
         if spec == "local":
             return self.state
-        return {te_name(key, not family.experts, family.grouped): array for key, array in self.state.items()}
+        return {te_name(key, family, family.grouped): array for key, array in self.state.items()}
 
 
 @functools.cache
 def family(name: str) -> Made:
     """Build the family's model and let it answer; the same in every run."""
     ids, logits, state = _ask(1, 1, megatron_process.made, name)[0]
-    return Made(name, FAMILIES[name].hf, ids, logits, state)
+    return Made(name, EVERY[name].hf, ids, logits, state)
 
 
 def load_and_run(
-    directory: Path, name: str, prefix: str = "", layers: str = "stacked", strict: str = "assume_ok_unexpected"
+    directory: Path,
+    name: str,
+    prefix: str = "",
+    layers: str = "stacked",
+    strict: str = "assume_ok_unexpected",
+    *,
+    spec: str = "te",
+    grouped: bool = False,
+    tp: int = 1,
 ) -> np.ndarray:
-    """Logits of a torch_dist directory that megatron-core loads itself into the family's model, every tensor of it."""
-    ids = family(name).ids
-    return _ask(1, 1, megatron_process.load_and_run, name, str(directory), ids, prefix, layers, strict)[0]
+    """Logits of a torch_dist directory that megatron-core loads itself into the family's model, every tensor of it,
+    shared by `tp` ranks.
+    """
+    arguments = (name, str(directory), family(name).ids, prefix, layers, strict, spec, grouped)
+    return _ask(tp, 1, megatron_process.load_and_run, *arguments)[0]
+
+
+def drafted(name: str, spec: str) -> list[str]:
+    """Names in megatron-core's checkpoint of the tensors of a layer that predicts one token more."""
+    found: list[str] = _ask(1, 1, megatron_process.drafted, name, spec)[0]
+    return found
 
 
 def quantized(directory: Path, name: str, scheme: str = "FP8_DEFAULT_CFG") -> dict[str, np.ndarray]:
@@ -153,7 +169,7 @@ def _parts(made: Family, name: str, options: dict[str, Any], prefix: str, plain:
         tensors: dict[str, Any] = {}
         for key, array in state.items():
             tensor = torch.from_numpy(array + np.float32(plain and "layernorm" in key))
-            key = te_name(key, not made.experts, made.grouped) if options["spec"] == "te" else key
+            key = te_name(key, made, made.grouped) if options["spec"] == "te" else key
             tensors[prefix + key] = tensor.to(getattr(torch, options["dtype"]))
             if options["streams"] and "linear" in key:
                 tensors[f"{prefix}{key.rpartition('.')[0]}._extra_state"] = io.BytesIO(b"recipe")

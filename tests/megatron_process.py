@@ -8,12 +8,13 @@ import dataclasses
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.megatron_families import FAMILIES, VOCAB, Family
+from tests.megatron_families import EVERY, VOCAB, Family
 
 SEQUENCE = 72  # a wrong RoPE permutation shows after some twenty positions
 UNFUSED = {  # megatron's fused kernels and its GPU initialization need a GPU
@@ -52,36 +53,50 @@ def start(rank: int, tp: int, pp: int, store: str) -> None:
     torch.cuda.current_device = lambda: cpu
     torch.Tensor.cuda = lambda self, *_: self
     torch.cuda.synchronize = lambda *_: None
+    ones = torch.ones  # of which it makes the mask of a window
+    torch.ones = lambda *size, device=None, **more: ones(*size, device=None if device == "cuda" else device, **more)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp * pp)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    multi_latent_attention.HAVE_TE = False  # it takes the empty names that stand for it for its classes
     moe_utils.te_general_gemm = None  # asked for without being defined where Transformer Engine is absent
-    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None  # its forward stays out of reach
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+    grouped_gemm_util.ops = SimpleNamespace(gmm=_grouped)
     parallel_state.initialize_model_parallel(tp, pp)
+
+
+def _grouped(x: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, trans_b: bool) -> torch.Tensor:
+    """What the package `grouped_gemm` computes on a GPU: each expert's rows times its matrix."""
+    assert not trans_b
+    return torch.cat([part @ weight for part, weight in zip(x.split(rows.tolist()), weights, strict=True)])
 
 
 def functions() -> dict[str, Any]:
     """The activation functions of the families, as megatron's own configurations name them."""
     from megatron.core.activations import fast_gelu, squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     return {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
         "fast_gelu": fast_gelu,
         "squared_relu": squared_relu,
+        "quick_gelu": quick_gelu,
     }
 
 
-def build(family: Family, spec: str = "te", grouped: bool = False) -> Any:
-    """This rank's part of the model. `grouped` builds the experts as one module, whose forward needs a GPU."""
+def build(family: Family, spec: str = "te", grouped: bool = False, drafting: bool = False) -> Any:
+    """This rank's part of the model. `grouped` builds the experts of a layer as one module, `drafting` a layer besides
+    that predicts one token more.
+    """
     from megatron.core import parallel_state as ranks
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields = family.config | {"activation_func": functions()[family.activation], **UNFUSED}
     fields.update(moe_grouped_gemm=False, layernorm_zero_centered_gamma=False)
@@ -89,21 +104,79 @@ def build(family: Family, spec: str = "te", grouped: bool = False) -> Any:
     fields.update(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32)
     if pp > 1:  # three layers: two and one
         fields.update(num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=1)
-    config = TransformerConfig(**fields)
-    experts = config.num_moe_experts
-    layer = get_gpt_layer_local_spec(experts, grouped, config.qk_layernorm, normalization=config.normalization)
-    if experts and spec == "te":  # Transformer Engine fuses the norm into dense layers only
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    block: Any = layer
-    if family.zero_centred:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ZeroCentred
-        block = TransformerBlockSubmodules([layer] * config.num_layers, ZeroCentred)
-        assert pp == 1, "a block's layers are given one by one here"
+    later = {name: fields.pop(name) for name in [*fields] if name.startswith("yarn_")}  # of Megatron-Bridge's provider
+    config = (MLATransformerConfig if family.latent else TransformerConfig)(**fields)
+    vars(config).update(later)
+    block = _block(family, config, spec, grouped)
     first, last = ranks.is_pipeline_first_stage(), ranks.is_pipeline_last_stage()
-    model = GPTModel(config, block, pre_process=first, post_process=last, parallel_output=False, **family.model)
-    if family.hf["model_type"] == "gemma" and first:  # as Megatron-Bridge's and NeMo's mixin do
+    more = dict(family.model, pre_process=first, post_process=last, parallel_output=False)
+    if drafting:
+        config.mtp_num_layers = 1
+        more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+    model = GPTModel(config, block, **more)
+    if family.gemma and first:  # as Megatron-Bridge's and NeMo's mixin do
         model.embedding.register_forward_hook(lambda _module, _args, out: out * family.config["hidden_size"] ** 0.5)
+    config.bf16 = grouped  # else megatron's grouped experts refuse to run; floats stay what they are
     return model.eval()
+
+
+def _block(family: Family, config: Any, spec: str, grouped: bool) -> Any:
+    """Layers of megatron's local spec; those of `te` have in checkpoints the names of Transformer Engine's, which
+    megatron itself gives such layers where ModelOpt wants them.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.post_training.modelopt.gpt.model_specs import get_gpt_modelopt_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layers = []
+    for number, renamed in enumerate(get_gpt_modelopt_spec(config, remap_te_layernorm=True).layer_specs):
+        experts, same = config.num_moe_experts if family.routed(number) else None, (config.qk_layernorm, family.latent)
+        layer = get_gpt_layer_local_spec(experts, grouped and bool(experts), *same, normalization=config.normalization)
+        if spec == "te":
+            layer.submodules.sharded_state_dict_keys_map = renamed.submodules.sharded_state_dict_keys_map
+        if family.zero_centred:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ZeroCentred
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        if family.zero_centred and config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = ZeroCentred
+        if family.latent:
+            attention.core_attention = _latent_attention()
+        if family.post_norms:
+            attention.linear_proj = mlp.linear_fc2 = _normed_linear()
+        layers.append(layer)
+    if config.pipeline_model_parallel_size > 1:
+        assert not family.zero_centred and "moe_layer_freq" not in family.config
+        return layers[0]  # of which megatron gives each stage its own
+    return TransformerBlockSubmodules(layers, ZeroCentred if family.zero_centred else WrappedTorchNorm)
+
+
+def _latent_attention() -> type:
+    """Megatron's own attention, told that values are narrower than keys: as it is, only Transformer Engine's is."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return Attention
+
+
+def _normed_linear() -> type:
+    """Megatron-Bridge's class of Gemma 2 and 3, on megatron's own linear; its mappings know it by the name."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    class TERowParallelLinearLayerNorm(RowParallelLinear):  # type: ignore[misc]
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = ZeroCentred(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return TERowParallelLinearLayerNorm
 
 
 @torch.no_grad()
@@ -111,7 +184,8 @@ def fill(model: Any, seed: int) -> None:
     """Random weights; nothing stays at a constant that hides a mix-up, padded rows of the vocabulary included."""
     numbers = torch.Generator().manual_seed(seed)
     centred = any(isinstance(module, ZeroCentred) for module in model.modules())
-    for name, tensor in sorted(model.named_parameters()):
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("expert_bias")]
+    for name, tensor in sorted([*model.named_parameters(), *biases]):
         tensor.copy_(torch.randn(tensor.shape, generator=numbers) * 0.15)
         tensor += 1.0 * ("layernorm.weight" in name and not centred)
 
@@ -129,7 +203,7 @@ def _ids() -> torch.Tensor:
 
 
 def _filled(name: str, spec: str = "te") -> Any:
-    model = build(FAMILIES[name], spec)
+    model = build(EVERY[name], spec)
     fill(model, sum(map(ord, name)))
     return model
 
@@ -141,6 +215,16 @@ def answer(model: Any, ids: torch.Tensor) -> np.ndarray:
     return np.asarray(model(ids, positions, mask)[..., :VOCAB])
 
 
+def drafted(name: str, spec: str) -> list[str]:
+    """Names that a layer which predicts one token more adds to a checkpoint: of tensors and states."""
+    without, with_it = (_keys(build(EVERY[name], spec, drafting=drafting)) for drafting in (False, True))
+    return sorted(with_it - without)
+
+
+def _keys(model: Any) -> set[str]:
+    return {part.key for part in _sharded(model, "", "stacked").values()}
+
+
 @torch.no_grad()
 def save(name: str, out: str, source: str | None, options: dict[str, Any]) -> None:
     """Write a torch_dist directory by megatron's own save, with the weights of `source`, written by one rank."""
@@ -148,7 +232,7 @@ def save(name: str, out: str, source: str | None, options: dict[str, Any]) -> No
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    family = FAMILIES[name]
+    family = EVERY[name]
     if source is None:
         model = _filled(name, options["spec"])
     else:
@@ -199,8 +283,10 @@ def load(
     model.load_state_dict({key.removeprefix(prefix): value for key, value in loaded.items()}, strict=True)
 
 
-def load_and_run(name: str, directory: str, ids: np.ndarray, prefix: str, layers: str, strict: str) -> np.ndarray:
-    model = build(FAMILIES[name])
+def load_and_run(
+    name: str, directory: str, ids: np.ndarray, prefix: str, layers: str, strict: str, spec: str, grouped: bool
+) -> np.ndarray:
+    model = build(EVERY[name], spec, grouped)
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.fill_(float("nan"))
@@ -212,7 +298,7 @@ def part(name: str, source: str) -> tuple[int, int, dict[str, Any]]:
     """This rank's tensor and pipeline number, and its part of the module's state dict."""
     from megatron.core import parallel_state as ranks
 
-    model = build(FAMILIES[name])
+    model = build(EVERY[name])
     load(model, source)
     state = {key: value.numpy() for key, value in model.state_dict().items() if "_extra_state" not in key}
     return ranks.get_tensor_model_parallel_rank(), ranks.get_pipeline_model_parallel_rank(), state

@@ -71,6 +71,28 @@ DEEPSEEK = TEXT | MLA | {
     "routed_scaling_factor": ROUTE_SCALE,
     "rope_interleave": True,
 }  # fmt: skip
+GPT_OSS = TEXT | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": EXPERT_FFN,
+    "head_dim": HEAD_DIM,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "swiglu_limit": 0.7,
+    "sliding_window": 128,  # torchtitan has no other
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": BASE,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": LLAMA,
     "qwen3": QWEN3,
@@ -79,3 +101,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3-latent": DEEPSEEK | {"q_lora_rank": LATENT_QUERY},
 }
+EVERY = CONFIGS | {"gpt_oss": GPT_OSS}  # of which 0.2 has a model that wants a GPU

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from tests import torchtitan_process
-from tests.torchtitan_families import CONFIGS
+from tests.torchtitan_families import CONFIGS, EVERY
 
 ERAS = ("0.2", "0.3")
+MODELS = [*((name, era) for era in ERAS for name in CONFIGS), ("gpt_oss", "0.3")]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Made:
     def from_hf(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The adapter's way back."""
         return _process(self.era).submit(torchtitan_process.from_hf, self.era, self.name, state).result()
+
+    def load_and_run(self, directory: Path) -> np.ndarray:
+        """Logits of torchtitan's own model that loads a distributed checkpoint, every tensor of its state."""
+        arguments = (self.era, self.name, str(directory), self.ids)
+        return np.asarray(_process(self.era).submit(torchtitan_process.load_and_run, *arguments).result())
 
     def save(self, directory: Path, *, dtype: torch.dtype = torch.float32, training: bool = False) -> Path:
         """Write and return `step-10` as torchtitan does, on request with what else a training run stores."""
@@ -53,7 +59,7 @@ class Made:
 def family(name: str, era: str = "0.3") -> Made:
     """The model with its weights; the same in every run."""
     native, hf, ids, logits = _process(era).submit(torchtitan_process.made, era, name).result()
-    return Made(era, name, CONFIGS[name], native, hf, ids, logits)
+    return Made(era, name, EVERY[name], native, hf, ids, logits)
 
 
 @functools.cache

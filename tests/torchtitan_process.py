@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -36,10 +37,18 @@ def start(era: str) -> None:
         torch._grouped_mm = _grouped  # the CPU's wants extents in multiples of eight
 
 
-def _causal(_: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
+def _causal(
+    _: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, out_transform: Any = None, **__: Any
+) -> torch.Tensor:
     attend = torch.nn.functional.scaled_dot_product_attention
     heads = [x.transpose(1, 2) for x in (q, k, v)]  # batch, heads, positions, size
-    return attend(*heads, is_causal=True, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+    out = attend(*heads, is_causal=True, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+    if out_transform is None:
+        return out
+    keys = heads[1].repeat_interleave(q.shape[2] // k.shape[2], 1)
+    scores = heads[0] @ keys.transpose(2, 3) * scale
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    return out_transform(out, scores.masked_fill(hidden, -torch.inf).logsumexp(-1).transpose(1, 2))
 
 
 def _grouped(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -58,7 +67,27 @@ def made(era: str, name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
     ids = torch.randint(0, F.VOCAB, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model.eval()(ids)
-    return _arrays(native), _arrays(adapter.to_hf(dict(native))), ids.numpy(), logits.float().numpy()
+    hf = _gpt_oss(adapter, native) if name == "gpt_oss" else adapter.to_hf(dict(native))
+    return _arrays(native), _arrays(hf), ids.numpy(), logits.float().numpy()
+
+
+def _gpt_oss(adapter: Any, native: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter knows the experts by their names of 0.2, and as what is published in blocks: [experts, out, in]."""
+    old = {re.sub(r"(mlp[12]_(weight|bias))_\w+$", r"\1", key): tensor for key, tensor in native.items()}
+    found = adapter.to_hf(old).items()
+    return {key.removesuffix("_blocks"): part.mT if key.endswith("_blocks") else part for key, part in found}
+
+
+@torch.no_grad()
+def load_and_run(era: str, name: str, directory: str, ids: np.ndarray) -> np.ndarray:
+    """Logits of a model whose whole state torch loads from a directory; what that lacks is an error."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _ = _build(era, name)
+    state = {key: torch.full_like(tensor, float("nan")) for key, tensor in model.state_dict().items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    model.load_state_dict(state, strict=True)
+    return np.asarray(model.eval()(torch.from_numpy(ids)).float())
 
 
 def from_hf(era: str, name: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -67,10 +96,10 @@ def from_hf(era: str, name: str, state: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def _biases(name: str, model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The router's correction is a buffer, which a checkpoint holds; Qwen3's stays at zero, transformers has none."""
-    return (
-        [] if name == "qwen3-moe" else [(key, tensor) for key, tensor in model.named_buffers() if "expert_bias" in key]
-    )
+    """The router's correction is a buffer, which a checkpoint holds; where transformers has none it stays zero."""
+    if name in ("qwen3-moe", "gpt_oss"):
+        return []
+    return [(key, tensor) for key, tensor in model.named_buffers() if "expert_bias" in key]
 
 
 def _arrays(state: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -100,8 +129,11 @@ def _adapter(era: str, family: str) -> Any:
         from torchtitan.models.qwen3.model import state_dict_adapter as qwen
     else:
         from torchtitan.models.deepseek_v3 import state_dict_adapter as deepseek
+        from torchtitan.models.gpt_oss import state_dict_adapter as gpt_oss
         from torchtitan.models.llama3 import state_dict_adapter as llama
         from torchtitan.models.qwen3 import state_dict_adapter as qwen
+    if family == "gpt_oss":
+        return gpt_oss.GptOssStateDictAdapter
     return {
         "llama3": llama.Llama3StateDictAdapter,
         "qwen3": qwen.Qwen3StateDictAdapter,
@@ -159,12 +191,12 @@ def _config_02(name: str) -> Any:
 
 
 def _config_03(name: str) -> Any:
-    from torchtitan.models import deepseek_v3, llama3, qwen3
+    from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
 
     deep, long = name.startswith("deepseek"), name == "llama3"
-    module = llama3 if long else deepseek_v3 if deep else qwen3
-    kind = {llama3: "Llama3Model", qwen3: "Qwen3Model", deepseek_v3: "DeepSeekV3Model"}[module]
+    module = llama3 if long else deepseek_v3 if deep else gpt_oss if name == "gpt_oss" else qwen3
+    kind = {llama3: "Llama3Model", qwen3: "Qwen3Model", deepseek_v3: "DeepSeekV3Model", gpt_oss: "GptOssModel"}[module]
     norm = qwen3._qwen3_norm if module is qwen3 else lambda dim: module.RMSNorm.Config(normalized_shape=dim)
     same: dict[str, Any] = {"n_layers": F.LAYERS, "dim": F.DIM, "n_heads": F.HEADS, "attn_backend": "flex"}
     if long:
@@ -172,6 +204,8 @@ def _config_03(name: str) -> Any:
         layers = llama3._build_llama3_layers(**same, n_kv_heads=F.KV_HEADS, hidden_dim=F.LLAMA_FFN, rope=rope)
     elif deep:
         layers = _deepseek_03(name, same)
+    elif module is gpt_oss:
+        layers = _gpt_oss_03(same)
     else:
         rope = CosSinRoPE.Config(dim=F.HEAD_DIM, max_seq_len=F.POSITIONS, theta=F.BASE)
         same |= {"n_kv_heads": F.KV_HEADS, "head_dim": F.HEAD_DIM, "rope": rope}
@@ -190,6 +224,46 @@ def _config_03(name: str) -> Any:
         layers=layers,
         **tied,
     )
+
+
+def _gpt_oss_03(same: dict[str, Any]) -> Any:
+    from torchtitan.models import gpt_oss
+    from torchtitan.models.common import CosSinRoPE
+
+    rope = F.GPT_OSS["rope_parameters"]
+    layers = gpt_oss._build_gptoss_layers(
+        **{key: value for key, value in same.items() if key != "n_heads"},
+        hidden_dim=F.EXPERT_FFN,
+        num_experts=F.EXPERTS,
+        top_k=F.TOP_K,
+        load_balance_coeff=1e-3,
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(
+            dim=F.HEAD_DIM,
+            max_seq_len=F.POSITIONS,
+            theta=F.BASE,
+            scaling="yarn",
+            rope_factor=rope["factor"],
+            beta_fast=rope["beta_fast"],
+            beta_slow=rope["beta_slow"],
+            truncate=rope["truncate"],
+            original_seq_len=rope["original_max_position_embeddings"],
+        ),
+    )
+    for number, layer in enumerate(layers):
+        own = {
+            "n_heads": F.HEADS,
+            "n_kv_heads": F.KV_HEADS,
+            "head_dim": F.HEAD_DIM,
+            "dim": F.DIM,
+            "rope": layer.attention.rope,
+        }
+        window = layer.attention.sliding_window_size
+        layer.attention = gpt_oss._make_gptoss_attn_config(
+            **own, layer_id=number, attn_backend="flex", sliding_window_size=window
+        )
+        layer.moe.routed_experts.inner_experts.swiglu_limit = F.GPT_OSS["swiglu_limit"]
+    return layers
 
 
 def _deepseek_03(name: str, same: dict[str, Any]) -> Any:

@@ -20,12 +20,22 @@ from bridge.quant.transcode import unpacked_codes
 if TYPE_CHECKING:
     from bridge.sources.stored import Stored
 
+MATRIX = 2  # axes; what has more is a stack of experts
+
 
 def weight_rows(stored: Stored, begin: int, end: int, out: Array | None = None) -> Array:
-    """Return rows of the weight as it would be unquantized, in its dtype and axes, in `out` where it is given."""
-    spec, cells = stored.plain, cells_of(stored)
+    """Return rows of the weight as it would be unquantized, in its dtype and axes, in `out` where it is given.
+
+    Of a stack a row is an expert.
+    """
+    spec = stored.plain
     if out is None:
-        out = np.empty((end - begin, spec.shape[1]), DTYPES[spec.dtype].storage)
+        out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+    if len(spec.shape) > MATRIX:
+        for number in range(begin, end):
+            weight_rows(stored.expert(number), 0, spec.shape[1], out[number - begin])
+        return out
+    cells = cells_of(stored)
     before = prescale(stored)
     down = cells.down if cells.down < cells.rows else 1
     left, right = (begin, end) if stored.turned else (0, cells.cols)

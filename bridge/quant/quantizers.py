@@ -40,13 +40,16 @@ class Wire:
 
     @property
     def weight_quantizer(self) -> str:
+        if self.site.stacked:
+            return f"{self.module}.{self.parameter}_weight_quantizer"
         if self.expert is None:
             return f"{self.module}.weight_quantizer"
         return f"{self.module}.{self.parameter}_weight_quantizers.{self.expert}"
 
     @property
     def input_quantizer(self) -> str:
-        name = "input_quantizer" if self.expert is None else f"{self.parameter}_input_quantizer"
+        own = self.expert is None and not self.site.stacked
+        name = "input_quantizer" if own else f"{self.parameter}_input_quantizer"
         return f"{self.module}.{name}"
 
 

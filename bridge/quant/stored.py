@@ -30,7 +30,7 @@ NAME = "stored"
 SAME = Gate(0.9999, (0.995, 1.005))
 # of outputs: a target may quantize activations, which the source's weights alone do not; the widest of our schemes
 ANY = Gate(0.88, (0.85, 1.15))
-OTHERWISE = "quant='none' writes the weights dequantized, quant='<scheme>' quantizes them anew"
+OTHERWISE = "quant='none' writes the weights dequantized (--quant none), quant='<scheme>' quantizes them anew"
 
 
 @dataclass(frozen=True)

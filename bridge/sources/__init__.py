@@ -18,6 +18,7 @@ from bridge.errors import UsageError
 from bridge.values import LazyTensor, TensorSpec
 
 if TYPE_CHECKING:
+    from bridge.quant.calibration import Calibration
     from bridge.sources.quantized import Quantized
 
 # In the order in which they are asked; the last takes every string and path that is left, and says what is wrong.
@@ -72,6 +73,10 @@ class Source(Protocol):
     @property
     def quantized(self) -> Quantized | None:
         """What the checkpoint holds in place of its weights, where it is quantized already."""
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What the model's quantizers saw where it was trained, if the checkpoint says."""
 
     @property
     def fingerprint(self) -> str:

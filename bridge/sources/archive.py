@@ -11,6 +11,10 @@ from bridge.errors import SourceError
 from bridge.sources.shards import listed, named
 from bridge.sources.span import Folder, Span, span_of
 
+MOST_HEADER = 1 << 20  # bytes of names and attributes, which take hundreds
+_HEADERS = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE
+)  # fmt: skip
 GZIP = b"\x1f\x8b"
 
 
@@ -24,11 +28,17 @@ def open_folder(path: Path) -> Folder:
 
 
 def _directory(root: Path) -> Folder:
-    """List the files below `root`. Links to files are followed, as the hub's cache has them."""
+    """List the files below `root`. Links to files are followed, as the hub's cache has them.
+
+    What cannot be opened is skipped: who needs it says so.
+    """
     files: dict[str, Span] = {}
     skipped: dict[str, str] = {}
-    problems: list[str] = []
-    for at, folders, names in os.walk(root):
+
+    def unlisted(error: OSError) -> None:
+        skipped[Path(error.filename).relative_to(root).as_posix()] = f"cannot be listed: {error.strerror}"
+
+    for at, folders, names in os.walk(root, onerror=unlisted):
         folders.sort()
         below = Path(at)
         for name in [name for name in folders if (below / name).is_symlink()]:
@@ -42,9 +52,7 @@ def _directory(root: Path) -> Folder:
             try:
                 files[relative] = span_of(path)
             except SourceError as error:
-                problems.append(str(error).removeprefix(f"{root}/"))
-    if problems:
-        raise listed(str(root), problems)
+                skipped[relative] = str(error).removeprefix(f"{path}: ")
     return Folder(str(root), files, skipped)
 
 
@@ -63,10 +71,13 @@ def _archive(path: Path) -> Folder:
     skipped: dict[str, str] = {}
     problems: list[str] = []
     twice: list[str] = []
+    outside: list[str] = []
     for member in members:
         name = member.name.removeprefix("./")
         why = _unsafe(member)
-        if why:
+        if _is_outside(member):
+            outside.append(member.name[:200])
+        elif why:
             skipped[name] = why
         elif member.isdir():
             continue
@@ -80,6 +91,11 @@ def _archive(path: Path) -> Folder:
             files[name] = Span(path, member.offset_data, member.size, f"{path}: {name}", mark)
     if twice:
         problems.append(f"holds {named(set(twice))} twice: which one counts depends on who unpacks it; pack it again")
+    if outside:
+        problems.append(
+            f"holds names outside its directory ({named(outside)}), where who unpacks it would write; no archive of "
+            "NeMo's does: do not unpack it, get it from who made it"
+        )
     if not files and not problems:
         problems.append("an archive without files")
     if problems:
@@ -88,9 +104,16 @@ def _archive(path: Path) -> Folder:
 
 
 class _Member(tarfile.TarInfo):
-    """A member with a size: a negative one sends older versions of tarfile backwards, for ever (CVE-2025-8194)."""
+    """A member with a size that is none to fall for."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        """Refuse long names and attributes that would fill the memory: tarfile reads them whole."""
+        if self.type in _HEADERS and self.size > MOST_HEADER:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
 
     def _block(self, count: int) -> int:
+        """Refuse a negative one, which sends older versions of tarfile backwards, for ever (CVE-2025-8194)."""
         if count < 0:
             raise tarfile.ReadError("a member has a negative size")
         return super()._block(count)  # type: ignore[misc,no-any-return]
@@ -111,11 +134,13 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
     return members
 
 
+def _is_outside(member: tarfile.TarInfo) -> bool:
+    path = PurePosixPath(member.name)
+    return path.is_absolute() or ".." in path.parts
+
+
 def _unsafe(member: tarfile.TarInfo) -> str:
     """Say why a member is not read; "" for a regular file or directory inside the archive."""
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts:
-        return "lies outside the archive"
     if member.issym() or member.islnk():
         return f"a link to {member.linkname[:200]}"
     if member.issparse():

@@ -7,6 +7,7 @@ report with its reason.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -21,8 +22,6 @@ TOKENIZER = (
 )  # fmt: skip
 LICENCE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([.-].*)?")
 MOST_BYTES = 256 << 20  # of a file out of an archive; the largest tokenizers take some tens of megabytes
-WEIGHTS = ("model_weights", "weights")  # folders of an archive
-NOT_WEIGHTS = (".metadata", "metadata.json", "common.pt")
 _HASH = re.compile(r"[0-9a-f]{32}_")  # NeMo 1 puts it before the names of artefacts
 _RUN = "of the training run, not of the model"
 _READ = "its place is taken by the config.json that is made of it"
@@ -36,16 +35,31 @@ class Beside:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
 
-def beside(folder: Folder, used: Iterable[Path], read: Iterable[str]) -> Beside:
-    """Divide the files of a checkpoint. `used`: files of weights; `read`: names of its own configuration."""
-    weights, configuration = set(used), {*read, ".metadata", "metadata.json"}
-    rest = {name: span for name, span in folder.files.items() if not _is_weights(name, span, weights)}
-    chosen = _tokenizer(rest)
+def beside(
+    folder: Folder, used: Iterable[Span], read: Iterable[str], tokenizer: Mapping[str, str] | None = None
+) -> Beside:
+    """Divide the files of a checkpoint. `used`: files of weights; `read`: names of its own configuration.
+
+    `tokenizer`: the files that the configuration names as such -> what transformers calls them.
+    """
+    weights, configuration = set(used), {*read, "metadata.json"}
+    rest: dict[str, Span] = {}
+    states: dict[str, list[int]] = {}
+    for name, span in folder.files.items():
+        if state := _state(name):
+            states.setdefault(state, []).append(span.nbytes)
+        elif span not in weights:
+            rest[name] = span
+    chosen = tokenizer or {name: plain_name(name) for name in _tokenizer(rest)}
+    counts = Counter(chosen.values())
     carried: dict[str, Path | bytes] = {}
     dropped = dict(folder.skipped)
+    dropped |= {name: f"training state, {sum(sizes)} bytes in {len(sizes)} files" for name, sizes in states.items()}
     for name, span in rest.items():
-        plain = _HASH.sub("", PurePosixPath(name).name)
-        if name in chosen or LICENCE.fullmatch(name):
+        plain = chosen.get(name, plain_name(name))
+        if name in chosen and counts[plain] > 1:
+            dropped[name] = f"one of {counts[plain]} that could be {plain}; give tokenizer="
+        elif name in chosen or LICENCE.fullmatch(name):
             carried[plain] = span.content(MOST_BYTES) if span.offset else span.path
         elif plain in TOKENIZER:
             dropped[name] = f"another tokenizer's than {min(chosen)}"
@@ -56,17 +70,16 @@ def beside(folder: Folder, used: Iterable[Path], read: Iterable[str]) -> Beside:
     return Beside(carried, dropped)
 
 
-def _is_weights(name: str, span: Span, used: set[Path]) -> bool:
-    """Whether a file is one of the weights, or of training state, of which the bytes are told together.
+def plain_name(name: str) -> str:
+    """Return the name of a file without its folder, and without what NeMo 1 puts before it."""
+    return _HASH.sub("", PurePosixPath(name).name)
 
-    Members of an archive have its path, so their names tell.
-    """
-    path = PurePosixPath(name)
-    if any(training(part) for part in path.parts):
-        return True
-    if not span.offset:
-        return span.path in used
-    return path.name == "model_weights.ckpt" or (path.parts[0] in WEIGHTS and path.name not in NOT_WEIGHTS)
+
+def _state(name: str) -> str:
+    """Return the name for all folders of training state like the one that a file lies in, "" where it lies in none."""
+    parts = PurePosixPath(name).parts
+    found = (f"{'/'.join((*parts[:at], word))}.*/" for at, part in enumerate(parts[:-1]) if (word := training(part)))
+    return next(found, "")
 
 
 def _tokenizer(files: Mapping[str, Span]) -> set[str]:
@@ -74,7 +87,7 @@ def _tokenizer(files: Mapping[str, Span]) -> set[str]:
     by_directory: dict[str, set[str]] = {}
     for name in files:
         path = PurePosixPath(name)
-        if _HASH.sub("", path.name) in TOKENIZER:
+        if plain_name(name) in TOKENIZER:
             by_directory.setdefault(str(path.parent), set()).add(name)
     best = min(by_directory, key=lambda at: (-len(by_directory[at]), at.count("/"), at), default="")
     return by_directory.get(best, set())

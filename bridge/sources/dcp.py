@@ -50,7 +50,8 @@ class Dcp:
             name: folder.files[item.file].part(item.offset, item.length) for name, item in sorted(index.objects.items())
         }
         self.skipped: Mapping[str, int] = index.skipped
-        self.files = tuple(dict.fromkeys(folder.files[name].path for name in files))
+        held = [*files, *(item.file for item in index.objects.values())]
+        self.files = tuple(folder.files[name] for name in dict.fromkeys([".metadata", *held]))
         self._tiled: dict[str, Tiled] = {}
         self._extents: dict[tuple[str, tuple[int, ...]], Extent] = {}
 
@@ -121,7 +122,7 @@ class Dcp:
 
 
 def _index(folder: Folder) -> Index:
-    span = folder.files.get(".metadata")
+    span = folder.find(".metadata")
     if span is None:
         alone = sorted(name for name in folder.files if name.endswith(".metadata") and "/" not in name)
         if alone:
@@ -185,7 +186,8 @@ def _against_files(
         why = _item_problem(folder, item, nbytes, shape is not None and item.file in headers)
         if why:
             found.setdefault((item.file, why), []).append(name)
-    return [f"{file}: {why} ({named(dict.fromkeys(names))})" for (file, why), names in sorted(found.items())]
+    weights = {key: [name for name in names if name in specs] or names for key, names in sorted(found.items())}
+    return [f"{file}: {why} ({named(dict.fromkeys(names))})" for (file, why), names in weights.items()]
 
 
 def _item_problem(folder: Folder, item: Item, nbytes: int, bare: bool) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import re
 from collections.abc import Mapping
 
 import numpy as np
 
 from bridge.container import SafetensorsFile
-from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
-from bridge.sources.native import Part, Tiled, safetensors_at, tiling_problem
+from bridge.sources.native import Part, Tiled, extent_of, safetensors_at, tiling_problem
 from bridge.sources.shards import listed, named, natural
-from bridge.sources.span import Folder
+from bridge.sources.span import Folder, Span
 from bridge.sources.stored_tensor import integers
 from bridge.values import TensorSpec
 
 INFO = "DCP_SHARDING_INFO"
+SHARD = re.compile(r"shard-[^/]*\.safetensors")
 
 
 class ShardedSafetensors:
@@ -27,12 +27,12 @@ class ShardedSafetensors:
         parts: dict[str, list[tuple[Part, str]]] = {}
         problems: list[str] = []
         files = []
-        for name in shard_names(folder):
+        for name in sorted(name for name in folder.files if SHARD.fullmatch(name)):
             try:
                 file = safetensors_at(folder.files[name])
-                for tensor, part in _parts(file).items():
+                for tensor, part in _parts(file, folder.files[name]).items():
                     parts.setdefault(tensor, []).append((part, file.specs[tensor].dtype))
-                files.append(file.path)
+                files.append(folder.files[name])
             except SourceError as error:
                 problems.append(str(error).removeprefix(f"{folder.where}/"))
         self._tensors: dict[str, Tiled] = {}
@@ -46,6 +46,8 @@ class ShardedSafetensors:
         if problems:
             raise listed(folder.where, problems)
         self.files = tuple(files)
+        self.objects: tuple[str, ...] = ()
+        self.skipped: Mapping[str, int] = {}
         self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
@@ -57,22 +59,14 @@ class ShardedSafetensors:
         return self._tensors[name].place(begin)
 
 
-def shard_names(folder: Folder) -> list[str]:
-    """Return the files of such a checkpoint; they lie in `sharded/` where a consolidated copy lies beside them."""
-    every = [name for name in folder.files if name.endswith(".safetensors")]
-    return sorted(name for name in every if name.removeprefix("sharded/").startswith("shard-"))
-
-
-def _parts(file: SafetensorsFile) -> dict[str, Part]:
+def _parts(file: SafetensorsFile, span: Span) -> dict[str, Part]:
     try:
         info = json.loads(file.header.metadata[INFO])
         offsets = {name: integers(info[name]["saved_offsets"], "saved_offsets") for name in file.specs}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise SourceError(f"{file.path}: its header has no complete {INFO}: {type(error).__name__}: {error}") from error
-    return {
-        name: Part(at, file.specs[name].shape, functools.partial(_read, file, name), functools.partial(_at, file, name))
-        for name, at in offsets.items()
-    }
+    extents = {name: extent_of(file, span, name) for name in offsets}
+    return {name: Part(offsets[name], it.shape, it.read_flat, it.place) for name, it in extents.items()}
 
 
 def _whole(name: str, parts: list[tuple[Part, str]]) -> Tiled:
@@ -85,11 +79,3 @@ def _whole(name: str, parts: list[tuple[Part, str]]) -> Tiled:
     if problem:
         raise SourceError(f"{problem}: files of some ranks are missing, or of two checkpoints mixed")
     return Tiled(TensorSpec(name, shape, dtypes.pop()), [part for part, _ in parts])
-
-
-def _read(file: SafetensorsFile, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-    return file.read_bytes(name, begin * out.itemsize, end * out.itemsize, out)
-
-
-def _at(file: SafetensorsFile, name: str, begin: int) -> tuple[str, int]:
-    return str(file.path), file.offset(name) + begin * DTYPES[file.specs[name].dtype].bits // 8

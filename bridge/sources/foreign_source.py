@@ -7,7 +7,7 @@ dialect's table turns the names, and from there on it is a source like any other
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,21 @@ from typing import Any
 from bridge.errors import SourceError, fold_layers
 from bridge.sources.beside import Beside
 from bridge.sources.foreign import weights_of
-from bridge.sources.foreign_config import Derived, Told, hf_config
-from bridge.sources.hf import HfSource, read_json
+from bridge.sources.foreign_config import Derived, Given, Told, hf_config
+from bridge.sources.hf import HfSource
 from bridge.sources.native import Container
-from bridge.sources.quantizers import Statistics, quantizer_state, refuse_changed
+from bridge.sources.quantizers import Statistics, quantizer_state, refuse_changed, unsmoothed
 from bridge.sources.ranks import Cut, Joined, Rank
 from bridge.sources.shards import named
 from bridge.sources.span import Folder
+from bridge.sources.weights_folder import json_object
 from bridge.tables.dialect import Dialect, DialectRow, load_dialect
 from bridge.tables.spelled import row_pattern, spelled, speller
 from bridge.values import TensorSpec
 
+STATE = "._extra_state"  # of a module, what Megatron saves beside its weights
 DIALECTS = ("megatron", "torchtitan", "meta")
-_LAYER = re.compile(r"((?:\w+\.)*layers\.)(\d+)\.")
-_HEAD = re.compile(r"(?:module\.|model\.)*output_layer\.weight")
+_LAYER = re.compile(r"((?:\w+\.)*layers\.)(\d{1,9})\.")
 _NUMBER = re.compile(r"(?<=[.t])\d+(?=\.|$)")
 
 CutOf = Callable[[str], Cut | None]
@@ -40,7 +41,8 @@ class Foreign:
     """A checkpoint as a kind found it. `join`: its tensors; whoever has whole ones need not ask how they are cut.
 
     `given`: a config.json that lies beside, and what the caller gave. `beside`: of the files that hold weights.
-    `skipped`: tensors that are none of the model's -> why. `notes`: other files and directories -> why.
+    `copies`: heads that the configuration ties to the embedding and that are stored all the same; whoever converts
+    holds the two against each other. `notes`: other files and directories -> why.
     """
 
     root: Path
@@ -50,7 +52,7 @@ class Foreign:
     join: Join
     given: Any = None
     beside: Callable[[Container], Beside] = lambda _: Beside()
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    copies: Collection[str] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -60,35 +62,48 @@ def source_of(found: Foreign, tokenizer: Any = None) -> HfSource:
     whole = found.join(rough_cut(dialect))
     state = quantizer_state(whole.specs)
     refuse_changed(found.where, whole, state)
-    skipped = {**found.skipped, **state}
-    derived = hf_config(found.where, found.dialect, found.told, _without(whole, skipped), found.given)
+    derived = hf_config(found.where, found.dialect, found.told, _without(whole, {*state, *found.copies}), found.given)
     dims = _dims(dialect, derived)
     row_of = speller(dialect, derived.config, dims).row_of
     container = found.join(lambda name: _cut(row.cut if (row := row_of(name)) else None))
-    tensors, made = spelled(dialect, derived.config, dims, _without(container, skipped).values(), found.where)
+    others = {**_objects(container), **state}
+    tensors, made = spelled(dialect, derived.config, dims, _without(container, state).values(), found.where, others)
     carried = found.beside(container)
-    dropped = {**carried.dropped, **found.notes, **skipped, **made.ignored, **unread(container)}
-    weights = weights_of(container, made.native, tensors)
-    beside = Beside(carried.files, dropped)
-    statistics = Statistics(found.where, made.architecture, container, made.native, tensors) if state else None
+    statistics = Statistics(found.where, made.architecture, container, made.native, tensors)
+    reasons = _folded(made.ignored | statistics.reasons(state))
+    dropped = {**carried.dropped, **found.notes, **training(container), **reasons}
+    weights = weights_of(unsmoothed(found.where, container), made.native, tensors)
     return HfSource(
-        found.root, found.where, derived.config, weights, tokenizer, beside=beside, statistics=statistics
+        found.root, found.where, derived.config, weights, tokenizer, beside=Beside(carried.files, dropped),
+        statistics=statistics if state else None,
     )  # fmt: skip
 
 
-def _without(container: Container, skipped: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """The model's own tensors."""
-    return {name: spec for name, spec in container.specs.items() if name not in skipped}
+def training(container: Container) -> dict[str, str]:
+    """Return the training state that lies among the weights -> that it is some."""
+    return {f"{word}.*": f"training state, {nbytes} bytes" for word, nbytes in container.skipped.items()}
+
+
+def _without(container: Container, names: Collection[str]) -> dict[str, TensorSpec]:
+    """The other tensors."""
+    return {name: spec for name, spec in container.specs.items() if name not in names}
+
+
+def _objects(container: Container) -> dict[str, str]:
+    """What lies among the tensors and is none, with the module that it is the state of, "" for that of none."""
+    names = dict.fromkeys(name.partition("/shard_")[0] for name in container.objects)
+    return {name: name.removesuffix(STATE) if name.endswith(STATE) else "" for name in names}
 
 
 def given_config(folder: Folder, config: Any) -> Any:
-    """Return the caller's `config=`, over that of a config.json which lies in the checkpoint; a directory has one."""
+    """Return the caller's `config=`, a directory's config.json or entries over that which lies in the checkpoint."""
     if isinstance(config, str | Path) and Path(config).is_dir():
         config = Path(config) / "config.json"
-    span = folder.files.get("config.json")
-    if span is None or span.offset or not (config is None or isinstance(config, Mapping)):
+    if not (config is None or isinstance(config, Mapping)):
         return config
-    return {**read_json(span.path), **(config or {})}
+    beside = json_object(folder, "config.json")
+    given = config or {}
+    return config if beside is None else Given({**beside, **given}, beside.keys() - given.keys())
 
 
 def dialect_of(where: str, specs: Mapping[str, TensorSpec]) -> str:
@@ -107,7 +122,7 @@ def dialect_of(where: str, specs: Mapping[str, TensorSpec]) -> str:
 def rough_cut(dialect: Dialect) -> CutOf:
     """Return how ranks cut a tensor, as far as its shape goes: rows of one name differ at most in the blocks."""
     row_of = _rows(dialect)
-    return lambda name: _cut(row.cut if (row := row_of(name)) else None)
+    return lambda name: Cut(row.cut[0]) if (row := row_of(name)) and row.cut else None
 
 
 def _rows(dialect: Dialect) -> Callable[[str], DialectRow | None]:
@@ -115,19 +130,18 @@ def _rows(dialect: Dialect) -> Callable[[str], DialectRow | None]:
     patterns = [(row_pattern(row.name), row) for row in dialect.rows]
 
     def row_of(name: str) -> DialectRow | None:
-        name = next((name.removeprefix(p) for p in dialect.prefixes if name.startswith(p)), name)
-        return next((row for pattern, row in patterns if pattern.fullmatch(name)), None)
+        bare = dialect.bare(name)
+        return next((row for pattern, row in patterns if pattern.fullmatch(bare)), None)
 
     return row_of
 
 
-def unread(container: Container) -> dict[str, str]:
-    """Return what a distributed checkpoint holds beside the tensors of the model, and why it is not carried."""
-    skipped: Mapping[str, int] = getattr(container, "skipped", {})
-    objects: Iterable[str] = getattr(container, "objects", ())
-    told = {f"{word}.*": f"training state, {nbytes} bytes" for word, nbytes in skipped.items()}
-    states = fold_layers(fold_layers(dict.fromkeys(name.partition("/shard_")[0] for name in objects)))
-    return told | {name: "an object of the training program, no tensor" for name in states}
+def _folded(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Names that share a reason, layers folded."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return {name: reason for reason, every in names.items() for name in fold_layers(every)}
 
 
 def _dims(dialect: Dialect, derived: Derived) -> dict[str, int]:
@@ -140,26 +154,21 @@ def _cut(cut: tuple[int, int] | None) -> Cut | None:
     return Cut(*cut) if cut else None
 
 
-def stages(names: Mapping[Rank, Iterable[str]], tied: bool) -> Callable[[str, Rank], str | None]:
-    """Return how pipeline stages' tensors are called in the whole model: each counts its layers from 0.
-
-    `tied`: the last stage holds a copy of the embedding for the head, which is left out.
-    """
+def stages(names: Mapping[Rank, Iterable[str]]) -> Callable[[str, Rank], str]:
+    """Return how pipeline stages' tensors are called in the whole model: each counts its layers from 0."""
     counts: dict[int, int] = {}
     for rank, held in names.items():
         numbers = [int(match[2]) + 1 for match in map(_LAYER.match, held) if match]
         counts[rank.pp] = max([counts.get(rank.pp, 0), *numbers])
 
-    def rename(name: str, rank: Rank) -> str | None:
-        if tied and _HEAD.fullmatch(name):
-            return None
+    def rename(name: str, rank: Rank) -> str:
         before = sum(count for stage, count in counts.items() if stage < rank.pp)
         return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + before}.", name, count=1)
 
     return rename
 
 
-def joined(where: str, ranks: Mapping[Rank, Container], tied: bool = False) -> Join:
+def joined(where: str, ranks: Mapping[Rank, Container]) -> Join:
     """Return how the files of several ranks are put together."""
-    rename = stages({rank: container.specs for rank, container in ranks.items()}, tied)
+    rename = stages({rank: container.specs for rank, container in ranks.items()})
     return lambda cut_of: Joined(where, ranks, cut_of, rename)

@@ -19,10 +19,12 @@ from bridge.sources.beside import Beside
 from bridge.sources.quantized import MODELOPT_FILE, Quantized, dequantized
 from bridge.sources.refuse import other_dialect, quantized
 from bridge.sources.shards import Weights, find_weights, listed
+from bridge.sources.spelling import dialect_files, respelled
 from bridge.values import TensorSpec
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
+    from bridge.sources.native import Container
     from bridge.sources.quantizers import Statistics
 
 # A file that ends like this holds weights, or a training state; everything else beside the weights is carried along.
@@ -92,13 +94,14 @@ class HfSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of config, headers, and each weight file's size and time of change; reads no weight."""
+        """A digest of config, headers, layout, and each weight file's size and time of change; reads no weight."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True, default=str).encode())
         for spec in self.specs.values():
             digest.update(repr((spec.name, spec.shape, spec.dtype)).encode())
         for path in self._weights.files:
             stat = path.stat()
-            digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+            digest.update(repr((path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(self._weights.layout.encode())
         return digest.hexdigest()
 
     @cached_property
@@ -138,7 +141,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
         found = settle_config(_config_file(root), config)
     except SourceError as error:
         problems.append(str(error))
-    weights = _sharded(root) or find_weights(root) or Weights()
+    weights, parts = _weights(root)
     if not weights.files and not weights.problems:
         raise listed(where, _nothing_here(root, problems))
     problems += weights.problems
@@ -150,6 +153,8 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
         found, weights = known.config, known.weights
     if problems:
         raise listed(where, problems)
+    if known is None:
+        weights = respelled(where, found, weights, parts)
     return HfSource(root, where, found, weights, tokenizer, known)
 
 
@@ -160,15 +165,19 @@ def holds_weights(root: Path) -> bool:
     )
 
 
-def _sharded(root: Path) -> Weights | None:
-    """Read what torch's HuggingFaceStorageWriter left of several ranks, as torchtitan uses it; None for other files."""
+def _weights(root: Path) -> tuple[Weights, Container | None]:
+    """Find the weights of a directory, and the container that they are, where a file holds parts of a tensor.
+
+    torch's HuggingFaceStorageWriter leaves such files of several ranks, as torchtitan uses it.
+    """
     if not any(root.glob("shard-*.safetensors")) or any(root.glob("model*.safetensors")):
-        return None
+        return find_weights(root) or find_weights(root, dialect_files()) or Weights(), None
     from bridge.sources.archive import open_folder
     from bridge.sources.dcp_safetensors import ShardedSafetensors
     from bridge.sources.foreign import unchanged
 
-    return unchanged(ShardedSafetensors(open_folder(root)))
+    parts = ShardedSafetensors(open_folder(root))
+    return unchanged(parts), parts
 
 
 def _nothing_here(root: Path, problems: list[str]) -> list[str]:
@@ -184,7 +193,7 @@ def _nothing_here(root: Path, problems: list[str]) -> list[str]:
 def settle_config(found: dict[str, Any] | None, given: Any) -> dict[str, Any]:
     """Return the model's config, changed or replaced by what the caller gave; `architectures` must come out of it."""
     if isinstance(given, str | Path):
-        found = {**(found or {}), **read_json(Path(given))}
+        found = {**(found or {}), **read_json(Path(given), f"config={given}")}
     elif isinstance(given, Mapping):
         found = {**(found or {}), **given}
     elif hasattr(given, "to_dict"):
@@ -209,21 +218,21 @@ def _config_file(root: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds; SourceError where it holds none."""
+def read_json(path: Path, where: str = "") -> dict[str, Any]:
+    """Return the JSON object that a file holds; SourceError where it holds none. `where`: what a message calls it."""
     try:
         found = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise SourceError(f"{path.name}: cannot be read as JSON: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise SourceError(f"{where or path.name}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise SourceError(f"{path.name}: must hold a JSON object, not {type(found).__name__}")
+        raise SourceError(f"{where or path.name}: must hold a JSON object, not {type(found).__name__}")
     return found
 
 
 def _beside(root: Path, weights: Weights) -> tuple[dict[str, Path | bytes], dict[str, str]]:
     """Divide everything beside the weights into files to carry and files to drop, each with its reason."""
     carried: dict[str, Path | bytes] = {}
-    dropped: dict[str, str] = {}
+    dropped = dict(weights.ignored)
     used = {path.name for path in weights.files}
 
     def walk(folder: Path, prefix: str) -> None:

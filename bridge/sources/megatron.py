@@ -25,6 +25,7 @@ ARCHIVE = ".nemo"
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what stands for an iteration where a checkpoint was converted, not trained
 ITERATION = re.compile(r"iter_(\d+)")
+HEAD = re.compile(r"(?:module\.|model\.)*output_layer\.weight")
 RANKS = ("mp_rank_*", "tp_rank_*")
 CONFIGS = ("run_config.yaml", "context/model.yaml", "model_config.yaml")
 # What only these checkpoints have, in their directory or in one of a run's iterations.
@@ -49,11 +50,12 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
 
     root, notes = _chosen(Path(model).expanduser())
     folder = open_folder(root)
-    told, read = _told(folder)
-    join = _tensors(folder, told)
+    told, read, named = _told(folder, tokenizer is None)
+    join, copies = _tensors(folder, told)
     found = Foreign(
         root, str(model), "megatron", told, join, given_config(folder, config),
-        lambda container: beside(folder, container.files, ("config.json", *read)), notes=notes,
+        lambda container: beside(folder, container.files, ("config.json", *read), named), copies,
+        notes | _unread(folder),
     )  # fmt: skip
     return source_of(found, tokenizer)
 
@@ -119,31 +121,55 @@ def _note(root: Path) -> str | None:
         return file.read(64).decode(errors="replace").strip()
 
 
-def _told(folder: Folder) -> tuple[Told, tuple[str, ...]]:
-    """Return what the configuration says, and the file that says it; nothing where there is none."""
+def _told(folder: Folder, asked: bool) -> tuple[Told, tuple[str, ...], dict[str, str]]:
+    """Return what the configuration says, the file that says it, and the tokenizer's files by it; nothing without one.
+
+    `asked`: that tokenizer is needed.
+    """
+    from bridge.sources.artefacts import named_tokenizer
     from bridge.sources.foreign_config import Told, megatron_told, read_yaml
     from bridge.sources.foreign_config.yaml_data import MOST_BYTES
 
     for name in CONFIGS:
         if name in folder.files:
             span = folder.files[name]
-            return megatron_told(name, read_yaml(span.content(MOST_BYTES), span.name)), (name,)
+            raw = read_yaml(span.content(MOST_BYTES), span.name)
+            return megatron_told(name, raw), (name,), named_tokenizer(name, raw, folder, asked)
     for name, state in _states(folder):
         arguments = state.get("args") if isinstance(state, dict) else None
         if isinstance(arguments, Mapping):
-            _refuse_expert_ranks(name, arguments)
-            return megatron_told("common.pt: args", arguments, f"{name}: args"), (name,)
-    return Told(), ()
+            if name == RUN:
+                _refuse_ranks(folder, arguments)
+            return megatron_told("common.pt: args", arguments, f"{name}: args"), (name,), {}
+    return Told(), (), {}
 
 
-def _refuse_expert_ranks(name: str, arguments: Mapping[str, Any]) -> None:
-    """Files of expert ranks number their experts from 0, and their names look like those of pipeline stages."""
-    count = arguments.get("expert_model_parallel_size")
-    if name == RUN and count not in (None, 1):
+def _refuse_ranks(folder: Folder, arguments: Mapping[str, Any]) -> None:
+    """SourceError where the files are not those of the run: experts' ranks have names like those of stages."""
+    from bridge.sources.ranks import rank_files, refuse_absent
+
+    experts, *counts = (arguments.get(f"{axis}_model_parallel_size") for axis in ("expert", "pipeline", "tensor"))
+    if experts not in (None, 1):
         raise SourceError(
-            f"{name}: args.expert_model_parallel_size = {str(count)[:20]}: files of several expert ranks are not read; "
-            "load the checkpoint with Megatron-LM and save it with --ckpt-format torch_dist"
+            f"{RUN}: args.expert_model_parallel_size = {str(experts)[:20]}: files of several expert ranks are not "
+            "read; load the checkpoint with Megatron-LM and save it with --ckpt-format torch_dist"
         )
+    stages, tensors = (count if type(count) is int else 1 for count in counts)
+    where = f"{folder.where}: args say {stages} pipeline stages of {tensors} tensor parallel ranks"
+    refuse_absent(where, rank_files(folder), stages, tensors)
+
+
+def _unread(folder: Folder) -> dict[str, str]:
+    """What is wrong with a state that nothing is taken from: whoever loads the checkpoint elsewhere must know."""
+    from bridge.sources.weights_folder import PLACES, common_state
+
+    notes = {}
+    for place in PLACES:
+        try:
+            common_state(folder.below(place))
+        except SourceError as error:
+            notes[f"{place}common.pt"] = str(error)
+    return notes
 
 
 def _states(folder: Folder) -> Iterator[tuple[str, Any]]:
@@ -154,23 +180,32 @@ def _states(folder: Folder) -> Iterator[tuple[str, Any]]:
     from bridge.sources.weights_folder import PLACES, common_state
 
     for place in PLACES:
-        saved = common_state(folder.below(place) if place else folder)
+        saved = common_state(folder.below(place))
         if saved:
             yield f"{place}common.pt", saved.value
     for span in rank_files(folder).values():
         if span.path.name == RUN:
-            yield RUN, open_saved(span, inert()).value
+            try:
+                yield RUN, open_saved(span, inert()).value
+            except SourceError as error:
+                raise SourceError(f"{span.name}: {error}") from error
             return
 
 
-def _tensors(folder: Folder, told: Told) -> Join:
+def _tensors(folder: Folder, told: Told) -> tuple[Join, list[str]]:
+    """Return the tensors, and the copy of the embedding that the last stage of a tied model has for its head."""
     from bridge.sources.foreign_source import joined
-    from bridge.sources.ranks import open_ranks
+    from bridge.sources.ranks import open_ranks, rank_files
     from bridge.sources.weights_folder import distributed
 
-    container = distributed(folder)
+    container, files = distributed(folder), rank_files(folder)
+    if container is not None and files:
+        raise SourceError(
+            f"{folder.where}: holds a distributed checkpoint and files of ranks, among them "
+            f"{next(iter(files.values())).name}, so which count is unclear; move the others away"
+        )
     if container is not None:
-        return lambda _: container
+        return lambda _: container, []
     ranks = open_ranks(folder)
     if not ranks:
         raise SourceError(
@@ -178,4 +213,5 @@ def _tensors(folder: Folder, told: Told) -> Join:
             "(model_weights.ckpt, model_optim_rng.pt)"
         )
     tied = told.terms.get("tied")
-    return joined(folder.where, ranks, bool(tied and tied.value))
+    heads = {name: None for rank in ranks.values() for name in rank.specs if HEAD.fullmatch(name)}
+    return joined(folder.where, ranks), list(heads if tied and tied.value else ())

@@ -31,6 +31,7 @@ class MemorySource:
     dialect = "hf"
     can_run = True
     quantized = None
+    calibration = None
 
     def __init__(self, model: Any, config: dict[str, Any], origins: dict[str, Origin], tokenizer: Any = None) -> None:
         self.where = f"{type(model).__name__} in memory"

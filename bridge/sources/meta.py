@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.sources.hf import HfSource, holds_weights, read_json
+from bridge.sources.hf import HfSource, holds_weights
 from bridge.sources.refuse import one_checkpoint
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.foreign_config import Told, meta_told
     from bridge.sources.foreign_source import CutOf, Foreign, given_config, source_of
     from bridge.sources.ranks import Cut, Joined, open_ranks
+    from bridge.sources.weights_folder import json_object
 
     root = Path(model).expanduser()
     one_checkpoint(root)
     folder = open_folder(root)
     ranks = open_ranks(folder)
-    told = meta_told(read_json(root / PARAMS)) if PARAMS in folder.files else Told()
+    params = json_object(folder, PARAMS)
+    told = Told() if params is None else meta_told(params)
 
     def join(cut_of: CutOf) -> Container:
         def known(name: str) -> Cut | None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +18,10 @@ from bridge.container import SafetensorsFile
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
 from bridge.sources.shards import named
-from bridge.sources.span import Extent, Span
+from bridge.sources.span import Extent, Span, row_order, span_of
 from bridge.sources.torch_zip import TorchFile
 from bridge.values import TensorSpec
 
-STEP = 2 << 20  # bytes read at once where columns are put side by side; 256 KiB were a third slower: calls
 MOST_AXES = 8  # of a tensor in parts: the check of a tiling looks at every corner, 2 ** axes of them
 
 
@@ -35,11 +33,22 @@ class Container(Protocol):
         """Every tensor of the model; its shape is the logical one, row-major."""
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file that tensors lie in."""
+    def objects(self) -> Collection[str]:
+        """What lies among the tensors and is none (`..._extra_state`), by name."""
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Training state that lies in the same files and is not read, by its first word: bytes."""
+
+    @property
+    def files(self) -> tuple[Span, ...]:
+        """Every file, or member of an archive, that tensors lie in."""
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-        """Fill the 1-D `out` with elements `begin` to `end` of a tensor in row-major order."""
+        """Fill `out` with elements `begin` to `end` of a tensor in row-major order.
+
+        They come in the order of its axes, of which the last is contiguous: its rows may lie anywhere in memory.
+        """
 
     def place(self, name: str, begin: int = 0) -> tuple[str, int]:
         """File, and offset in it, where the tensor's element `begin` lies, so that reading can follow the file."""
@@ -47,7 +56,7 @@ class Container(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, from `offsets` on, and how to read its own elements in row-major order."""
+    """A box of a tensor, from `offsets` on, and how to read its own elements in row-major order: `Extent.read_flat`."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -77,9 +86,17 @@ class Tiled:
         if self._whole:
             self._whole.read(begin, end, out)
             return out
-        for part in self._parts_between(begin, end):
-            for run in self._runs(part):
-                run.read(part, begin, end, out)
+        runs = [(part, run) for part in self._parts_between(begin, end) for run in self._runs(part)]
+        inside = next(((part, run) for part, run in runs if run.holds(begin, end)), None)
+        if inside:
+            part, run = inside
+            part.read(run.inner + begin - run.at, run.inner + end - run.at, out)
+            return out
+        flat = out if out.ndim == 1 else np.empty(end - begin, out.dtype)
+        for part, run in runs:
+            run.read(part, begin, end, flat)
+        if flat is not out:
+            out[...] = flat.reshape(out.shape)
         return out
 
     def place(self, begin: int) -> tuple[str, int]:
@@ -133,6 +150,10 @@ class _Runs:
     stride: int
     split: bool
 
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether all elements from `begin` to `end` are of the first run."""
+        return self.at <= begin and end <= self.at + self.length
+
     def read(self, part: Part, begin: int, end: int, out: np.ndarray) -> None:
         """Read those elements that lie between `begin` and `end`."""
         first = max(0, (begin - self.at - self.length) // self.stride + 1)
@@ -151,18 +172,13 @@ class _Runs:
         return self.at + i * self.stride + self.length
 
     def _read_columns(self, part: Part, first: int, last: int, begin: int, out: np.ndarray) -> None:
-        """Read runs together, as they lie in the part, and lay each into its row."""
+        """Read runs together, as they lie in the part, each into its row."""
         if first == last:
             return
-        steps, shape = (self.stride * out.itemsize, out.itemsize), (last - first, self.length)
-        rows = np.lib.stride_tricks.as_strided(out[self.at + first * self.stride - begin :], shape, steps)
-        at_once = max(1, STEP // (self.length * out.itemsize))
-        buffer = np.empty((min(at_once, len(rows)), self.length), out.dtype)
-        inner = self.inner + first * self.length
-        for i in range(0, len(rows), at_once):
-            block = buffer[: len(rows) - i]
-            part.read(inner + i * self.length, inner + (i + len(block)) * self.length, block.reshape(-1))
-            rows[i : i + len(block)] = block
+        size, at = out.itemsize, self.at + first * self.stride - begin
+        # What `as_strided` returns, which takes as long as reading a tenth of a megabyte.
+        rows = np.ndarray((last - first, self.length), out.dtype, out.data, at * size, (self.stride * size, size))
+        part.read(self.inner + first * self.length, self.inner + last * self.length, rows)
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
@@ -201,30 +217,38 @@ def safetensors_at(span: Span) -> SafetensorsFile:
     return SafetensorsFile(span.path)
 
 
+def extent_of(file: SafetensorsFile, span: Span, name: str) -> Extent:
+    """Where a tensor lies in a safetensors file, which `span` is all of."""
+    spec = file.specs[name]
+    return Extent(span, file.offset(name), spec.dtype, spec.shape, row_order(spec.shape))
+
+
 class Files:
     """Whole files as one container: tensors lie in one piece each, under distinct names."""
 
     def __init__(self, files: Iterable[TorchFile | SafetensorsFile]) -> None:
         self._holder: dict[str, TorchFile | SafetensorsFile] = {}
-        every = list(files)
+        every = {file: file.span if isinstance(file, TorchFile) else span_of(file.path) for file in files}
         for file in every:
             twice = [name for name in file.specs if name in self._holder]
             if twice:
                 first = self._holder[twice[0]].path.name
                 raise SourceError(f"{file.path}: holds {named(twice)}, which {first} holds as well; remove one")
             self._holder.update((name, file) for name in file.specs)
-        self.files = tuple(dict.fromkeys(file.path for file in every))
+        self.files = tuple(every.values())
+        self._spans = every
+        self.objects = tuple(name for file in every if isinstance(file, TorchFile) for name in file.extras)
+        self.skipped: Mapping[str, int] = {}
         self.specs: Mapping[str, TensorSpec] = {name: file.specs[name] for name, file in self._holder.items()}
         self._extents: dict[str, Extent] = {}
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Fill `out` with elements `begin` to `end` of one tensor."""
-        file = self._holder[name]
-        if isinstance(file, TorchFile):
-            if name not in self._extents:
-                self._extents[name] = file.extent(name)
-            return self._extents[name].read_flat(begin, end, out)
-        return file.read_bytes(name, begin * out.itemsize, end * out.itemsize, out)
+        if name not in self._extents:
+            file = self._holder[name]
+            found = file.extent(name) if isinstance(file, TorchFile) else extent_of(file, self._spans[file], name)
+            self._extents[name] = found
+        return self._extents[name].read_flat(begin, end, out)
 
     def place(self, name: str, begin: int = 0) -> tuple[str, int]:
         """File and offset of element `begin`."""

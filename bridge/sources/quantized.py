@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.dtypes import FLOATS
 from bridge.errors import BridgeError
 from bridge.sources.shards import Shard, Weights
-from bridge.sources.stored import FLOATS, Array, Reader, Stored, Taken, blocks, compressed, modelopt, take
+from bridge.sources.stored import Array, Reader, Stored, Taken, blocks, compressed, modelopt, mxfp4, take
 from bridge.tables.structure import turned_weights
 from bridge.values import Numeric, TensorSpec
 
@@ -34,12 +35,10 @@ class Quantized:
 
 def dequantized(root: Path, config: dict[str, Any], weights: Weights) -> Quantized | None:
     """Read a quantized checkpoint of a known kind; None where nothing in it is quantized in a way that is read here."""
-    reader = _reader(root, config, weights)
-    if reader is None:
+    found = _taken(root, config, weights)
+    if found is None:
         return None
-    taken = take(reader, _Tensors(weights), _dtype(config, weights.specs))
-    if isinstance(reader, modelopt.ModelOpt):
-        taken = _turned(taken, config, weights.specs)
+    taken, kv = found
     if not taken.stored and not taken.attention and not taken.problems:
         return None
     specs: dict[str, TensorSpec] = {}
@@ -52,7 +51,7 @@ def dequantized(root: Path, config: dict[str, Any], weights: Weights) -> Quantiz
         elif name not in taken.used:
             specs[name], holder[name] = spec, weights.holder[name]
     plain = Weights(specs, holder, weights.files, weights.problems)
-    return Quantized(plain, without(config), taken, reader.kv)
+    return Quantized(plain, without(config), taken, kv)
 
 
 def without(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +127,8 @@ def _dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:
     return max(sizes, key=lambda name: sizes[name]) if any(sizes.values()) else "bfloat16"
 
 
-def _reader(root: Path, config: Mapping[str, Any], weights: Weights) -> Reader | None:
-    """The reader of the writer that the config names."""
+def _taken(root: Path, config: Mapping[str, Any], weights: Weights) -> tuple[Taken, Numeric | None] | None:
+    """What the writer that the config names has stored, and how it coded keys and values; None for other writers."""
     sections = [
         holder[key]
         for holder in (config, *config.values())
@@ -140,13 +139,19 @@ def _reader(root: Path, config: Mapping[str, Any], weights: Weights) -> Reader |
     section = next((part for part in sections if isinstance(part, Mapping)), {})
     own = _modelopt_file(root)
     method = str(section.get("quant_method", "modelopt" if own else ""))
-    if method == "modelopt":
-        return modelopt.reader(own or section)
-    if method == "fp8":
-        return blocks.reader(section)
-    if method == "compressed-tensors":
-        return compressed.reader(section, _shapes(weights))
-    return None
+    tensors, dtype = _Tensors(weights), _dtype(config, weights.specs)
+    if method == "mxfp4":
+        return mxfp4.take(tensors, dtype), None
+    readers: dict[str, Callable[[], Reader]] = {
+        "modelopt": lambda: modelopt.reader(own or section),
+        "fp8": lambda: blocks.reader(section),
+        "compressed-tensors": lambda: compressed.reader(section, _shapes(weights)),
+    }
+    if method not in readers:
+        return None
+    reader = readers[method]()
+    taken = take(reader, tensors, dtype)
+    return _turned(taken, config, weights.specs) if method == "modelopt" else taken, reader.kv
 
 
 def _modelopt_file(root: Path) -> dict[str, Any]:

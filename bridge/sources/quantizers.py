@@ -1,8 +1,8 @@
-"""What ModelOpt's quantizers left in a Megatron checkpoint, as a `Calibration`; never takes a weight that they changed.
+"""What ModelOpt's quantizers left in a Megatron checkpoint, as a `Calibration`; never takes codes for weights.
 
 NeMo and Megatron quantize a module of several matrices as one: what was seen before linear_qkv stands for queries, keys
-and values, what before linear_fc1 for gate and up. Weights are stored as they were; their own amax is that of the
-weights, which is computed anew.
+and values, what before linear_fc1 for gate and up. The amax of a weight is that of the weight, and is computed anew.
+SmoothQuant and AWQ divide weights by the pre-scale of their input, and so they are stored: they are read times that.
 """
 
 from __future__ import annotations
@@ -11,51 +11,146 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bridge.dtypes import DTYPES, to_float32
+from bridge.dtypes import DTYPES, from_float32, to_float32
 from bridge.errors import SourceError
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.sources.native import Container
 from bridge.sources.refuse import LOW_BIT
 from bridge.sources.shards import listed, named
-from bridge.tables.rectangles import Block
+from bridge.tables.rectangles import Block, Blocks
 from bridge.tables.spelled import Native, Spelled
 
-STATE = re.compile(r"(?P<module>.+)\.(?P<quantizer>\w+_quantizer)\.(?P<what>_\w+)")
+# W4A8 quantizes a weight twice: weight_quantizer.0, weight_quantizer.1
+STATE = re.compile(r"(?P<module>.+)\.(?P<quantizer>\w+_quantizer)(\.\d+)?\.(?P<what>_\w+)")
 CODES = ("uint8", "int8", *LOW_BIT)
+PIECE = 1 << 18  # values that are multiplied at once: as float32, a megabyte
 _WEIGHT = re.compile(r"\.weight(_w|_v|\d+)?$")
-_CACHE = {"k_bmm_quantizer": "k_amax", "v_bmm_quantizer": "v_amax"}
+_CACHE = ("k_bmm_quantizer", "v_bmm_quantizer")
+_SCALE = "input_quantizer._pre_quant_scale"
+_KNOWN = ("_amax", "_global_amax")  # of a weight's quantizer; what is there besides may have changed the weight
 
 
 def quantizer_state(names: Iterable[str]) -> dict[str, str]:
-    """Return the tensors that are ModelOpt's, none of the model's, with what becomes of them."""
-    why = {"input_quantizer": "kept as a calibration", "weight_quantizer": "computed anew from the weight"}
-    why |= dict.fromkeys(_CACHE, "kept as a calibration")
-    found = {name: match["quantizer"] for name in names if (match := STATE.fullmatch(name))}
-    return {name: f"ModelOpt's: {why.get(quantizer, 'not used')}" for name, quantizer in found.items()}
+    """Return the tensors that are ModelOpt's, none of the model's, with the module that each is of."""
+    return {name: match["module"] for name in names if (match := STATE.fullmatch(name))}
 
 
 def refuse_changed(where: str, container: Container, state: Mapping[str, str]) -> None:
-    """SourceError where weights are not those of the model any more: smoothed for a pre-scale, or codes."""
-    scaled = [name for name in state if name.endswith("._pre_quant_scale")]
-    codes = [n for n, spec in container.specs.items() if n not in state and spec.dtype in CODES and _WEIGHT.search(n)]
-    problems = []
-    if scaled:
-        problems.append(
-            f"{named(scaled)}: ModelOpt divided these modules' weights by the scales (SmoothQuant, AWQ), which is not "
-            "read; start from the checkpoint before quantization, and calibrate here"
+    """SourceError where the model's own weights cannot be had back: codes, or changed by more than a pre-scale."""
+    specs, scales = container.specs, _scales(container)
+    codes = [name for name, spec in specs.items() if name not in state and spec.dtype in CODES and _WEIGHT.search(name)]
+    kinds = {name: match for name in state if (match := STATE.fullmatch(name))}
+    other = [name for name, kind in kinds.items() if "weight" in kind["quantizer"] and kind["what"] not in _KNOWN]
+    alone = [name for name in state if name.endswith(_SCALE) and name not in scales.values()]
+    problems = [
+        f"{named(names)}: {what}; start from the checkpoint before quantization, and calibrate here"
+        for names, what in (
+            (codes, "holds codes in the place of weights, as ModelOpt's `compress` leaves them, which are not read"),
+            (other if not codes else [], "ModelOpt's, and may have changed the weight in a way that is not read"),
+            (alone, "a pre-scale of ModelOpt's without the weight that was divided by it"),
         )
-    if codes:
-        problems.append(
-            f"{named(codes)}: holds codes in the place of weights, as ModelOpt's `compress` leaves them, which are not "
-            "read; start from the checkpoint before quantization"
-        )
+        if names
+    ]
+    problems += [
+        f"{scale}: has shape {specs[scale].shape}, but {name} takes {specs[name].shape[-1]} inputs"
+        for name, scale in scales.items()
+        if specs[scale].size not in _sizes(specs[name].shape, specs[name].shape[-1])
+    ]
     if problems:
         raise listed(where, problems)
+
+
+def unsmoothed(where: str, container: Container) -> Container:
+    """Return the container with the model's own weights: the same, where ModelOpt smoothed none."""
+    scales = _scales(container)
+    return Unsmoothed(container, scales, _Vectors(where, container)) if scales else container
+
+
+def _scales(container: Container) -> dict[str, str]:
+    """Weight -> pre-scale of its input; gate and up, and grouped experts, have one together."""
+    weights = [name for name in container.specs if _WEIGHT.search(name)]
+    found = {name: f"{_WEIGHT.sub('', name)}.{_SCALE}" for name in weights}
+    return {name: scale for name, scale in found.items() if scale in container.specs}
+
+
+def _sizes(shape: tuple[int, ...], width: int) -> list[int]:
+    """How many numbers there may be, `width` for a matrix: leading axes count layers and experts, or some of them."""
+    return [width * count for count in itertools.accumulate(shape[:-2], operator.mul, initial=1)]
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """Numbers that quantizers hold beside weights, each tensor read once."""
+
+    where: str
+    container: Container
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def read(self, name: str, weight: str, width: int) -> np.ndarray:
+        """Return `width` numbers for each of the matrices that a weight is, float32 (matrices, width)."""
+        spec = self.container.specs[name]
+        if spec.size not in _sizes(self.container.specs[weight].shape, width):
+            raise SourceError(
+                f"{self.where}: {name} has shape {spec.shape}: one number for a matrix is read, not one for a channel; "
+                "give calib="
+            )
+        if name not in self.values:
+            stored = np.empty(spec.size, DTYPES[spec.dtype].storage)
+            self.values[name] = to_float32(self.container.read_flat(name, 0, spec.size, stored), spec.dtype)
+        return self.values[name].reshape(-1, width)
+
+    def scale(self, name: str, weight: str) -> np.ndarray:
+        """Return a pre-scale, float32 (matrices, in); SourceError where a weight cannot have been divided by it."""
+        found = self.read(name, weight, self.container.specs[weight].shape[-1])
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise SourceError(f"{self.where}: {name}: holds a number that is not finite and above zero")
+        return found
+
+
+class Unsmoothed:
+    """A container of smoothed weights: each is read times its pre-scale, whole rows at a time.
+
+    The product is rounded once to the weight's dtype, as ModelOpt does it (`disable_pre_quant_scale_and_resmooth`).
+    """
+
+    def __init__(self, container: Container, scales: Mapping[str, str], vectors: _Vectors) -> None:
+        self._container, self._scales, self._vectors = container, scales, vectors
+        self.specs, self.files = container.specs, container.files
+        self.objects, self.skipped = container.objects, container.skipped
+
+    def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
+        """Fill `out` with elements `begin` to `end`."""
+        if name not in self._scales:
+            return self._container.read_flat(name, begin, end, out)
+        if out.flags.c_contiguous:
+            self._container.read_flat(name, begin, end, out)
+            self._multiply(name, begin, out)
+            return out
+        for part in out:  # a head in another order: what flattens it is a copy, so that is what is multiplied
+            own = np.empty(part.shape, part.dtype)
+            part[...] = self.read_flat(name, begin, begin + own.size, own)
+            begin += own.size
+        return out
+
+    def _multiply(self, name: str, begin: int, values: np.ndarray) -> None:
+        """Multiply rows of a weight from element `begin` on, in place."""
+        scale, spec = self._vectors.scale(self._scales[name], name), self.specs[name]
+        width = spec.shape[-1]
+        height = spec.size // width // len(scale)  # rows of a matrix
+        rows, step = values.reshape(-1, width), max(1, PIECE // width)
+        for at in range(0, len(rows), step):
+            part = rows[at : at + step]
+            matrix = (begin // width + at + np.arange(len(part))) // height
+            part[...] = from_float32(to_float32(part, spec.dtype) * scale[matrix], spec.dtype)
+
+    def place(self, name: str, begin: int = 0) -> tuple[str, int]:
+        """File and offset of element `begin`."""
+        return self._container.place(name, begin)
 
 
 @dataclass(frozen=True)
@@ -67,26 +162,44 @@ class Statistics:
     container: Container
     native: Mapping[str, Native]
     tensors: Mapping[str, Spelled]
-    values: dict[str, np.ndarray] = field(default_factory=dict)  # by name, each read once
+
+    def reasons(self, state: Mapping[str, str]) -> dict[str, str]:
+        """Return what becomes of each tensor of ModelOpt's."""
+        weights = {_WEIGHT.sub("", native.stored) for native in self.native.values()}
+        read = {name for tensor in self._matrices().values() for name in self._read_for(tensor.blocks)}
+
+        def why(name: str, module: str) -> str:
+            what = name.removeprefix(f"{module}.")
+            if module in weights and what == _SCALE:
+                return "its weight is read times it"
+            if module in weights and what.startswith("weight_quantizer."):
+                return "computed anew from the weight"
+            return "kept as a calibration, unless it is zero or not finite" if name in read else "not used"
+
+        return {name: f"ModelOpt's: {why(name, module)}" for name, module in state.items()}
 
     def read(self) -> Calibration:
         """Return the statistics of inputs and of K and V, by modules of Hugging Face's names.
 
         One that is zero or not finite (an expert that no token reached) is left out: what needs it calibrates anew.
         """
-        found: dict[str, dict[str, np.ndarray]] = {"input_amax": {}, "k_amax": {}, "v_amax": {}}
-        for name, tensor in self.tensors.items():
-            if not name.endswith(".weight") or len(tensor.spec.shape) != 2:
-                continue
-            module = name.removesuffix(".weight")
-            self._note(found["input_amax"], module, [self._amax(block, "input_quantizer") for block in tensor.blocks])
-            for quantizer, kind in _CACHE.items():
-                if all(".linear_qkv." in block.source for block in tensor.blocks):
-                    amaxes = [self._amax(block, quantizer, "core_attention") for block in tensor.blocks]
-                    self._note(found[kind], module.rpartition(".")[0], amaxes)
+        vectors = _Vectors(self.where, self.container)
+        input_amax: dict[str, np.ndarray] = {}
+        pre_scale: dict[str, np.ndarray] = {}
+        cache: dict[str, dict[str, np.ndarray]] = {quantizer: {} for quantizer in _CACHE}
+        for module, tensor in self._matrices().items():
+            blocks = tensor.blocks
+            self._note(input_amax, module, [self._amax(vectors, block, "input_quantizer") for block in blocks])
+            scales = [scale for block in blocks if (scale := self._scale(vectors, block)) is not None]
+            if len(scales) == len(blocks) and all(np.array_equal(scales[0], scale) for scale in scales):
+                pre_scale[module] = scales[0]
+            for quantizer, found in cache.items() if _of_attention(blocks) else ():
+                amaxes = [self._amax(vectors, block, quantizer) for block in blocks]
+                self._note(found, module.rpartition(".")[0], amaxes)
         dtype = next(iter(self.tensors.values())).spec.dtype
         provenance = Provenance("ModelOpt's in the checkpoint", "", self.architecture, "", dtype, "", 0, 0)
-        return Calibration(provenance, found["input_amax"], k_amax=found["k_amax"], v_amax=found["v_amax"])
+        k_amax, v_amax = cache.values()
+        return Calibration(provenance, input_amax, pre_scale=pre_scale, k_amax=k_amax, v_amax=v_amax)
 
     @staticmethod
     def _note(found: dict[str, np.ndarray], module: str, amaxes: list[float | None]) -> None:
@@ -94,22 +207,42 @@ class Statistics:
         if known and len(known) == len(amaxes):
             found[module] = np.array(max(known), np.float32)
 
-    def _amax(self, block: Block, quantizer: str, beside: str = "") -> float | None:
+    def _matrices(self) -> dict[str, Spelled]:
+        """The weights whose inputs are looked at, by their modules."""
+        weights = {name: tensor for name, tensor in self.tensors.items() if len(tensor.spec.shape) == 2}
+        return {n.removesuffix(".weight"): tensor for n, tensor in weights.items() if n.endswith(".weight")}
+
+    def _read_for(self, blocks: Blocks) -> Iterator[str]:
+        """Yield the names of the numbers that `read` takes for a weight, where they are there."""
+        for block in blocks:
+            for quantizer in ("input_quantizer", *(_CACHE if _of_attention(blocks) else ())):
+                yield self._name(block, quantizer)
+
+    def _name(self, block: Block, quantizer: str) -> str:
+        """The number of a quantizer of a weight's module, or of the attention beside it."""
+        module = _WEIGHT.sub("", self.native[block.source].stored)
+        module = f"{module.rpartition('.')[0]}.core_attention" if quantizer in _CACHE else module
+        return f"{module}.{quantizer}._amax"
+
+    def _amax(self, vectors: _Vectors, block: Block, quantizer: str) -> float | None:
         """Read one number of a quantizer: it may count layers and experts, as the weight it stands before does."""
-        weight = self.native[block.source]
-        module = _WEIGHT.sub("", weight.stored)
-        module = f"{module.rpartition('.')[0]}.{beside}" if beside else module
-        name = f"{module}.{quantizer}._amax"
+        name = self._name(block, quantizer)
         if name not in self.container.specs:
             return None
-        spec, whole = self.container.specs[name], self.container.specs[weight.stored]
-        if spec.size not in itertools.accumulate(whole.shape[:-2], operator.mul, initial=1):
-            raise SourceError(
-                f"{self.where}: {name} has shape {spec.shape}: one number for a matrix is read, not one for a channel; "
-                "give calib="
-            )
-        if name not in self.values:
-            stored = np.empty(spec.size, DTYPES[spec.dtype].storage)
-            self.values[name] = to_float32(self.container.read_flat(name, 0, spec.size, stored), spec.dtype)
+        return float(self._of(block, vectors.read(name, self.native[block.source].stored, 1))[0])
+
+    def _scale(self, vectors: _Vectors, block: Block) -> np.ndarray | None:
+        weight = self.native[block.source].stored
+        name = f"{_WEIGHT.sub('', weight)}.{_SCALE}"
+        return self._of(block, vectors.scale(name, weight)) if name in self.container.specs else None
+
+    def _of(self, block: Block, numbers: np.ndarray) -> np.ndarray:
+        """The numbers of the matrix that a block is part of."""
+        weight = self.native[block.source]
         begin = weight.first + block.rows[0] * weight.shape[-1]
-        return float(self.values[name][begin * spec.size // whole.size])
+        return np.asarray(numbers[begin * len(numbers) // self.container.specs[weight.stored].size])
+
+
+def _of_attention(blocks: Blocks) -> bool:
+    """True for queries, keys and values that are one matrix, beside which K and V are looked at."""
+    return all(".linear_qkv." in block.source for block in blocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,10 +25,9 @@ MOST_SHOWN = 4  # missing ranks in a message; a wild number in one file's name w
 
 
 class Rank(NamedTuple):
-    """Which share a file holds: its place in the tensor, pipeline and expert parallel groups."""
+    """Which share a file holds: its place in the pipeline and tensor parallel groups."""
 
     pp: int = 0
-    ep: int = 0
     tp: int = 0
 
 
@@ -55,22 +54,44 @@ RUN = "model_optim_rng.pt"  # Megatron-LM's `--ckpt-format torch`: the whole run
 
 
 def rank_files(folder: Folder) -> dict[Rank, Span]:
-    """Return the files of NeMo 1, Meta or Megatron-LM by rank, {} if there are none; SourceError if one is missing."""
-    for pattern in _NAMES:
-        found: dict[Rank, Span] = {}
-        for name, span in folder.files.items():
-            match = pattern.fullmatch(name)
-            rank = Rank(**{axis: int(number) for axis, number in match.groupdict().items()}) if match else None
-            if rank and found.setdefault(rank, span) is not span:
-                raise SourceError(f"{folder.where}: {name} and {found[rank].name} are the same rank")
-        if found:
-            stages, experts, tensors = (range(1 + max(numbers)) for numbers in zip(*found, strict=True))
-            every = (Rank(pp, ep, tp) for pp in stages for ep in experts for tp in tensors)
-            absent = [_shown(rank) for rank in itertools.islice((r for r in every if r not in found), MOST_SHOWN)]
-            if absent:
-                raise SourceError(f"{folder.where}: files of ranks are missing: {', '.join(absent)}; copy them as well")
-            return dict(sorted(found.items()))
-    return {}
+    """Return the files of NeMo 1, Meta or Megatron-LM by rank, {} if there are none.
+
+    SourceError where one is missing or unreadable, and where files of two layouts lie there, of which one would count.
+    """
+    layouts = [found for pattern in _NAMES if (found := _of_layout(folder, pattern))]
+    if len(layouts) > 1:
+        firsts = ", ".join(min(found.values()) for found in layouts)
+        raise SourceError(
+            f"{folder.where}: holds files of ranks in {len(layouts)} layouts ({firsts}), so which count is unclear; "
+            "move the others away"
+        )
+    if not layouts:
+        return {}
+    (found,) = layouts
+    problems = [f"{name}: {folder.skipped[name]}" for name in found.values() if name in folder.skipped]
+    if problems:
+        raise listed(folder.where, problems)
+    refuse_absent(folder.where, found, *(1 + max(numbers) for numbers in zip(*found, strict=True)))
+    return {rank: folder.files[name] for rank, name in sorted(found.items())}
+
+
+def refuse_absent(where: str, found: Collection[Rank], stages: int, tensors: int) -> None:
+    """SourceError where not every rank of so many pipeline stages and tensor parallel ranks has its file."""
+    every = (Rank(pp, tp) for pp in range(stages) for tp in range(tensors))
+    absent = [_shown(rank) for rank in itertools.islice((r for r in every if r not in found), MOST_SHOWN)]
+    if absent:
+        raise SourceError(f"{where}: files of ranks are missing: {', '.join(absent)}; copy them as well")
+
+
+def _of_layout(folder: Folder, pattern: re.Pattern[str]) -> dict[Rank, str]:
+    """The names of one layout by rank, those included that are there and cannot be read."""
+    found: dict[Rank, str] = {}
+    for name in (*folder.files, *folder.skipped):
+        if match := pattern.fullmatch(name):
+            rank = Rank(**{axis: int(number) for axis, number in match.groupdict().items()})
+            if found.setdefault(rank, name) != name:
+                raise SourceError(f"{folder.where}: {name} and {found[rank]} are the same rank")
+    return found
 
 
 def open_ranks(folder: Folder) -> dict[Rank, Container]:
@@ -90,9 +111,9 @@ def open_ranks(folder: Folder) -> dict[Rank, Container]:
 class Joined:
     """The shares of all ranks as whole tensors.
 
-    `cut_of`: how a tensor (by the name that `rename` gave it) is divided; None where every rank holds all of it, and
-    rank 0's is taken. `rename`: what a rank's tensor is called in the whole model (pipeline stages count their layers
-    from 0, expert ranks their experts); None for a copy that another rank holds too.
+    `cut_of`: how a tensor (by the name that `rename` gave it) is divided; None where every rank holds all of it:
+    reading one holds the copies against each other. `rename`: what a rank's tensor is called in the whole model, for
+    pipeline stages count their layers from 0.
     """
 
     def __init__(
@@ -100,21 +121,24 @@ class Joined:
         where: str,
         ranks: Mapping[Rank, Container],
         cut_of: Callable[[str], Cut | None],
-        rename: Callable[[str, Rank], str | None] = lambda name, rank: name,
+        rename: Callable[[str, Rank], str] = lambda name, rank: name,
     ) -> None:
         shares, problems = _shares(ranks, rename)
         self._tensors: dict[str, Tiled] = {}
         wrong: dict[str, list[str]] = {}
         for name in sorted(shares, key=natural):
             try:
-                self._tensors[name] = _join(name, shares[name], cut_of(name))
+                self._tensors[name] = _join(where, name, shares[name], cut_of(name))
             except SourceError as error:
                 wrong.setdefault(str(error), []).append(name)
         problems += [f"{named(names)}: {why}" for why, names in wrong.items()]
         if problems:
             raise listed(where, problems)
         self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
-        self.files = tuple(dict.fromkeys(path for container in ranks.values() for path in container.files))
+        self.files = tuple(dict.fromkeys(span for container in ranks.values() for span in container.files))
+        held = [(rank, name) for rank, container in ranks.items() for name in container.objects]
+        self.objects = tuple(dict.fromkeys(rename(name, rank) for rank, name in held))
+        self.skipped: Mapping[str, int] = {}
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Fill `out` with elements `begin` to `end` of the whole tensor."""
@@ -129,6 +153,7 @@ class Joined:
 class _Share:
     """What one rank has of a tensor, and what it calls it."""
 
+    rank: Rank
     container: Container
     name: str
 
@@ -144,21 +169,19 @@ class _Share:
 
 
 def _shares(
-    ranks: Mapping[Rank, Container], rename: Callable[[str, Rank], str | None]
+    ranks: Mapping[Rank, Container], rename: Callable[[str, Rank], str]
 ) -> tuple[dict[str, list[_Share]], list[str]]:
     """Collect what each tensor is made of, in the order of tensor parallel ranks; all of a stage must have it."""
     held: dict[str, dict[Rank, _Share]] = {}
     for rank in sorted(ranks):
         for own in ranks[rank].specs:
-            name = rename(own, rank)
-            if name is not None:
-                held.setdefault(name, {})[rank] = _Share(ranks[rank], own)
+            held.setdefault(rename(own, rank), {})[rank] = _Share(rank, ranks[rank], own)
     wrong: dict[str, list[str]] = {}
     for name, shares in held.items():
-        stages = sorted({(rank.pp, rank.ep) for rank in shares})
-        every = {rank for rank in ranks if (rank.pp, rank.ep) == stages[0]}
+        stages = sorted({rank.pp for rank in shares})
+        every = {rank for rank in ranks if rank.pp == stages[0]}
         if len(stages) > 1:
-            both = ", ".join(_shown(Rank(pp, ep)) for pp, ep in stages[:2])
+            both = ", ".join(_shown(Rank(pp)) for pp in stages[:2])
             wrong.setdefault(f"held by several stages ({both}), so which counts is unclear", []).append(name)
         elif every != shares.keys():
             absent = ", ".join(_shown(rank) for rank in sorted(every - shares.keys()))
@@ -167,15 +190,14 @@ def _shares(
     return {name: list(shares.values()) for name, shares in held.items()}, problems
 
 
-def _join(name: str, shares: list[_Share], cut: Cut | None) -> Tiled:
+def _join(where: str, name: str, shares: list[_Share], cut: Cut | None) -> Tiled:
     specs = [share.spec for share in shares]
     first = specs[0]
     if len({(spec.shape, spec.dtype) for spec in specs}) > 1:
         shown = ", ".join(sorted({f"{spec.dtype} {spec.shape}" for spec in specs}))
         raise SourceError(f"its ranks differ in shape or dtype: {shown}")
     if cut is None or len(shares) == 1:
-        share = shares[0]
-        whole = functools.partial(share.read, 0), functools.partial(share.place, 0)
+        whole = functools.partial(_read_alike, where, name, shares), functools.partial(shares[0].place, 0)
         return Tiled(TensorSpec(name, first.shape, first.dtype), [Part((0,) * len(first.shape), first.shape, *whole)])
     axis, blocks = cut.axis, cut.blocks
     if axis >= len(first.shape) or first.shape[axis] % blocks or (axis and blocks > 1):
@@ -194,5 +216,19 @@ def _join(name: str, shares: list[_Share], cut: Cut | None) -> Tiled:
     return Tiled(TensorSpec(name, shape, first.dtype), parts)
 
 
+def _read_alike(where: str, name: str, shares: list[_Share], begin: int, end: int, out: np.ndarray) -> np.ndarray:
+    """Read what every share is a copy of; SourceError where one is not, for then nobody knows which counts."""
+    first, *others = shares
+    first.read(0, begin, end, out)
+    for share in others:
+        copy = share.read(0, begin, end, np.empty_like(out))
+        if not np.array_equal(copy.view(np.uint8), out.view(np.uint8)):
+            raise SourceError(
+                f"{where}: {name}: {_shown(first.rank)} and {_shown(share.rank)} hold copies of it that differ, so "
+                "which counts is unclear; take a checkpoint from before they drifted apart, or make the copies equal"
+            )
+    return out
+
+
 def _shown(rank: Rank) -> str:
-    return f"tp {rank.tp} pp {rank.pp}" + (f" ep {rank.ep}" if rank.ep else "")
+    return f"tp {rank.tp} pp {rank.pp}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, cast
 
 from bridge.errors import SourceError
+from bridge.sources.programs import REFUSAL, runs_programs
 from bridge.sources.stored_tensor import WEIGHTS
 from bridge.sources.unpickle import Call, Table
 
@@ -61,16 +62,12 @@ def record_class(module: str, name: str) -> type[Record]:
     return cast("type[Record]", made)
 
 
-def kind_of(value: object) -> str:
-    """Return what a record, or the class of one, is in the file: "torch.nn.functional.silu"; "" for plain data."""
-    kind = getattr(value, "kind", "") if isinstance(value, Record | _Fixed) else ""
-    return kind if isinstance(kind, str) else ""
-
-
 class _Inert(dict[tuple[str, str], object]):
     """Makes a record class for every name that is not plain data."""
 
     def __missing__(self, name: tuple[str, str]) -> object:
+        if runs_programs(".".join(name)):
+            raise SourceError(f"the pickle asks for {'.'.join(name)}, {REFUSAL}")
         if len(self) > MOST_NAMES:
             raise SourceError(f"the pickle names more than {MOST_NAMES} classes")
         found = self[name] = record_class(*name)

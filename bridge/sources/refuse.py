@@ -80,6 +80,11 @@ def _method(section: Any) -> str:
 def other_dialect(root: Path) -> str | None:
     """Say what a directory without Hugging Face weights is, if it is anything known."""
     names = {path.name for path in root.iterdir()}
+    if any((root / pattern).is_file() for pattern in _NEMO2):
+        return (
+            f"weights/ is a distributed checkpoint, as of NeMo 2, but context/, which says of what model, is missing: "
+            f"copy it as well, or give {root / 'weights'} with config="
+        )
     for what, present in _DIALECTS:
         if any(_matches(pattern, names) for pattern in present):
             return what
@@ -101,12 +106,13 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
     return any(Path(name).match(pattern) for name in names)
 
 
+_NEMO2 = ("weights/.metadata", "weights/metadata.json")
 # What each way to lay out weights in other dialects is known by.
 _FORMS = (
     (".metadata", "*.distcp"),
     ("iter_[0-9]*/",),
     ("step-[0-9]*/.metadata",),
-    ("weights/.metadata", "weights/metadata.json"),
+    _NEMO2,
     ("model_weights/.metadata", "model_weights/metadata.json"),
     ("model_weights.ckpt", "mp_rank_*/", "tp_rank_*/"),
     ("consolidated.*.pth",),
@@ -120,4 +126,6 @@ _DIALECTS = (
     ("TensorFlow or Flax weights: save them as safetensors with transformers 4", ("tf_model*.h5", "flax_model*")),
     ("an ONNX model: give the checkpoint it was exported from", ("*.onnx",)),
     ("a training run: give one of its checkpoint-* directories", ("checkpoint-[0-9]*",)),
+    ("files of torch's, none by a name of Hugging Face's: call that of the model's state_dict() pytorch_model.bin",
+     ("*.pt", "*.pth", "*.ckpt")),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -37,12 +37,18 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint's tensors and the files they lie in; `problems` is empty where everything fits."""
+    """A checkpoint's tensors and the files they lie in; `problems` is empty where everything fits.
+
+    `ignored`: tensors in these files that are none of the model's -> why. `layout`: a digest of how tensors are made of
+    those of the files, "" where they are the same.
+    """
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     holder: dict[str, Shard] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     problems: tuple[str, ...] = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,15 @@ class _Choice:
     problems: tuple[str, ...] = ()
 
 
-def find_weights(root: Path) -> Weights | None:
-    """Read the headers of the checkpoint in `root`: safetensors if there are any, else `.bin`; None if neither."""
+def find_weights(root: Path, others: Container[str] = ()) -> Weights | None:
+    """Read the headers of the checkpoint in `root`: safetensors if there are any, else `.bin`, else files of `others`.
+
+    None where there is none of them.
+    """
     names = sorted(path.name for path in root.iterdir() if path.is_file())
     choice = _choose(root, names, "model", "safetensors") or _choose(root, names, "pytorch_model", "bin")
-    if choice is None:
+    choice = choice or _Choice(tuple(name for name in names if name in others), None)
+    if not choice.files and not choice.problems:
         return None
     problems = list(choice.problems)
     shards: list[Shard] = []
@@ -163,4 +173,4 @@ def listed(where: str, problems: Iterable[str]) -> SourceError:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key that counts: `layers.2` comes before `layers.10`."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() and len(part) < 10 else (1, 0, part) for part in name.split(".")]

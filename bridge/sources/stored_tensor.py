@@ -87,18 +87,12 @@ def _size(values: Any = ()) -> tuple[int, ...]:
     return integers(values, "size")
 
 
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-}
+# dtype -> the class that torch names in files; bridge.dcp writes them.
+STORAGE = {
+    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
+    "uint8": "ByteStorage", "bool": "BoolStorage",
+}  # fmt: skip
 SIZE = {("torch", "Size"): Call(_size)}
 TORCH_DTYPES = {("torch", name): Kind(name) for name, row in DTYPES.items() if row.bits >= 8}
 _NAMES: dict[tuple[str, str], object] = {
@@ -109,7 +103,7 @@ _NAMES: dict[tuple[str, str], object] = {
     ("collections", "OrderedDict"): Call(_state_dict),
     ("torch.storage", "UntypedStorage"): Kind(""),
     ("torch", "UntypedStorage"): Kind(""),
-    **{("torch", name): Kind(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", name): Kind(dtype) for dtype, name in STORAGE.items()},
     **SIZE,
     **TORCH_DTYPES,
 }

@@ -20,11 +20,12 @@ from bridge.errors import SourceError
 from bridge.sources.records import WEIGHTS_AND_EXTRA, Record, inert
 from bridge.sources.span import Extent, Span, span_of
 from bridge.sources.stored_tensor import WEIGHTS, StoredTensor
-from bridge.sources.unpickle import LONGEST, Storage, Table, load_bytes, load_stream
+from bridge.sources.unpickle import LONGEST, Bounded, Storage, Table, load_bytes, load_stream
 from bridge.sources.zip_directory import LOCAL, Member, read_directory
 from bridge.values import TensorSpec
 
 CHECKED = 1 << 20  # bytes of a checksum's step
+BIG_ENDIAN = "written on a big-endian machine, which is not supported; load it there and save it as safetensors"
 MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of a legacy file
 
 
@@ -61,7 +62,7 @@ class TorchFile:
     """
 
     def __init__(self, where: Path | Span, extra: bool = False, within: str = "") -> None:
-        span = where if isinstance(where, Span) else span_of(where)
+        self.span = span = where if isinstance(where, Span) else span_of(where)
         self.path, self._name = span.path, span.name
         try:
             self._saved = open_saved(span, inert() if within else WEIGHTS_AND_EXTRA if extra else WEIGHTS)
@@ -157,7 +158,7 @@ def _open_zip(fd: int, span: Span, table: Table) -> Saved:
         raise SourceError("a TorchScript program, not weights; save the model's state_dict() as safetensors")
     order = members.get(f"{root}byteorder")
     if order is not None and span.at(fd, order.offset, min(order.nbytes, 16)) != b"little":
-        raise SourceError("written on a big-endian machine: not supported")
+        raise SourceError(BIG_ENDIAN)
     pickled = members[f"{root}data.pkl"]
     if pickled.nbytes > LONGEST:
         raise SourceError(f"its pickle takes {pickled.nbytes} bytes; at most {LONGEST} are allowed")
@@ -180,14 +181,15 @@ def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
         raise SourceError("not a file of torch.save; download it again")
     with span.path.open("rb") as stream:
         stream.seek(span.offset)
-        if load_stream(stream, table)[0] != MAGIC:
+        bounded = Bounded(stream)
+        if load_stream(bounded, table)[0] != MAGIC:
             raise SourceError("a bare pickle, not a file of torch.save")
-        load_stream(stream, table)
-        info, _ = load_stream(stream, table)
+        load_stream(bounded, table)
+        info, _ = load_stream(bounded, table)
         if not isinstance(info, dict) or not info.get("little_endian", True):
-            raise SourceError("written on a big-endian machine: not supported")
-        value, storages = load_stream(stream, table)
-        keys, _ = load_stream(stream, table)
+            raise SourceError(BIG_ENDIAN)
+        value, storages = load_stream(bounded, table)
+        keys, _ = load_stream(bounded, table)
         at = stream.tell() - span.offset
     if not isinstance(keys, list) or {*map(str, keys)} != storages.keys():
         raise SourceError("its list of storages differs from those its tensors use")

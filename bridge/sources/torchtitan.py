@@ -1,14 +1,19 @@
-"""torchtitan's checkpoints: a distributed checkpoint a step, of which the last is read; never guesses the config."""
+"""torchtitan's checkpoints: a distributed checkpoint a step, of which the last is read; never guesses the config.
+
+What other programs save of a `transformers` model to one, in its own names, is read as well.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import SourceError
 from bridge.sources.hf import HfSource, holds_weights, settle_config
-from bridge.sources.refuse import one_checkpoint
+from bridge.sources.refuse import one_checkpoint, quantized
+from bridge.sources.shards import listed, named
 
 if TYPE_CHECKING:
     from bridge.sources.native import Container
@@ -28,9 +33,10 @@ def recognizes(model: object) -> bool:
 def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
     """Open a step, or the last of a directory of them."""
     from bridge.sources.archive import open_folder
-    from bridge.sources.beside import beside
+    from bridge.sources.beside import Beside, beside
     from bridge.sources.foreign_config import Told
-    from bridge.sources.foreign_source import Foreign, dialect_of, given_config, source_of
+    from bridge.sources.foreign_source import Foreign, dialect_of, given_config, source_of, training
+    from bridge.sources.spelling import hugging_faces, unwrapped
     from bridge.sources.weights_folder import distributed
 
     root = Path(model).expanduser()
@@ -39,20 +45,31 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     folder = open_folder(at)
     container = distributed(folder)
     if container is None:
-        raise SourceError(f"{at}: no distributed checkpoint")
+        what = "no distributed checkpoint (.metadata, *.distcp)"
+        raise SourceError(f"{at}: {what}; give the directory of another step, or copy this one again")
     given = given_config(folder, config)
+    carried = beside(folder, container.files, ("config.json",))
+    settled = {} if given is None else settle_config({"architectures": ["unknown"]}, given)
+    if settled and (weights := unwrapped(str(model), settled, container)):
+        if problems := quantized(None, settled, weights.specs):
+            raise listed(str(model), problems)
+        dropped = {**carried.dropped, **notes, **training(container), **weights.ignored}
+        return HfSource(at, str(model), settled, weights, tokenizer, beside=Beside(carried.files, dropped))
+    if hugging_faces(container.specs):
+        raise SourceError(
+            f"{model}: its tensors bear names of Hugging Face's ({named(container.specs)}), and nothing says of which "
+            "model; put its config.json beside them, or give config="
+        )
     found = Foreign(
         at, str(model), dialect_of(str(at), container.specs), Told(), lambda _: container, given,
-        lambda read: beside(folder, read.files, ("config.json",)), _copies(given, container), notes,
+        lambda _: carried, _copies(settled, container), notes,
     )  # fmt: skip
     return source_of(found, tokenizer)
 
 
-def _copies(given: Any, container: Container) -> dict[str, str]:
+def _copies(config: Mapping[str, Any], container: Container) -> list[str]:
     """Return the head of a model whose config ties it to the embedding: one tensor is saved under both names."""
-    config = {} if given is None else settle_config({"architectures": ["unknown"]}, given)
-    heads = HEADS if config.get("tie_word_embeddings") else ()
-    return {name: "tied to the embedding, says the config" for name in heads if name in container.specs}
+    return [name for name in HEADS if name in container.specs and config.get("tie_word_embeddings")]
 
 
 def _is_step(root: Path) -> bool:

@@ -17,7 +17,9 @@ from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
 
 DEEPEST = 8  # tuples within tuples that may be a key: hashing recurses in C, where a million of them end the process
-LONGEST = 256 << 20  # bytes one opcode may ask for; the largest pickles of state dicts seen are some tens of megabytes
+LONGEST = 256 << 20  # bytes of a pickle; the largest of state dicts seen are some tens of megabytes
+MADE = 256 << 20  # bytes of objects that one may make, roughly, of which one byte makes 200; 100,000 weights: 130 MB
+_ANOTHER = "save the model's tensors alone, as safetensors"
 
 
 class Sealed:
@@ -59,25 +61,32 @@ class Call(Sealed):
 
 @dataclass(frozen=True)
 class Table:
-    """What each name of a pickle becomes. `refusal` ends the sentence "the pickle asks for os.system, "."""
+    """What each name of a pickle becomes. `refusal` ends the sentence "the pickle asks for os.system, ".
+
+    `most`: bytes of objects that the pickle may make.
+    """
 
     names: Mapping[tuple[str, str], object]
     refusal: str
+    most: int = MADE
 
 
-class _Bounded:
-    """A stream that refuses absurd requests, so that a length in the file cannot make us allocate it."""
+class Bounded:
+    """A stream that gives `LONGEST` bytes, so that a length in the file cannot make us allocate it."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+        self._stream, self._left = stream, LONGEST
 
     def read(self, n: int = -1) -> bytes:
-        if not 0 <= n <= LONGEST:
-            raise SourceError(f"the pickle asks for {n} bytes at once")
+        if not 0 <= n <= self._left:
+            raise SourceError(f"the pickle asks for {n} bytes at once or is longer than {LONGEST}; {_ANOTHER}")
+        self._left -= n
         return self._stream.read(n)
 
     def readline(self) -> bytes:
-        return self._stream.readline(1 << 16)
+        line = self._stream.readline(min(1 << 16, self._left))
+        self._left -= len(line)
+        return line
 
     def readinto(self, buffer: Any) -> int:
         raise SourceError("the pickle uses out-of-band buffers")
@@ -98,9 +107,10 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, stream: BinaryIO, table: Table) -> None:
-        super().__init__(_Bounded(stream))
+    def __init__(self, stream: Bounded, table: Table) -> None:
+        super().__init__(stream)
         self._table = table
+        self.made = 0
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -116,6 +126,7 @@ class _Unpickler(pickle._Unpickler):
         if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
             raise SourceError(f"the pickle refers to a {type(pid).__name__} outside itself, which is no storage")
         kind, key, numel = pid[1], pid[2], pid[4]
+        key = str(key) if type(key) is int and 0 <= key < 1 << 32 else key  # the savers of Lightning and litgpt count
         if not isinstance(kind, Kind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise SourceError(f"the pickle describes storage {str(key)[:80]!r} wrongly")
         if len(pid) == 6 and pid[5] is not None:
@@ -162,7 +173,28 @@ _Unpickler.dispatch[pickle.ADDITEMS[0]] = _add_items
 _Unpickler.dispatch[pickle.FROZENSET[0]] = _frozen
 
 
-def load_stream(stream: BinaryIO, table: Table) -> tuple[Any, dict[str, Storage]]:
+def _counted(load: Callable[[Any], None], nbytes: int) -> Callable[[Any], None]:
+    """Count what an opcode makes before it does."""
+
+    def counted(self: Any) -> None:
+        self.made += nbytes
+        if self.made > self._table.most:
+            raise SourceError(f"the pickle makes more than {self._table.most >> 20} MB of objects; {_ANOTHER}")
+        load(self)
+
+    return counted
+
+
+# What an opcode of a byte or two makes, with its place on the stack or in the memo; others make what they bring.
+for _opcode, _nbytes in {
+    pickle.MARK: 64, pickle.EMPTY_LIST: 64, pickle.EMPTY_DICT: 72, pickle.EMPTY_SET: 224, pickle.FROZENSET: 224,
+    pickle.TUPLE1: 56, pickle.TUPLE2: 64, pickle.TUPLE3: 72, pickle.NEWOBJ: 128, pickle.REDUCE: 128,
+    pickle.BINPUT: 96, pickle.LONG_BINPUT: 96, pickle.MEMOIZE: 96,
+}.items():  # fmt: skip
+    _Unpickler.dispatch[_opcode[0]] = _counted(_Unpickler.dispatch[_opcode[0]], _nbytes)
+
+
+def load_stream(stream: Bounded, table: Table) -> tuple[Any, dict[str, Storage]]:
     """Unpickle one object from `stream`; return it and the storages it names. Whatever goes wrong is a SourceError."""
     unpickler = _Unpickler(stream, table)
     try:
@@ -172,13 +204,14 @@ def load_stream(stream: BinaryIO, table: Table) -> tuple[Any, dict[str, Storage]
     except RecursionError as error:
         raise SourceError("the pickle is nested too deeply") from error
     except Exception as error:
-        raise SourceError(f"the pickle is broken: {type(error).__name__}: {str(error)[:200]}") from error
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SourceError(f"the pickle is broken: {why}; copy the file again") from error
 
 
 def load_bytes(data: bytes, table: Table) -> tuple[Any, dict[str, Storage]]:
     """Unpickle the one object that `data` must be, to its last byte."""
     stream = io.BytesIO(data)
-    found = load_stream(stream, table)
+    found = load_stream(Bounded(stream), table)
     if stream.tell() != len(data):
         raise SourceError(f"{len(data) - stream.tell()} bytes follow the end of the pickle")
     return found

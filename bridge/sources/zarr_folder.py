@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -20,36 +17,38 @@ from bridge.sources.span import Extent, Folder, Span, row_order
 from bridge.sources.stored_tensor import integers
 from bridge.values import TensorSpec
 
-MOST_JSON = 1 << 20
 MOST_CHUNKS = 1 << 20
 
 
 class Zarr:
-    """The tensors of one checkpoint. `skipped`: training state that is not read, by its first word: bytes."""
+    """The tensors of one checkpoint; training state has folders of its own, which are none of its files.
+
+    `objects`: what is no tensor (`..._extra_state/shard_0_2.pt`), which is not opened.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self._tensors: dict[str, Tiled] = {}
-        self.skipped: dict[str, int] = {}
+        self.skipped: Mapping[str, int] = {}
         wrong: dict[str, list[str]] = {}
-        files = []
+        objects = {name.removesuffix(".pt"): span for name, span in folder.files.items() if "_extra_state/" in name}
+        files = list(objects.values())
         below: dict[str, dict[str, Span]] = {}
         for path, span in folder.files.items():
             key, _, file = path.rpartition("/")
             below.setdefault(key, {})[file] = span
         for name in sorted((name for name, found in below.items() if ".zarray" in found), key=natural):
             if training(name):
-                nbytes = sum(span.nbytes for span in below[name].values())
-                self.skipped[training(name)] = self.skipped.get(training(name), 0) + nbytes
                 continue
             try:
                 self._tensors[name] = _tensor(name, below[name])
-                files += [span.path for span in below[name].values()]
+                files += below[name].values()
             except SourceError as error:
                 wrong.setdefault(str(error), []).append(name)
         problems = [f"{named(names)}: {why}" for why, names in wrong.items()]
         if problems:
             raise listed(folder.where, problems)
-        self.files = tuple(dict.fromkeys(files))
+        self.files = tuple(files)
+        self.objects = tuple(objects)
         self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
@@ -62,7 +61,7 @@ class Zarr:
 
 
 def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
-    header = _header(files[".zarray"])
+    header = files[".zarray"].json()
     shape, chunk = integers(header.get("shape"), "shape"), integers(header.get("chunks"), "chunks")
     dtype = _dtype(header.get("dtype"))
     if header.get("zarr_format") != 2 or header.get("compressor") or header.get("filters"):
@@ -87,22 +86,12 @@ def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
         offsets = tuple(i * step for i, step in zip(index, chunk, strict=True))
         box = tuple(min(step, n - at) for at, step, n in zip(offsets, chunk, shape, strict=True))
         extent = Extent(span, 0, dtype, box, row_order(chunk))
-        parts.append(Part(offsets, box, extent.read_flat, functools.partial(_place, extent)))
+        parts.append(Part(offsets, box, extent.read_flat, extent.place))
     if absent:
         raise SourceError(f"chunks {named(absent)} are missing; copy the checkpoint again")
     if wrong:
         raise SourceError(f"chunks {named(wrong)} are not {chunk} of {dtype}: truncated? copy the checkpoint again")
     return Tiled(TensorSpec(name, shape, dtype), parts)
-
-
-def _header(span: Span) -> dict[str, Any]:
-    try:
-        header = json.loads(span.content(MOST_JSON))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f".zarray is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise SourceError(".zarray is no JSON object")
-    return header
 
 
 def _dtype(code: object) -> str:
@@ -114,7 +103,3 @@ def _dtype(code: object) -> str:
     if found not in DTYPES or (isinstance(code, str) and code.startswith(">")):
         raise SourceError(f"dtype {str(code)[:20]!r} is not supported")
     return found
-
-
-def _place(extent: Extent, begin: int) -> tuple[str, int]:
-    return str(extent.span.path), extent.span.offset + begin * extent.itemsize

@@ -49,10 +49,10 @@ def read_directory(fd: int, span: Span) -> dict[str, Member]:
         for _ in range(count):
             name, member, at = _central(fd, span, table, at)
             if name in members:
-                raise SourceError(f"the zip holds {name} twice")
+                raise SourceError(f"the zip holds {name} twice; save the file again")
             members[name] = member
     except (struct.error, UnicodeDecodeError) as error:
-        raise SourceError(f"the zip's directory is broken: {error}") from error
+        raise SourceError(f"the zip's directory is broken: {error}; download it again") from error
     return members
 
 
@@ -71,7 +71,7 @@ def _zip64(fd: int, span: Span, tail: bytes, end: int) -> tuple[int, int, int]:
 def _central(fd: int, span: Span, table: bytes, at: int) -> tuple[str, Member, int]:
     """Parse one entry of the central directory and the local header that it points to."""
     if table[at : at + 4] != CENTRAL:
-        raise SourceError("the zip's directory is broken")
+        raise SourceError("the zip's directory is broken; download it again")
     flags, method = struct.unpack_from("<HH", table, at + 8)
     crc, packed, nbytes, n_name, n_extra, n_comment = struct.unpack_from("<IIIHHH", table, at + 16)
     (header,) = struct.unpack_from("<I", table, at + 42)

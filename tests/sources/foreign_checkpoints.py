@@ -51,6 +51,15 @@ def spelled(hf: Tensors, dialect: str) -> Tensors:
     return {name: torch.from_numpy(np.ascontiguousarray(array)).to(dtype) for name, array in made[dialect]().items()}
 
 
+def stacked(state: Tensors) -> Tensors:
+    """The same with all layers of a kind in one tensor."""
+    found = {name: tensor for name, tensor in state.items() if ".layers." not in name}
+    for name in [name for name in state if ".layers.0." in name]:
+        layers = [state[name.replace(".layers.0.", f".layers.{layer}.")] for layer in range(3)]
+        found[name.replace(".layers.0.", ".layers.")] = torch.stack(layers)
+    return found
+
+
 def megatron_bridge(root: Path, state: Tensors, **model: Any) -> Path:
     """A run's directory with one iteration."""
     iteration = root / "iter_0000100"

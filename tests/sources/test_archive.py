@@ -63,7 +63,7 @@ def test_weights_of_one_rank_are_read_inside_the_archive(root: Path, tmp_path: P
     assert folder.files["model_config.yaml"].content(1000) == b"hidden_size: 6\n"
     (container,) = open_ranks(folder).values()
     same(container, STATE)
-    assert container.files == (tmp_path / "m.nemo",)
+    assert container.files == (folder.files["model_weights.ckpt"],)
 
 
 def test_directory_and_archive_are_the_same_folder(root: Path, tmp_path: Path) -> None:
@@ -91,11 +91,18 @@ def test_long_names_and_other_headers_of_tar_read(root: Path, tmp_path: Path) ->
         assert open_folder(tmp_path / "m.nemo").files[name].content(10) == b"data"
 
 
+def test_names_outside_its_directory_refuse_an_archive(root: Path, tmp_path: Path) -> None:
+    def change(tar: tarfile.TarFile) -> None:
+        for name in ("../outside.txt", "/etc/absolute", "./a/../../up"):
+            add(tar, name)
+
+    with pytest.raises(SourceError, match="names outside its directory") as caught:
+        open_folder(pack(tmp_path / "m.nemo", root, change=change))
+    assert "(../outside.txt, ./a/../../up, /etc/absolute)" in str(caught.value)
+
+
 def test_unsafe_members_are_skipped_and_said(root: Path, tmp_path: Path) -> None:
     def change(tar: tarfile.TarFile) -> None:
-        add(tar, "../outside.txt")
-        add(tar, "/etc/absolute")
-        add(tar, "./a/../../up")
         add(tar, "./link", type=tarfile.SYMTYPE, linkname="/etc/passwd")
         add(tar, "./hard", type=tarfile.LNKTYPE, linkname="../../x")
         add(tar, "./pipe", type=tarfile.FIFOTYPE)
@@ -104,9 +111,6 @@ def test_unsafe_members_are_skipped_and_said(root: Path, tmp_path: Path) -> None
     folder = open_folder(pack(tmp_path / "m.nemo", root, change=change))
     assert list(folder.files) == ["model_config.yaml"]
     assert folder.skipped == {
-        "../outside.txt": "lies outside the archive",
-        "/etc/absolute": "lies outside the archive",
-        "a/../../up": "lies outside the archive",
         "link": "a link to /etc/passwd",
         "hard": "a link to ../../x",
         "pipe": "not a regular file",
@@ -195,6 +199,15 @@ def test_ranks_inside_the_archive(root: Path, tmp_path: Path) -> None:
     ranks = open_ranks(open_folder(archive))
     assert list(ranks) == [Rank(tp=0), Rank(tp=1)]
     same(Joined(str(archive), ranks, {"model.a": Cut(0), "model.b": None}.__getitem__), STATE)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_would_fill_the_memory_is_refused(kind: bytes, tmp_path: Path) -> None:
+    member = tarfile.TarInfo("a.txt")
+    member.type, member.size = kind, 1 << 44
+    path = tmp_path / "model.nemo"
+    path.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    assert f"not a complete tar archive (a header of {1 << 44} bytes)" in refusal(path)
 
 
 @pytest.mark.parametrize("size", [-256, -512, -1024, -(1 << 40)])

@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from bridge.container import SafetensorsFile
-from bridge.errors import SourceError
+from bridge.errors import BridgeError, SourceError
+from bridge.sources import open_source
 from bridge.sources.torch_zip import TorchFile
+from tests.sources.foreign_checkpoints import CONFIG, llama, megatron_bridge, meta, spelled
+from tests.sources.test_zarr_folder import array
 
 STATE = {"a": torch.randn(4, 3), "b": torch.randn(5).to(torch.bfloat16)}
 FORMS: dict[str, tuple[type[TorchFile] | type[SafetensorsFile], Callable[[Path], object]]] = {
@@ -51,3 +54,47 @@ def test_damaged_file_reads_or_is_refused(form: str, tmp_path: Path) -> None:
         except SourceError:
             refused += 1
     assert refused > 200
+
+
+def megatron(root: Path) -> Path:
+    torch.manual_seed(0)
+    return megatron_bridge(root, spelled(llama(), "megatron")) / "iter_0000100"
+
+
+def share_of_meta(root: Path) -> Path:
+    return meta(root, spelled({name: tensor[:96] for name, tensor in llama().items()}, "meta"), 2, vocab_size=96)
+
+
+def zarr(root: Path) -> Path:
+    for name, tensor in spelled(llama(), "megatron").items():
+        array(root, name, tensor, tuple(tensor.shape))
+    (root / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    torch.save({"iteration": 100}, root / "common.pt")
+    return root
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "index": (megatron, ".metadata"),
+    "items": (megatron, "__0_0.distcp"),
+    "common state": (megatron, "common.pt"),
+    "backend": (megatron, "metadata.json"),
+    "configuration": (megatron, "run_config.yaml"),
+    "rank": (share_of_meta, "consolidated.01.pth"),
+    "params": (share_of_meta, "params.json"),
+    "array": (zarr, "output_layer.weight/.zarray"),
+}
+
+
+@pytest.mark.parametrize("what", CHECKPOINTS)
+def test_damaged_checkpoint_reads_or_is_refused(what: str, tmp_path: Path) -> None:
+    """Through the front door: no other exception, no hang, and what can still be read has the shapes that it says."""
+    make, name = CHECKPOINTS[what]
+    root = make(tmp_path / "c")
+    data, rng = (root / name).read_bytes(), random.Random(what)
+    for _ in range(40):
+        (root / name).write_bytes(damage(data, rng))
+        try:
+            source = open_source(root, config=CONFIG if what == "array" else None)
+            assert all(source.read(tensor).shape == spec.shape for tensor, spec in source.specs.items())
+        except BridgeError as error:
+            assert str(root) in str(error) or str(root.parent) in str(error)

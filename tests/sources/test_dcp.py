@@ -24,8 +24,8 @@ from bridge.errors import SourceError
 from bridge.sources import dcp as ours
 from bridge.sources.archive import open_folder
 from bridge.sources.dcp import Dcp
+from bridge.sources.dcp_safetensors import ShardedSafetensors
 from bridge.sources.native import tiling_problem
-from bridge.sources.weights_folder import distributed
 from tests.sources.dcp_saves import Box, Cutting, bits, change_metadata, on_ranks, read, same, save
 
 
@@ -107,18 +107,11 @@ def test_any_elements_of_any_layout_are_those_of_the_tensor(layout: str, tmp_pat
         assert np.array_equal(read(container, "w", begin, end), flat[begin:end]), (begin, end)
 
 
-def test_columns_are_read_in_steps_no_larger_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.sources.native.STEP", 64)
-    shape, boxes = (40, 9), grid((40, 9), [[], [4]])
-    tensor = torch.arange(360, dtype=torch.int32).reshape(shape)
-    assert np.array_equal(read(opened(save(tmp_path / "c", {"w": tensor}, {"w": boxes})), "w"), bits(tensor).ravel())
-
-
 def test_place_says_where_each_row_lies(tmp_path: Path) -> None:
     tensor = torch.arange(30, dtype=torch.int32).reshape(5, 6)
     container = opened(save(tmp_path / "c", {"w": tensor}, {"w": grid((5, 6), [[3], [4]])}))
     places = [container.place("w", row * 6) for row in range(5)]
-    assert {file for file, _ in places} == {str(container.files[0])}
+    assert {file for file, _ in places} == {str(tmp_path / "c/__0_0.distcp")}
     offsets = [offset for _, offset in places]
     assert offsets[1] - offsets[0] == offsets[2] - offsets[1] == offsets[4] - offsets[3] == 16
     assert offsets[3] > offsets[2] + 16
@@ -267,15 +260,15 @@ def test_shards_of_the_hugging_face_writer_are_joined_by_their_headers(tmp_path:
     hugging_face_shards(tmp_path / "other", {"w": [((3, 0), (1, 3))], "b": [((5,), (0,))]})
     (other,) = (tmp_path / "other").iterdir()
     other.rename(tmp_path / "c" / other.name.replace("shard-00001", "shard-00002"))
-    container = distributed(open_folder(tmp_path / "c"))
-    assert container is not None and [file.name[:11] for file in container.files] == ["shard-00001", "shard-00002"]
+    container = ShardedSafetensors(open_folder(tmp_path / "c"))
+    assert [span.path.name[:11] for span in container.files] == ["shard-00001", "shard-00002"]
     same(container, {"w": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5).to(torch.int16)})
 
 
 def test_missing_shard_of_the_hugging_face_writer_is_noticed(tmp_path: Path) -> None:
     hugging_face_shards(tmp_path / "c", {"w": [((3, 0), (1, 3))]})
     with pytest.raises(SourceError, match=r"w: has shape \(4, 3\), but its 1 parts cover only 3 of 12 elements: files"):
-        distributed(open_folder(tmp_path / "c"))
+        ShardedSafetensors(open_folder(tmp_path / "c"))
 
 
 @pytest.mark.slow
@@ -289,9 +282,9 @@ def test_ranks_of_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
         "whole": torch.randn(7),
     }
     container = opened(tmp_path / "fs")
-    assert len(container.files) == 2
+    assert [span.path.name for span in container.files] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     same(container, want)
-    same(distributed(open_folder(tmp_path / "hf")), want)
+    same(ShardedSafetensors(open_folder(tmp_path / "hf")), want)
 
 
 SHARDED = """

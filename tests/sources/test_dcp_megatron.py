@@ -9,8 +9,7 @@ import torch
 
 from bridge.sources.archive import open_folder
 from bridge.sources.dcp import Dcp
-from bridge.sources.records import kind_of
-from bridge.sources.weights_folder import common_state, distributed, megatron_metadata
+from bridge.sources.weights_folder import common_state, distributed, json_object
 from tests.sources.dcp_saves import on_ranks, same
 
 pytest.importorskip("megatron.core")
@@ -97,8 +96,9 @@ def test_extra_state_is_listed_and_readable(saved: Path) -> None:
 
 def test_common_state_and_metadata_are_data(saved: Path) -> None:
     folder = open_folder(saved)
-    assert megatron_metadata(folder)["sharded_backend"] == "torch_dist"
+    metadata = json_object(folder, "metadata.json")
+    assert metadata and metadata["sharded_backend"] == "torch_dist"
     common = common_state(folder)
     assert common is not None and common.value["iteration"] == 7
-    assert kind_of(common.value["args"]) == "argparse.Namespace"
+    assert common.value["args"].kind == "argparse.Namespace"
     assert common.value["args"]["num_layers"] == 3

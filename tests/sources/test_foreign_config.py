@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,7 @@ def test_deepseek_v3_of_megatron() -> None:
     assert config["tie_word_embeddings"] is False
 
 
-def config_of_latent(given: Any = None, **change: Any) -> dict[str, Any]:
+def config_of_latent(given: Any = None, specs: dict[str, TensorSpec] | None = None, **change: Any) -> dict[str, Any]:
     raw = nemo2(FAMILIES["mixtral"])
     raw["config"] |= {
         "_target_": "megatron.bridge.models.mla_provider.MLAModelProvider", "multi_latent_attention": True,
@@ -288,7 +289,7 @@ def config_of_latent(given: Any = None, **change: Any) -> dict[str, Any]:
         "qk_clip": False,
     } | change  # fmt: skip
     told = megatron_told("context/model.yaml", as_dumped(raw, "context/model.yaml"))
-    return hf_config("x", "megatron", told, native_shapes.megatron_latent(), given).config
+    return hf_config("x", "megatron", told, specs or native_shapes.megatron_latent(), given).config
 
 
 @pytest.mark.parametrize(
@@ -303,6 +304,21 @@ def config_of_latent(given: Any = None, **change: Any) -> dict[str, Any]:
 def test_what_deepseeks_configuration_says_is_checked(field: str, value: Any) -> None:
     with pytest.raises(SourceError, match=f"config.{field}"):
         config_of_latent(**{field: value})
+
+
+def test_yarn_without_its_factor_is_asked_for() -> None:
+    with pytest.raises(SourceError, match="rope_parameters: scaling of the rotary embedding"):
+        config_of_latent(rotary_scaling_factor=None)
+
+
+def test_shared_experts_that_are_no_whole_number_of_them_are_named_by_both_fields() -> None:
+    specs = {
+        name: replace(spec, shape=tuple({144: 146, 72: 73}.get(n, n) if "shared" in name else n for n in spec.shape))
+        for name, spec in native_shapes.megatron_latent().items()
+    }
+    fields = "moe_shared_expert_intermediate_size // moe_ffn_hidden_size"
+    with pytest.raises(SourceError, match=f"since n_shared_experts is {fields}; but .* = 36, .* = 73"):
+        config_of_latent(specs=specs, moe_shared_expert_intermediate_size=73)
 
 
 def test_groups_of_experts_are_carried_over() -> None:

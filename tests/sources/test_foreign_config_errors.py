@@ -104,6 +104,19 @@ def test_of_heads_only_their_number_is_asked_for() -> None:
         ({"rotary_percent": 0.5}, "LlamaForCausalLM cannot express partial"),
         ({"window_size": [127, 0]}, "LlamaForCausalLM cannot express window"),
         ({"softmax_scale": 0.5}, "LlamaForCausalLM cannot express softmax_scale"),
+        ({"glu_linear_offset": 1.0}, "LlamaForCausalLM cannot express up_offset"),
+        ({"activation_func_clamp_value": 7.0}, "LlamaForCausalLM cannot express clamp"),
+        ({"softmax_type": "off-by-one"}, "softmax_type = 'off-by-one': known are vanilla, learnable"),
+        ({"softmax_type": "learnable"}, "softmax_type (learnable) = True, but the tensors have False"),
+        ({"window_attn_skip_freq": 2, "window_size": [127, 0]}, "LlamaForCausalLM cannot express pattern"),
+        (
+            {"window_attn_skip_freq": [1, 1, 0], "window_size": [127, 0]},
+            "cannot express pattern: context/model.yaml: config.window_attn_skip_freq ([1, 1, 0]) = (2, 1)",
+        ),
+        (
+            {"window_attn_skip_freq": [0, 1, 1], "window_size": [127, 0]},
+            "supported are a window in all layers but every n-th",
+        ),
         ({"attention_output_gate": True}, "no supported architecture has that"),
         ({"apply_residual_connection_post_layernorm": True}, "no supported architecture has that"),
         ({"no_rope_freq": [0, 1, 1]}, "no supported architecture has that"),
@@ -112,11 +125,7 @@ def test_of_heads_only_their_number_is_asked_for() -> None:
             ({field: value}, f"{field} = {value!r}: no supported architecture has that")
             for field, value in (
                 ("qk_l2_norm", True),
-                ("softmax_type", "learnable"),
-                ("glu_linear_offset", 1.0),
-                ("activation_func_clamp_value", 7.0),
                 ("nope_layer_interval", 4),
-                ("window_attn_skip_freq", 2),
                 ("linear_attention_freq", 4),
                 ("experimental_attention_variant", "dsa"),
                 ("mrope_section", [16, 24]),
@@ -217,7 +226,8 @@ def test_an_unknown_class_is_not_taken_for_its_cousin(name: str) -> None:
 
 def test_gelu_and_rmsnorm_alone_are_no_gemma() -> None:
     change = {"_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider", "activation_func": "gelu"}
-    assert "whether the embeddings are scaled, as Gemma's are, is not told" in refusal(change)
+    text = refusal(change)
+    assert "no family has gates = 2, activation = 'gelu', unless embed_scaled (GemmaForCausalLM): not told" in text
 
 
 def test_layers_that_differ_are_named() -> None:

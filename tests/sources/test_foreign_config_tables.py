@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import SourceError
-from bridge.sources.foreign_config import Told, hf_config, megatron_told
+from bridge.sources.foreign_config import Given, Said, Told, hf_config, megatron_told
 from bridge.values import TensorSpec
 from tests.megatron_configs import nemo2
 from tests.megatron_families import FAMILIES
@@ -47,6 +47,17 @@ WHOLE: dict[str, tuple[str, Callable[[], dict[str, TensorSpec]], dict[str, Any]]
     "torchtitan-latent": ("torchtitan", native_shapes.titan_latent, DIMS | LATENT),
     "meta": ("meta", lambda: native_shapes.titan(today=False), DIMS),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "plain_kind"), [("megatron", "megatron-each"), ("torchtitan", "torchtitan")])
+def test_dense_layers_that_config_json_lists_are_those_of_the_tensors(dialect: str, plain_kind: str) -> None:
+    routed, plain = WHOLE[f"{dialect}-moe"][1](), WHOLE[plain_kind][1]()
+    specs = {name: spec for name, spec in routed.items() if "layers.1." not in name}
+    specs |= {name: spec for name, spec in plain.items() if "layers.1." in name}
+    entries = QWEN3_MOE | {"tie_word_embeddings": False, "mlp_only_layers": [1]}
+    assert hf_config("x", dialect, Told(), specs, Given(entries, entries)).config["mlp_only_layers"] == [1]
+    with pytest.raises(SourceError, match=r"config\.json: mlp_only_layers = \[2\], but the tensors have \(1,\)"):
+        hf_config("x", dialect, Told(), specs, Given(entries | {"mlp_only_layers": [2]}, entries))
 
 
 def kinds(specs: dict[str, TensorSpec]) -> dict[str, list[str]]:
@@ -165,11 +176,14 @@ READS = {
 }  # fmt: skip
 
 
+NORMS = Told({"centered": Said(False, "the test")})
+
+
 @pytest.mark.parametrize("architecture", READS)
 def test_each_class_gets_or_asks_for_every_field_it_reads(architecture: str) -> None:
     nothing = {"somewhere.weight": TensorSpec("somewhere.weight", (3, 4), "bfloat16")}
     with pytest.raises(SourceError) as error:
-        hf_config("x", "megatron", Told(), nothing, {"architectures": [architecture]})
+        hf_config("x", "megatron", NORMS, nothing, {"architectures": [architecture]})
     follow = {"num_key_value_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
     asked = {line.split(":")[0].strip() for line in str(error.value).splitlines() if line.startswith("    ")}
     assert asked == READS[architecture] - follow - {"tie_word_embeddings"}

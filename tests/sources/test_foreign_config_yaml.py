@@ -18,10 +18,13 @@ from bridge.sources.foreign_config import read_yaml
 NINE = [", ".join([f"*a{n - 1}"] * 9) for n in range(1, 30)]
 ALIASES = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{nine}]" for n, nine in enumerate(NINE, 1))])
 MERGED = "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{nine}]}}" for n, nine in enumerate(NINE, 1))])
+PROGRAMS = {
+    "!!python/object/apply:os.system ['touch ran']": "os.system",
+    "!!python/object/new:subprocess.Popen [['touch', 'ran']]": "subprocess.Popen",
+    "!!python/name:os.system ''": "os.system",
+    "{_target_: builtins.eval, _args_: ['1']}": "builtins.eval",
+}
 ATTACKS = (
-    "!!python/object/apply:os.system ['touch ran']",
-    "!!python/object/new:subprocess.Popen [['touch', 'ran']]",
-    "!!python/name:os.system ''",
     "!!python/module:antigravity ''",
     "!!python/object:argparse.Namespace {a: 1}",
     "!custom {a: [1, 2]}",
@@ -35,6 +38,12 @@ def test_a_tag_is_a_word(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["_tag_"].endswith(text.split(" ")[0].lstrip("!")) and "_value_" in found
     assert "antigravity" not in sys.modules
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_what_runs_programs_is_told_wherever_it_stands(text: str) -> None:
+    with pytest.raises(SourceError, match=f"asks for {PROGRAMS[text]} in line 2, by which a file runs programs"):
+        read_yaml(f"a: 1\nb: [{text}]", "x.yaml")
 
 
 def test_plain_data_reads_as_pyyaml_reads_it() -> None:
@@ -74,7 +83,11 @@ def test_omegaconf_and_safe_dump_are_read_back() -> None:
         ("a: [1", "cannot be read as YAML"),
         ("a: *nobody", "undefined alias"),
         ("a: 1\n---\nb: 2", "expected a single document"),
-        ("a: " + "9" * 10_000, "cannot be read as YAML"),
+        ("a: " + "9" * 10_000, "has '9{40}' in line 1, which is no int"),
+        ("a: 1\nb: !!bool foo", "has 'foo' in line 2, which is no bool"),
+        ("a: !!int ''", "has '' in line 1, which is no int"),
+        ("a: !!float _", "has '_' in line 1, which is no float"),
+        ("a: !!int '0x'", "has '0x' in line 1, which is no int"),
         ("a: \x00", "cannot be read as YAML"),
     ],
 )

@@ -134,6 +134,13 @@ def test_config_can_come_from_a_file_when_there_is_none(single: Path, tmp_path: 
     assert open_source(single, config=tmp_path / "other.json").config == CONFIG
 
 
+def test_a_broken_file_of_config_is_named_by_its_path(single: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{")
+    assert f"config={tmp_path / 'other.json'}: cannot be read as JSON" in refusal(
+        single, config=tmp_path / "other.json"
+    )
+
+
 def test_config_of_a_wrong_type_is_a_usage_error(single: Path) -> None:
     with pytest.raises(UsageError, match="config= takes a dict, a config object or a path, not int"):
         open_source(single, config=3)
@@ -299,6 +306,7 @@ def test_directory_with_config_alone(single: Path) -> None:
         (("model_index.json", "unet/config.json"), "a diffusers pipeline"),
         (("model-q4.gguf",), "a GGUF model"),
         (("config.json", "tf_model.h5"), "TensorFlow or Flax weights"),
+        (("weights/.metadata",), "weights/ is a distributed checkpoint, as of NeMo 2, but context/"),
         (("checkpoint-500/model.safetensors",), "a training run: give one of its checkpoint-* directories"),
     ],
 )

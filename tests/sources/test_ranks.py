@@ -62,7 +62,7 @@ def consolidated(root: Path, count: int = 3) -> dict[Rank, Container]:
 def test_joined_shares_are_the_whole_tensors(tmp_path: Path, count: int) -> None:
     joined = Joined("m", consolidated(tmp_path, count), CUTS.__getitem__)
     same(joined, whole())
-    assert [path.name for path in joined.files] == [f"consolidated.{n:02}.pth" for n in range(count)]
+    assert [span.path.name for span in joined.files] == [f"consolidated.{n:02}.pth" for n in range(count)]
 
 
 def test_any_elements_are_those_of_the_tensor(tmp_path: Path) -> None:
@@ -79,23 +79,22 @@ def test_place_follows_the_ranks(tmp_path: Path) -> None:
     assert names == ["00", "00", "01", "01", "02", "02"] * 2
 
 
-def test_stages_and_experts_are_renamed(tmp_path: Path) -> None:
+def test_stages_are_renamed(tmp_path: Path) -> None:
     tensors = {n: torch.randn(2, 3) for n in range(4)}
     for stage in range(2):
         for rank in range(2):
             state = {f"layers.{n}.w": tensors[2 * stage + n][:, :].chunk(2)[rank] for n in range(2)}
-            state["shared"] = torch.ones(3)
+            state[f"norm.{stage}"] = torch.full((3,), stage)
             written(tmp_path, f"tp_rank_{rank:02}_pp_rank_{stage:03}/model_weights.ckpt", state)
     ranks = open_ranks(open_folder(tmp_path))
-    assert list(ranks) == [Rank(0, 0, 0), Rank(0, 0, 1), Rank(1, 0, 0), Rank(1, 0, 1)]
+    assert list(ranks) == [Rank(0, 0), Rank(0, 1), Rank(1, 0), Rank(1, 1)]
 
-    def rename(name: str, rank: Rank) -> str | None:
-        if name == "shared":
-            return name if rank.pp == 0 else None
-        return f"layers.{2 * rank.pp + int(name.split('.')[1])}.w"
+    def rename(name: str, rank: Rank) -> str:
+        return f"layers.{2 * rank.pp + int(name.split('.')[1])}.w" if "layers" in name else name
 
-    joined = Joined("m", ranks, lambda name: None if name == "shared" else Cut(0), rename)
-    same(joined, {**{f"layers.{n}.w": tensor for n, tensor in tensors.items()}, "shared": torch.ones(3)})
+    joined = Joined("m", ranks, lambda name: None if "norm" in name else Cut(0), rename)
+    norms = {f"norm.{stage}": torch.full((3,), stage) for stage in range(2)}
+    same(joined, {f"layers.{n}.w": tensor for n, tensor in tensors.items()} | norms)
 
 
 def test_tensor_of_several_stages_is_refused(tmp_path: Path) -> None:

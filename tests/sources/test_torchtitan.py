@@ -17,7 +17,8 @@ from bridge.sources import open_source
 from tests import torchtitan_oracle
 from tests.sources.dcp_saves import bits, save
 from tests.sources.foreign_checkpoints import CONFIG, llama, spelled
-from tests.torchtitan_families import CONFIGS
+from tests.sources.tiny_families import build
+from tests.targets.test_hf_stacked import build as gpt_oss
 
 
 def refusal(model: object, **arguments: Any) -> str:
@@ -27,12 +28,13 @@ def refusal(model: object, **arguments: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "era"), torchtitan_oracle.MODELS)
 def test_every_tensor_is_the_adapters(name: str, era: str, tmp_path: Path) -> None:
     made = torchtitan_oracle.family(name, era)
     source = open_source(made.save(tmp_path, training=True).parent, config=made.config_hf)
-    assert source.specs.keys() == made.hf.keys()
+    tied = made.config_hf["tie_word_embeddings"]  # the adapter leaves the head out then, the file has it
+    assert source.specs.keys() == made.hf.keys() | ({"lm_head.weight"} if tied else set())
+    assert not tied or np.array_equal(source.read("lm_head.weight"), made.hf["model.embed_tokens.weight"])
     assert all(np.array_equal(source.read(tensor), array) for tensor, array in made.hf.items())
     assert source.dropped["optimizer.*"].startswith("training state, ")
 
@@ -140,3 +142,39 @@ def test_conversion_writes_the_tensors(tmp_path: Path) -> None:
     assert written.keys() == hf.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in hf.items())
     assert report.tensors == len(hf)
+
+
+STATES = ("llama", "qwen3-moe", "gpt2", "gpt-oss")
+
+
+def model_of(name: str) -> Any:
+    return gpt_oss(torch.bfloat16) if name == "gpt-oss" else build(name)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module.", "_orig_mod.module.", "model.module."])
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_dict_of_transformers_reads_as_what_save_pretrained_writes(
+    name: str, prefix: str, tmp_path: Path
+) -> None:
+    """As FSDP's trainers save it, beside the optimizer."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path / "saved")
+    state: dict[str, Any] = {prefix + key: tensor.clone() for key, tensor in model.state_dict().items()}
+    step = save(tmp_path / "step", state | {"optim": {"state": {"exp_avg": torch.ones(7)}}})
+    (step / "config.json").write_bytes((tmp_path / "saved/config.json").read_bytes())
+    mine, theirs = open_source(step), open_source(tmp_path / "saved")
+    assert mine.specs.keys() - theirs.specs.keys() == ({"lm_head.weight"} if name == "gpt2" else set())  # it is tied
+    assert all(mine.specs[tensor] == spec for tensor, spec in theirs.specs.items())
+    assert all(np.array_equal(mine.read(tensor), theirs.read(tensor)) for tensor in theirs.specs)
+    assert mine.config == theirs.config and "training state" in mine.dropped["optim.*"]
+    assert bridge.plan(step, "hf").architecture == theirs.config["architectures"][0]
+    (step / "config.json").unlink()
+    assert open_source(step, config=tmp_path / "saved").fingerprint != theirs.fingerprint
+
+
+def test_a_state_dict_without_its_config_is_told(tmp_path: Path) -> None:
+    step = save(tmp_path / "step", {f"model.{name}": tensor for name, tensor in build("llama").state_dict().items()})
+    for config in (None, {"num_attention_heads": 6}, {"architectures": ["GPT2LMHeadModel"]}):
+        message = refusal(step, config=config)
+        assert "its tensors bear names of Hugging Face's (model.lm_head.weight, model.model.embed_tokens" in message
+        assert message.endswith("put its config.json beside them, or give config=")

@@ -11,13 +11,13 @@ from typing import Any
 
 from bridge.errors import SourceError, nearest
 from bridge.sources.foreign_config.derive import Derived, Told, hf_config
-from bridge.sources.foreign_config.megatron import megatron_terms
+from bridge.sources.foreign_config.megatron import megatron_terms, unsaid
 from bridge.sources.foreign_config.meta import meta_told
-from bridge.sources.foreign_config.said import Said, Saying
+from bridge.sources.foreign_config.said import Given, Said, Saying
 from bridge.sources.foreign_config.writers import WRITERS
 from bridge.sources.foreign_config.yaml_data import read_yaml
 
-__all__ = ["Derived", "Said", "Saying", "Told", "hf_config", "megatron_told", "meta_told", "read_yaml"]
+__all__ = ["Derived", "Given", "Said", "Saying", "Told", "hf_config", "megatron_told", "meta_told", "read_yaml"]
 
 
 def megatron_told(kind: str, raw: Any, where: str | None = None) -> Told:
@@ -29,5 +29,6 @@ def megatron_told(kind: str, raw: Any, where: str | None = None) -> Told:
     """
     if kind not in WRITERS:
         raise SourceError(f"{kind}: no configuration that is known here; {nearest(kind, WRITERS)}")
-    terms, problems = megatron_terms(WRITERS[kind](raw, where or kind))
-    return Told(terms, tuple(problems))
+    fields = WRITERS[kind](raw, where or kind)
+    terms, problems = megatron_terms(fields)
+    return Told(terms, tuple(problems), unsaid(fields))

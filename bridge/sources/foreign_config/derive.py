@@ -14,22 +14,17 @@ from typing import Any
 
 from bridge.errors import SourceError
 from bridge.sources.foreign_config.extents import measure, solve
-from bridge.sources.foreign_config.families import Family, choose, family_of, misfits, unknown_family
+from bridge.sources.foreign_config.families import Family, choose, family_of, fields_of, misfits
+from bridge.sources.foreign_config.kinds import mistyped
 from bridge.sources.foreign_config.layouts import layout_of
+from bridge.sources.foreign_config.norms import ask_centered, take_centered
 from bridge.sources.foreign_config.rope import rope_parameters, take_rope
-from bridge.sources.foreign_config.said import PLAIN, TERMS, Said, Saying, shown
+from bridge.sources.foreign_config.said import PLAIN, TERMS, Given, Said, Saying, shown
 from bridge.sources.hf import settle_config
 from bridge.values import TensorSpec
 
 # What follows once `heads` is known: only heads is asked for.
 _FOLLOW = ("kv_heads", "head_dim", "nope_dim", "rope_dim", "v_dim")
-_WHOLE = (
-    "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "moe_ffn", "experts", "positions", "context",
-    "top_k", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim", "shared_ffn", "window", "pattern", "router_groups",
-    "top_groups",
-)  # fmt: skip
-_NUMBERS = dict.fromkeys(_WHOLE, "whole number") | dict.fromkeys(("eps", "theta", "partial", "query_scale"), "number")
-_PAIRS = ("pattern", "theta")  # Gemma 3 has two rotary bases
 _RENAMED = {"torch_dtype": "dtype"}  # by transformers 5, which would look at our entry beside the older one
 # Written as null: the classes have defaults, ids of one tokenizer, that would be wrong for another.
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -58,17 +53,18 @@ def hf_config(where: str, dialect: str, told: Told, specs: Mapping[str, TensorSp
     `dialect` is `megatron`, `torchtitan` or `meta`; `given` is the caller's `config=`.
     """
     if not specs:
-        raise SourceError(f"{where}: no tensors")
+        raise SourceError(f"{where}: holds no tensors of a model; give the checkpoint that does, or save it again")
     entries = _entries(given)
     measured = measure(layout_of(dialect, specs), specs)
     terms = dict(told.terms)
-    problems = [*told.problems, *measured.problems, *_mistyped(terms)]
+    problems = [*told.problems, *measured.problems, *mistyped(terms)]
     by_tensors = dict(measured.facts)
     solve(measured, by_tensors)
     family = _family(entries, {**terms, **_gates(terms), **by_tensors})
     if isinstance(family, str):
         raise _error(where, [*problems, *_compare(terms, measured.facts), family], {})
     scaled = take_rope(terms, entries)
+    take_centered(terms, entries)
     problems += _override(terms, entries, family)
     problems += _compare(terms, measured.facts)
     terms |= measured.facts
@@ -76,7 +72,7 @@ def hf_config(where: str, dialect: str, told: Told, specs: Mapping[str, TensorSp
     problems += _gated(told.terms, terms) + _vocabulary(terms)
     _softmax(terms)
     problems += misfits(family, terms)
-    asks = _asks(family, terms, entries)
+    asks = _asks(family, terms, entries) | ask_centered(family.architecture, family.fixed["layer_norm"] is True, terms)
     if "scaling" in told.open and not scaled:
         asks["rope_parameters"] = TERMS["scaling"].format()
     if problems or asks:
@@ -84,66 +80,45 @@ def hf_config(where: str, dialect: str, told: Told, specs: Mapping[str, TensorSp
     return Derived(settle_config(_config(family, terms, specs, entries), entries or None), terms)
 
 
-def _entries(given: Any) -> dict[str, Any]:
+def _entries(given: Any) -> Given:
     """Return the caller's entries by their present names; a directory stands for its config.json."""
     if given is None:
-        return {}
+        return Given({})
     if isinstance(given, str | Path) and Path(given).is_dir():
         given = Path(given) / "config.json"
     whole = settle_config({"architectures": ["not given"]}, given)
     if whole.get("architectures") == ["not given"]:
         del whole["architectures"]
-    return {_RENAMED.get(name, name): value for name, value in whole.items() if name != "architectures" or value}
+    entries = {_RENAMED.get(name, name): value for name, value in whole.items() if name != "architectures" or value}
+    return Given(entries, given.beside if isinstance(given, Given) else ())
 
 
 def _family(entries: Mapping[str, Any], terms: Saying) -> Family | str:
     names = entries.get("architectures")
     if names:
         return family_of(names[0])
-    architecture, reason = choose(terms)
-    return family_of(architecture) if architecture else unknown_family(reason)
+    return choose(terms)
 
 
 def _gates(terms: Saying) -> dict[str, Said]:
     return {"gates": Said(2 if terms["gated"].value else 1, terms["gated"].where)} if "gated" in terms else {}
 
 
-def _mistyped(terms: dict[str, Said]) -> list[str]:
-    """Take out what is no number where one must be."""
-    problems = []
-    for name, wanted in _NUMBERS.items():
-        said = terms.get(name)
-        if said is None or said.value is None:
-            continue
-        several = isinstance(said.value, list | tuple)
-        values = said.value if several else [said.value]
-        counted = len(values) == 2 if several else name != "pattern"
-        if (several and name not in _PAIRS) or not counted or not all(_is_number(value, wanted) for value in values):
-            problems.append(f"{said}: must be {'two numbers' if name == 'pattern' else f'a {wanted}'} above zero")
-            del terms[name]
-    return problems
-
-
-def _is_number(value: object, wanted: str) -> bool:
-    kinds = int if wanted.startswith("whole") else int | float
-    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
-
-
-def _override(terms: dict[str, Said], entries: dict[str, Any], family: Family) -> list[str]:
+def _override(terms: dict[str, Said], entries: Given, family: Family) -> list[str]:
     """Let the caller's entries stand for what the configuration says; null says nothing where it means nothing."""
-    if "num_experts" in family.fields and "num_local_experts" in entries:
-        entries["num_experts"] = entries.pop("num_local_experts")  # what transformers 5 writes
-    for name, term in family.fields.items():
+    if "num_experts" in family.config:
+        entries.rename("num_local_experts", "num_experts")  # what transformers 5 writes
+    for name, term in family.says.items():
         if name in entries:
-            terms[term] = Said(entries[name], f"config=: {name}")
+            terms[term] = Said(entries[name], entries.where(name))
             if entries[name] is None and PLAIN.get(term, 0) is not None:
                 del entries[name]
-    problems = _mistyped(terms)
+    problems = mistyped(terms)
     for name in [name for name, said in terms.items() if said.value is None]:
         del terms[name]
     if entries.keys() & {"sliding_window", "layer_types", "use_sliding_window"}:
         for term in ("pattern", "window"):
-            if term not in family.fields.values():
+            if term not in family.says.values():
                 terms.pop(term, None)
     return problems
 
@@ -153,8 +128,13 @@ def _compare(terms: Saying, facts: Saying) -> list[str]:
     return [
         f"{terms[name]}, but the tensors have {shown(said.value)}: {said.where}"
         for name, said in facts.items()
-        if name in terms and terms[name].value != said.value and not (latent and name == "qk_norm")
+        if name in terms and not _alike(terms[name].value, said.value) and not (latent and name == "qk_norm")
     ]
+
+
+def _alike(said: object, found: object) -> bool:
+    """Whether they are equal; JSON has no tuples."""
+    return (tuple(said) if isinstance(said, list) else said) == found
 
 
 def _gated(told: Saying, terms: Mapping[str, Said]) -> list[str]:
@@ -187,11 +167,16 @@ def _softmax(terms: dict[str, Said]) -> None:
 
 def _asks(family: Family, terms: Saying, entries: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields that nobody says, each with what is to be known."""
-    needed = {name: term for name, term in family.fields.items() if name not in family.optional} | dict(family.needs)
-    asks = {name: term for name, term in needed.items() if term not in terms and name not in entries}
+    named = set(family.says.values())
+    asks: dict[str, str] = {}
+    for name, formula in family.config.items():
+        own = {family.says[name]} if name in family.says else formula.needs - named
+        lacking = sorted(formula.needs & own - terms.keys())
+        if lacking and name not in entries:
+            asks[name] = lacking[0]
     if "heads" in asks.values():
         asks = {name: term for name, term in asks.items() if term not in _FOLLOW}
-    if family.rotary and "theta" not in terms and "rope_parameters" not in entries:
+    if family.theta and "theta" not in terms and "rope_parameters" not in entries:
         asks["rope_parameters"] = "theta"
     rows = terms["rows"].value if "rows" in terms else "?"
     return {name: TERMS.get(term, term).format(rows=rows) for name, term in asks.items()}
@@ -201,12 +186,8 @@ def _config(
     family: Family, terms: Saying, specs: Mapping[str, TensorSpec], entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type, **_TOKENS}
-    config |= {name: terms[term].value for name, term in family.fields.items() if term in terms}
-    if "intermediate_size" in family.optional and "intermediate_size" not in config:
-        config["intermediate_size"] = config["moe_intermediate_size"]  # no layer is dense
-    config |= family.extra(terms)
-    config |= family.constant
-    if family.rotary and "rope_parameters" not in entries:
+    config |= fields_of(family, terms)
+    if family.theta and "rope_parameters" not in entries:
         config["rope_parameters"] = rope_parameters(terms)
     by_name = sorted(specs.values(), key=lambda spec: "embed" not in spec.name)
     config["dtype"] = by_name[0].dtype

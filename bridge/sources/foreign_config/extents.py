@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from bridge.sources.foreign_config.kinds import mistyped
 from bridge.sources.foreign_config.said import Said, Saying, shown
 from bridge.tables.files import Place
 from bridge.tables.grammar import Formula, parse_formula
@@ -85,6 +86,7 @@ def measure(layout: Layout, specs: Mapping[str, TensorSpec]) -> Measured:
         measured.facts["dense"] = Said(tuple(sorted(layer for layer in dense - routed if layer is not None)), where)
     for template, found_shapes in shapes.items():
         _equations(measured, layout.axes[template], found_shapes)
+    measured.problems += mistyped(measured.facts)
     return measured
 
 
@@ -127,7 +129,8 @@ def _equations(measured: Measured, axes: tuple[str, ...], shapes: Mapping[tuple[
     """Turn the shapes of one kind of tensor into facts and equations."""
     if len(shapes) > 1:
         several = "; ".join(sorted(shapes.values())[:4])
-        measured.problems.append(f"layers differ in shape, which no supported architecture does: {several}")
+        why = f"layers differ in shape, which no supported architecture does: {several}"
+        measured.problems.append(f"{why}; give the checkpoint from before it was pruned")
         return
     [(shape, where)] = shapes.items()
     if len(shape) != len(axes):

@@ -1,297 +1,198 @@
-"""The architectures that foreign checkpoints become: transformers' fields in our terms, and how a family is told.
+"""What foreign checkpoints become: section [foreign] of architectures' tables, read; must never look at tensors.
 
-A special term (`PLAIN`) that a family does not list must have its plain value: nothing is left out silently.
+[foreign]          architecture, model_type, classes (NeMo's and Megatron-Bridge's), provider (Megatron-Bridge's)
+tell = "..."       the formula over terms that tells it from the others; without one it must be named
+[foreign.config]   field = "term", which is asked for when nobody says it, "term or other", or a formula over terms;
+                   anything but a string is what the field always is
+[foreign.rope]     theta (and partial, scaling) where a config.json is silent, the special terms that it takes; none: no
+                   rotary embedding
+[foreign.fixed]    term = what its class always does
+[foreign.wants]    "formula over terms" = "why it must hold"
+
+A special term (`PLAIN`) that none of them mentions must have its plain value: nothing is left out silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import ast
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from bridge.errors import nearest
-from bridge.sources.foreign_config.said import PLAIN, Said, Saying
-from bridge.tables.files import Place
-from bridge.tables.grammar import parse_formula
+from bridge.errors import BridgeError, nearest
+from bridge.sources.foreign_config.said import PLAIN, TERMS, Said, Saying
+from bridge.tables.arch import ArchTable, arch_file, arch_files, load_roles, parse_arch
+from bridge.tables.files import Place, TableFile, read_table
+from bridge.tables.grammar import Formula, parse_formula
 
-_PLACE = Place("bridge/sources/foreign_config/families.py", 1, "")
-
-Extra = Callable[[Saying], dict[str, Any]]
-
-
-def _nothing(terms: Saying) -> dict[str, Any]:
-    return {}
+KNOWN = sorted({*TERMS, *PLAIN, "layer_norm", "gates", "q_rank"})
+_KEYS = ("architecture", "model_type", "classes", "provider", "tell", "config", "rope", "fixed", "wants")
+_ROPE = ("theta", "partial", "scaling", "takes")
+_CLASS = re.compile(r"(\w+?)(?:Model)?(?:Config|Provider)")
+_GENERIC = ("GPT", "BridgeGPT", "MLA", "DeepSeek")  # one class that serves several families: the terms tell
+_LACKED = ("layer_norm", "gates", "activation")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `fixed`: what its class always does. `takes`: special terms beside those of `fields`.
+    """One architecture. `config`: fields that are made of terms; `always`: those that are the same in every checkpoint.
 
-    `optional`: fields that may be left out. `needs`: fields that `extra` makes of a term, by the term they need.
-    `extra`: fields that are no plain copies, of terms that are settled. `rules`: what must hold between terms, and
-    why.
+    `theta`, `partial`, `scaling`: base, part of a head that its rotary embedding turns, and what else there is of it,
+    where config.json is silent; two bases are of sliding and of other layers, None is no such embedding. `rope`:
+    special terms that it takes.
     """
 
+    file: TableFile
     architecture: str
     model_type: str
-    fields: Mapping[str, str]
+    classes: tuple[str, ...]
+    provider: str
+    tell: Formula | None
+    config: Mapping[str, Formula]
+    always: Mapping[str, object]
+    theta: float | list[float] | None
+    partial: float
+    scaling: Mapping[str, object]
+    rope: tuple[str, ...]
     fixed: Mapping[str, object]
-    takes: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    needs: Mapping[str, str] = field(default_factory=dict)
-    extra: Extra = _nothing
-    rules: tuple[tuple[str, str], ...] = ()
-    rotary: bool = True
-    constant: Mapping[str, object] = field(default_factory=dict)
+    wants: Mapping[Formula, str]
+
+    @cached_property
+    def says(self) -> dict[str, str]:
+        """Field -> the one term that it says and is made of."""
+        found: dict[str, str] = {}
+        for field, formula in self.config.items():
+            match formula.tree:
+                case ast.Name(id=term) | ast.BoolOp(op=ast.Or(), values=[ast.Name(id=term), *_]):
+                    if term not in found.values():
+                        found[field] = term
+        return found
+
+    @cached_property
+    def terms(self) -> frozenset[str]:
+        """Every term that it can express."""
+        formulas = (*self.config.values(), *self.wants)
+        return frozenset({*self.fixed, *self.rope, *(name for formula in formulas for name in formula.names)})
 
 
-_DECODER = {
-    "vocab_size": "vocab",
-    "hidden_size": "hidden",
-    "intermediate_size": "ffn",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "hidden_act": "activation",
-    "max_position_embeddings": "context",
-    "rms_norm_eps": "eps",
-    "tie_word_embeddings": "tied",
-}
-_LLAMA = {"layer_norm": False, "gates": 2}
-_SCALED_GEMMA = {"layer_norm": False, "gates": 2, "tied": True}
-_BIASES = ("qkv_bias", "o_bias", "mlp_bias")
-_ONE_BIAS = ("qkv_bias == o_bias", "attention_bias stands for both")
-_WINDOW = {"sliding_window": "window"}
+def parse_family(file: TableFile) -> Family | None:
+    """Parse section [foreign] of an architecture's table, None where there is none; TableError names file and line."""
+    if "foreign" not in file.data:
+        return None
+    data, here = file.section("foreign"), file.header("foreign")
+    for key in data:
+        if key not in _KEYS:
+            raise file.place("foreign", key).error(f"unknown key `{key}`", hint=nearest(key, _KEYS))
+    for key in ("architecture", "model_type", "provider", "tell"):
+        if not isinstance(data.setdefault(key, ""), str):
+            raise file.place("foreign", key).error(f"`{key}` is a string")
+    if data["architecture"] not in file.words("architectures"):
+        raise here.error("`architecture` is one of those listed above", hint='architecture = "LlamaForCausalLM"')
+    if not data["model_type"]:
+        raise here.error("no `model_type`", hint='model_type = "llama"')
+    config, rope, fixed = (file.section(f"foreign.{name}") for name in ("config", "rope", "fixed"))
+    if missing := {"layer_norm", "gates"} - fixed.keys():
+        raise here.error(
+            f"[foreign.fixed] must say {' and '.join(sorted(missing))}", hint="layer_norm = false, gates = 2"
+        )
+    _rope(file, rope)
+    for term in fixed:
+        _known(file.place("foreign.fixed", term), term)
+    return Family(
+        file, data["architecture"], data["model_type"], tuple(data.get("classes", ())), data["provider"],
+        _formula(data["tell"], file.place("foreign", "tell")) if data["tell"] else None,
+        {name: _formula(text, file.place("foreign.config", name)) for name, text in config.items()
+         if isinstance(text, str)},
+        {name: value for name, value in config.items() if not isinstance(value, str)},
+        rope.get("theta"), rope.get("partial", 1.0), file.section("foreign.rope.scaling"),
+        tuple(rope.get("takes", ())), fixed,
+        {_formula(text, file.place("foreign.wants", text)): why for text, why in file.texts("foreign.wants").items()},
+    )  # fmt: skip
 
 
-def _without(fields: Mapping[str, str], *names: str, **more: str) -> dict[str, str]:
-    return {k: v for k, v in fields.items() if k not in names} | more
+def _rope(file: TableFile, rope: Mapping[str, Any]) -> None:
+    """Refuse a rotary embedding without a base, and terms that are none of it."""
+    for key in rope:
+        if key not in _ROPE:
+            raise file.place("foreign.rope", key).error(f"unknown key `{key}`", hint=f"known: {', '.join(_ROPE)}")
+    theta = rope.get("theta")
+    bases = theta if isinstance(theta, list) and len(theta) == 2 else [theta]
+    if rope and not all(isinstance(number, float) for number in (*bases, rope.get("partial", 1.0))):
+        raise file.header("foreign.rope").error("`theta` is a number, or two: of layers that slide and of others")
+    for term in rope.get("takes", ()):
+        _known(file.place("foreign.rope", "takes"), term)
 
 
-def _on(terms: Saying, *names: str) -> bool:
-    return any(name in terms and bool(terms[name].value) for name in names)
+def _formula(text: str, place: Place) -> Formula:
+    formula = parse_formula(text, place)
+    for term in sorted(formula.names):
+        _known(place, term)
+    return formula
 
 
-def _value(terms: Saying, name: str, default: Any = None) -> Any:
-    return terms[name].value if name in terms else default
-
-
-def _llama(terms: Saying) -> dict[str, Any]:
-    return {"attention_bias": _on(terms, "qkv_bias"), "mlp_bias": _on(terms, "mlp_bias")}
-
-
-def _attention_bias(terms: Saying) -> dict[str, Any]:
-    return {"attention_bias": _on(terms, "qkv_bias")}
-
-
-def _mistral(terms: Saying) -> dict[str, Any]:
-    return {"sliding_window": _value(terms, "window")}
-
-
-def _qwen3_moe(terms: Saying) -> dict[str, Any]:
-    dense = list(_value(terms, "dense", ()))
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense, **_attention_bias(terms)}
-
-
-def _gemma2(terms: Saying) -> dict[str, Any]:
-    kinds = [("full" if layer % 2 else "sliding") + "_attention" for layer in range(_value(terms, "layers"))]
-    return {"layer_types": kinds}
-
-
-def _gemma3(terms: Saying) -> dict[str, Any]:
-    local, every = _value(terms, "pattern")
-    kinds = ["sliding" if layer % (local + every) < local else "full" for layer in range(_value(terms, "layers"))]
-    return {"layer_types": [f"{kind}_attention" for kind in kinds]}
-
-
-def _starcoder2(terms: Saying) -> dict[str, Any]:
-    return {"use_bias": _on(terms, *_BIASES), "sliding_window": _value(terms, "window")}
-
-
-def _deepseek(terms: Saying) -> dict[str, Any]:
-    shared, inner = _value(terms, "shared_ffn", 0), _value(terms, "moe_ffn")
-    return {
-        "num_key_value_heads": _value(terms, "heads"),
-        "q_lora_rank": _value(terms, "q_rank"),
-        "n_shared_experts": shared // inner,
-        "first_k_dense_replace": len(_value(terms, "dense", ())),
-        "num_nextn_predict_layers": 0,
-    }
-
-
-FAMILIES = {
-    family.architecture: family
-    for family in (
-        Family("LlamaForCausalLM", "llama", _DECODER, _LLAMA, (*_BIASES, "scaling"), extra=_llama, rules=(_ONE_BIAS,)),
-        Family("MistralForCausalLM", "mistral", _DECODER, _LLAMA, ("scaling", "window"), extra=_mistral),
-        Family(
-            "Qwen2ForCausalLM", "qwen2", _DECODER, {**_LLAMA, "qkv_bias": True}, ("scaling",),
-            constant={"use_sliding_window": False},
-        ),
-        Family(
-            "Qwen3ForCausalLM", "qwen3", _DECODER, {**_LLAMA, "qk_norm": True}, ("scaling", "qkv_bias", "o_bias"),
-            extra=_attention_bias, rules=(_ONE_BIAS,), constant={"use_sliding_window": False},
-        ),
-        Family(
-            "Qwen3MoeForCausalLM", "qwen3_moe",
-            _without(
-                _DECODER, moe_intermediate_size="moe_ffn", num_experts="experts", num_experts_per_tok="top_k",
-                norm_topk_prob="renormalize",
-            ),
-            {**_LLAMA, "qk_norm": True}, ("scaling", "qkv_bias", "o_bias", "dense"), optional=("intermediate_size",),
-            extra=_qwen3_moe, rules=(_ONE_BIAS,), constant={"use_sliding_window": False},
-        ),
-        Family(
-            "MixtralForCausalLM", "mixtral",
-            _without(_DECODER, intermediate_size="moe_ffn", num_local_experts="experts", num_experts_per_tok="top_k"),
-            {**_LLAMA, "renormalize": True}, ("scaling", "window"), extra=_mistral,
-        ),
-        Family("GemmaForCausalLM", "gemma", _DECODER, _SCALED_GEMMA, ("embed_scaled",)),
-        Family(
-            "Gemma2ForCausalLM", "gemma2",
-            _without(
-                _DECODER, "hidden_act", hidden_activation="activation", query_pre_attn_scalar="query_scale",
-                attn_logit_softcapping="attn_softcap", final_logit_softcapping="logit_softcap", **_WINDOW,
-            ),
-            {**_SCALED_GEMMA, "post_norms": True}, ("embed_scaled",), extra=_gemma2,
-        ),
-        Family(
-            "Gemma3ForCausalLM", "gemma3_text",
-            _without(
-                _DECODER, "hidden_act", hidden_activation="activation", query_pre_attn_scalar="query_scale", **_WINDOW
-            ),
-            {**_SCALED_GEMMA, "post_norms": True, "qk_norm": True}, ("embed_scaled", "pattern", "scaling"),
-            needs={"layer_types": "pattern"}, extra=_gemma3,
-        ),
-        Family(
-            "NemotronForCausalLM", "nemotron", _without(_DECODER, "rms_norm_eps", norm_eps="eps"),
-            {"layer_norm": True, "gates": 1}, ("partial", *_BIASES), extra=_llama, rules=(_ONE_BIAS,),
-        ),
-        Family(
-            "Starcoder2ForCausalLM", "starcoder2", _without(_DECODER, "rms_norm_eps", norm_epsilon="eps"),
-            {"layer_norm": True, "gates": 1}, (*_BIASES, "window"), extra=_starcoder2,
-            rules=(("qkv_bias == o_bias and o_bias == mlp_bias", "use_bias stands for all"),),
-        ),
-        Family(
-            "GPT2LMHeadModel", "gpt2",
-            {
-                "vocab_size": "vocab", "n_positions": "positions", "n_embd": "hidden", "n_layer": "layers",
-                "n_head": "heads", "n_inner": "ffn", "activation_function": "activation", "layer_norm_epsilon": "eps",
-                "tie_word_embeddings": "tied",
-            },
-            {"layer_norm": True, "gates": 1, "learned": True, **dict.fromkeys(_BIASES, True)}, rotary=False,
-            rules=(
-                ("kv_heads == heads", "it has no grouped queries"),
-                ("heads * head_dim == hidden", "its heads divide the width"),
-            ),
-        ),
-        Family(
-            "DeepseekV3ForCausalLM", "deepseek_v3",
-            _without(
-                _DECODER, "num_key_value_heads", "head_dim", moe_intermediate_size="moe_ffn",
-                n_routed_experts="experts", num_experts_per_tok="top_k", kv_lora_rank="kv_rank",
-                qk_nope_head_dim="nope_dim", qk_rope_head_dim="rope_dim", v_head_dim="v_dim",
-                routed_scaling_factor="routed_scale", n_group="router_groups", topk_group="top_groups",
-            ),
-            {**_LLAMA, "mla": True, "score": "sigmoid"},
-            ("scaling", "dense", "shared_ffn", "expert_bias"), extra=_deepseek,
-            rules=(("dense == first_dense", "only the first layers may be dense"),), constant={"norm_topk_prob": True},
-        ),
-    )
-}  # fmt: skip
-
-# How the names of NeMo's and Megatron-Bridge's classes begin; the longest beginning decides. None: the same class
-# serves every family, the fields tell. Empty: known, and none of the families here.
-_CLASSES: Mapping[str, str | None] = {
-    "GPT": None,
-    "BridgeGPT": None,
-    "MLAModel": None,
-    "DeepSeekModel": None,
-    "Llama": "LlamaForCausalLM",
-    "CodeLlama": "LlamaForCausalLM",
-    "Llama4": "",
-    "LlamaNemotronHeterogeneous": "",
-    "Mistral": "MistralForCausalLM",
-    "MistralSmall": "",
-    "Mixtral": "MixtralForCausalLM",
-    "Qwen2": "Qwen2ForCausalLM",
-    "Qwen25": "Qwen2ForCausalLM",
-    "Qwen3": "Qwen3ForCausalLM",
-    "Qwen3Next": "",
-    "Qwen2VL": "",
-    "Qwen25VL": "",
-    "Qwen3VL": "",
-    "Qwen2Audio": "",
-    "Gemma": "GemmaForCausalLM",
-    "CodeGemma": "GemmaForCausalLM",
-    "Gemma2": "Gemma2ForCausalLM",
-    "Gemma3": "Gemma3ForCausalLM",
-    "Gemma3VL": "",
-    "Gemma3n": "",
-    "Nemotron": "NemotronForCausalLM",
-    "NemotronH": "",
-    "NemotronNano": "",
-    "NemotronVL": "",
-    "Starcoder2": "Starcoder2ForCausalLM",
-    "Starcoder": "",
-    "DeepSeekV3": "DeepseekV3ForCausalLM",
-}
-
-
-def choose(terms: Saying) -> tuple[str | None, str]:
-    """Return the architecture that the terms tell, or None and the reason why none."""
-    said = terms.get("class")
-    if said:
-        begin = max((b for b in _CLASSES if str(said.value).startswith(b)), key=len, default="")
-        named = _CLASSES.get(begin, "")
-        if named == "Qwen3ForCausalLM" and _on(terms, "experts"):
-            return "Qwen3MoeForCausalLM", ""
-        if named is not None:
-            return (named, "") if named else (None, f"{said} is none of the families that are known here")
-    return _by_fields(terms)
-
-
-def _by_fields(terms: Saying) -> tuple[str | None, str]:
-    """Tell a family by what it has; where two compute the same, the simpler one."""
-    if _on(terms, "mla"):
-        return "DeepseekV3ForCausalLM", ""
-    lacking = [name for name in ("layer_norm", "gates", "activation") if name not in terms]
-    if lacking:
-        return None, f"neither configuration nor tensors tell {', '.join(lacking)}"
-    if _value(terms, "layer_norm"):
-        if _value(terms, "gates") == 2:
-            return None, "no family here has LayerNorm and a gated MLP"
-        if _on(terms, "learned"):
-            return "GPT2LMHeadModel", ""
-        return ("NemotronForCausalLM" if _value(terms, "activation") == "relu2" else "Starcoder2ForCausalLM"), ""
-    if _on(terms, "post_norms"):
-        return ("Gemma3ForCausalLM" if _on(terms, "qk_norm") else "Gemma2ForCausalLM"), ""
-    if _on(terms, "embed_scaled"):
-        return "GemmaForCausalLM", ""
-    if str(_value(terms, "activation")).startswith("gelu"):
-        return None, "RMSNorm with GELU: whether the embeddings are scaled, as Gemma's are, is not told"
-    if _on(terms, "experts"):
-        return ("Qwen3MoeForCausalLM" if _on(terms, "qk_norm") else "MixtralForCausalLM"), ""
-    if _on(terms, "qk_norm"):
-        return "Qwen3ForCausalLM", ""
-    if _on(terms, "qkv_bias") and not _on(terms, "o_bias"):
-        return "Qwen2ForCausalLM", ""
-    return ("MistralForCausalLM" if _on(terms, "window") else "LlamaForCausalLM"), ""
-
-
-def unknown_family(reason: str) -> str:
-    """Return what to do where no architecture is told."""
-    return (
-        f"which architecture it is cannot be told: {reason}; "
-        f'give config={{"architectures": ["LlamaForCausalLM"]}} with one of {", ".join(sorted(FAMILIES))}'
-    )
+def _known(place: Place, term: str) -> None:
+    if term not in KNOWN:
+        raise place.error(f"term `{term}` is unknown", hint=nearest(term, KNOWN))
 
 
 def family_of(architecture: str) -> Family | str:
     """Return the family of an architecture, or why there is none."""
-    found = FAMILIES.get(architecture)
-    return found or f"architecture {architecture!r} has no configuration here; {nearest(architecture, FAMILIES)}"
+    file = arch_file(architecture)
+    family = family_in(file, architecture) if file else None
+    return family or f"architecture {architecture!r} has no configuration here; {nearest(architecture, family_names())}"
+
+
+def family_in(file: TableFile, architecture: str) -> Family | None:
+    """Return the family of an architecture by its own table, None where that says nothing of it."""
+    family = parse_family(file)
+    return family if family and family.architecture == architecture else None
+
+
+def families() -> list[Family]:
+    """Every family, by file."""
+    found = (parse_family(read_table(path)) for path in arch_files() if "\n[foreign]" in path.read_text("utf-8"))
+    return [family for family in found if family]
+
+
+def family_names() -> list[str]:
+    """Architectures that a foreign checkpoint can become, sorted."""
+    return sorted(family.architecture for family in families())
+
+
+def choose(terms: Saying) -> Family | str:
+    """Return the family that the terms tell, or what to do where they tell none: by class, then by what it has."""
+    known, said = families(), terms.get("class")
+    begin = _CLASS.match(str(said.value)) if said else None
+    if said and not (begin and begin[1] in _GENERIC):
+        known = [family for family in known if begin and begin[1] in family.classes]
+        if not known:
+            return _unknown(f"{said} is none of the families that are known here")
+    told = known if len(known) == 1 else [family for family in known if _told(family, terms)]
+    if len(told) == 1:
+        return told[0]
+    if told:
+        return _unknown(f"{' and '.join(family.architecture for family in told)} are told alike")
+    if lacking := [name for name in _LACKED if name not in terms]:
+        return _unknown(f"neither configuration nor tensors tell {', '.join(lacking)}")
+    values = {name: terms[name].value for name in (*_LACKED, *PLAIN) if name in terms}
+    had = [f"{name} = {value!r}" for name, value in values.items() if value and value != PLAIN.get(name)]
+    open_ = [term for term, plain in PLAIN.items() if plain is False and term not in terms]
+    near = [f"{term} ({f.architecture})" for term in open_ for f in known if _told(f, {**terms, term: Said(True, "")})]
+    return _unknown(f"no family has {', '.join(had)}" + (f", unless {', '.join(near)}: not told" if near else ""))
+
+
+def _told(family: Family, terms: Saying) -> bool:
+    values = {**PLAIN, **{term: said.value for term, said in terms.items()}}
+    return family.tell is not None and family.tell.names <= values.keys() and bool(family.tell.value(values))
+
+
+def _unknown(reason: str) -> str:
+    return (
+        f"which architecture it is cannot be told: {reason}; "
+        f'give config={{"architectures": ["LlamaForCausalLM"]}} with one of {", ".join(family_names())}'
+    )
 
 
 def misfits(family: Family, terms: Saying) -> list[str]:
@@ -300,17 +201,81 @@ def misfits(family: Family, terms: Saying) -> list[str]:
     for term, value in family.fixed.items():
         if term in terms and terms[term].value != value:
             problems.append(f"{family.architecture} has {term} = {value!r}, but {terms[term]}")
-    latent = _on(terms, "mla")  # its own norms bear the names of query and key norms
-    expressed = {*(("qk_norm",) if latent else ()), *family.fields.values(), *family.fixed, *family.takes}
+    latent = "mla" in terms and terms["mla"].value  # its own norms bear the names of query and key norms
+    expressed = family.terms | ({"qk_norm"} if latent else set())
     for term, value in PLAIN.items():
         said = terms.get(term, Said(value, ""))
         if term not in expressed and said.value not in (value, None):
             problems.append(f"{family.architecture} cannot express {term}: {said}")
-    values: dict[str, object] = {term: said.value for term, said in terms.items()}
-    values["first_dense"] = tuple(range(len(_value(terms, "dense", ()))))
-    for text, why in family.rules:
-        rule = parse_formula(text, _PLACE)
+    values = {term: said.value for term, said in terms.items()}
+    for rule, why in family.wants.items():
         if rule.names <= values.keys() and not rule.value(values):
-            known = ", ".join(str(terms[name]) for name in sorted(rule.names) if name in terms)
-            problems.append(f"{family.architecture} wants {text}, since {why}; but {known}")
+            known = ", ".join(str(terms[name]) for name in sorted(rule.names))
+            problems.append(f"{family.architecture} wants {rule}, since {why}; but {known}")
     return problems
+
+
+def fields_of(family: Family, terms: Saying) -> dict[str, Any]:
+    """Return what config.json says but for the rotary embedding, of terms that are complete."""
+    made = dict(family.always)
+    for name, formula in family.config.items():
+        if formula.needs <= terms.keys():
+            value = formula.value({term: terms[term].value if term in terms else None for term in formula.names})
+            made[name] = list(value) if isinstance(value, tuple) else value
+    return made
+
+
+def departures(config: Mapping[str, Any], table: ArchTable, architecture: str) -> list[str]:
+    """Return what a Hugging Face config says otherwise than every foreign checkpoint of the architecture would.
+
+    What the table reads is left to it: that shows in the tensors.
+    """
+    family = family_in(table.file, architecture)
+    return [
+        f"config.json has {name} = {config[name]!r}, of such a checkpoint it would be read as {value!r}"
+        for name, value in (family.always if family else {}).items()
+        if name not in table.config and config.get(name) not in (None, value)
+    ]
+
+
+def check_families() -> list[str]:
+    """Return the problems of every section [foreign], without a checkpoint; must never raise."""
+    problems: list[str] = []
+    first: dict[str, Family] = {}
+    for path in arch_files():
+        try:
+            table = parse_arch(read_table(path), load_roles())
+            problems += check_family(table)
+            family = parse_family(table.file)
+        except BridgeError:
+            continue  # the check of the tables, or of this section, has said so
+        if family:
+            problems += _alike(family, first)
+    return problems
+
+
+def _alike(family: Family, first: dict[str, Family]) -> Iterator[str]:
+    """Yield classes that another family has as well, where nothing tells the two apart."""
+    for name in family.classes:
+        other = first.setdefault(name, family)
+        if other is not family and not (other.tell and family.tell):
+            place = family.file.place("foreign", "classes")
+            yield str(place.error(f"{name} is {other.architecture}, too: `tell` must tell them apart"))
+
+
+def check_family(table: ArchTable) -> list[str]:
+    """Return the problems of one table's section: terms and keys, and numbers that the table reads and nobody gives."""
+    try:
+        family = parse_family(table.file)
+    except BridgeError as error:
+        return [str(error)]
+    return list(_unsaid(family, table)) if family else []
+
+
+def _unsaid(family: Family, table: ArchTable) -> Iterator[str]:
+    given: Container[str] = {*family.config, *family.always}
+    for dim, formula in table.dims.items():
+        for name in sorted(formula.names) if dim != "labels" else ():
+            if name not in given and table.config[name] is not None:
+                place = table.file.header("foreign.config")
+                yield str(place.error(f"`{name}` is not given; `{dim}` is made of it"))

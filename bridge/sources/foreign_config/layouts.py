@@ -19,6 +19,7 @@ _MEGATRON = {
     "layer.mlp.linear_fc2.weight":                     ("hidden", "ffn"),
     "layer.mlp.router.weight":                         ("experts", "hidden"),
     "layer.mlp.experts.linear_fc1.weight":             ("gates * moe_ffn", "hidden"),
+    "layer.mlp.experts.linear_fc1.bias":               ("gates * moe_ffn",),
     "layer.mlp.experts.linear_fc1.weight_w":           ("moe_ffn", "hidden"),
     "layer.mlp.experts.linear_fc1.weight_v":           ("moe_ffn", "hidden"),
     "layer.mlp.experts.linear_fc2.weight":             ("hidden", "moe_ffn"),
@@ -28,6 +29,7 @@ _MEGATRON = {
 _MEGATRON_ATTENTION = {
     "layer.self_attention.linear_qkv.weight":          ("(heads + 2 * kv_heads) * head_dim", "hidden"),
     "layer.self_attention.linear_qkv.bias":            ("(heads + 2 * kv_heads) * head_dim",),
+    "layer.self_attention.core_attention.softmax_offset": ("heads",),
     "layer.self_attention.linear_proj.weight":         ("hidden", "heads * head_dim"),
     "layer.self_attention.q_layernorm.weight":         ("head_dim",),
     "layer.self_attention.k_layernorm.weight":         ("head_dim",),
@@ -49,6 +51,7 @@ _MEGATRON_PRESENT = {
     "mlp_bias":    ("linear_fc1.bias",),
     "qk_norm":     (".q_layernorm.weight",),
     "post_norms":  (".post_layernorm.weight",),
+    "sinks":       (".softmax_offset",),
     "expert_bias": ("router.expert_bias",),
     "mla":         ("linear_kv_down_proj.weight",),
 }  # fmt: skip
@@ -65,6 +68,8 @@ _TITAN = {
     "layer.moe.experts.w1":                                 ("experts", "moe_ffn", "hidden"),
     "layer.moe.experts.w2":                                 ("experts", "hidden", "moe_ffn"),
     "layer.moe.experts.w3":                                 ("experts", "moe_ffn", "hidden"),
+    "layer.moe.experts.mlp1_weight":                        ("experts", "gates * moe_ffn", "hidden"),
+    "layer.moe.experts.mlp2_weight":                        ("experts", "hidden", "moe_ffn"),
     "layer.moe.shared_experts.w1.weight":                   ("shared_ffn", "hidden"),
     "layer.moe.shared_experts.w2.weight":                   ("hidden", "shared_ffn"),
 }  # fmt: skip
@@ -73,6 +78,7 @@ _TITAN_ATTENTION = {
     "layer.attention.wk.weight":                            ("kv_heads * head_dim", "hidden"),
     "layer.attention.wv.weight":                            ("kv_heads * head_dim", "hidden"),
     "layer.attention.wo.weight":                            ("hidden", "heads * head_dim"),
+    "layer.attention.sinks":                                ("heads",),
     "layer.attention.q_norm.weight":                        ("head_dim",),
     "layer.attention.k_norm.weight":                        ("head_dim",),
 }  # fmt: skip
@@ -90,11 +96,13 @@ _TITAN_PRESENT = {
     "no tied":     ("output.weight", "lm_head.weight"),
     "qkv_bias":    (".wq.bias",),
     "o_bias":      (".wo.bias",),
-    "mlp_bias":    (".w1.bias",),
+    "mlp_bias":    (".w1.bias", ".mlp1_bias", ".mlp1_bias_EG"),
     "qk_norm":     (".attention.q_norm.weight",),
     "mla":         (".wkv_a.weight",),
+    "sinks":       (".attention.sinks",),
 }  # fmt: skip
-_GATED = {"gates": 2, "layer_norm": False, "activation": "silu"}
+_GATED = {"gates": 2, "layer_norm": False, "activation": "silu", "centered": False}
+_SINKS = {"activation": "quick_gelu", "up_offset": 1.0}  # of those that have them
 
 _MEGATRON_NAME = re.compile(
     r"(?:module\.|model\.)*(?:"  # NeMo 2, NeMo 1, and both at once
@@ -112,6 +120,8 @@ _TITAN_OLD = {
     "layer.moe.routed_experts.inner_experts.w1_EFD": "layer.moe.experts.w1",
     "layer.moe.routed_experts.inner_experts.w2_EDF": "layer.moe.experts.w2",
     "layer.moe.routed_experts.inner_experts.w3_EFD": "layer.moe.experts.w3",
+    "layer.moe.routed_experts.inner_experts.mlp1_weight_EGD": "layer.moe.experts.mlp1_weight",
+    "layer.moe.routed_experts.inner_experts.mlp2_weight_EDF": "layer.moe.experts.mlp2_weight",
 }
 
 
@@ -125,7 +135,8 @@ def layout_of(dialect: str, specs: Mapping[str, TensorSpec]) -> Layout:
     latent = any(name.endswith(_TITAN_PRESENT["mla"]) for name in specs)
     axes = _TITAN | (_TITAN_LATENT if latent else _TITAN_ATTENTION)
     dense, routed = "layer.feed_forward.w2.weight", "layer.moe.router.gate.weight"
-    return Layout(_titan_name, axes, _TITAN_PRESENT, _GATED, dense, routed)
+    always = _GATED | (_SINKS if any(name.endswith(_TITAN_PRESENT["sinks"]) for name in specs) else {})
+    return Layout(_titan_name, axes, _TITAN_PRESENT, always, dense, routed)
 
 
 def _megatron_name(name: str) -> Named:
@@ -134,7 +145,7 @@ def _megatron_name(name: str) -> Named:
         return Named(name)
     if match["outside"]:
         return Named(match["outside"])
-    layer = int(match["layer"]) if match["layer"] else None
+    layer = _number(match["layer"])
     leading = () if match["layer"] else ("layers",)
     expert = _MEGATRON_EXPERT.fullmatch(match["inside"])
     if not expert:
@@ -142,7 +153,7 @@ def _megatron_name(name: str) -> Named:
     index = expert["e"] or expert["last"]
     if index is None:
         leading = (*leading, "experts")
-    return Named(f"layer.mlp.experts.{expert['rest']}", layer, int(index) if index else None, leading)
+    return Named(f"layer.mlp.experts.{expert['rest']}", layer, _number(index), leading)
 
 
 def _titan_name(name: str) -> Named:
@@ -151,4 +162,9 @@ def _titan_name(name: str) -> Named:
     for new, old in _TITAN_OLD.items():
         if template.startswith(new):
             template = old + template.removeprefix(new)
-    return Named(template, int(match["layer"]) if match else None)
+    return Named(template, _number(match["layer"] if match else None))
+
+
+def _number(index: str | None) -> int | None:
+    """A layer's or an expert's number; Python refuses to read the longest, of which the first digits are too many."""
+    return int(index[:12]) if index else None

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bridge.sources.foreign_config.said import Said, Saying, number, shown
+from bridge.sources.foreign_config.kinds import (
+    COUNT,
+    FACTOR,
+    FREQUENCY,
+    KINDS,
+    NUMBER,
+    TRUTH,
+    WINDOW,
+    WORD,
+    Kind,
+    mistyped,
+)
+from bridge.sources.foreign_config.said import Said, Saying, shown
 from bridge.sources.foreign_config.writers import class_of
 from bridge.sources.foreign_config.yaml_data import target
 
@@ -29,6 +41,8 @@ TERMS = {
     "query_pre_attn_scalar": "query_scale",
     "attn_logit_softcapping": "attn_softcap",
     "final_logit_softcapping": "logit_softcap",
+    "activation_func_clamp_value": "clamp",
+    "glu_linear_offset": "up_offset",
     "interleaved_attn_pattern": "pattern",
     "multi_latent_attention": "mla",
     "q_lora_rank": "q_rank",
@@ -53,12 +67,8 @@ _PLAIN: Mapping[str, object] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "qk_l2_norm": False,
-    "softmax_type": "vanilla",
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
     "no_rope_freq": None,
     "nope_layer_interval": None,
-    "window_attn_skip_freq": None,
     "heterogeneous_block_specs": False,
     "linear_attention_freq": None,
     "experimental_attention_variant": None,
@@ -86,26 +96,59 @@ _ACTIVATIONS = {
     "relu2": "relu2",
     "squared_relu": "relu2",
 }
+_SINKS = {"vanilla": False, "learnable": True}
 _NORMS = {"RMSNorm": False, "LayerNorm": True}
 # What Megatron-Core does with experts where nothing is said.
 _EXPERT_DEFAULTS: Mapping[str, object] = {"router_groups": 1, "top_groups": 1, "routed_scale": 1.0}
-_MOST_LAYERS = 10_000
 # Llama 3.1's numbers, which Megatron-Core has in its code.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN: Mapping[str, Kind] = {
+    "original_max_position_embeddings": COUNT,
+    "beta_fast": NUMBER,
+    "beta_slow": NUMBER,
+    "mscale": FACTOR,
+    "mscale_all_dim": FACTOR,
+}
+# Fields that are read and are no term by themselves.
+_FIELDS: Mapping[str, Kind] = {
+    **dict.fromkeys(("seq_length", "max_position_embeddings", "old_context_len"), COUNT),
+    **dict.fromkeys(
+        (
+            "rope_scaling_factor", "seq_len_interpolation_factor", "scale_factor", "low_freq_factor",
+            "high_freq_factor", "rotary_scaling_factor", "yarn_rotary_scaling_factor",
+        ),
+        NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            "add_bias_linear", "add_qkv_bias", "bias_activation_fusion", "rope_scaling", "moe_router_pre_softmax",
+            "yarn_correction_range_round_to_int", "scale_positional_embedding", "openai_gelu", "squared_relu",
+            "quick_geglu", "bias_gelu_fusion", "group_query_attention", "use_rotary_position_embeddings",
+            "untie_embeddings_and_output_weights",
+        ),
+        TRUTH,
+    ),
+    **dict.fromkeys(("normalization", "position_embedding_type", "rope_type", "softmax_type"), WORD),
+    **_YARN,
+    **{f"yarn_{name}": kind for name, kind in _YARN.items()},
+    "window_size": WINDOW,
+    **dict.fromkeys(("moe_layer_freq", "window_attn_skip_freq"), FREQUENCY),
+}  # fmt: skip
+_KINDS = {**{name: KINDS[term] for name, term in {**TERMS, **EXPERT_TERMS}.items()}, **_FIELDS}
 
 
 def megatron_terms(fields: Saying) -> tuple[dict[str, Said], list[str]]:
     """Return the terms, and what no supported model has."""
+    fields = dict(fields)
+    problems = mistyped(fields, _KINDS)
     terms = {term: fields[name] for name, term in TERMS.items() if name in fields}
-    terms.setdefault("centered", Said(False, "no layernorm_zero_centered_gamma: Megatron-Core's default"))
     if "num_moe_experts" in fields:
         terms |= {term: fields[name] for name, term in EXPERT_TERMS.items() if name in fields}
-        _experts(fields, terms)
+        problems += _experts(fields, terms)
     lengths = [fields[name] for name in ("seq_length", "max_position_embeddings") if name in fields]
     if lengths:
-        terms["context"] = max(lengths, key=lambda said: said.value if isinstance(said.value, int) else 0)
-    problems = [
+        terms["context"] = max(lengths, key=lambda said: said.value)
+    problems += [
         f"{fields[name]}: no supported architecture has that; convertible models have {shown(plain)}"
         for name, plain in _PLAIN.items()
         if name in fields and fields[name].value != plain
@@ -113,11 +156,21 @@ def megatron_terms(fields: Saying) -> tuple[dict[str, Said], list[str]]:
     _biases(fields, terms)
     problems += _words(fields, terms)
     problems += _positions(fields, terms)
-    _attention(fields, terms)
+    problems += _attention(fields, terms)
     name = class_of(fields)
     if name:
         terms["class"] = Said(name, fields["_target_"].where)
     return terms, problems
+
+
+def unsaid(fields: Saying) -> tuple[str, ...]:
+    """Return terms that the fields speak of without their value: Megatron-Bridge's provider of gpt-oss holds YaRN's
+    numbers as attributes, which run_config.yaml is not made of.
+    """
+    latent = "multi_latent_attention" in fields and fields["multi_latent_attention"].value
+    kind, prefix = ("rope_type", "") if latent else ("position_embedding_type", "yarn_")
+    lacking = f"{prefix}rotary_scaling_factor" not in fields
+    return ("scaling",) if lacking and kind in fields and fields[kind].value == "yarn" else ()
 
 
 def _biases(fields: Saying, terms: dict[str, Said]) -> None:
@@ -132,7 +185,7 @@ def _words(fields: Saying, terms: dict[str, Said]) -> list[str]:
     """Translate activation and norm."""
     problems = []
     norm = fields.get("normalization")
-    if norm and isinstance(norm.value, str) and norm.value in _NORMS:
+    if norm and norm.value in _NORMS:
         terms["layer_norm"] = Said(_NORMS[norm.value], f"{norm.where} ({norm.value})")
     elif norm:
         problems.append(f"{norm}: known norms are {', '.join(_NORMS)}")
@@ -189,27 +242,43 @@ def _scaling(fields: Saying) -> Said | None:
                 more["truncate"] = values["yarn_correction_range_round_to_int"]
     if name not in fields:
         return None
-    factor = number(fields[name])
+    factor = float(values[name])
     plain_factor = factor == 1 and kind != "llama3"
     return None if plain_factor else Said({"rope_type": kind, "factor": factor, **more}, fields[name].where)
 
 
-def _attention(fields: Saying, terms: dict[str, Said]) -> None:
-    """Translate the window: Megatron-Core counts the tokens before the one that looks, transformers that one too."""
-    said = fields.get("window_size")
-    if said is None:
-        return
-    if isinstance(said.value, list | tuple) and len(said.value) == 2 and all(isinstance(n, int) for n in said.value):
-        left, right = said.value
-        if left >= 0 and right == 0:
-            terms["window"] = Said(left + 1, f"{said.where} ({shown(said.value)}), and the token itself")
-        elif left >= 0 or right > 0:
-            terms["window"] = said
-    else:
+def _attention(fields: Saying, terms: dict[str, Said]) -> list[str]:
+    """Translate sinks, and the window: Megatron-Core counts those before the token that looks, transformers also it."""
+    problems, sinks, said = [], fields.get("softmax_type"), fields.get("window_size")
+    if sinks and sinks.value in _SINKS:
+        terms["sinks"] = Said(_SINKS[sinks.value], f"{sinks.where} ({sinks.value})")
+    elif sinks:
+        problems.append(f"{sinks}: known are {', '.join(_SINKS)}")
+    if said is None or said.value is None:
+        return problems
+    left, right = said.value if isinstance(said.value, list | tuple) else (None, None)
+    if left is None:
         terms["window"] = said
+    elif left >= 0 and right == 0:
+        terms["window"] = Said(left + 1, f"{said.where} ({shown(said.value)}), and the token itself")
+    elif left >= 0 or right > 0:
+        terms["window"] = said  # no causal one: what is no count is refused
+    return problems + _full_layers(fields, terms)
 
 
-def _experts(fields: Saying, terms: dict[str, Said]) -> None:
+def _full_layers(fields: Saying, terms: dict[str, Said]) -> list[str]:
+    """Translate which layers have no window: every so many, the last of them."""
+    said, layers = fields.get("window_attn_skip_freq"), fields.get("num_layers")
+    if said is None or said.value is None:
+        return []
+    every = said.value if isinstance(said.value, int) else [*said.value, 0].index(0) + 1
+    if every is not said.value and layers and [*said.value] != [int(n % every > 0) for n in range(1, layers.value + 1)]:
+        return [f"{said}: supported are a window in all layers but every n-th"]
+    terms["pattern"] = Said((every - 1, 1), f"{said.where} ({shown(said.value)})")
+    return []
+
+
+def _experts(fields: Saying, terms: dict[str, Said]) -> list[str]:
     if "ffn" in terms:
         terms.setdefault("moe_ffn", terms["ffn"])  # Megatron-Core's default
     before = fields.get("moe_router_pre_softmax", Said(False, "no moe_router_pre_softmax: Megatron-Core's default"))
@@ -218,9 +287,13 @@ def _experts(fields: Saying, terms: dict[str, Said]) -> None:
         terms.setdefault(term, Said(default, "Megatron-Core's default"))
     every = fields.get("moe_layer_freq")
     layers = fields.get("num_layers")
-    if every and layers and isinstance(layers.value, int) and layers.value <= _MOST_LAYERS:
-        if isinstance(every.value, int) and every.value > 0:
-            dense = tuple(layer for layer in range(layers.value) if layer % every.value)
-            terms["dense"] = Said(dense, f"{every.where} ({every.value})")
-        elif isinstance(every.value, list | tuple):
-            terms["dense"] = Said(tuple(i for i, routed in enumerate(every.value) if not routed), every.where)
+    if not every or not layers:
+        return []
+    if isinstance(every.value, int):
+        dense = tuple(layer for layer in range(layers.value) if layer % every.value)
+        terms["dense"] = Said(dense, f"{every.where} ({every.value})")
+    elif len(every.value) == layers.value:
+        terms["dense"] = Said(tuple(i for i, routed in enumerate(every.value) if not routed), every.where)
+    else:
+        return [f"{every.where} lists {len(every.value)} layers, but {layers}"]
+    return []

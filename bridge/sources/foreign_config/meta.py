@@ -7,8 +7,9 @@ from typing import Any
 
 from bridge.errors import SourceError, nearest
 from bridge.sources.foreign_config.derive import Told
+from bridge.sources.foreign_config.kinds import COUNT, NUMBER, TRUTH, Kind, mistyped
 from bridge.sources.foreign_config.megatron import LLAMA3
-from bridge.sources.foreign_config.said import Said, number
+from bridge.sources.foreign_config.said import Said, shown
 
 _TERMS = {
     "dim": "hidden",
@@ -23,9 +24,16 @@ _TERMS = {
     "max_seq_len": "context",
     "sliding_window": "window",
 }
-_ROPE = ("rope_scaling_factor", "high_freq_factor")
-_READ = {"multiple_of", "ffn_dim_multiplier", "use_scaled_rope", *_ROPE}
-_UNUSED = {"max_batch_size", "model_parallel_size", "use_biases"}
+_READ: Mapping[str, Kind] = {
+    "dim": COUNT,
+    "multiple_of": COUNT,
+    "ffn_dim_multiplier": NUMBER,
+    "use_scaled_rope": TRUTH,
+    "rope_scaling_factor": NUMBER,
+    "high_freq_factor": NUMBER,
+    "use_biases": TRUTH,
+}
+_UNUSED = {"max_batch_size", "model_parallel_size"}
 
 # Published models, by dim, n_layers, vocab_size and use_scaled_rope -> factor of the scaling, longest sequence. Their
 # params.json tell neither.
@@ -44,47 +52,45 @@ def meta_told(params: Any, where: str = "params.json") -> Told:
     """Read params.json; what it leaves to the reader's code is Meta's default, or asked for."""
     if not isinstance(params, Mapping):
         raise SourceError(f"{where}: holds no JSON object")
+    known = {*_TERMS, *_READ, *_UNUSED}
     problems = [
-        f"{where}: {name} = {params[name]!r} is unknown; {nearest(str(name), [*_TERMS, *_READ, *_UNUSED])}"
-        for name in params
-        if name not in {*_TERMS, *_READ, *_UNUSED}
+        f"{where}: {name} = {shown(value)} is unknown; {nearest(str(name), sorted(known))}"
+        for name, value in params.items()
+        if name not in known
     ]
-    if params.get("use_biases"):
+    said = {name: Said(value, f"{where}: {name}") for name, value in params.items() if value is not None}
+    problems += mistyped(said, _READ)
+    own = {name: one.value for name, one in said.items()}
+    if own.get("use_biases"):
         problems.append(f"{where}: use_biases = true: no supported architecture has that")
     terms = {
-        term: Said(params[name], f"{where}: {name}")
+        term: said[name]
         for name, term in _TERMS.items()
-        if params.get(name) is not None
-        and (name, params[name]) != ("vocab_size", -1)  # Llama 1 and 2: see the tokenizer
+        if name in said and (name, own[name]) != ("vocab_size", -1)  # Llama 1 and 2: see the tokenizer
     }
     if "heads" in terms:
         terms.setdefault("kv_heads", Said(terms["heads"].value, f"{where} has no n_kv_heads: n_heads"))
     terms.setdefault("theta", Said(10000.0, f"{where} has no rope_theta: Meta's default"))
-    _width(params, terms, where)
-    scaled = params.get("use_scaled_rope") is True
-    key = [params.get("dim"), params.get("n_layers"), params.get("vocab_size"), scaled]
-    factor, context = next((found for known, found in _PUBLISHED.items() if list(known) == key), (None, None))
+    _width(own, terms, where)
+    scaled = own.get("use_scaled_rope", False)
+    key = (own.get("dim"), own.get("n_layers"), own.get("vocab_size"), scaled)
+    factor, context = next((found for model, found in _PUBLISHED.items() if model == key), (None, None))
     if context:
         terms.setdefault("context", Said(context, f"{where}: dim, n_layers and vocab_size of a published model"))
-    if not scaled:
-        return Told(terms, tuple(problems))
-    given = {name: number(Said(params[name], f"{where}: {name}")) for name in _ROPE if params.get(name) is not None}
-    factor = given.get("rope_scaling_factor", factor)
-    if factor is None:
-        return Told(terms, tuple(problems), ("scaling",))
-    high = {"high_freq_factor": given["high_freq_factor"]} if "high_freq_factor" in given else {}
-    scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3, **high}
+    factor = own.get("rope_scaling_factor", factor)
+    if not scaled or factor is None:
+        return Told(terms, tuple(problems), ("scaling",) if scaled else ())
+    high = {name: float(own[name]) for name in ("high_freq_factor",) if name in own}
+    scaling = {"rope_type": "llama3", "factor": float(factor), **LLAMA3, **high}
     terms["scaling"] = Said(scaling, f"{where}: use_scaled_rope")
     return Told(terms, tuple(problems))
 
 
-def _width(params: Mapping[str, Any], terms: dict[str, Said], where: str) -> None:
+def _width(own: Mapping[str, Any], terms: dict[str, Said], where: str) -> None:
     """Compute the inner width as Meta's code does: two thirds of 4 x dim, scaled, rounded up to a multiple."""
-    dim, multiple = params.get("dim"), params.get("multiple_of")
-    if "ffn" in terms or not isinstance(dim, int) or not isinstance(multiple, int) or multiple < 1:
+    if "ffn" in terms or not own.keys() >= {"dim", "multiple_of"}:
         return
-    width, used = int(2 * 4 * dim / 3), "dim, multiple_of"
-    if params.get("ffn_dim_multiplier") is not None:
-        by = number(Said(params["ffn_dim_multiplier"], f"{where}: ffn_dim_multiplier"))
-        width, used = int(by * width), "dim, multiple_of, ffn_dim_multiplier"
-    terms["ffn"] = Said(-(-width // multiple) * multiple, f"{where}: {used}")
+    width, used = int(2 * 4 * own["dim"] / 3), "dim, multiple_of"
+    if "ffn_dim_multiplier" in own:
+        width, used = int(own["ffn_dim_multiplier"] * width), "dim, multiple_of, ffn_dim_multiplier"
+    terms["ffn"] = Said(-(-width // own["multiple_of"]) * own["multiple_of"], f"{where}: {used}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from bridge.errors import SourceError
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,25 @@ class Said:
 
 
 Saying = Mapping[str, Said]
+
+
+class Given(dict[str, Any]):
+    """Entries of config.json that the caller gives, and below them those of the one that lies beside the weights."""
+
+    def __init__(self, entries: Mapping[str, Any], beside: Collection[str] = ()) -> None:
+        super().__init__(entries)
+        self.beside = {*beside}
+
+    def where(self, *names: str) -> str:
+        """Where entries come from, for a message."""
+        return f"{'config.json' if self.beside.issuperset(names) else 'config='}: {', '.join(names)}"
+
+    def rename(self, old: str, new: str) -> None:
+        """Put an entry under another name, where it is there."""
+        if old in self:
+            self[new] = self.pop(old)
+            self.beside |= {new} if old in self.beside else set()
+
 
 # A term that is not said is asked for with these words. Dims are those of mappings/roles.toml, and a few more.
 TERMS = {
@@ -40,7 +57,9 @@ TERMS = {
     "tied": "whether the output head is the embedding",
     "theta": "base and scaling of the rotary embedding: {{'rope_type': 'default', 'rope_theta': 10000.0}}",
     "scaling": "scaling of the rotary embedding: Llama 3.1 and 3.3 have {{'rope_type': 'llama3', 'factor': 8.0, "
-    "'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}}, Llama 3.2 factor 32",
+    "'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}}, Llama 3.2 factor 32; "
+    "gpt-oss {{'rope_type': 'yarn', 'factor': 32.0, 'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False, "
+    "'original_max_position_embeddings': 4096}}",
     "kv_rank": "width of the latent of keys and values",
     "nope_dim": "width of a head's query and key that RoPE does not turn",
     "rope_dim": "width of a head's query that it turns",
@@ -52,6 +71,7 @@ TERMS = {
     "query_scale": "the queries are divided by the root of it",
     "logit_softcap": "soft cap of the logits, or None",
     "attn_softcap": "soft cap of the attention scores, or None",
+    "clamp": "what gate and up of an expert are clamped to",
     "routed_scale": "factor of the routed experts' sum",
     "router_groups": "groups of experts",
     "top_groups": "groups that a token's experts come from",
@@ -76,6 +96,9 @@ PLAIN: Mapping[str, object] = {
     "query_scale": None,
     "logit_softcap": None,
     "attn_softcap": None,
+    "sinks": False,
+    "clamp": None,
+    "up_offset": 0.0,
     "experts": None,
     "dense": (),
     "shared_ffn": None,
@@ -85,14 +108,6 @@ PLAIN: Mapping[str, object] = {
     "score": "softmax",
     "expert_bias": False,
 }
-
-
-def number(said: Said) -> float:
-    """Return a number that must be one, above zero; SourceError names where it stands."""
-    value = said.value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise SourceError(f"{said}: must be a number above zero")
-    return float(value)
 
 
 def shown(value: object) -> str:
@@ -107,10 +122,17 @@ def shown(value: object) -> str:
         return f"[{', '.join(shown(item) for item in value[:6])}, ... {len(value)} values]"
     if isinstance(value, Mapping | list | tuple) and not _flat(value):
         return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and not _is_short(value):
+        return f"a whole number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _flat(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
     items = value.values() if isinstance(value, Mapping) else value
-    return len(value) <= 8 and all(isinstance(item, str | int | float | None) for item in items)
+    return len(value) <= 8 and all(isinstance(item, str | float | None) or _is_short(item) for item in items)
+
+
+def _is_short(value: object) -> bool:
+    """Whether it is a whole number that Python writes out, which it refuses of the longest."""
+    return isinstance(value, int) and value.bit_length() <= 256

@@ -27,6 +27,8 @@ _NEMO1: Mapping[str, tuple[str, object]] = {
     "override_vocab_size": ("vocab_size", None),
     "num_moe_experts": ("num_moe_experts", None),
     "moe_router_topk": ("moe_router_topk", 2),
+    "layernorm_zero_centered_gamma": ("layernorm_zero_centered_gamma", False),
+    "apply_embedding_scaling": ("apply_embedding_scaling", False),
 }
 _NEMO1_ACTIVATIONS = {
     "gelu": "gelu",
@@ -79,9 +81,9 @@ def nemo1_fields(raw: Any, where: str = "model_config.yaml") -> dict[str, Said]:
             fields[field] = Said(flat[name], f"{where}: {name}")
         elif default is not None:
             fields[field] = Said(default, f"{where} has no {name}: NeMo's default")
+    _nemo1_words(flat, fields, where)
     extra = flat.get("mcore_customization_config")
     fields |= _fields(extra, f"{where}: mcore_customization_config") if isinstance(extra, Mapping) else {}
-    _nemo1_words(flat, fields, where)
     return fields
 
 
@@ -113,9 +115,8 @@ def argument_fields(raw: Any, where: str = "common.pt: args") -> dict[str, Said]
     }
 
     def said(name: str, value: object, *arguments: str) -> None:
-        fields[name] = Said(
-            value, f"{where}: {', '.join(arguments)} = {', '.join(shown(raw.get(a)) for a in arguments)}"
-        )
+        given = ", ".join(f"{where}.{argument} = {shown(raw.get(argument))}" for argument in arguments)
+        fields[name] = Said(value, f"{given}, so {name}")
 
     if "untie_embeddings_and_output_weights" in raw:
         untied = "untie_embeddings_and_output_weights"
@@ -132,6 +133,8 @@ def argument_fields(raw: Any, where: str = "common.pt: args") -> dict[str, Said]
     elif "swiglu" in raw:
         said("activation_func", "openai_gelu" if raw.get("openai_gelu") else "gelu", "openai_gelu")
         said("bias_activation_fusion", bool(raw.get("bias_gelu_fusion")), "bias_gelu_fusion")
+    if "layernorm_zero_centered_gamma" not in fields:
+        fields["layernorm_zero_centered_gamma"] = Said(False, f"{where} has no apply_layernorm_1p: the default")
     if raw.get("use_rotary_position_embeddings"):
         said("position_embedding_type", "rope", "use_rotary_position_embeddings")
     return fields

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from bridge.errors import SourceError
+from bridge.sources.programs import REFUSAL, runs_programs
 
 MOST_BYTES = 1 << 20  # the largest seen, a whole training run's configuration, has 60 kB
 MOST_VALUES = 100_000  # aliases count as often as they are used: 500 bytes of them can stand for 10**9 values
@@ -37,8 +38,8 @@ class _Refused(Exception):
 def read_yaml(text: bytes | str, where: str) -> Any:
     """Return a YAML document as dicts, lists, strings, numbers and None; what an unknown tag marks stays data.
 
-    >>> read_yaml("a: 1e-5\\nb: !!python/name:os.system ''", "x.yaml")
-    {'a': 1e-05, 'b': {'_tag_': 'tag:yaml.org,2002:python/name:os.system', '_value_': ''}}
+    >>> read_yaml("a: 1e-5\\nb: !!python/name:torch.bfloat16 ''", "x.yaml")
+    {'a': 1e-05, 'b': {'_tag_': 'tag:yaml.org,2002:python/name:torch.bfloat16', '_value_': ''}}
     """
     if len(text) > MOST_BYTES:
         raise SourceError(f"{where}: {len(text)} bytes are no configuration; at most {MOST_BYTES} are read")
@@ -53,7 +54,7 @@ def read_yaml(text: bytes | str, where: str) -> Any:
         raise SourceError(f"{where}: {error}; it is not read as a configuration") from error
     except RecursionError as error:
         raise SourceError(f"{where}: nested too deep to be a configuration") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise SourceError(f"{where}: cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
@@ -71,6 +72,7 @@ class _Walk:
         if depth > DEEPEST:
             raise _Refused(f"is nested more than {DEEPEST} deep, or holds itself")
         kind = node.tag.removeprefix(_YAML)
+        _refuse_programs(kind.rpartition(":")[2] if kind.startswith("python/") else "", node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, kind)
         if isinstance(node, yaml.SequenceNode):
@@ -84,9 +86,17 @@ class _Walk:
             if key in found:
                 raise _Refused(f"has the key {key!r} twice, the second time in line {key_node.start_mark.line + 1}")
             found[key] = self.data(value_node, depth + 1)
+            _refuse_programs(target({key: found[key]}) or "", value_node)
         return found if kind in ("map", "omap", "set") else _tagged(node, found)
 
     def _scalar(self, node: yaml.ScalarNode, kind: str) -> Any:
+        try:
+            return self._plain(node, kind)
+        except (ValueError, LookupError, OverflowError) as error:  # a tag promises what the text does not hold
+            line = node.start_mark.line + 1
+            raise _Refused(f"has {node.value[:40]!r} in line {line}, which is no {kind}") from error
+
+    def _plain(self, node: yaml.ScalarNode, kind: str) -> Any:
         match kind:
             case "null":
                 return None
@@ -102,6 +112,11 @@ class _Walk:
                 return node.value
             case _:
                 return _tagged(node, node.value)
+
+
+def _refuse_programs(name: str, node: yaml.Node) -> None:
+    if runs_programs(name):
+        raise _Refused(f"asks for {name[:80]} in line {node.start_mark.line + 1}, {REFUSAL}")
 
 
 def _tagged(node: yaml.Node, value: Any) -> dict[str, Any]:

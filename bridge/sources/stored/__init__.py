@@ -1,7 +1,8 @@
 """Quantized weights as checkpoints store them: what each module's tensors are; reads no weight to find that out.
 
 One file here for each writer: `modelopt` (unified checkpoints), `blocks` (FP8 as DeepSeek publishes it), `compressed`
-(compressed-tensors). Each answers for one module which format it has and which of its tensors is which part.
+(compressed-tensors). Each answers for one module which format it has and which of its tensors is which part. `mxfp4`
+(gpt-oss) has stacks of experts, which are no modules.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from bridge.dtypes import to_float32
+from bridge.dtypes import FLOATS, to_float32
 from bridge.errors import SchemeError
 from bridge.quant.blocks import FOUR_BITS, IN_INT32, grid
 from bridge.values import Coding, Format, LazyTensor, Numeric, TensorSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-FLOATS = ("float32", "bfloat16", "float16")
 SCALES = {"float32": FLOATS, "float8_e4m3fn": ("float8_e4m3fn",), "float8_e8m0fnu": ("uint8", "float8_e8m0fnu")}
 # What codes are stored as; `int32` holds eight (int4) or four (int8) of them.
 CODES = {
@@ -64,7 +65,8 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """One quantized weight of a checkpoint. `spec` is the weight's as it would be unquantized, [out, in].
+    """One quantized weight of a checkpoint. `spec` is the weight's as it would be unquantized, [out, in], of a stack of
+    experts [experts, out, in].
 
     `parts`: "codes", "scale", "scale_2", "input_scale", "pre_quant_scale" -> the checkpoint's tensor, in its own shape.
     `rows(name, begin, end)` reads rows of one of those tensors. `reciprocal`: scale_2 and NVFP4's input scale are
@@ -83,7 +85,20 @@ class Stored:
     @property
     def plain(self) -> TensorSpec:
         """The weight as the architecture has it."""
-        return dataclasses.replace(self.spec, shape=self.spec.shape[::-1]) if self.turned else self.spec
+        *stack, out, in_ = self.spec.shape
+        return dataclasses.replace(self.spec, shape=(*stack, in_, out)) if self.turned else self.spec
+
+    def expert(self, number: int) -> Stored:
+        """The matrix of one expert of a stack, its codes and scales in memory."""
+        held = {part.spec.name: self.rows(part.spec.name, number, number + 1)[0] for part in self.parts.values()}
+        parts = {
+            key: LazyTensor(
+                dataclasses.replace(part.spec, shape=part.spec.shape[1:]), partial(held.__getitem__, part.spec.name)
+            )
+            for key, part in self.parts.items()
+        }
+        spec = dataclasses.replace(self.spec, shape=self.spec.shape[1:])
+        return dataclasses.replace(self, spec=spec, parts=parts, rows=lambda name, begin, end: held[name][begin:end])
 
     def number(self, part: str) -> np.float32:
         """The value of a scalar part."""
@@ -173,9 +188,9 @@ def _kv(tensors: Tensors, problems: list[str]) -> tuple[dict[str, dict[str, Lazy
         for suffix in suffixes:
             for name in [n for n in tensors.specs if n.endswith(suffix) and n not in used]:
                 used.add(name)
-                found.setdefault(name.removesuffix(suffix), {})[part] = _lazy(tensors, name)
+                found.setdefault(name.removesuffix(suffix), {})[part] = lazy(tensors, name)
                 if tensors.specs[name].size != 1 or tensors.specs[name].dtype not in FLOATS:
-                    problems.append(f"{name}: {_seen(tensors.specs[name])}; one float is a scale of keys or values")
+                    problems.append(f"{name}: {seen(tensors.specs[name])}; one float is a scale of keys or values")
     for module, parts in found.items():
         for lacking in KV_SUFFIXES.keys() - parts.keys():
             problems.append(f"{module}: has {', '.join(parts)} but no {lacking}")
@@ -191,14 +206,14 @@ def _stored(
     if codes is None:
         return [f"{module}.{told.names['codes']}: missing beside {', '.join(found)}"]
     if len(codes.shape) != 2 or codes.dtype not in CODES[first.dtype]:
-        return [f"{codes.name}: {_seen(codes)}, cannot hold {first.dtype} codes ({' or '.join(CODES[first.dtype])})"]
+        return [f"{codes.name}: {seen(codes)}, cannot hold {first.dtype} codes ({' or '.join(CODES[first.dtype])})"]
     shape = told.shape or _unpacked_shape(codes, first.dtype, told.packed)
     problems = _misfits(codes, first.dtype, told.packed, shape)
     try:
         wanted = _wanted(told.format, shape)
     except SchemeError as error:
         return [*problems, str(error)]
-    parts = {"codes": _lazy(tensors, codes.name)}
+    parts = {"codes": lazy(tensors, codes.name)}
     for part, (kinds, extents) in wanted.items():
         suffix = told.names.get(part)
         spec = found.get(suffix) if suffix else None
@@ -207,8 +222,8 @@ def _stored(
                 problems.append(f"{module}.{suffix}: missing; {codes.name} cannot be dequantized without it")
             continue
         if spec.dtype not in kinds or _squeezed(spec.shape) != _squeezed(extents):
-            problems.append(f"{spec.name}: {_seen(spec)}, but the weight {shape} needs {kinds[0]} {extents}")
-        parts[part] = _lazy(tensors, spec.name)
+            problems.append(f"{spec.name}: {seen(spec)}, but the weight {shape} needs {kinds[0]} {extents}")
+        parts[part] = lazy(tensors, spec.name)
     extra = [s for s in found if s not in (*told.names.values(), "weight")]
     problems += [f"{module}.{suffix}: nothing in {told.format.weight[0].dtype} uses it" for suffix in extra]
     if problems:
@@ -247,16 +262,18 @@ def _misfits(codes: TensorSpec, dtype: str, packed: str, shape: tuple[int, ...])
     fits = len(shape) == 2 and out == shape[0] and in_ - word < shape[1] <= in_
     if fits and (codes.dtype == "int32") == (packed == "int32"):
         return []
-    return [f"{codes.name}: {_seen(codes)}, which does not hold a weight of {shape}"]
+    return [f"{codes.name}: {seen(codes)}, which does not hold a weight of {shape}"]
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(extent for extent in shape if extent != 1)
 
 
-def _seen(spec: TensorSpec) -> str:
+def seen(spec: TensorSpec) -> str:
+    """What a tensor is, for a sentence that says what it should be."""
     return f"is {spec.dtype} {spec.shape}"
 
 
-def _lazy(tensors: Tensors, name: str) -> LazyTensor:
+def lazy(tensors: Tensors, name: str) -> LazyTensor:
+    """One of `tensors`, read when it is asked for."""
     return LazyTensor(tensors.specs[name], lambda: tensors.read(name))
