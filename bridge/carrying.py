@@ -110,11 +110,12 @@ def _pieces(part: Slice, stored: Stored) -> Iterator[tuple[int, Array, Array]]:
     down = cells.down if cells.down < cells.rows else 1
     unit = math.lcm(down, 2)
     pieces = max(PIECE // max(cells.cols, 1) // unit, 1) * unit
+    constant = _scales(stored, 0, 1) if cells.down >= cells.rows else None
     for a in range(begin, end, pieces):
         b = min(a + pieces, end)
         codes = np.ascontiguousarray(_codes(stored, a, b)[:, left:right])
-        lines = (a // down, -(-b // down)) if cells.down < cells.rows else (0, 1)
-        yield a - begin, codes, _scales(stored, *lines)[:, left // cells.across : -(-right // cells.across)]
+        grid = _scales(stored, a // down, -(-b // down)) if constant is None else constant
+        yield a - begin, codes, grid[:, left // cells.across : -(-right // cells.across)]
 
 
 def _snapped(codes: Array, grid: Array, stored: Stored, dtype: str) -> Array:

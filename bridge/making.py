@@ -13,14 +13,15 @@ import numpy as np
 
 from bridge.budget import coded_whole
 from bridge.carrying import carrier_of
-from bridge.dtypes import DTYPES, from_float32, to_float32
+from bridge.dtypes import DTYPES, FLOATS, from_float32, to_float32
 from bridge.errors import SourceError
 from bridge.planning import Output, Step
-from bridge.quant.bits import FLOATS, Array, amax, cast, matrix, smooth
+from bridge.quant.bits import Array, amax, cast, matrix, smooth
 from bridge.quant.encode import Encoder, encode
 from bridge.quant.scales import TINY, reciprocal, resolved
 from bridge.quant.smoothing import RANGE, mean_scale, pre_scale, rounded, smooth_again
 from bridge.reading import Buffers, Part, Rows
+from bridge.stacks import code_stack, in_blocks
 from bridge.values import Coding, Numeric, TensorSpec
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Maker:
             return {}
         for part, value in self._constants(step, outputs).items():
             emit(outputs[part], value, 0)
-        code = self._whole if coded_whole(step) else self._coded
+        code = self._experts if in_blocks(step) else self._whole if coded_whole(step) else self._coded
         lifted = 0
 
         def counted(output: Output, array: Array, at: int) -> None:
@@ -160,6 +161,9 @@ class Maker:
         for part, array in encoded.items():
             emit(outputs["weight" if part == "codes" else part], array, 0)
         return not bits.any()
+
+    def _experts(self, step: Step, largest: float | None, outputs: Mapping[str, Output], emit: Emit) -> bool:
+        return code_stack(step, self._conversion.source, largest, outputs, emit)
 
     def _smoothed(self, step: Step, part: Part) -> Array:
         """A piece as it is coded: divided by its pre-scale, and again where its group shares one."""

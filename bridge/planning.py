@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CALIBRATION = "bridge/calibration.safetensors"
 WRITES = ("bridge.json", CALIBRATION, "report.json", "report.html", "journal.jsonl")
 DEFAULT_FILE = "model.safetensors"
+STACKED = "holds all experts of a layer in one tensor, which is not written quantized"
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Step:
 
     @property
     def source(self) -> str:
-        """The first source tensor, "" where there is none."""
-        return self.inputs[0].source if self.inputs else ""
+        """The first source tensor, "" where there is none: of zeros, and of statistics."""
+        return next((part.source for part in self.inputs if part.source), "")
 
     @property
     def nbytes(self) -> int:
@@ -299,17 +300,23 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
         if isinstance(format_, Format):
             kept = target.keeps(format_, site)
             reason = "" if kept else target.refuse(format_, options)
+            if site.stacked and not (kept or reason):
+                reason = target.refuse_stack(format_, site, options)
             if reason:
                 refused.setdefault(reason, []).append(site.module)
             format_ = kept or format_
         formats[site.weight] = format_
     if refused:
+        carried = isinstance(scheme, StoredScheme)
+        stacked = [name for reason, names in refused.items() if STACKED in reason for name in names]
+        hint = OTHERWISE if carried else _kept_by(stacked) if stacked else ""
+        what = "hold what the quantized source stores" if carried else f"express scheme {scheme.name}"
         raise SchemeError(
             _all(
                 [f"{', '.join(fold_layers(modules))}: {reason}" for reason, modules in refused.items()],
-                f"target {target.name} cannot express scheme {scheme.name}",
+                f"target {target.name} cannot {what}",
             )
-            + (f"\n  {OTHERWISE}" if isinstance(scheme, StoredScheme) else "")
+            + (f"\n  {hint}" if hint else "")
         )
     if not any(isinstance(format_, Format) for format_ in formats.values()) and not scheme.kv:
         raise SchemeError(
@@ -318,6 +325,12 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
             + "".join(f"\n  {m}" for m in fold_layers(site.module for site in structure.sites)[:8])
         )
     return formats
+
+
+def _kept_by(modules: list[str]) -> str:
+    """The rule of a recipe that leaves modules as they are, in all layers."""
+    globs = json.dumps(list(dict.fromkeys(f"*.{'.'.join(name.split('.')[-2:])}" for name in modules)))
+    return f'a recipe keeps them: [[rule]], modules = {globs}, quant = "none"'
 
 
 def _all(problems: list[str], where: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.container import layout
-from bridge.dcp.items import DISTCP, laid_out
+from bridge.dcp import DISTCP
 from bridge.errors import WriteError
 from bridge.values import TensorSpec
 
@@ -37,6 +37,8 @@ class TensorFile:
 
     def _write_items(self, fd: int) -> int:
         """Write what surrounds the tensors; return the size of the file."""
+        from bridge.dcp.items import laid_out
+
         size = 0
         for spec, at, item in laid_out(self.specs.values()):
             self.offsets[spec.name] = at + len(item.head)

@@ -29,6 +29,7 @@ _KEPT = {
     "draft layers": ("mtp.*",),
 }
 _IMAGES = {"images": ("*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*")}
+MATRIX = 2  # axes
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that has `experts`, too
 
 
@@ -41,14 +42,13 @@ def trace_structure(source: Source) -> Structure:
     saved = live_names(model)
     known = all(name in saved for name in source.specs)
     origins = {name: saved[name] for name in source.specs} if known else live_names(model, source.specs)
-    _refuse_stacks(origins, model, architecture)
     tied = _checkpoint_ties(tied_names(model), origins)
     ignored = _ignored(model, source, origins, tied)
     _cover(source, saved, origins, tied, ignored, architecture)
     order = _order(origins, model)
     place = {name: at for at, name in enumerate(order)}
     sites = [*_sites(model, origins), *_tied_heads(model, tied)]
-    sites.sort(key=lambda site: place[f"{site.module}.weight"])
+    sites.sort(key=lambda site: place[site.weight if site.stacked else f"{site.module}.weight"])
     modules = _modules(origins)
     embeddings, attention = _embeddings(model, modules), _attention(model)
     groups, ungrouped = _groups(model, mode, modules, {site.module for site in sites})
@@ -136,18 +136,6 @@ def _cover(
         raise PlanError("\n  ".join([f"{source.where} does not fit {architecture}:", *problems]))
 
 
-def _refuse_stacks(origins: Mapping[str, Origin], model: Any, architecture: str) -> None:
-    """Experts that the checkpoint itself stores as one tensor have none of their own to quantize or to read."""
-    stacks = {f"{n}.{k}" for n, m in model.named_modules() if hasattr(m, "has_gate") for k in m._parameters}
-    refs = {name: origin.ref for name, origin in origins.items()}
-    whole = [name for name, ref in refs.items() if ref and not ref.index and ref.live in stacks]
-    if whole:
-        raise PlanError(
-            f"{architecture}: {', '.join(fold_layers(whole))} hold all experts in one tensor; checkpoints with one "
-            "tensor per expert (Mixtral, Qwen3-MoE) are supported, stacked ones are not yet"
-        )
-
-
 def _order(origins: Mapping[str, Origin], model: Any) -> tuple[str, ...]:
     """Every tensor in the order of the model's modules; of stacked experts all of the first, then all of the next."""
     from bridge.sources.live import tied_names
@@ -230,6 +218,7 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             layouts[f"{name}.weight"] = "in_out"
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             layouts[f"{name}.weight"] = "conv"
+    layouts |= _stacks(model)
     heads = _heads(model)
     kept = _KEPT | (_IMAGES if model.main_input_name == "input_ids" else {})
     patterns = {why: re.compile("|".join(map(translate, globs))) for why, globs in kept.items()}
@@ -238,13 +227,27 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
         live = origin.parts[0]
         expert = live.expert is not None and len(origin.spec.shape) == 2  # one of a stack
         layout = "out_in" if expert else layouts.get(live.live)
-        if layout is None or not name.endswith(".weight") or (live.expert is None and origin.ref is None):
+        if layout is None or (live.expert is None and origin.ref is None):
+            continue
+        if not name.endswith(".weight") and not layout.startswith("stack"):
             continue
         module = live.live.removesuffix(".weight")
         names = (module, name.removesuffix(".weight"))
         reasons = (why for why, pattern in patterns.items() if any(pattern.match(n) for n in names))
         sites.append(_site(name, origin, layout, "output head" if module in heads else next(reasons, "")))
     return sites
+
+
+def _stacks(model: Any) -> dict[str, str]:
+    """Layouts of the tensors that hold all experts of a layer, where a checkpoint has them so, too."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "has_gate") or "Experts" in type(module).__name__:
+            turned = getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
+            layout = "stack_in_out" if turned else "stack_out_in"
+            held = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+            found |= {f"{name}.{key}": layout for key, tensor in held.items() if tensor.ndim > MATRIX}
+    return found
 
 
 def _tied_heads(model: Any, tied: Mapping[str, str]) -> list[Site]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.container import SafetensorsFile
-from bridge.dcp.checkpoint import Checkpoint
-from bridge.dcp.items import DISTCP
+from bridge.dcp import DISTCP
 from bridge.dtypes import to_float32
 from bridge.errors import VerifyError, fold_layers
 from bridge.planning import Output, Plan, Step
@@ -26,6 +25,7 @@ from bridge.sources import lazy
 
 if TYPE_CHECKING:
     from bridge.calibrated import Statistics
+    from bridge.dcp.checkpoint import Checkpoint
     from bridge.sources import Source
 
 ROUNDINGS = 4  # smoothed and again for the group's mean; the mean and what is stored of it
@@ -36,7 +36,7 @@ class WrittenTensors:
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self._plan = plan
-        self._files = {name: _opened(directory / name, plan) for name in plan.files}
+        self._files = {name: open_written(directory / name, plan) for name in plan.files}
         for name, file in self._files.items():
             planned = {spec.name: spec for spec in plan.files[name]}
             missing = [tensor for tensor in planned if tensor not in file.specs]
@@ -70,8 +70,13 @@ class WrittenTensors:
         return np.divide(after, before, out=np.ones_like(after), where=before != 0)
 
 
-def _opened(path: Path, plan: Plan) -> SafetensorsFile | Checkpoint:
-    return Checkpoint(path.parent, plan.files[path.name]) if path.suffix == DISTCP else SafetensorsFile(path)
+def open_written(path: Path, plan: Plan) -> SafetensorsFile | Checkpoint:
+    """Open one weight file of a plan to read its tensors by name."""
+    if path.suffix != DISTCP:
+        return SafetensorsFile(path)
+    from bridge.dcp.checkpoint import Checkpoint  # and with it the readers of foreign checkpoints
+
+    return Checkpoint(path.parent, plan.files[path.name])
 
 
 def equal_bytes(one: Array, other: Array) -> bool:

@@ -25,7 +25,7 @@ from bridge.quant.scheme import Scheme, load_scheme
 from tests.modelopt_oracle import Answer, ask
 
 # What ModelOpt's export does not write: our own records, and what its user would copy.
-OURS = ("bridge", "bridge.json", "report.json", "report.html")
+OURS = ("bridge", "bridge.json", "report.json", "report.html", "README.md")
 EXCEPTIONS = Path(__file__).parent / "targets" / "exceptions.toml"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

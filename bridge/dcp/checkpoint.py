@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.dcp.index import slab_of
+from bridge.dcp.index import slab_of, whole
 from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
+from bridge.errors import SourceError, fold_problems
 from bridge.sources.archive import open_folder
 from bridge.sources.dcp import Dcp
 from bridge.values import TensorSpec
@@ -19,7 +19,8 @@ class Checkpoint:
     """Tensors of a directory. `specs`: those of `planned` that are there with the shape and dtype of the plan."""
 
     def __init__(self, directory: Path, planned: Iterable[TensorSpec]) -> None:
-        self._dcp = Dcp(open_folder(directory))
+        self._dcp, planned = Dcp(open_folder(directory)), tuple(planned)
+        self._planned = whole(planned)
         self.specs: Mapping[str, TensorSpec] = {spec.name: spec for spec in planned if self._holds(spec)}
 
     def read(self, name: str) -> np.ndarray:
@@ -35,6 +36,20 @@ class Checkpoint:
         first = slab.number * spec.size + begin // flat.itemsize
         self._dcp.read_flat(slab.whole, first, first + len(flat), flat)
         return out
+
+    def differing(self, objects: Iterable[str] = ()) -> list[str]:
+        """Say what the index has otherwise than the plan, and than `objects`, which are no tensors; layers folded."""
+        problems: list[tuple[str, str]] = []
+        for name, spec in self._planned.items():
+            found = self._dcp.specs.get(name)
+            if found is None:
+                problems.append((name, "is missing"))
+            elif found != spec:
+                problems.append((name, f"is {found.dtype} {found.shape}, the plan makes it {spec.dtype} {spec.shape}"))
+        states = dict.fromkeys(name.partition("/shard_")[0] for name in objects if name not in self._dcp.objects)
+        problems += [(name, "is missing, or one of its shards") for name in states]
+        problems += [(name, "is none of the plan's") for name in self._dcp.specs if name not in self._planned]
+        return fold_problems(problems)
 
     def damaged(self) -> list[str]:
         """Open every item and say which differ from what the index says of them."""

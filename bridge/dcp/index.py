@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from bridge.dcp.items import laid_out, object_item
 from bridge.dcp.opcodes import Call, Name, New, Pairs, pickled
+from bridge.values import TensorSpec
 
+OBJECTS = "__0_1.distcp"  # what is no tensor
+INDEX = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SLAB = re.compile(r"\[(\d+)\]\.(\d+)")
 
@@ -69,6 +73,30 @@ def slab_of(name: str) -> Slab:
     """Undo `slab_name`; a name without a stack stands for itself."""
     found = _SLAB.search(name)
     return Slab(_SLAB.sub("", name), int(found[2]), int(found[1])) if found else Slab(name)
+
+
+def whole(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of the checkpoint, of the slabs that a plan has."""
+    found: dict[str, TensorSpec] = {}
+    for spec in specs:
+        slab = slab_of(spec.name)
+        found[slab.whole] = replace(spec, name=slab.whole, shape=slab.of(spec.shape))
+    return found
+
+
+def index_files(files: Mapping[str, Iterable[TensorSpec]], objects: Iterable[str] = ()) -> dict[str, bytes]:
+    """The index of files of tensors, and the file of objects: each of those is `[None]`, which all share."""
+    tensors: dict[str, Tensor] = {}
+    for file, specs in files.items():
+        for spec, at, item in laid_out(specs):
+            slab = slab_of(spec.name)
+            offsets = (slab.number, *[0] * (len(spec.shape) - 1))
+            chunk = Chunk(offsets, spec.shape, file, at, item.length)
+            before = tensors.get(slab.whole, Tensor(slab.of(spec.shape), spec.dtype, ()))
+            tensors[slab.whole] = replace(before, chunks=(*before.chunks, chunk))
+    content = object_item([None])
+    stored = {name: Stored(OBJECTS, 0, len(content)) for name in objects}
+    return ({OBJECTS: content} if stored else {}) | {INDEX: index(tensors, stored)}
 
 
 def index(tensors: Mapping[str, Tensor], objects: Mapping[str, Stored]) -> bytes:

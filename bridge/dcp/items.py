@@ -12,16 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.dcp.opcodes import Call, Name, Persistent, pickled
+from bridge.sources.stored_tensor import STORAGE
 from bridge.values import TensorSpec
 
-DISTCP = ".distcp"  # how the names of the files end
 ALIGN = 64  # where data begin, in a zip and so in the file: torch's `storage_alignment`
 WIDE = 0xFFFFFFFF  # what does not fit 32 bits stands in an extra field
-STORAGE = {
-    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
-    "uint8": "ByteStorage", "bool": "BoolStorage",
-}  # fmt: skip
 # torch's hash over the names of the members and their checksums: of one tensor, of no tensor.
 IDS = (b"1572819951185464302603005401530805769991", b"0290846867776292310400046082544174525093")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bridge.dcp.index import Slab, slab_of
+from bridge.dcp.index import Slab, slab_of, whole
 from bridge.dcp.run_config import check, model_section
-from bridge.dcp.steps import Drafting
+from bridge.dcp.steps import Drafting, as_written, spelled_also
 from bridge.planning import Draft, Drafted, Plan
 from bridge.tables.dialect import load_dialect
 from bridge.tables.slices import locate
@@ -40,7 +39,9 @@ class Layout:
     def drafted(self, draft: Draft) -> Drafted:
         """Make the steps; PlanError where the configuration has no words for the model."""
         names = {"vocab_multiple": self._multiple, "centered": int(self._centered)}
-        drafted = Drafting(draft, self._dialect, self._matched, names, stacks=True).drafted()
+        word = self._dialect.architectures[self._matched.architecture]
+        spelling = as_written if draft.options.spec == "te" else spelled_also(self._dialect, word)
+        drafted = Drafting(draft, self._dialect, self._matched, names, stacks=True, spelling=spelling).drafted()
         if not drafted.problems:
             specs = whole(output.spec for step in drafted.steps for output in step.outputs)
             check(self._section(specs), self._config, self._matched, specs)
@@ -63,22 +64,15 @@ class Layout:
         )
 
 
-def whole(specs: Iterator[TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of the checkpoint, of the slabs that the plan has."""
-    found: dict[str, TensorSpec] = {}
-    for spec in specs:
-        slab = slab_of(spec.name)
-        found[slab.whole] = replace(spec, name=slab.whole, shape=slab.of(spec.shape))
-    return found
-
-
 def extra_states(plan: Plan) -> list[str]:
     """Names of the states that a strict load asks for, one a module and layer, and one an expert."""
     spec, ignored = plan.options["spec"], load_dialect("megatron").ignored[""]
     found: dict[str, None] = {}
     for output in plan.outputs:
         slab = slab_of(output.spec.name)
-        module = slab.whole.rpartition(".")[0]
+        module, _, part = slab.whole.rpartition(".")
+        if part != "weight":  # a norm's, in the name of the linear after it, which the local spec may not have
+            continue
         core = f"{module.rpartition('.')[0]}.{CORE}" if module.endswith("linear_proj") else ""
         for state in (f"{module}{STATE}", f"{core}{STATE}"):
             if _has_state(state, spec, ignored):

@@ -11,36 +11,25 @@ from typing import Any
 
 from bridge.errors import PlanError, SourceError
 from bridge.sources.foreign_config import hf_config, megatron_told
-from bridge.sources.foreign_config.families import FAMILIES, Family
-from bridge.sources.foreign_config.megatron import EXPERT_TERMS as EXPERT_TERMS
-from bridge.sources.foreign_config.megatron import TERMS as TERMS
+from bridge.sources.foreign_config.families import Family, family_in
+from bridge.sources.foreign_config.megatron import EXPERT_TERMS, TERMS
 from bridge.tables.match import Matched
 from bridge.tables.slices import Roles
 from bridge.values import TensorSpec
 
 KIND = "run_config.yaml"
-PROVIDERS = {
-    "LlamaForCausalLM": "llama.llama_provider.LlamaModelProvider",
-    "MistralForCausalLM": "mistral.mistral_provider.MistralModelProvider",
-    "Qwen2ForCausalLM": "qwen.qwen_provider.Qwen2ModelProvider",
-    "Qwen3ForCausalLM": "qwen.qwen_provider.Qwen3ModelProvider",
-    "Qwen3MoeForCausalLM": "qwen.qwen_provider.Qwen3MoEModelProvider",
-    "GemmaForCausalLM": "gemma.gemma_provider.GemmaModelProvider",
-    "Gemma2ForCausalLM": "gemma.gemma2_provider.Gemma2ModelProvider",
-    "Gemma3ForCausalLM": "gemma.gemma3_provider.Gemma3ModelProvider",
-    "NemotronForCausalLM": "nemotron.nemotron_provider.NemotronModelProvider",
-    "DeepseekV3ForCausalLM": "mla_provider.MLAModelProvider",
-}
-PLAIN = "gpt_provider.GPTModelProvider"  # all else: Mixtral, Starcoder2, GPT-2 have no class of their own
+PROVIDER = "gpt_provider.GPTModelProvider"  # of a family that has no class of its own
 ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
     "gelu_pytorch_tanh": "megatron.core.activations.fast_gelu",
     "gelu_new": "megatron.core.activations.fast_gelu",
     "relu2": "megatron.core.activations.squared_relu",
+    "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
 }
 SAME = {"gelu_new": "gelu_pytorch_tanh"}  # one function, two names
 UNSAID = "Megatron-Core's configuration cannot say what this one does:"
+SCALED = ("linear", "dynamic", "yarn", "llama3")  # kinds of RoPE that have a factor
 YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -48,12 +37,12 @@ def model_section(
     config: Mapping[str, Any], matched: Matched, roles: Roles, *, centered: bool, vocab_multiple: int, dtype: str
 ) -> dict[str, Any]:
     """Return section `model`; PlanError where the config does not give what Megatron-Core must be told."""
-    family = FAMILIES[matched.architecture]
+    family = _family(matched)
     terms, held = _terms(config, matched, family), {role for role, _, _ in roles}
     _complete(terms, family)
     said = {field: terms[term] for field, term in TERMS.items() if terms.get(term) is not None}
     said |= {
-        "_target_": f"megatron.bridge.models.{PROVIDERS.get(matched.architecture, PLAIN)}",
+        "_target_": f"megatron.bridge.models.{family.provider or PROVIDER}",
         "normalization": "LayerNorm" if family.fixed["layer_norm"] else "RMSNorm",
         "layernorm_zero_centered_gamma": centered,
         "gated_linear_unit": family.fixed["gates"] == 2,
@@ -64,13 +53,15 @@ def model_section(
         "seq_length": terms["context"],
         "make_vocab_size_divisible_by": vocab_multiple,
         "should_pad_vocab": True,
-        "position_embedding_type": "rope" if family.rotary else "learned_absolute",
+        "position_embedding_type": "rope" if family.theta else "learned_absolute",
         "params_dtype": {"_target_": f"torch.{dtype}", "_call_": False},
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
     }
-    if family.rotary:
-        said |= _rope(plain_rope(config), latent="kv_rank" in terms)
+    if family.theta:
+        said |= _rope(plain_rope(config, family), latent="kv_rank" in terms)
+    if "attn.sink.bias" in held:
+        said["softmax_type"] = "learnable"
     said |= _window(config, terms, family)
     return said | (_experts(terms, roles) if terms.get("experts") else {})
 
@@ -79,66 +70,81 @@ def check(
     section: Mapping[str, Any], config: Mapping[str, Any], matched: Matched, specs: Mapping[str, TensorSpec]
 ) -> None:
     """Read the section back over the tensors that are written; PlanError with every field that would come otherwise."""
-    family = FAMILIES[matched.architecture]
+    family = _family(matched)
     try:
         derived = hf_config("run_config.yaml", "megatron", megatron_told(KIND, {"model": section}), specs).config
     except SourceError as error:
         raise PlanError(f"{UNSAID} {error}") from error
     terms = _terms(config, matched, family)
     pairs: dict[str, tuple[Any, Any]] = {
-        name: (terms[term], derived.get(name)) for name, term in family.fields.items() if terms.get(term) is not None
+        name: (terms[term], derived.get(name)) for name, term in family.says.items() if terms.get(term) is not None
     }
     pairs["architectures"] = [matched.architecture], derived["architectures"]
     if "layer_types" in derived:
-        pairs["layer_types"] = config.get("layer_types", derived["layer_types"]), derived["layer_types"]
-    if family.rotary:
-        pairs["rope_parameters"] = plain_rope(config), plain_rope(derived)
-    wrong = [
-        f"  {name} = {was!r} would be read as {now!r}" for name, (was, now) in pairs.items() if not _same(was, now)
-    ]
+        pairs["layer_types"] = config.get("layer_types") or derived["layer_types"], derived["layer_types"]
+    if family.theta:
+        pairs["rope_parameters"] = plain_rope(config, family), plain_rope(derived, family)
+    wrong = [f"{name} = {was!r} would be read as {now!r}" for name, (was, now) in pairs.items() if not _same(was, now)]
     if wrong:
-        raise PlanError("\n".join([UNSAID, *wrong]))
+        raise PlanError("\n  ".join([UNSAID, *wrong]))
+
+
+def _family(matched: Matched) -> Family:
+    """What the architecture's own table says of Megatron's configuration."""
+    family = family_in(matched.table.file, matched.architecture)
+    if family is None:
+        raise PlanError(f"{UNSAID} {matched.table.file.name} has no section [foreign] for {matched.architecture}")
+    return family
 
 
 def _terms(config: Mapping[str, Any], matched: Matched, family: Family) -> dict[str, Any]:
     """The config in the reader's terms; numbers of the table, which knows the defaults, come first."""
-    terms = {term: config.get(field) for field, term in family.fields.items()}
+    terms = {term: family.fixed.get(term) for term in ("activation", "up_offset")}
+    terms |= {term: config.get(field) for field, term in family.says.items()}
     known = {*TERMS.values(), *EXPERT_TERMS.values(), *terms}
     terms |= {term: count for term, count in matched.names.items() if term in known}
-    terms |= {"tied": bool(matched.tied), "activation": config.get("hidden_activation") or terms["activation"]}
+    terms |= {"tied": bool(matched.tied), "activation": config.get("hidden_activation") or terms.get("activation")}
     terms.setdefault("context", matched.names.get("positions"))
     if "kv_rank" in terms:
-        terms |= {"mla": True, "q_rank": terms.get("q_rank") or None, "score": "sigmoid"}
+        terms |= {"mla": True, "q_rank": terms.get("q_rank") or None, "score": family.fixed.get("score")}
     return terms
 
 
 def _complete(terms: Mapping[str, Any], family: Family) -> None:
     """Refuse a config that leaves open what the classes of transformers have defaults for."""
-    lacking = [
-        field for field, term in family.fields.items() if terms.get(term) is None and field not in family.optional
-    ]
+    needed = {term for formula in family.config.values() for term in formula.needs}
+    lacking = [field for field, term in family.says.items() if term in needed and terms.get(term) is None]
     if lacking:
         raise PlanError(f"the config does not give {', '.join(lacking)}, which Megatron-Core must be told; add it")
     if terms["activation"] not in ACTIVATIONS:
         raise PlanError(f"{UNSAID} activation {terms['activation']!r}; known: {', '.join(ACTIVATIONS)}")
 
 
-def plain_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """RoPE's parameters as transformers 5 has them, wherever a version of it wrote them; of each kind of layer."""
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    if "full_attention" in given:
-        return {kind: plain_rope({"rope_parameters": found}) for kind, found in given.items()}
-    old = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    found = {"rope_theta": 10000.0, **old, **given}
+    local, everywhere = family.theta if isinstance(family.theta, list) else (None, family.theta)
+    given: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name), Mapping | None):
+            raise PlanError(f"{name} = {config[name]!r} must be a mapping")
+        given |= config.get(name) or {}
+    silent = {"rope_theta": everywhere, "partial_rotary_factor": family.partial, **({} if given else family.scaling)}
+    if "full_attention" in given or "sliding_attention" in given:
+        full, sliding = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    else:
+        full = {key: config[key] for key in silent if config.get(key) is not None} | given
+        sliding = {"rope_theta": config.get("rope_local_base_freq") or local}
+    found = _plain(silent | full)
+    return {"sliding_attention": _plain({"rope_theta": local} | sliding), "full_attention": found} if local else found
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
     found["rope_type"] = found.pop("type", None) or found.get("rope_type", "default")
     if found.get("partial_rotary_factor") == 1:
         del found["partial_rotary_factor"]
-    local = config.get("rope_local_base_freq")
-    return (
-        {"sliding_attention": {"rope_theta": local, "rope_type": "default"}, "full_attention": found}
-        if local
-        else found
-    )
+    if found["rope_type"] in SCALED and "factor" not in found:
+        raise PlanError(f"rope_parameters: rope_type {found['rope_type']!r} needs its `factor`; the config gives none")
+    return found
 
 
 def _rope(rope: Mapping[str, Any], latent: bool) -> dict[str, Any]:
@@ -169,21 +175,28 @@ def _rope(rope: Mapping[str, Any], latent: bool) -> dict[str, Any]:
 
 def _window(config: Mapping[str, Any], terms: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Megatron-Core counts the tokens before the one that looks, transformers that one too."""
-    window = config.get("sliding_window")
-    if "use_sliding_window" in family.constant:
-        if config.get("use_sliding_window"):
-            raise PlanError(f"{UNSAID} a window on some layers only (use_sliding_window)")
+    window = terms.get("window")
+    if not window:
         return {}
-    if not window or "window" not in (*family.takes, *family.fields.values()):
-        return {}
-    if "pattern" not in family.takes:
+    if not isinstance(window, int):
+        raise PlanError(f"sliding_window = {window!r} must be a whole number")
+    if "pattern" not in family.terms:
         return {"window_size": [window - 1, 0]}
     kinds = config.get("layer_types") or []
-    local = kinds.index("full_attention") if "full_attention" in kinds else config.get("sliding_window_pattern", 6) - 1
+    if "query_scale" not in family.terms:  # gpt-oss
+        if "full_attention" not in kinds:
+            raise PlanError(f"layer_types = {kinds!r}: Megatron-Core must be told which layers see everything; add it")
+        return {"window_size": [window - 1, 0], "window_attn_skip_freq": kinds.index("full_attention") + 1}
+    local = (
+        kinds.index("full_attention") if "full_attention" in kinds else (config.get("sliding_window_pattern") or 6) - 1
+    )
+    scale = terms.get("query_scale")
+    if not isinstance(scale, int | float) or scale <= 0:
+        raise PlanError(f"query_pre_attn_scalar = {scale!r} must be a number above zero")
     return {
         "window_size": window,
         "interleaved_attn_pattern": [local, 1],
-        "softmax_scale": 1 / math.sqrt(terms["query_scale"]),
+        "softmax_scale": 1 / math.sqrt(scale),
     }
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bridge.dcp.index import slab_name, slab_of
-from bridge.dtypes import DTYPES
+from bridge.dtypes import DTYPES, FLOATS
 from bridge.planning import Draft, Drafted, Output, Step
+from bridge.sources.foreign_config.families import departures
+from bridge.sources.stored_tensor import STORAGE
 from bridge.tables.dialect import Dialect, DialectRow
-from bridge.tables.layouts import Rank
 from bridge.tables.match import Matched
-from bridge.tables.ops import Refusal
-from bridge.tables.rectangles import Blocks, height
-from bridge.tables.slices import Roles, lay_out, locate
-from bridge.trtllm.ranks import held, shares_head
-from bridge.values import Slice, TensorSpec
+from bridge.tables.ops import Rank
+from bridge.tables.rectangles import Block, Blocks, Refusal, height
+from bridge.tables.slices import Roles, held, lay_out, locate
+from bridge.values import TensorSpec
 
 FILE = "__0_0.distcp"
-OWN_DTYPE = "moe.router.choice_bias"  # sums of tiny steps: float32 in every program, whatever the weights are
+BIAS = "moe.router.choice_bias"  # sums of tiny steps: float32 in every program, whatever the weights are
+ROUTER = "moe.router.weight"
 
 Placed = tuple[DialectRow, int | None]
+Spelling = Callable[[DialectRow], DialectRow]  # the row that is written in the place of one
 
 
 def as_written(row: DialectRow) -> DialectRow:
@@ -28,11 +30,17 @@ def as_written(row: DialectRow) -> DialectRow:
     return row
 
 
+def spelled_also(dialect: Dialect, *words: str) -> Spelling:
+    """Rows as [also] ("") and [for.<word>.also] spell them, where they do."""
+    others = [row for row in dialect.rows if not row.written and row.only in words]
+    return lambda row: next((other for other in others if other.roles == row.roles), row)
+
+
 @dataclass
 class Drafting:
     """One checkpoint. `names`: the dialect's own numbers. `stacks`: layers that are alike are one tensor.
 
-    `spelling`: the row that is written in the place of one.
+    `biased`: every router has a bias of its choice there; it is zero where the model has none.
     """
 
     draft: Draft
@@ -40,10 +48,14 @@ class Drafting:
     matched: Matched
     names: Mapping[str, int] = field(default_factory=dict)
     stacks: bool = False
-    spelling: Callable[[DialectRow], DialectRow] = as_written
+    spelling: Spelling = as_written
+    biased: bool = False
 
     def __post_init__(self) -> None:
-        self._roles: Roles = locate(self.matched)
+        found = locate(self.matched)
+        routed = {at: blocks for (role, at, _), blocks in found.items() if role == ROUTER} if self.biased else {}
+        zeros = {(BIAS, at, None): (Block("", (0, height(blocks))),) for at, blocks in routed.items()}
+        self._roles: Roles = zeros | found
         self._numbers = {**self.matched.names, **self.names}
         self._layers = int(str(self.matched.names["layers"]))
         self._drafted = Drafted()
@@ -54,7 +66,8 @@ class Drafting:
         stacked = self.stacks and alike(rows, self._layers)
         for row, layer in rows:
             self._place(row, layer, stacked)
-        self._unsaid()
+        self._unsaid({role for row, _ in rows for role in row.roles})
+        self._drafted.problems += departures(self.draft.config, self.matched.table, self.matched.architecture)
         if stacked:
             self._drafted.problems += _unlike(self._drafted.steps)
         return self._drafted
@@ -62,7 +75,7 @@ class Drafting:
     def _rows(self) -> list[Placed]:
         """The rows of the model in the order of its layers."""
         here, word = held(self._roles), self.dialect.architectures[self.matched.architecture]
-        tied = shares_head(self.dialect, self.matched, 1)
+        tied = self.dialect.shares_head(self.matched)
         found: list[Placed] = [(row, None) for row in self.dialect.rows_of("first", here[None], word)]
         for layer in range(self._layers):
             found += [(row, layer) for row in self.dialect.rows_of("layer", here.get(layer, frozenset()), word)]
@@ -74,6 +87,7 @@ class Drafting:
         name = row.name.replace("{l}", str(layer))
         try:
             blocks = lay_out(row.expr, self._roles, (layer, None), self._numbers, Rank())
+            slices = tuple(block.slice(self.draft.specs.get(block.source)) for block in blocks)
         except Refusal as refusal:
             self._problem(name, row, layer, str(refusal))
             return
@@ -83,28 +97,36 @@ class Drafting:
                 name, row, layer, f"is one tensor here, but its parts are {' and '.join(dtypes)}; save them alike"
             )
             return
-        shape, dtype = self._shape(row, blocks), dtypes[0]
-        if self.draft.options.dtype and DTYPES[dtype].floating and OWN_DTYPE not in row.roles:
-            dtype = self.draft.options.dtype
+        held = dtypes[0] if dtypes else "float32"
+        dtype = self._dtype(row, held)
+        if dtype not in STORAGE or (held != dtype and held not in FLOATS):
+            self._problem(
+                name, row, layer, f"is {held} in the source, in which no weights are trained; save it as bf16"
+            )
+            return
+        shape = self._shape(row, blocks)
         if stacked and layer is not None:
             name, shape = slab_name(row.name, layer, self._layers), (1, *shape)
         output = Output(TensorSpec(name, shape, dtype), "weight", str(row.expr), FILE)
-        shifts = {block.shift for block in blocks if block.source}
+        shifts = {block.shift for block in blocks if block.source} or {0}
         assert len(shifts) == 1, "norms are not joined"
-        self._drafted.steps.append(Step(self._slices(blocks), (output,), shift=shifts.pop()))
+        self._drafted.steps.append(Step(slices, (output,), shift=shifts.pop()))
+
+    def _dtype(self, row: DialectRow, held: str) -> str:
+        """What is written of a tensor that is `held` so."""
+        if BIAS in row.roles:
+            return "float32"
+        return self.draft.options.dtype or held if DTYPES[held].floating else held
 
     def _shape(self, row: DialectRow, blocks: Blocks) -> tuple[int, ...]:
         rows, rest = height(blocks), blocks[0].shape[1:]
         experts = int(str(self.matched.names["experts"])) if row.stacks else 0
         return (experts, rows // experts, *rest) if experts else (rows, *rest)
 
-    def _slices(self, blocks: Blocks) -> tuple[Slice, ...]:
-        return tuple(block.slice(self.draft.specs.get(block.source)) for block in blocks)
-
-    def _unsaid(self) -> None:
-        """Name what the model has and the dialect has no words for."""
+    def _unsaid(self, said: Collection[str]) -> None:
+        """Name what the model has and the dialect has no words for; `said`: roles that rows of this layout hold."""
         for (role, _, _), blocks in self._roles.items():
-            if role in self.dialect.absent:
+            if role in self.dialect.absent and role not in said:
                 for block in blocks:
                     self._drafted.dropped[block.source] = self.dialect.absent[role]
                     self._drafted.problems.append(f"{block.source}: {self.dialect.absent[role]}")

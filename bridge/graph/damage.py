@@ -29,17 +29,17 @@ def layer_damage(
     from bridge.graph.runtime import Runtime
 
     steps = {step.site.module: step for step in plan.quantized if step.site and step.site.layout != "conv"}
-    places = dict(_places(directory / "model.onnx", steps))
+    at_work = dict(places(directory / "model.onnx", steps))
     small = {name: array[:1, :POSITIONS] if array.ndim == 2 else array[:1] for name, array in batch.items()}
     found: dict[str, float] = {}
-    modules = list(places)
+    modules = list(at_work)
     for at in range(0, len(modules), GROUP):
         group = modules[at : at + GROUP]
-        taps = dict.fromkeys(name for module in group for name in places[module][:2])
+        taps = dict.fromkeys(name for module in group for name in at_work[module][:2])
         runtime = Runtime(directory, taps=[name for name in taps])
         values = runtime.run(small)
         for module in group:
-            x, y, bias = places[module]
+            x, y, bias = at_work[module]
             found[module] = _damage(steps[module], source, plan, values[x], values[y], bias)
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -55,7 +55,7 @@ def _damage(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -
     return float(np.linalg.norm(made - product)) / norm if norm else 0.0
 
 
-def _places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:
+def places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:
     """Module -> names of its float input and its output, and the bias that a Gemm has added to it."""
     import onnx_ir as ir
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bridge.dtypes import FLOATS
 from bridge.dtypes import dtype as dtype_row
 from bridge.errors import BridgeError, ExportError, UsageError
 from bridge.graph import skeleton
@@ -25,7 +26,6 @@ from bridge.graph.translate import to_onnx
 
 # ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
-_DTYPES = ("float32", "float16", "bfloat16")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _PREFIX = "model."  # the wrapper's attribute
 
@@ -66,8 +66,8 @@ def export_graph(
     if opset not in _IR_VERSION:
         raise UsageError(f"opset {opset} cannot be exported; known: {', '.join(map(str, _IR_VERSION))}")
     row = dtype_row(dtype).name
-    if row not in _DTYPES:
-        raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(_DTYPES)}")
+    if row not in FLOATS:
+        raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(FLOATS)}")
     tell = progress or (lambda _: None)
     with skeleton.quiet(), _no_collection():
         resolved = resolve_config(config)

@@ -44,6 +44,9 @@ class Target(Protocol):
     def refuse_kv(self, kv: Numeric, structure: Structure, options: Any) -> str:
         """Why the KV cache cannot be quantized so ("" if it can)."""
 
+    def refuse_stack(self, format_: Format, site: Site, options: Any) -> str:
+        """Why experts that one tensor holds cannot be quantized so ("" if they can)."""
+
     def keeps(self, format_: Format, site: Site) -> str:
         """Why this one site stays unquantized under a format that the target has ("" if it is quantized)."""
 

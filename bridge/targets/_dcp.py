@@ -7,37 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.dcp.index import Chunk, Stored, Tensor, index, slab_of
-from bridge.dcp.items import laid_out, object_item
-from bridge.dtypes import dtype
-from bridge.errors import CannotRun, PlanError, SourceError, UsageError, nearest
+from bridge.dtypes import FLOATS, dtype
+from bridge.errors import CannotRun, PlanError, SourceError, UsageError, VerifyError, nearest
 from bridge.planning import Plan
+from bridge.targets._streamed import Streamed
 from bridge.unified.config import config_json
 from bridge.values import Format, Numeric, Site, Structure
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from bridge.sources import Source
     from bridge.tables.dialect import Dialect
 
-FLOATS = ("float32", "bfloat16", "float16")
-OBJECTS = "__0_1.distcp"  # what is no tensor
-INDEX = ".metadata"
 HELP = "fp32, bf16 or fp16 for all weights; default: each keeps its own"
 
 
-class DcpTarget:
+class DcpTarget(Streamed):
     """See `bridge.targets.Target`; `loader` is the program that trains what is written."""
 
     loader = ""
     metadata: Mapping[str, str] = {}
     align = 64
-    runs = False
-    base_memory = 64 << 20  # the index of 30,000 items while it is pickled
 
     def refuse(self, format_: Format, options: Any) -> str:
-        return f"{self.loader} loads plain weights only; convert without quant, or to another target"
+        return f"{self.loader} loads plain weights only; convert with quant='none'"
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: Any) -> str:
         return f"KV cache: {self.loader} reads no scales of it; leave out kv"
@@ -46,24 +37,25 @@ class DcpTarget:
         return ""
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
+        """Findings; VerifyError where tensors are not those of the plan: there is nothing to compare then."""
         from bridge.dcp.checkpoint import Checkpoint
 
         try:
-            found = Checkpoint(directory, (output.spec for output in plan.outputs)).damaged()
+            written = Checkpoint(directory, (output.spec for output in plan.outputs))
+            differing = written.differing(self.objects(plan))
+            found = written.damaged()
         except SourceError as error:
-            found = [str(error)]
+            differing, found = [], [str(error)]
+        if differing:
+            raise VerifyError("\n  ".join([f"{directory} is not what the plan wrote; convert again:", *differing]))
         return [f"error [files] {text}" for text in found]
 
-    def audit(self, directory: Path) -> list[str]:
-        return []
+    def objects(self, plan: Plan) -> Iterable[str]:
+        """Names of what is written besides that is no tensor."""
+        return ()
 
     def runtime(self, directory: Path) -> Any:
         raise CannotRun(f"{self.loader} runs what it loads, and is not part of this program")
-
-    def damage(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
-    ) -> tuple[tuple[str, float], ...]:
-        return ()
 
     def checked(self, options: Any, structure: Structure, dialect: Dialect) -> Any:
         """Options with the dtype by its full name; PlanError where the dialect has no layout for the model."""
@@ -83,18 +75,3 @@ def written_config(plan: Plan, config: Mapping[str, Any]) -> bytes:
     chosen = plan.options["dtype"]
     said = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype") or not chosen}
     return config_json(said | ({"dtype": chosen} if chosen else {}), None, False)
-
-
-def index_files(plan: Plan, objects: Iterable[str] = ()) -> dict[str, bytes]:
-    """The index, and the file of objects: each of those is `[None]`, which all share."""
-    tensors: dict[str, Tensor] = {}
-    for file, specs in plan.files.items():
-        for spec, at, item in laid_out(specs):
-            slab = slab_of(spec.name)
-            offsets = (slab.number, *[0] * (len(spec.shape) - 1))
-            chunk = Chunk(offsets, spec.shape, file, at, item.length)
-            before = tensors.get(slab.whole, Tensor(slab.of(spec.shape), spec.dtype, ()))
-            tensors[slab.whole] = replace(before, chunks=(*before.chunks, chunk))
-    content = object_item([None])
-    stored = {name: Stored(OBJECTS, 0, len(content)) for name in objects}
-    return ({OBJECTS: content} if stored else {}) | {INDEX: index(tensors, stored)}

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.dtypes import dtype
+from bridge.dtypes import FLOATS, dtype
 from bridge.errors import UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
-from bridge.targets._streamed import main_dtype, write
+from bridge.targets._streamed import Streamed, main_dtype, write
 from bridge.unified import SPELLINGS, spelling
 from bridge.unified.config import generation_config
 from bridge.unified.departures import departures
@@ -24,15 +24,10 @@ from bridge.unified.steps import Drafting
 from bridge.values import Format, Numeric, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from bridge.conversion import Conversion, Written
     from bridge.quant.scheme import Scheme
-    from bridge.sources import Source
 
-FLOATS = ("float32", "float16", "bfloat16")
 GENERATION = "generation_config.json"
-BASE_MEMORY = 64 << 20  # the headers and the index of a checkpoint with 100,000 tensors
 
 
 @dataclass(frozen=True)
@@ -47,16 +42,13 @@ class HfOptions:
     )
 
 
-class Hf:
+class Hf(Streamed):
     """See `bridge.targets.Target`."""
 
     name = "hf"
     writes = ("model*.safetensors", "model.safetensors.index.json", "config.json", GENERATION, "hf_quant_config.json")
     loads = ("model*.safetensors", "model.safetensors.index.json", "config.json")
     metadata: Mapping[str, str] = {"format": "pt"}
-    align = 8  # as the safetensors library writes
-    runs = False
-    base_memory = BASE_MEMORY
     Options = HfOptions
 
     def resolve(
@@ -78,6 +70,9 @@ class Hf:
             return f"KV cache: {structure.architecture} has no attention module with a cache"
         return spelling(options.format).refuse_kv(kv)
 
+    def refuse_stack(self, format_: Format, site: Site, options: HfOptions) -> str:
+        return spelling(options.format).refuse_stack(format_, site)
+
     def keeps(self, format_: Format, site: Site) -> str:
         return "convolution: unified checkpoints hold quantized matrices only" if site.layout == "conv" else ""
 
@@ -94,18 +89,10 @@ class Hf:
 
         return lint(directory)
 
-    def audit(self, directory: Path) -> list[str]:
-        return []
-
     def runtime(self, directory: Path) -> Any:
         from bridge.unified.runtime import Runtime
 
         return Runtime(directory)
-
-    def damage(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
-    ) -> tuple[tuple[str, float], ...]:
-        return ()
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
         plan, source = conversion.plan, conversion.source

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bridge.errors import UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
-from bridge.targets._dcp import HELP, DcpTarget, index_files, written_config
+from bridge.targets._dcp import HELP, DcpTarget, written_config
 from bridge.targets._streamed import write
 from bridge.values import Structure, TensorSpec
 
@@ -74,14 +74,20 @@ class Megatron(DcpTarget):
         states = "of Transformer Engine's" if options.spec == "te" else "of Megatron-Core's own"
         return (f"_extra_state is written for the modules {states} spec, empty: a strict load asks for it",)
 
+    def objects(self, plan: Plan) -> Iterable[str]:
+        from bridge.dcp.megatron import extra_states
+
+        return extra_states(plan)
+
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.dcp.megatron import lint
 
         return [*super().lint(directory, plan), *lint(directory)]
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
+        from bridge.dcp.index import index_files
         from bridge.dcp.items import object_item
-        from bridge.dcp.megatron import Layout, extra_states
+        from bridge.dcp.megatron import Layout
 
         plan, source = conversion.plan, conversion.source
         layout = Layout(source.config, source.specs, plan.options["vocab_multiple"])
@@ -91,7 +97,7 @@ class Megatron(DcpTarget):
             "config.json": written_config(plan, source.config),
             "run_config.yaml": layout.run_config(plan),
         }
-        return write(conversion, directory, beside | index_files(plan, extra_states(plan)))
+        return write(conversion, directory, beside | index_files(plan.files, self.objects(plan)))
 
 
 TARGET = Megatron()

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING
 
 from bridge.errors import UsageError
 from bridge.planning import Draft, Drafted
-from bridge.targets._dcp import HELP, DcpTarget, index_files, written_config
+from bridge.targets._dcp import HELP, DcpTarget, written_config
 from bridge.targets._streamed import write
 from bridge.values import Structure, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion, Written
     from bridge.quant.scheme import Scheme
-    from bridge.tables.dialect import Dialect, DialectRow
 
 ERAS = ("0.3", "0.2")
-NO_BIAS = (
-    "torchtitan's Qwen3-MoE has an expert_bias that balances experts in training; the model has none, nor has what "
-    "torchtitan converts itself: load with allow_partial_load, or build the model with load_balance_coeff=None"
-)
+ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training, the model has none"
 
 
 @dataclass(frozen=True)
@@ -57,28 +53,25 @@ class Torchtitan(DcpTarget):
         return checked
 
     def draft(self, draft: Draft) -> Drafted:
-        from bridge.dcp.steps import Drafting, as_written
+        from bridge.dcp.steps import Drafting, as_written, spelled_also
         from bridge.tables.dialect import load_dialect
         from bridge.tables.structure import match_table
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
         word = dialect.architectures[matched.architecture]
-        spelling = as_written if draft.options.era == ERAS[0] else lambda row: _of_old(row, dialect, word)
-        return Drafting(draft, dialect, matched, spelling=spelling).drafted()
+        spelling = as_written if draft.options.era == ERAS[0] else spelled_also(dialect, "", word)
+        drafted = Drafting(draft, dialect, matched, spelling=spelling, biased=True).drafted()
+        drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
+        return drafted
 
     def notes(self, structure: Structure, options: TorchtitanOptions) -> tuple[str, ...]:
-        said = (f"names of torchtitan {options.era}, which looks for them in <dump>/checkpoint/step-<N>",)
-        return said + (NO_BIAS,) * (structure.architecture == "Qwen3MoeForCausalLM")
+        return (f"names of torchtitan {options.era}, which looks for them in <dump>/checkpoint/step-<N>",)
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
+        from bridge.dcp.index import index_files
+
         config = written_config(conversion.plan, conversion.source.config)
-        return write(conversion, directory, {"config.json": config, **index_files(conversion.plan)})
-
-
-def _of_old(row: DialectRow, dialect: Dialect, word: str) -> DialectRow:
-    """What torchtitan 0.2 called the same, which the table has to read it."""
-    old = (other for other in dialect.rows if not other.written and other.only in ("", word))
-    return next((other for other in old if other.roles == row.roles), row)
+        return write(conversion, directory, {"config.json": config, **index_files(conversion.plan.files)})
 
 
 TARGET = Torchtitan()

@@ -11,20 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.dtypes import dtype
+from bridge.dtypes import FLOATS, dtype
 from bridge.errors import UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
-from bridge.targets._streamed import main_dtype, write
+from bridge.targets._streamed import Streamed, main_dtype, write
 from bridge.values import Format, Numeric, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from bridge.conversion import Conversion, Written
     from bridge.quant.scheme import Scheme
-    from bridge.sources import Source
-
-FLOATS = ("float32", "float16", "bfloat16")  # what `tp.quantize` takes
 
 
 @dataclass(frozen=True)
@@ -39,16 +34,13 @@ class TripyOptions:
     )
 
 
-class Tripy:
+class Tripy(Streamed):
     """See `bridge.targets.Target`."""
 
     name = "tripy"
     writes = ("model.safetensors", "config.json")
     loads = writes
     metadata: Mapping[str, str] = {"format": "pt"}
-    align = 8
-    runs = False
-    base_memory = 64 << 20  # the header of a file with 100,000 tensors
     Options = TripyOptions
 
     def resolve(
@@ -95,11 +87,6 @@ class Tripy:
         from bridge.tripy.runtime import Runtime
 
         return Runtime(directory)
-
-    def damage(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
-    ) -> tuple[tuple[str, float], ...]:
-        return ()
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
         from bridge.tripy.config import config_file

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.dtypes import DTYPES, SHORT, dtype
+from bridge.dtypes import DTYPES, FLOATS, SHORT, dtype
 from bridge.errors import UsageError, nearest
 from bridge.graph.tasks import TASKS
 from bridge.planning import Draft, Drafted, Output, Plan, Step
@@ -41,11 +41,11 @@ SUFFIXES = (
     ("ForImageClassification", "image-classification"),
     ("Model", "feature-extraction"),
 )
-FLOATS = ("float32", "float16", "bfloat16")
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 under FP8 scales, MXFP8 blocks of 32.
 INT4_BLOCKS = (64, 128)
 # Graph export of a few layers and the stamping of the rest, measured on the 1.1 B Llama shape (benchmarks/trt.py).
 EXPORT_MEMORY = 800 << 20
+UNREAD = "holds all experts of a layer in one tensor, and the graph reads each by itself; target hf takes the model"
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,9 @@ class Trt:
             return f"KV cache: {structure.architecture} has no attention module with a cache"
         return ""
 
+    def refuse_stack(self, format_: Format, site: Site, options: TrtOptions) -> str:
+        return UNREAD
+
     def keeps(self, format_: Format, site: Site) -> str:
         if site.layout == "conv" and any(n.per == "block" for n in format_.weight):
             return "convolution: block scales need a matrix"
@@ -183,6 +186,8 @@ class Trt:
     def draft(self, draft: Draft) -> Drafted:
         drafted = Drafted()
         for spec, site in draft.carried():
+            if site and site.stacked:
+                drafted.problems.append(f"{site.module}: {UNREAD}")
             format_ = draft.formats.get(site.weight) if site else None
             if site and isinstance(format_, Format):
                 drafted.problems += [f"{site.module}: {problem}" for problem in self.misfits(format_, site, spec)]

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any
 from bridge.dtypes import SHORT, dtype
 from bridge.errors import CannotRun, PlanError, UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
-from bridge.targets._streamed import main_dtype, write
+from bridge.targets._streamed import Streamed, main_dtype, write
 from bridge.values import Format, Numeric, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from bridge.conversion import Conversion, Written
     from bridge.quant.scheme import Scheme
-    from bridge.sources import Source
     from bridge.tables.dialect import Dialect
 
-FLOATS = ("bfloat16", "float16")  # what TensorRT-LLM's plugins compute in
+HALVES = ("bfloat16", "float16")  # what TensorRT-LLM's plugins compute in
 # What ModelOpt calls them in config.json, but TensorRT-LLM's list of algorithms up to 1.2 does not have.
 UNKNOWN = ("fp8_pb_wo", "W4A16_NVFP4", "MXFP8")
 
@@ -42,16 +39,13 @@ class TrtllmOptions:
     )
 
 
-class Trtllm:
+class Trtllm(Streamed):
     """See `bridge.targets.Target`."""
 
     name = "trtllm"
     writes = ("config.json", "quant_cfg.json", "rank*.safetensors")
     loads = writes
     metadata: Mapping[str, str] = {}
-    align = 8
-    runs = False
-    base_memory = 64 << 20  # headers of all ranks' files, with 100,000 tensors
     Options = TrtllmOptions
 
     def resolve(
@@ -71,11 +65,11 @@ class Trtllm:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name}={value!r} must be a whole number of ranks, at least 1")
         most = main_dtype(specs)
-        chosen = options.dtype or (most if most in FLOATS else "float16")
+        chosen = options.dtype or (most if most in HALVES else "float16")
         chosen = SHORT.get(chosen, chosen)
-        if chosen not in FLOATS:
+        if chosen not in HALVES:
             raise UsageError(
-                f"dtype {options.dtype!r} cannot be the checkpoint's; {nearest(chosen, [*FLOATS, *SHORT])}"
+                f"dtype {options.dtype!r} cannot be the checkpoint's; {nearest(chosen, [*HALVES, *SHORT])}"
             )
         return dataclasses.replace(options, dtype=dtype(chosen).name)
 
@@ -112,16 +106,8 @@ class Trtllm:
 
         return lint(directory)
 
-    def audit(self, directory: Path) -> list[str]:
-        return []
-
     def runtime(self, directory: Path) -> Any:
         raise CannotRun("TensorRT-LLM's engine builder needs a GPU")
-
-    def damage(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
-    ) -> tuple[tuple[str, float], ...]:
-        return ()
 
     def write(self, conversion: Conversion, directory: Path) -> Written:
         from bridge.tables.dialect import load_dialect

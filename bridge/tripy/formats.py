@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bridge.planning import Output, Step
-from bridge.values import Coding, Format, Numeric, TensorSpec
+from bridge.values import Format, Numeric, TensorSpec
 
 # Our dtype -> Tripy's.
 CODES = {"int8": "int8", "int4": "int4", "float8_e4m3fn": "float8"}
@@ -63,11 +63,6 @@ def misfits(format_: Format, shape: tuple[int, int]) -> list[str]:
 def turned(format_: Format) -> bool:
     """True where the weight is stored [in, out]: int4 blocks lie along `in`, Tripy's along the first axis."""
     return format_.weight[0].per == "block" and len(format_.weight[0].block) == 1
-
-
-def coding(dtype: str) -> Coding:
-    """Floats of the model's dtype in which Q/DQ finds ModelOpt's codes."""
-    return Coding(values=dtype)
 
 
 def outputs(format_: Format, weight: str, shape: tuple[int, int], source: str, dtype: str) -> list[Output]:

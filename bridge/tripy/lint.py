@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.container import SafetensorsFile
-from bridge.dtypes import DTYPES, to_float32
+from bridge.dtypes import DTYPES, FLOATS, to_float32
 from bridge.errors import SourceError, fold_problems
 from bridge.planning import DEFAULT_FILE
 from bridge.tripy.formats import CODES
@@ -82,7 +82,7 @@ def _module(file: SafetensorsFile, module: str, entry: Entry) -> Iterator[str]:
             yield f"lacks {part} of shape {shape}"
     for part in COMPANIONS:
         spec = specs.get(f"{module}.{part}")
-        if spec is None or spec.dtype not in ("float32", "float16", "bfloat16"):
+        if spec is None or spec.dtype not in FLOATS:
             continue
         values = to_float32(file.read(spec.name), spec.dtype)
         if not (np.isfinite(values) & (values > 0)).all():

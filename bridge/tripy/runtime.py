@@ -32,6 +32,7 @@ class Runtime:
             rebuilt = Rebuilt(directory)
             said = rebuilt.twin or "its weights in the transformers model"
             self.outputs, self.run, self.twin = rebuilt.outputs, rebuilt.run, f"{said} ({str(error).splitlines()[0]})"
+            self.model = rebuilt.model
         else:
             try:
                 load(directory, module)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from bridge.dtypes import FLOATS
 from bridge.errors import SourceError, UsageError
 from bridge.tripy.config import SECTION, VERSION
 from bridge.tripy.formats import CODES
 
-DTYPES = ("float32", "float16", "bfloat16")  # of models; Tripy's quantize takes no other
 WRITE = "write one with bridge.convert(model, target='tripy', out=...)"
 
 
@@ -67,8 +67,8 @@ def read_section(directory: str | Path) -> tuple[Section, dict[str, Any]]:
         raise SourceError(f"{path}: has no section {SECTION!r}, so target tripy did not write it; {WRITE}")
     if raw.get("format") != VERSION:
         raise SourceError(f"{path}: format {raw.get('format')!r} of section {SECTION!r}; this version reads {VERSION}")
-    if raw.get("dtype") not in DTYPES:
-        raise SourceError(f"{path}: dtype {raw.get('dtype')!r} of section {SECTION!r}; known: {', '.join(DTYPES)}")
+    if raw.get("dtype") not in FLOATS:
+        raise SourceError(f"{path}: dtype {raw.get('dtype')!r} of section {SECTION!r}; known: {', '.join(FLOATS)}")
     rows, copies = raw.get("modules"), raw.get("copies")
     if not isinstance(rows, dict) or not isinstance(copies, dict) or type(raw.get("snapped")) is not bool:
         raise SourceError(f"{path}: section {SECTION!r} lacks modules, copies or snapped; {WRITE}")

@@ -9,7 +9,7 @@ from bridge.planning import Draft, Drafted, Output, Step
 from bridge.quant.scheme import has_tensor_scale
 from bridge.tables.structure import canonical_names
 from bridge.tripy import formats
-from bridge.values import Format, Site, Slice, TensorSpec
+from bridge.values import Coding, Format, Site, Slice, TensorSpec
 
 
 def drafted(draft: Draft) -> Drafted:
@@ -72,7 +72,7 @@ def _quantized(spec: TensorSpec, site: Site, format_: Format, draft: Draft, made
         tuple(formats.outputs(format_, site.weight, (out, in_), spec.name, draft.options.dtype)),
         site,
         format_,
-        coding=formats.coding(draft.options.dtype),
+        coding=Coding(values=draft.options.dtype),
         transpose=turned and not stored_turned,
         shares=site.shares if has_tensor_scale(format_) else "",
     )

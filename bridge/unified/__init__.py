@@ -35,17 +35,23 @@ class Spelling(Protocol):
     def refuse(self, format_: Format) -> str:
         """Why this format cannot be written so ("" if it can)."""
 
+    def refuse_stack(self, format_: Format, site: Site) -> str:
+        """Why experts that one tensor holds cannot be written so ("" if they can)."""
+
     def refuse_kv(self, kv: Numeric) -> str:
         """Why the KV cache cannot be quantized so ("" if it can)."""
 
     def misfits(self, format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
         """What of a weight [out, in] does not fit the format, each with its remedy."""
 
-    def coding(self, format_: Format, dtype: str, export: str) -> Coding:
+    def coding(self, format_: Format, site: Site, dtype: str, export: str) -> Coding:
         """How codes and scales of a weight of `dtype` are spelled when it is exported as `export`."""
 
-    def parts(self, format_: Format, site: Site, shape: tuple[int, int], dtype: str, folded: bool) -> list[Part]:
-        """The tensors of a module whose weight is [out, in]: the codes first, then its companions in their order."""
+    def parts(self, format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folded: bool) -> list[Part]:
+        """The tensors of a module whose weight is [out, in]: the codes first, then its companions in their order.
+
+        Of a stack of experts the shape is as it is stored.
+        """
 
     def kv_parts(self, attention: str, dtype: str) -> list[Part]:
         """The scales of keys and values of one attention module, in a model of `dtype`."""

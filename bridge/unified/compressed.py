@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bridge.planning import Plan
+from bridge.planning import STACKED, Plan
 from bridge.quant.scheme import is_static
 from bridge.unified import Part
 from bridge.unified.config import config_json, untied_head
@@ -44,6 +44,11 @@ def refuse(format_: Format) -> str:
     return ""
 
 
+def refuse_stack(format_: Format, site: Site) -> str:
+    """Why experts that one tensor holds cannot be written so: compressed-tensors knows only modules."""
+    return f"{STACKED} in compressed-tensors; fp8 and nvfp4_wo are in format='modelopt'"
+
+
 def refuse_kv(kv: Numeric) -> str:
     """Why the KV cache cannot be quantized so ("" if it can)."""
     if kv == KV:
@@ -64,7 +69,7 @@ def misfits(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
     return problems
 
 
-def coding(format_: Format, dtype: str, export: str) -> Coding:
+def coding(format_: Format, site: Site, dtype: str, export: str) -> Coding:
     """How codes and scales of a weight of `dtype` are spelled when it is exported as `export`."""
     first = format_.weight[0]
     return Coding(
@@ -77,7 +82,7 @@ def coding(format_: Format, dtype: str, export: str) -> Coding:
     )
 
 
-def parts(format_: Format, site: Site, shape: tuple[int, int], dtype: str, folded: bool) -> list[Part]:
+def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folded: bool) -> list[Part]:
     """The tensors of a module whose weight is [out, in]: the codes first, then its companions by name."""
     first, module, form = format_.weight[0], site.module, compression(format_)
     out, in_ = shape
@@ -90,7 +95,7 @@ def parts(format_: Format, site: Site, shape: tuple[int, int], dtype: str, folde
     found = [Part("weight", f"{module}.weight{'_packed' if 'pack' in form else ''}", *codes)]
     if first.scale_dtype == NV:
         found.append(Part("scale_2", f"{module}.weight_global_scale", (1,), "float32"))
-    found.append(Part("scale", f"{module}.weight_scale", _grid(first, shape), _scale_dtype(first, dtype)))
+    found.append(Part("scale", f"{module}.weight_scale", _grid(first, (out, in_)), _scale_dtype(first, dtype)))
     if form == "pack-quantized":
         found.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
     if format_.input is not None and is_static(format_.input):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ def lint(directory: Path) -> list[str]:
         findings += [f"error [config] {name}: a scale, and config.json has no quantization_config" for name in stray]
     elif section.get("quant_method") == "modelopt":
         findings += _config(directory, section)
-        findings += _modules(section, specs)
+        findings += _modules(section, specs | _experts(specs))
         findings += _scalars(holder)
     else:
         findings += _readable(directory)
@@ -135,6 +136,19 @@ def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Ite
         yield "error [kv] scales of keys and values and kv_cache_scheme do not go together"
 
 
+def _experts(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of stacks of experts by the names of a module, as those of one expert [out, in]."""
+    found = {}
+    for stack in [name.removesuffix("_weight_scale") for name in specs if name.endswith("_weight_scale")]:
+        parts = {"weight": stack} | {
+            part: f"{stack}_{part}" for part in ("weight_scale", "weight_scale_2", "input_scale")
+        }
+        for part, name in parts.items():
+            if name in specs:
+                found[f"{stack}.{part}"] = replace(specs[name], shape=specs[name].shape[:0:-1])
+    return found
+
+
 def _layer(layers: Mapping[str, Any], module: str) -> str | None:
     """The algorithm of a module; experts are listed under the name of their block."""
     block = module.partition(".experts.")[0]
@@ -170,7 +184,7 @@ def _module(rule: Rule, module: str, specs: Mapping[str, TensorSpec]) -> Iterato
 def _scalars(holder: Mapping[str, SafetensorsFile]) -> Iterator[str]:
     """Scales that are one number are finite and above zero."""
     for name, file in holder.items():
-        if name.rpartition(".")[2] in SCALARS and file.specs[name].dtype == "float32" and not file.specs[name].shape:
+        if name.endswith(SCALARS) and file.specs[name].dtype == "float32" and not file.specs[name].shape:
             value = float(file.read(name))
             if not (math.isfinite(value) and value > 0):
                 yield f"error [scale] {name}: is {value}"

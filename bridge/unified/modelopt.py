@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.planning import Plan, Step
+from bridge.planning import STACKED, Plan, Step
 from bridge.quant.scheme import is_static
 from bridge.unified import Part
 from bridge.unified.config import config_json, untied_head
@@ -69,6 +69,19 @@ def refuse(format_: Format) -> str:
     return ""
 
 
+def refuse_stack(format_: Format, site: Site) -> str:
+    """Why experts that one tensor holds cannot be written so ("" if they can).
+
+    Of the other formats ModelOpt writes what no runtime can multiply by: one scale an expert where it says one a row,
+    blocks along `out`; or it raises.
+    """
+    if site.layout == "stack_out_in":
+        return f"{STACKED} where each lies [out, in]"
+    if setting(format_)["quant_algo"] in ("FP8", "NVFP4", "W4A16_NVFP4"):
+        return ""
+    return f"{STACKED} in {_words(format_)[0]}: fp8, nvfp4 and nvfp4_wo are"
+
+
 def refuse_kv(kv: Numeric) -> str:
     """Why the KV cache cannot be quantized so ("" if it can)."""
     if (kv.dtype, kv.per) == ("float8_e4m3fn", "tensor"):
@@ -92,20 +105,26 @@ def misfits(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
     return problems
 
 
-def coding(format_: Format, dtype: str, export: str) -> Coding:
-    """How codes and scales are spelled: ModelOpt rounds the weight to the export dtype, and so FP8 quotients too."""
+def coding(format_: Format, site: Site, dtype: str, export: str) -> Coding:
+    """How codes and scales are spelled: ModelOpt rounds the weight to the export dtype, and so FP8 quotients too.
+
+    Not those of stacks, which it divides by a scale of one axis: torch keeps the wider dtype then.
+    """
     first = format_.weight[0]
+    rounded = (first.dtype, first.per) == ("float8_e4m3fn", "tensor") and not site.stacked
     return Coding(
         cast=export if export != dtype else "",
         packed="out" if first.dtype == "int4" else "in",
-        quotient="weight" if (first.dtype, first.per) == ("float8_e4m3fn", "tensor") else "float32",
+        quotient="weight" if rounded else "float32",
     )
 
 
-def parts(format_: Format, site: Site, shape: tuple[int, int], dtype: str, folded: bool) -> list[Part]:
+def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folded: bool) -> list[Part]:
     """The tensors of a module whose weight is [out, in]: the codes first, then its companions in their order."""
-    out, in_ = shape
     first, module = format_.weight[0], site.module
+    if site.stacked:
+        return _stack_parts(format_, module, shape)
+    out, in_ = shape
     codes = (out // 2, in_) if first.dtype == "int4" else (out, in_ // 2) if first.dtype in PACKED else shape
     stored = "uint8" if first.dtype in PACKED else first.dtype
     found = [Part("weight", f"{module}.weight", codes, stored), _scale(first, module, shape)]
@@ -115,6 +134,19 @@ def parts(format_: Format, site: Site, shape: tuple[int, int], dtype: str, folde
     if format_.prescales and not folded:
         found.append(Part("pre_quant_scale", f"{module}.pre_quant_scale", (in_,), dtype))
     return found
+
+
+def _stack_parts(format_: Format, name: str, shape: tuple[int, ...]) -> list[Part]:
+    """The tensors of experts [experts, in, out]; blocks lie along `in`, as do the two codes of a byte."""
+    experts, in_, out = shape
+    first = format_.weight[0]
+    scale: tuple[int, ...] = ()
+    if first.block:
+        shape, scale = (experts, in_ // 2, out), (experts, in_ // first.block[0], out)
+    found = [Part("weight", name, shape, "uint8" if first.dtype in PACKED else first.dtype)]
+    found.append(Part("scale", f"{name}_weight_scale", scale, first.scale_dtype))
+    found += [Part("input_scale", f"{name}_input_scale", (), "float32")] if _has_input_scale(format_) else []
+    return found + ([Part("scale_2", f"{name}_weight_scale_2", (), "float32")] if has_second(format_) else [])
 
 
 def kv_parts(attention: str, dtype: str) -> list[Part]:
@@ -219,7 +251,7 @@ def _has_input_scale(format_: Format) -> bool:
     return format_.input is not None and is_static(format_.input)
 
 
-def _scale(first: Numeric, module: str, shape: tuple[int, int]) -> Part:
+def _scale(first: Numeric, module: str, shape: tuple[int, ...]) -> Part:
     out, in_ = shape
     dtype = "uint8" if first.scale_dtype == "float8_e8m0fnu" else first.scale_dtype
     sizes: tuple[int, ...] = {"tensor": (), "channel": (out,)}.get(first.per, (out, in_ // (first.block or (1,))[-1]))

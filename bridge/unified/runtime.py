@@ -16,6 +16,7 @@ from bridge.dtypes import from_float32, to_float32
 from bridge.errors import BridgeError, CannotRun
 from bridge.planning import Output, Plan, Step
 from bridge.quant.decode import decode
+from bridge.stacks import decode_stack
 from bridge.values import TensorSpec
 from bridge.written import WrittenTensors
 
@@ -49,6 +50,8 @@ class Rebuilt:
         """float32, in the axes that were coded; a module's input is not multiplied here, so the weight is, again."""
         assert step.format and step.site
         arrays = {("codes" if part == "weight" else part): self._written.read(out) for part, out in outputs.items()}
+        if step.site.stacked:
+            return decode_stack(step, arrays, shape)
         layout = "out_in" if step.inputs[0].transposed else step.site.layout
         values = decode(arrays, step.format.weight, shape, layout=layout, transpose=step.transpose, coding=step.coding)
         if "pre_quant_scale" in outputs:
@@ -78,7 +81,8 @@ class Runtime:
             from bridge.sources.loading import load_model
 
             rebuilt: Any = Rebuilt(directory, plan)  # all of a Source that loading reads
-            self._run = runner(load_model(rebuilt))
+            self.model = load_model(rebuilt)
+            self._run = runner(self.model)
         except ImportError as error:
             raise CannotRun(f"running a checkpoint needs torch and transformers: {error}") from error
         except BridgeError as error:

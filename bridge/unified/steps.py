@@ -83,12 +83,12 @@ class Drafting:
         return mixed + self._spelling.misfits(format_, site, _out_in(spec, site))
 
     def _quantized_step(self, spec: TensorSpec, site: Site, format_: Format) -> Step:
-        shape = _out_in(spec, site)
+        shape = spec.shape if site.stacked else _out_in(spec, site)
         group = self._groups.get(site.module)
         unified = group.modules if group and self._spelling.unifies(format_) else ()
         folded = bool(group and self._folded.get(group.norm) is group)
         parts = self._spelling.parts(format_, site, shape, spec.dtype, folded)
-        coding = self._spelling.coding(format_, spec.dtype, self._draft.options.dtype or spec.dtype)
+        coding = self._spelling.coding(format_, site, spec.dtype, self._draft.options.dtype or spec.dtype)
         if unified and all(_one_tile(format_, self._shapes[module]) for module in unified):
             # ModelOpt shares weight amax of one element
             format_ = dataclasses.replace(format_, weight=(Numeric(format_.weight[0].dtype, "tensor"),))
@@ -171,7 +171,10 @@ class Drafting:
 
 
 def _out_in(spec: TensorSpec, site: Site) -> tuple[int, int]:
-    out, in_ = spec.shape[:2] if site.layout != "in_out" else spec.shape[1::-1]
+    if site.layout in ("out_in", "conv"):
+        out, in_ = spec.shape[:2]
+    else:
+        in_, out = spec.shape[-2:]
     return out, in_
 
 
@@ -201,7 +204,8 @@ def _state_order(steps: Sequence[Step]) -> list[TensorSpec]:
     companions: dict[str, list[TensorSpec]] = {}
     for step in steps:
         if step.site and step.format:
-            companions[step.site.module] = [o.spec for o in step.outputs if o.part != "weight"]
+            holder = step.site.module.rpartition(".")[0] if step.site.stacked else step.site.module
+            companions.setdefault(holder, []).extend(o.spec for o in step.outputs if o.part != "weight")
     scales = {step.attention: [o.spec for o in step.outputs] for step in steps if step.attention}
     found: list[TensorSpec] = []
     within = ""

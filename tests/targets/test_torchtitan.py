@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +32,13 @@ from tests.tables import foreign
 from tests.tables.checkpoints import headers
 from tests.test_faults import VICTIM
 from tests.test_imports import FRAMEWORKS, MODEL, command, loaded
-from tests.torchtitan_families import CONFIGS
 
 LLAMA = foreign.CONFIGS["llama"] | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "max_position_embeddings": 64}
+OSS: dict[str, Any] = {
+    "attention_bias": True, "swiglu_limit": 7.0, "sliding_window": 16, "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+ROUTED = {"num_experts_per_tok": 2, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
 LLAMA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "tie_word_embeddings": False}
 
 
@@ -64,27 +69,42 @@ def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "era"), torchtitan_oracle.MODELS)
 def test_every_tensor_is_torchtitans_own(name: str, era: str, tmp_path: Path) -> None:
     known = torchtitan_oracle.family(name, era)
     report = bridge.convert(of_hf(known.hf, known.config_hf), "torchtitan", out=tmp_path / "out", era=era)
     written = {key: tensor.numpy() for key, tensor in read_by_torch(tmp_path / "out").items()}
-    native = {key: array for key, array in known.native.items() if "qwen3" not in name or "expert_bias" not in key}
-    assert written.keys() == native.keys()
-    assert all(np.array_equal(written[key], array) for key, array in native.items())
+    assert written.keys() == known.native.keys()
+    assert all(np.array_equal(written[key], array) for key, array in known.native.items())
+    assert {key: array.dtype for key, array in written.items()} == {key: a.dtype for key, a in known.native.items()}
     assert not report.findings and report.passed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "era"), torchtitan_oracle.MODELS)
+def test_torchtitan_loads_its_whole_state_and_answers_the_same(name: str, era: str, tmp_path: Path) -> None:
+    known = torchtitan_oracle.family(name, era)
+    bridge.convert(of_hf(known.hf, known.config_hf), "torchtitan", out=tmp_path / "out", era=era)
+    assert np.array_equal(known.load_and_run(tmp_path / "out"), known.logits)
+
+
 @pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
-@pytest.mark.parametrize("case", ["llama", "llama-mqa", "llama-tied", "qwen3", "qwen3-moe", "deepseek"])
+@pytest.mark.parametrize("case", ["llama", "llama-mqa", "llama-tied", "qwen3", "qwen3-moe", "gpt_oss", "deepseek"])
 def test_every_tensor_is_what_torchtitan_documents(case: str, era: str, tmp_path: Path) -> None:
     source = made(LLAMA | foreign.CONFIGS[case])
     bridge.convert(source, "torchtitan", out=tmp_path / "out", era=era)
     head = {"lm_head.weight": source.arrays["model.embed_tokens.weight"]}  # torchtitan saves a tied one, too
     written, expected = read_by_torch(tmp_path / "out"), foreign.torchtitan(case, head | source.arrays, era == "0.2")
+    if case in ("qwen3-moe", "gpt_oss"):
+        bias, routers = (
+            "expert_bias" if era == "0.2" else "expert_bias_E",
+            [n for n in expected if n.endswith("router.gate.weight")],
+        )
+        expected |= {name.replace("router.gate.weight", bias): np.zeros(5, np.float32) for name in routers}
     assert written.keys() == expected.keys()
     assert all(np.array_equal(written[name].numpy(), array) for name, array in expected.items())
+    noted = [note for note in bridge.plan(source, "torchtitan", era=era).notes if "written as zeros" in note]
+    assert len(noted) == (case in ("qwen3-moe", "gpt_oss"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,6 +122,30 @@ def test_another_dtype_is_rounded_to_once(tmp_path: Path) -> None:
     head = read_by_torch(tmp_path / "out")["lm_head.weight"]
     assert torch.equal(head, torch.from_numpy(source.arrays["lm_head.weight"]).bfloat16())
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "megatron"])
+def test_what_balances_experts_is_float32_whatever_the_weights_are(target: str, tmp_path: Path) -> None:
+    """As in transformers, torchtitan and Megatron-Core: a sum of steps of a thousandth."""
+    source = made(LLAMA | foreign.CONFIGS["deepseek"] | ROUTED, "bfloat16")
+    bridge.convert(source, target, out=tmp_path / "out", dtype="fp16")
+    written = read_by_torch(tmp_path / "out")
+    biases = {name: tensor for name, tensor in written.items() if "expert_bias" in name}
+    assert len(biases) == 2 and {tensor.dtype for tensor in biases.values()} == {torch.float32}
+    assert {tensor.dtype for name, tensor in written.items() if name not in biases} == {torch.float16}
+    bits_of = [source.arrays[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] for layer in (1, 2)]
+    for tensor, array in zip(biases.values(), bits_of, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("target", ["torchtitan", "megatron"])
+def test_floats_of_eight_bits_are_told_before_any_weight_is_read(target: str, dtype: str | None) -> None:
+    source, name = made(LLAMA), "model.layers.1.mlp.down_proj.weight"
+    source.specs = {**source.specs, name: TensorSpec(name, source.specs[name].shape, "float8_e4m3fn")}
+    source.broken = frozenset(source.specs)
+    with pytest.raises(PlanError, match="is float8_e4m3fn in the source, in which no weights are trained"):
+        bridge.plan(source, target, dtype=dtype)
 
 
 def test_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +175,28 @@ def test_reordered_rows_stay_in_the_memory_that_the_plan_says() -> None:
     assert peak <= working_set(step, plan.sources) + 100_000
 
 
+@pytest.mark.parametrize("target", ["torchtitan", "megatron"])
+def test_stacked_experts_pass_one_after_the_other(target: str, tmp_path: Path) -> None:
+    """Sixteen experts of 2.2 MB, there and back: no step holds them all, nor more than the plan says."""
+    extents = {"hidden_size": 448, "intermediate_size": 800, "num_local_experts": 16, "num_hidden_layers": 2}
+    config = LLAMA | foreign.CONFIGS["gpt_oss"] | OSS | extents
+    bridge.convert(made(config, "bfloat16"), "hf", out=tmp_path / "hf")
+    bridge.convert(tmp_path / "hf", target, out=tmp_path / target)
+    for root, way in ((tmp_path / "hf", target), (tmp_path / target, "hf")):
+        opened = open_source(root)
+        plan = bridge.plan(opened, way)
+        conversion = Conversion(plan, opened, None, None, 1, Work(Path(), {}, io.StringIO()))
+        for step in plan.steps:
+            Maker(conversion).make(step, None, lambda output, array, at: None)  # compiles
+            tracemalloc.start()
+            Maker(conversion).make(step, None, lambda output, array, at: None)
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak <= working_set(step, plan.sources) + 100_000, step.outputs
+            assert peak < max(0.6 * step.nbytes, 4 << 20), step.outputs
+    assert bridge.convert(tmp_path / target, "hf", out=tmp_path / "back").passed
+
+
 @pytest.mark.parametrize("calls", [20, 90, 125])
 @pytest.mark.parametrize("target", ["torchtitan", "megatron"])
 def test_a_killed_run_goes_on_to_the_bytes_of_one_that_nobody_disturbed(
@@ -149,11 +215,11 @@ def test_a_killed_run_goes_on_to_the_bytes_of_one_that_nobody_disturbed(
 @pytest.mark.parametrize(
     ("config", "arguments", "error", "says"),
     [
-        (LLAMA, {"quant": "fp8"}, SchemeError, "torchtitan loads plain weights only; convert without quant"),
+        (LLAMA, {"quant": "fp8"}, SchemeError, "torchtitan loads plain weights only; convert with quant='none'"),
         (LLAMA, {"era": "0.1"}, UsageError, "era '0.1' is unknown; known: 0.3, 0.2"),
         (LLAMA, {"dtype": "int8"}, UsageError, "dtype 'int8' is none that weights are trained in"),
         (foreign.CONFIGS["gemma"], {}, PlanError, "torchtitan.toml has no layout for GemmaForCausalLM"),
-        (LLAMA | {"attention_bias": True}, {}, PlanError, "the models of torchtitan have no biases"),
+        (LLAMA | {"attention_bias": True}, {}, PlanError, "this model of torchtitan has no biases"),
     ],
 )
 def test_what_does_not_fit_is_told_before_any_weight_is_read(
@@ -189,6 +255,32 @@ def test_a_damaged_directory_is_found(damage: str, tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises((SourceError, VerifyError)):
         bridge.verify(out, against=source)
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "megatron"])
+def test_a_directory_of_other_tensors_is_told_with_all_that_differs(target: str, tmp_path: Path) -> None:
+    """Those of a model with a tensor less, one more, one of another shape and one of another dtype."""
+    source, out, other = made(LLAMA), tmp_path / "out", tmp_path / "other"
+    bridge.convert(source, target, out=out)
+    shutil.copytree(out, other)
+    tensors = read_by_torch(out)
+    names = [name for name in tensors if "norm" in name]
+    missing, wide, half = names[0], names[-1], next(name for name in names[1:])
+    tensors["one_more"] = tensors.pop(missing)
+    tensors[wide] = torch.cat([tensors[wide], tensors[wide]])
+    tensors[half] = tensors[half].half()
+    for file in other.glob("__*.distcp"):
+        file.unlink()
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(other), no_dist=True)
+    with pytest.raises(VerifyError) as told:
+        bridge.verify(other, against=source)
+    lines = str(told.value).splitlines()
+    assert lines[0] == f"{other} is not what the plan wrote; convert again:"
+    assert f"  {missing}: is missing" in lines and "  one_more: is none of the plan's" in lines
+    assert any(line.startswith(f"  {wide}: is float32 (") and "the plan makes it float32" in line for line in lines)
+    assert any(line.startswith(f"  {half}: is float16") for line in lines)
+    states = [line for line in lines if "_extra_state" in line]
+    assert bool(states) == (target == "megatron")
 
 
 def test_a_changed_weight_is_found(tmp_path: Path) -> None:

@@ -178,9 +178,10 @@ def test_quantized_inputs_answer_as_modelopts_layer_by_layer_and_end_to_end(
 def layers(tp: Any, made: Pair) -> Iterator[float]:
     """How far each quantized Linear of ours is from ModelOpt's on the input that ModelOpt's gets."""
     from bridge.targets.tripy import build
+    from bridge.tripy.loading import parts_of
 
     module = build(made.directory)
-    parts, (tensors, section) = dict(every(module)), tripy.read(made.directory)
+    parts, (tensors, section) = dict(parts_of(module)), tripy.read(made.directory)
     seen: dict[str, torch.Tensor] = {}
     live = {name: made.answer.model.get_submodule(made.answer.live[name]) for name in section["modules"]}
     hooks = [
@@ -206,13 +207,6 @@ def settled(given: torch.Tensor, held: tripy.Held, dtype: str) -> torch.Tensor:
     below, above = (tripy.rounded(quotient * (1 + sign * 2.0**-20), dtype) for sign in (-1, 1))
     assert float((below != above).double().mean()) < 1e-3
     return torch.where(below == above, given, 0)
-
-
-def every(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All modules inside, by their full names."""
-    for name, child in module.named_children():
-        yield prefix + name, child
-        yield from every(child, f"{prefix}{name}.")
 
 
 # What must fail, and by far: the two mistakes of the example that everybody copies

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.dtypes import DTYPES, to_float32
+from bridge.dtypes import DTYPES, FLOATS, to_float32
 from bridge.graph.lint.model import QUANTIZED, STANDARD, Model, attribute, label
 from bridge.graph.lint.problem import Problem
 
-SCALES = ("float32", "float16", "bfloat16")
 INT4_BLOCKS = (64, 128)
 FP4_BLOCK = 16
 
@@ -158,7 +157,7 @@ def positive_scales(model: Model) -> Iterator[Problem]:
 
 
 def _values(bits: np.ndarray, name: str) -> np.ndarray:
-    if name in SCALES:
+    if name in FLOATS:
         return to_float32(bits, name)
     if name in ("float8_e4m3fn", "float8_e8m0fnu"):
         # Only sign, zero and NaN matter here: E4M3's NaN is 0x7F, E8M0 has no zero, no sign and NaN 0xFF.
@@ -176,8 +175,8 @@ def scale_types(model: Model) -> Iterator[Problem]:
             continue
         if scale[0] == "float8_e8m0fnu":
             continue  # rule `mx-scale`
-        if scale[0] not in SCALES:
-            yield Problem(node.input[1], f"scale is {scale[0]}: TensorRT takes {', '.join(SCALES)}; cast it")
+        if scale[0] not in FLOATS:
+            yield Problem(node.input[1], f"scale is {scale[0]}: TensorRT takes {', '.join(FLOATS)}; cast it")
             continue
         if scale[0] == "float32":
             continue
