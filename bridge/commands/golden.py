@@ -1,0 +1,104 @@
+"""`qbridge golden record | check | diff`: the verbs of `bridge.golden`; must never do their work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bridge.arguments import Config, Debug, Json, Quiet, Tokenizer, print_json
+from bridge.terminal import FAILED, Exit, Terminal, load_kernels, session
+
+if TYPE_CHECKING:
+    from bridge.golden import Moved
+
+EXITS = "Exit codes: 0 nothing moved, 1 something moved or failed, 2 usage."
+
+app = typer.Typer(
+    help="Keep what a written model was, and say what has moved since.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="a directory that `convert` wrote")]
+Kept = Annotated[Path, typer.Argument(metavar="GOLDEN", help="the golden: a small directory of a repository")]
+
+
+@app.command()
+def record(
+    out: Out,
+    golden: Kept,
+    reason: Annotated[str, typer.Option(help="why an existing golden changes; it is kept")] = "",
+    against: Annotated[str | None, typer.Option(help="verify OUT against this model first")] = None,
+    quant: Annotated[Path | None, typer.Option(help="the recipe that OUT was converted by, if it was one")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="how far outputs may be off later, relative L2")] = None,
+    no_run: Annotated[bool, typer.Option("--no-run", help="keep bytes alone, run nothing")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Record a written model as a golden."""
+    with session(debug=debug, quiet=quiet) as terminal:
+        import bridge
+
+        load_kernels()
+        made = bridge.golden.record(
+            out, golden, reason=reason, against=against, quant=quant, tolerance=tolerance, run=not no_run,
+            progress=terminal.progress,
+        )  # fmt: skip
+        count, not_run = len(made.snapshot.tensors), made.reference.not_run
+        if as_json:
+            print_json(terminal, {"golden": str(golden), "digest": made.digest, "tensors": count, "not_run": not_run})
+        elif not quiet:
+            terminal.print(f"{golden}: {count:,} tensors, digest {made.digest[:12]}")
+            terminal.print(*([f"not run: {not_run}"] if not_run else []))
+
+
+@app.command(epilog=EXITS)
+def check(
+    golden: Kept,
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="a directory that `convert` wrote")] = None,
+    model: Annotated[str | None, typer.Option(help="in the place of OUT: convert this model again")] = None,
+    calib: Annotated[str | None, typer.Option(help="with --model: another calibration than the golden's")] = None,
+    run: Annotated[
+        bool | None, typer.Option("--run/--no-run", help="run the model; default: only where a byte moved")
+    ] = None,
+    work: Annotated[Path | None, typer.Option(help="with --model: where to convert; default: the system's")] = None,
+    config: Config = None,
+    tokenizer: Tokenizer = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Say what of a written model is not what its golden has."""
+    with session(debug=debug, quiet=quiet) as terminal:
+        import bridge
+
+        moved = bridge.golden.check(
+            golden, out, model=model, calib=calib, run=run, work=work, config=config, tokenizer=tokenizer,
+            progress=terminal.progress,
+        )  # fmt: skip
+        _tell(terminal, moved, as_json, quiet)
+
+
+@app.command(epilog=EXITS)
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a golden, or a directory that `convert` wrote")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Say what moved from A to B."""
+    with session(debug=debug, quiet=quiet) as terminal:
+        import bridge
+
+        _tell(terminal, bridge.golden.diff(a, b, progress=terminal.progress), as_json, quiet)
+
+
+def _tell(terminal: Terminal, moved: Moved, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        terminal.print(moved.to_json())
+    elif not quiet:
+        terminal.print(str(moved))
+    if not moved.passed:
+        raise Exit(FAILED)

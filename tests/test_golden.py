@@ -1,0 +1,259 @@
+"""A golden says what moved and nothing else: the same model passes wherever it lies, one changed byte is named with its
+row, an update has its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.container import SafetensorsFile, file_bytes, read_header
+from bridge.errors import GoldenError, UsageError
+from bridge.golden.again import arguments
+from bridge.golden.moves import Moved, outputs_moved
+from bridge.golden.store import load
+from bridge.golden.text import lines
+from bridge.golden.values import Reference
+from bridge.quant.scheme import scheme_names
+from tests.golden_made import LLAMA, Q, calibration, changed, converted_made, written
+from tests.sources_made import llama_shapes
+
+ROW = 'mappings/arch/llama.toml: "model.layers.{l}.self_attn.q_proj.weight" = "attn.q.weight"'
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("golden") / "out")
+
+
+@pytest.fixture(scope="module")
+def golden(out: Path) -> Path:
+    bridge.golden.record(out, out.parent / "golden", run=False)
+    return out.parent / "golden"
+
+
+def kinds(moved: Moved) -> list[tuple[str, str]]:
+    return [(move.kind, move.name) for move in moved.moves]
+
+
+def test_the_same_model_passes_wherever_it_lies(out: Path, golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "elsewhere")
+    moved = bridge.golden.check(golden, tmp_path / "elsewhere")
+    assert moved.passed and moved.tensors == len(read_header(out / "model.safetensors").entries)
+
+
+def test_two_conversions_have_goldens_of_the_same_bytes(out: Path, golden: Path, tmp_path: Path) -> None:
+    bridge.golden.record(written(tmp_path / "out"), tmp_path / "golden", run=False)
+    assert sorted(p.name for p in golden.iterdir()) == sorted(p.name for p in (tmp_path / "golden").iterdir())
+    for path in golden.iterdir():
+        assert (tmp_path / "golden" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_nothing_in_a_golden_tells_of_time_or_place(out: Path, golden: Path) -> None:
+    text = b"".join(path.read_bytes() for path in golden.iterdir())
+    assert str(out.parent).encode() not in text
+    assert not {"report.json", "report.html", "README.md", "bridge.json"} & set(load(golden).snapshot.files)
+
+
+def test_one_changed_code_is_named_with_its_row(out: Path, golden: Path, tmp_path: Path) -> None:
+    moved = bridge.golden.check(golden, changed(out, tmp_path / "out", Q))
+    (move,) = moved.moves
+    assert (move.kind, move.name) == ("codes", Q)
+    assert move.measure and (move.measure.changed, move.measure.most) == (1, 1.0)
+    assert move.origin and move.origin.rows == (ROW,) and ROW in str(moved)
+
+
+def test_a_changed_scale_is_no_changed_code(out: Path, golden: Path, tmp_path: Path) -> None:
+    moved = bridge.golden.check(golden, changed(out, tmp_path / "out", f"{Q}_scale", at=3))
+    assert kinds(moved) == [("scales", f"{Q}_scale")]
+
+
+def test_a_byte_outside_the_samples_is_found(out: Path, golden: Path, tmp_path: Path) -> None:
+    moved = bridge.golden.check(golden, changed(out, tmp_path / "out", Q, at=20_011))
+    assert kinds(moved) == [("codes", Q)]
+    assert moved.moves[0].measure and moved.moves[0].measure.changed == 0
+    assert "other bytes, none of them among" in str(moved)
+
+
+def test_layers_that_moved_alike_share_a_line(out: Path, golden: Path, tmp_path: Path) -> None:
+    other = changed(out, tmp_path / "one", Q)
+    other = changed(other, tmp_path / "two", Q.replace(".1.", ".3."))
+    (line, *_) = lines(bridge.golden.check(golden, other).moves)
+    assert "model.layers.{1,3}.self_attn.q_proj.weight (2): 2 of 128 samples" in line
+
+
+def test_another_order_in_the_file_is_layout_alone(out: Path, golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    file = SafetensorsFile(path)
+    path.write_bytes(file_bytes({name: file.read(name) for name in file.specs}, {"format": "np"}))
+    assert kinds(bridge.golden.check(golden, tmp_path / "out")) == [("layout", "model.safetensors")]
+
+
+def test_tensors_that_came_and_went_are_told(out: Path, golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    file = SafetensorsFile(path)
+    kept = {name: file.read(name) for name in file.specs if name != "model.norm.weight"}
+    path.write_bytes(file_bytes(kept | {"model.extra": np.zeros(3, np.float32)}, {"format": "pt"}))
+    moved = bridge.golden.check(golden, tmp_path / "out")
+    assert kinds(moved) == [("missing", "model.norm.weight"), ("added", "model.extra")]
+
+
+def test_a_missing_weight_file_is_told_by_its_tensors(out: Path, golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    moved = bridge.golden.check(golden, tmp_path / "out")
+    assert {move.kind for move in moved.moves} == {"missing", "file"} and len(moved.moves) == moved.tensors + 1
+
+
+def test_files_beside_the_weights_are_held_too(out: Path, golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    (tmp_path / "out" / "new.txt").write_text("new")
+    found = kinds(bridge.golden.check(golden, tmp_path / "out"))
+    assert found == [("file", "config.json"), ("file", "new.txt"), ("file", "tokenizer.json")]
+
+
+def test_one_changed_source_tensor_moves_what_is_made_of_it(tmp_path: Path) -> None:
+    bridge.golden.record(converted_made(tmp_path / "out"), tmp_path / "golden", run=False)
+    values = np.random.default_rng(5).standard_normal(llama_shapes()[Q], np.float32)
+    other = converted_made(tmp_path / "other", **{Q.replace(".", "__"): values})
+    assert kinds(bridge.golden.check(tmp_path / "golden", other)) == [("codes", Q), ("scales", f"{Q}_scale")]
+
+
+def test_another_scheme_is_told_by_plan_and_layout(golden: Path, tmp_path: Path) -> None:
+    moved = bridge.golden.check(golden, written(tmp_path / "out", quant="fp8_pc_pt"))
+    assert moved.moves[0].kind == "plan" and "scheme int8_wo -> fp8_pc_pt" in moved.moves[0].text
+    (layout,) = [move for move in moved.moves if (move.kind, move.name) == ("layout", Q)]
+    assert layout.text.startswith("dtype int8 -> float8_e4m3fn; format w int8 -> w fp8")
+
+
+def test_a_row_that_changed_is_told_though_no_byte_moved(golden: Path, out: Path, tmp_path: Path) -> None:
+    kept = load(golden)
+    (was,) = [o for o in kept.snapshot.origins.values() if o.tensors.endswith("q_proj.weight") and o.part == "weight"]
+    old = replace(was, rows=("mappings/arch/llama.toml: another row",))
+    tensors = {k: replace(t, origin=old.id) if t.origin == was.id else t for k, t in kept.snapshot.tensors.items()}
+    snapshot = replace(kept.snapshot, tensors=tensors, origins={**kept.snapshot.origins, old.id: old})
+    replace(kept, snapshot=snapshot).save(tmp_path / "golden")
+    moved = bridge.golden.check(tmp_path / "golden", out)
+    assert {move.kind for move in moved.moves} == {"made"} and len(moved.moves) == 5
+    assert moved.moves[0].text == "row was mappings/arch/llama.toml: another row"
+
+
+def test_converting_again_gives_the_same(golden: Path) -> None:
+    moved = bridge.golden.check(golden, model=LLAMA)
+    assert moved.passed and moved.after == "a new conversion"
+
+
+def test_converting_again_takes_the_goldens_own_calibration(tmp_path: Path) -> None:
+    bridge.convert(LLAMA, "hf", "fp8", tmp_path / "out", calib=calibration(), kv=None, verify=False)
+    bridge.golden.record(tmp_path / "out", tmp_path / "golden", run=False)
+    assert bridge.golden.check(tmp_path / "golden", model=LLAMA).passed
+    louder = calibration()
+    louder.input_amax["model.layers.1.self_attn.q_proj"] *= 2  # type: ignore[index]
+    moved = bridge.golden.check(tmp_path / "golden", model=LLAMA, calib=louder)
+    assert moved.moves and {move.kind for move in moved.moves} == {"scales"}
+
+
+def test_a_recipe_is_kept_to_convert_again(tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.toml"
+    recipe.write_text('base = "int8_wo"\n[[rule]]\nlayers = [0]\nquant = "none"\n')
+    out = written(tmp_path / "out", quant=str(recipe))
+    bridge.golden.record(out, tmp_path / "without", run=False)
+    with pytest.raises(GoldenError, match="scheme mixed is a recipe that was not given"):
+        bridge.golden.check(tmp_path / "without", model=LLAMA)
+    bridge.golden.record(out, tmp_path / "golden", run=False, quant=recipe)
+    recipe.unlink()
+    assert bridge.golden.check(tmp_path / "golden", model=LLAMA).passed
+
+
+def test_check_takes_one_of_two_things(golden: Path, out: Path) -> None:
+    with pytest.raises(UsageError, match="either"):
+        bridge.golden.check(golden)
+    with pytest.raises(UsageError, match="either"):
+        bridge.golden.check(golden, out, model=LLAMA)
+
+
+def test_an_update_has_a_reason_that_is_kept(out: Path, tmp_path: Path) -> None:
+    golden = tmp_path / "golden"
+    first = bridge.golden.record(out, golden, run=False)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in golden.iterdir()}
+    bridge.golden.record(out, golden, run=False)
+    assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in golden.iterdir()}
+    other = changed(out, tmp_path / "out", Q)
+    with pytest.raises(GoldenError, match=r"would change; say why: reason=, --reason TEXT\n(.*\n)+.*q_proj"):
+        bridge.golden.record(other, golden, run=False)
+    assert load(golden).digest == first.digest
+    bridge.golden.record(other, golden, run=False, reason="ties go up now")
+    assert bridge.golden.check(golden, other).passed
+    (entry,) = load(golden).history
+    assert entry.reason == "ties go up now" and Q in entry.moved[0]
+
+
+@pytest.mark.slow  # it runs the model
+def test_a_golden_is_not_made_of_what_fails_against_its_source(out: Path, tmp_path: Path) -> None:
+    with pytest.raises(GoldenError, match="not near enough to its source"):
+        bridge.golden.record(changed(out, tmp_path / "out", "model.norm.weight", 3), tmp_path / "golden", against=LLAMA)
+    assert not (tmp_path / "golden").exists()
+
+
+def test_diff_compares_goldens_and_models(out: Path, golden: Path, tmp_path: Path) -> None:
+    other = changed(out, tmp_path / "out", Q)
+    bridge.golden.record(other, tmp_path / "golden", run=False)
+    for a in (out, golden):
+        for b in (other, tmp_path / "golden"):
+            assert kinds(bridge.golden.diff(a, b)) == [("codes", Q)]
+    assert bridge.golden.diff(golden, out).passed
+
+
+@pytest.mark.parametrize("target", ["trtllm", "megatron", "torchtitan"])
+def test_rows_of_a_dialect_are_named(target: str, tmp_path: Path) -> None:
+    quant = "int8_wo" if target == "trtllm" else None
+    out = written(tmp_path / "out", target, quant)
+    golden = bridge.golden.record(out, tmp_path / "golden")
+    assert bridge.golden.check(tmp_path / "golden", out).passed and golden.reference.not_run
+    for origin in golden.snapshot.origins.values():
+        assert origin.rows[0].startswith(f"mappings/dialects/{target}.toml: "), origin
+        assert all(row.startswith("mappings/arch/llama.toml: ") for row in origin.rows[1:]), origin
+
+
+def test_a_byte_of_a_distributed_checkpoint_is_found(tmp_path: Path) -> None:
+    out = written(tmp_path / "out", "megatron", None)
+    bridge.golden.record(out, tmp_path / "golden", run=False)
+    path = out / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    (move,) = bridge.golden.check(tmp_path / "golden", out).moves
+    assert move.kind == "weights" and move.name.startswith("decoder.layers[5].")
+
+
+def test_json_says_what_the_text_says(out: Path, golden: Path, tmp_path: Path) -> None:
+    data = json.loads(bridge.golden.check(golden, changed(out, tmp_path / "out", Q)).to_json())
+    assert not data["passed"] and [move["name"] for move in data["moves"]] == [Q]
+    assert data["moves"][0]["before"]["nonfinite"] == 0
+
+
+@pytest.mark.parametrize("quant", ["none", *scheme_names()])
+def test_the_arguments_of_a_conversion_are_found_again(quant: str) -> None:
+    for kv in (None, "fp8") if quant != "none" else (None,):
+        made = bridge.plan(LLAMA, "hf", quant, kv=kv)
+        again, beside = arguments(made, LLAMA)
+        assert (again.quant, again.kv, again.refused, beside) == (quant, kv, "", {})
+
+
+def test_outputs_from_zeros_or_to_nan_have_moved() -> None:
+    zeros, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
+    nan = np.full(4, np.nan, np.float32)
+    for before, after in ((zeros, ones), (ones, nan), (ones, 1.1 * ones)):
+        found = outputs_moved(Reference(values={"output": before}, tolerance=0.01), Reference(values={"output": after}))
+        assert [move.name for move in found] == ["output"]
+    assert not outputs_moved(Reference(values={"o": ones}, tolerance=0.01), Reference(values={"o": 1.001 * ones}))
