@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from bridge import __version__
 from bridge.conversion import Conversion
-from bridge.errors import BridgeError, CalibrationError, SourceError, UsageError, VerifyError
+from bridge.errors import CalibrationError, SourceError, TableError, UsageError, VerifyError
+from bridge.opening import data_of, open_model, plan_of, scheme_of, stored_of, structure_of
 from bridge.planning import CALIBRATION
 from bridge.progress import Progress, quiet
 
@@ -58,9 +59,9 @@ def plan(
 
     Takes the same arguments as `convert`; reads no weight, and loads no framework for an architecture with a table.
     """
-    source = _open(model, config, None)
-    structure = _structure(source)
-    return _plan(source, structure, target, _scheme(quant, kv, structure) or _stored(quant, source), options)
+    source = open_model(model, config, None)
+    structure = structure_of(source)
+    return plan_of(source, structure, target, scheme_of(quant, kv, structure) or stored_of(quant, source), options)
 
 
 def calibrate(
@@ -83,12 +84,12 @@ def calibrate(
             `forward_loop(model)`.
         samples, sequence: how many sequences of how many tokens; None takes the defaults of `bridge.quant.data`.
     """
-    source = _open(model, config, tokenizer)
-    structure = _structure(source)
-    scheme = _scheme(quant, kv, structure)
+    source = open_model(model, config, tokenizer)
+    structure = structure_of(source)
+    scheme = scheme_of(quant, kv, structure)
     if scheme is None:
         raise UsageError("calibrate needs a scheme: quant='fp8', say")
-    prepared = _data(source, data, samples, sequence)
+    prepared = data_of(source, data, samples, sequence)
     return _calibrate(source, structure, scheme, prepared, device, progress or quiet)
 
 
@@ -106,9 +107,9 @@ def fake_quantize(
     """
     from bridge.quant.modelopt import fake_quantize as run
 
-    source = _open(model, None, None)
-    prepared = replace(_data(source, data, samples, sequence), held_out=())
-    return run(source, _structure(source), scheme, prepared, least=least)
+    source = open_model(model, None, None)
+    prepared = replace(data_of(source, data, samples, sequence), held_out=())
+    return run(source, structure_of(source), scheme, prepared, least=least)
 
 
 def convert(
@@ -150,7 +151,7 @@ def convert(
 
     clock, tell = _Clock(), progress or quiet
     with clock.stage("plan"):
-        source = _open(model, config, tokenizer)
+        source = open_model(model, config, tokenizer)
         job = _prepare(source, target, quant, out, calib, kv, device, overwrite, memory, verify, options)
     with output_directory(job.out, job.identity, overwrite=overwrite, resume=resume) as work:
         calibration = job.given
@@ -164,7 +165,7 @@ def convert(
             manifest = write(conversion)
         with clock.stage("verify") if verify else nullcontext():
             proof = _prove(work.directory, job, manifest, calibration, tell) if verify else None
-        report = make_report(job.out, work.directory, manifest, calibration, proof, clock.seconds)
+        report = make_report(job.out, work.directory, manifest, job.source, calibration, proof, clock.seconds)
         report.save(work.directory)
     return report
 
@@ -204,9 +205,9 @@ def _prepare(
     from bridge.quant.modelopt import check_device
     from bridge.targets import load_target
 
-    structure = _structure(source)
-    scheme = _scheme(quant, kv, structure) or _stored(quant, source)
-    plan_ = _plan(source, structure, target, scheme, options)
+    structure = structure_of(source)
+    scheme = scheme_of(quant, kv, structure) or stored_of(quant, source)
+    plan_ = plan_of(source, structure, target, scheme, options)
     directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
     _check_apart(directory, source)
     check_free(directory, overwrite)
@@ -219,7 +220,7 @@ def _prepare(
     data = None
     run = needed or load_target(target).runs
     if needed or (verify and run and source.can_run and (given is None or given.held_out is None)):
-        data = _data(source, calib if given is None else None, None, None, needed or calib is not None)
+        data = data_of(source, calib if given is None else None, None, None, needed or calib is not None)
     told = given.digest if given else data.digest if data else ""
     identity = _digest(__version__, plan_.digest, source.fingerprint, told)
     return _Job(source, structure, scheme, plan_, directory, given, data, budget, identity, run)
@@ -247,76 +248,31 @@ def verify(
     from bridge.finish import load_manifest, make_report, prove
     from bridge.quant.calibration import Calibration
 
-    clock, directory, source = _Clock(), Path(out), _open(against, None, tokenizer)
+    clock, directory, source = _Clock(), Path(out), open_model(against, None, tokenizer)
     manifest = load_manifest(directory)
     if dict(source.specs) != manifest.plan.sources:
         raise VerifyError(f"{out} was not made from {source.where}: their tensors differ in name, shape or dtype")
     saved = directory / CALIBRATION
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
-        prepared = None if calibration and calibration.held_out else _data(source, data, None, None, data is not None)
+        prepared = None if calibration and calibration.held_out else data_of(source, data, None, None, data is not None)
         proof = prove(directory, manifest, source, calibration, prepared, progress or quiet, ask_again=True)
-    return make_report(directory, directory, manifest, calibration, proof, clock.seconds)
+    return make_report(directory, directory, manifest, source, calibration, proof, clock.seconds)
 
 
 def check() -> list[str]:
     """Check every table and scheme against each other; returns the problems, none when all is well. Needs no torch."""
     from bridge.quant.scheme import check_schemes
+    from bridge.sources.foreign_config.families import check_families
     from bridge.tables.check import check as check_tables
+    from bridge.tables.files import KINDS, table_files
 
-    return [*check_tables(), *check_schemes()]
-
-
-def _open(model: Any, config: Mapping[str, Any] | str | Path | None, tokenizer: Any) -> Source:
-    from bridge.sources import open_source
-
-    return open_source(model, config=config, tokenizer=tokenizer)
-
-
-def _scheme(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
-    from bridge.quant.scheme import load_scheme
-
-    if quant is None or quant == "none":
-        if kv:
-            raise UsageError(f"kv={kv!r} needs a scheme beside it: quant='fp8', say")
-        return None
-    return load_scheme(quant, kv=kv).bound(structure.sites)
-
-
-def _stored(quant: Any, source: Source) -> Scheme | None:
-    """What a quantized source is carried over as, where no other scheme and no dequantizing is asked for."""
-    if quant is not None or not source.quantized:
-        return None
-    from bridge.quant.stored import stored_scheme
-
-    return stored_scheme(source.quantized)
-
-
-def _structure(source: Source) -> Structure:
-    """From the architecture's table; traced with torch where nobody wrote one, once."""
-    from bridge.tables.match import architecture_of
-    from bridge.tables.structure import load_arch, structure
-
-    if load_arch(architecture_of(source.config)) is not None:
-        return structure(source.config, source.specs)
-    from bridge.recall import recall, remember
-
-    kept = recall(source)
-    if kept is None:
-        from bridge.trace import trace_structure
-
-        kept = trace_structure(source)
-        remember(source, kept)
-    return kept
-
-
-def _plan(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
-    from bridge.planning import make_plan
-    from bridge.targets import load_target, make_options
-
-    chosen = load_target(target)
-    resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
-    return make_plan(source, structure, chosen, scheme, resolved)
+    try:
+        for kind in KINDS:
+            table_files(kind)
+    except TableError as error:  # of two files with one name neither is checked
+        return [str(error)]
+    return [*check_tables(), *check_families(), *check_schemes()]
 
 
 def _given_calibration(
@@ -329,7 +285,7 @@ def _given_calibration(
     if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
         calib = Calibration.load(Path(calib))
     own = calib is None and scheme is not None and scheme.needs_calibration
-    calib = getattr(source, "calibration", None) if own else calib  # quantized where it was trained
+    calib = source.calibration if own else calib  # quantized where it was trained
     if not isinstance(calib, Calibration):
         return None
     if scheme is None:
@@ -354,18 +310,6 @@ def _prove(
     from bridge.finish import prove
 
     return prove(directory, manifest, job.source, calibration, job.data, progress, run=job.run, memory=job.memory)
-
-
-def _data(source: Source, data: Any, samples: int | None, sequence: int | None, asked: bool = True) -> Data:
-    """Prepare data; where they would only serve the comparison at the end, what is wrong with them waits until then."""
-    from bridge.quant.data import Data, prepare
-
-    try:
-        return prepare(data, source, samples=samples, sequence=sequence)
-    except BridgeError as error:
-        if asked:
-            raise
-        return Data((), (), "", 0, 0, missing=str(error))
 
 
 def _calibrate(

@@ -24,7 +24,8 @@ from bridge.errors import CalibrationError, UsageError, fold_layers
 from bridge.quant.answers import Run, as_arrays, perplexity, pick, runner, sample
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
 from bridge.quant.data import Data
-from bridge.quant.quantizers import Wire, quant_cfg, wires
+from bridge.quant.quantizers import Wire, numeric_cfg, quant_cfg, wires
+from bridge.quant.routing import Routing
 from bridge.quant.scheme import Scheme, is_calibrated, is_static
 from bridge.quant.statistics import (
     Twin,
@@ -46,10 +47,16 @@ _PASSES = {"max": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data
 
 @dataclass(frozen=True)
 class FakeQuantized:
-    """A twin whose forward is ModelOpt's fake-quantized one, and the statistics that it was quantized with."""
+    """A twin whose forward is ModelOpt's fake-quantized one, and the statistics that it was quantized with.
+
+    `plain` is the model that it lies over; `wires` and `attention` (live names) tell where its quantizers are.
+    """
 
     model: Any
     calibration: Calibration
+    plain: Any
+    wires: tuple[Wire, ...]
+    attention: tuple[str, ...]
 
 
 def fake_quantize(
@@ -95,7 +102,7 @@ def fake_quantize(
         versions={name: _version(name) for name in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
     )
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
-    return FakeQuantized(twin.model, calibration)
+    return FakeQuantized(twin.model, calibration, model, twin.wires, tuple(twin.attention))
 
 
 def check_device(scheme: Scheme, device: str | None) -> None:
@@ -136,7 +143,8 @@ def _calibrated(
     twin = _twin(model, {w.module for w in wired if w.format.prescales}, torch)
     if device is not None:
         twin = twin.to(device)
-    loop = _loop(data, report, _passes(wired))
+    routing = Routing(wired)
+    loop = routing.first(_loop(data, report, _passes(wired)))
     before = {
         w.module: weight_amax(twin.get_submodule(w.module), w.site.layout)
         for w in wired
@@ -146,7 +154,7 @@ def _calibrated(
         _run(mtq, twin, scheme, wired, live, loop)
         _check_hooked(twin, wired, live)
         scales = smoothquant_scales(twin, before, dict(scheme.options).get("alpha", 1.0))
-    return Twin(twin, tuple(wired), live, scales)
+    return Twin(twin, tuple(wired), live, scales, routing.tokens)
 
 
 def _modelopt() -> Any:
@@ -329,6 +337,43 @@ def _held_out(model: Any, twin: Twin, scheme: Scheme, data: Data, report: Progre
             theirs = pick(quantized(batches[0]), rows, columns)
             loss_quantized = perplexity(quantized, batches, model)
     return HeldOut(as_arrays(batches), rows, columns, ours, theirs, loss, loss_quantized)
+
+
+def gradient_scores(
+    made: FakeQuantized, units: Sequence[Sequence[str]], batches: Sequence[Mapping[str, Any]], loss: Callable[..., Any]
+) -> list[float]:
+    """ModelOpt's own estimate of what quantizing each of `units` (live modules) costs: (dloss/dy * error of y) squared.
+
+    One run and its backward a batch for all of them. The wires of `made` have one format, calibrated by max; its twin
+    stays as it is. A unit that ModelOpt does not score is a CalibrationError.
+    """
+    mtq = _modelopt()
+    import torch
+
+    form, inside = made.wires[0].format, {name for unit in units for name in unit}
+    device = next(made.model.parameters()).device
+    twin = _twin(made.plain, set(), torch).to(device)
+    entries = [{"quantizer_name": "*weight_quantizer*", "cfg": numeric_cfg(form.weight[0], weight=True)}]
+    if form.input:
+        entries.append({"quantizer_name": "*input_quantizer*", "cfg": numeric_cfg(form.input, weight=False)})
+    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *entries], "algorithm": {"method": "max"}}
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        _, state = mtq.auto_quantize(
+            twin,
+            {"effective_bits": 16.0},  # what it would choose is not asked for
+            [config],
+            data_loader=[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches],
+            forward_step=lambda model, batch: model(**batch, use_cache=False).logits,
+            loss_func=loss,
+            num_calib_steps=len(batches),
+            num_score_steps=len(batches),
+            disabled_layers=[name for name, _ in twin.named_modules() if name and name not in inside],
+        )
+    scored = {name: stats for stats in state["candidate_stats"].values() for name in stats["module_names"]}
+    if lost := inside - set(scored):
+        raise CalibrationError(f"ModelOpt does not score {', '.join(fold_layers(sorted(lost)))}; use method='kl'")
+    groups = [{id(scored[name]): scored[name] for name in unit}.values() for unit in units]
+    return [sum(float(stats["scores"][0]) for stats in group) for group in groups]
 
 
 def fingerprint(structure: Structure, source: Source) -> str:

@@ -1,0 +1,162 @@
+"""Layer sensitivity of the tiny Llama: seconds against ModelOpt's own ways, and how far rankings agree.
+
+    python benchmarks/sensitivity.py             every unit's cost: bridge, auto_quantize (kl_div, gradient), copies
+    python benchmarks/sensitivity.py --ranks     rank correlation between halves of the held-out text, and of methods
+    python benchmarks/sensitivity.py --budgets   what budgets buy: sum of the parts against the whole, measured
+
+Seconds are of the processor, after the imports, on one thread (OMP_NUM_THREADS=1): a busy machine changes them little.
+All measure the same four rows of 128 tokens. `bridge` includes opening the model and calibrating on 32 rows, `copies`
+(one for each unit, in which that unit alone is quantized, as a script would do) that calibration each time;
+auto_quantize calibrates on the four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+
+import bridge
+from bridge import api
+from bridge.costs.divergence import kl
+from bridge.costs.job import make_job
+from bridge.costs.measured import Bench, make_bench
+from bridge.progress import quiet
+from bridge.quant.quantizers import numeric_cfg
+from bridge.quant.scheme import load_scheme
+
+MODEL = str(Path(__file__).parent.parent / "examples" / "models" / "tiny-llama")
+SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
+
+
+def bench(scheme: str, samples: int) -> Bench:
+    job = make_job(MODEL, scheme, None, None, "kl", None, None, None)
+    return make_bench(job, api._data(job.source, None, samples, 128), None, quiet)
+
+
+def alone(made: Bench) -> list[float]:
+    return list(made.measure([made.variant([unit.name]) for unit in made.job.units]).nats)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        work()
+    return time.process_time() - start
+
+
+def config(scheme: str) -> dict[str, Any]:
+    form = load_scheme(scheme).format
+    entries = [{"quantizer_name": "*", "enable": False}]
+    entries.append({"quantizer_name": "*weight_quantizer", "cfg": numeric_cfg(form.weight[0], weight=True)})
+    if form.input:
+        entries.append({"quantizer_name": "*input_quantizer", "cfg": numeric_cfg(form.input, weight=False)})
+    return {"quant_cfg": entries, "algorithm": {"method": "max"}}
+
+
+def auto(method: str, scheme: str, made: Bench) -> None:
+    import modelopt.torch.quantization as mtq
+
+    def loss(out: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+    model, held = copy.deepcopy(made.made.plain), list(made.data.held_out)
+    extra = {"loss_func": loss} if method == "gradient" else {}
+    mtq.auto_quantize(
+        model, {"effective_bits": 12.0}, [config(scheme)], data_loader=held, method=method, num_calib_steps=len(held),
+        forward_step=lambda m, batch: m(**batch, use_cache=False).logits, num_score_steps=len(held),
+        disabled_layers=["*lm_head*"], **extra,
+    )  # fmt: skip
+
+
+def copies(scheme: str, made: Bench) -> None:
+    import modelopt.torch.quantization as mtq
+
+    def run(model: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            return model(**batch, use_cache=False).logits
+
+    for unit in made.job.units:
+        said = config(scheme)
+        others = (site.module for other in made.job.units if other is not unit for site in other.sites)
+        said["quant_cfg"] += [{"quantizer_name": f"{name}.*", "enable": False} for name in (*others, "lm_head")]
+        loop = (lambda model: [run(model, batch) for batch in made.data.batches]) if scheme == "fp8" else None
+        quantized = mtq.quantize(copy.deepcopy(made.made.plain), said, loop)
+        for batch in made.data.held_out:
+            rows = torch.arange(batch["input_ids"].numel())
+            kl(run(made.made.plain, batch), run(quantized, batch), rows)
+
+
+def times() -> None:
+    bench("int4_wo", 8)  # everything is imported, and ModelOpt set up
+    print("| scheme | units | bridge | auto_quantize kl_div | auto_quantize gradient | copies |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for scheme in ("fp8", "int4_wo"):
+        made = bench(scheme, 32)
+        found = [
+            seconds(lambda: bridge.sensitivity(MODEL, scheme)),  # noqa: B023
+            *(seconds(lambda: auto(method, scheme, made)) for method in ("kl_div", "gradient")),  # noqa: B023
+            seconds(lambda: copies(scheme, made)),  # noqa: B023
+        ]
+        print(f"| `{scheme}` | {len(made.job.units)} | " + " | ".join(f"{value:.1f} s" for value in found) + " |")
+
+
+def ranks() -> None:
+    print(
+        "| scheme | tokens a half | rank correlation of halves | five costliest in both | with ModelOpt's gradients |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for scheme in SCHEMES:
+        made = bench(scheme, 128)
+        rows = {name: torch.cat([batch[name] for batch in made.data.held_out]) for name in made.data.held_out[0]}
+        half = len(rows["input_ids"]) // 2
+        found = []
+        for part in (slice(0, half), slice(half, 2 * half)):
+            held = ({name: tensor[part] for name, tensor in rows.items()},)
+            found.append(alone(replace(made, data=replace(made.data, held_out=held))))
+        top = [{sorted(costs, reverse=True).index(cost): at for at, cost in enumerate(costs)} for costs in found]
+        both = len({top[0][n] for n in range(5)} & {top[1][n] for n in range(5)})
+        gradients = ""
+        if load_scheme(scheme).algorithm == "max":
+            scores = {la.name: la.cost for la in bridge.sensitivity(MODEL, scheme, method="modelopt").layers}
+            whole = [a + b for a, b in zip(*found, strict=True)]
+            gradients = f"{spearmanr(whole, [scores[unit.name] for unit in made.job.units]).statistic:.3f}"
+        tokens = half * rows["input_ids"].shape[1]
+        print(f"| `{scheme}` | {tokens:,} | {spearmanr(*found).statistic:.3f} | {both} of 5 | {gradients} |")
+
+
+def budgets() -> None:
+    print("| scheme | budget | stay | bits | sum of the parts | measured | everything quantized | rounds |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for scheme, budget, fallback in (
+        ("int4_awq", "5.5bits", "int8_wo"), ("int4_wo", "8bits", None), ("int4_wo", "kl=0.01", "int8_wo"),
+        ("int4_wo", "kl=0.01", None), ("fp8", "kl=0.0005", None),
+    ):  # fmt: skip
+        found = bridge.sensitivity(MODEL, scheme, budget=budget, fallback=fallback)
+        assert found.choice
+        stay = f"{len(found.choice.lifted)} of {len(found.layers)} {fallback or 'unquantized'}"
+        figures = f"{found.choice.expected:.4g} | {found.choice.measured:.4g} | {found.whole:.4g}"
+        print(f"| `{scheme}` | {budget} | {stay} | {found.choice.bits:.2f} | {figures} | {found.choice.rounds} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", action="store_true")
+    parser.add_argument("--budgets", action="store_true")
+    asked = parser.parse_args()
+    ranks() if asked.ranks else budgets() if asked.budgets else times()

@@ -1,0 +1,229 @@
+"""Units, budgets and recipes of `bridge.costs`: arithmetic and text, no model is run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import bridge
+from bridge.costs import run
+from bridge.costs.choice import Item, expected, parse_budget, within_bytes, within_cost
+from bridge.costs.job import make_job
+from bridge.costs.recipe import recipe, recipe_base
+from bridge.costs.units import units_of
+from bridge.errors import BridgeError, CalibrationError, SchemeError, UsageError
+from bridge.planning import make_plan
+from bridge.quant.scheme import load_scheme
+from bridge.sources import open_source
+from bridge.tables.structure import structure
+from bridge.targets import load_target, make_options
+from bridge.values import Format
+from tests.sources_made import made_llama
+
+MODEL = "examples/models/tiny-llama"
+
+
+def items(seed: int, count: int = 7) -> list[Item]:
+    rng = random.Random(seed)
+    return [
+        Item(f"u{n}", rng.expovariate(1), 100 + n, rng.random() / 20, 200 + rng.randrange(90)) for n in range(count)
+    ]
+
+
+def spent(all_: list[Item], lifted: Any) -> tuple[float, int]:
+    return expected(all_, lifted), sum(i.lifted_bytes if i in lifted else i.bytes for i in all_)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "limit"),
+    [("6.5bits", "bits", 6.5), ("4 bit", "bits", 4), ("kl=1e-2", "kl", 0.01), ("KL<=0.1", "kl", 0.1),
+     ("7GB", "bytes", 7e9), ("512 MiB", "bytes", 2**29)],
+)  # fmt: skip
+def test_a_budget_is_read_as_it_is_written(text: str, kind: str, limit: float) -> None:
+    assert (parse_budget(text).kind, parse_budget(text).limit) == (kind, limit)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "6.5", "kl", "kl=", "kl=-1", "nanbits", "infbits", "0bits", "bits", "7XB", "kl=0"]
+)
+def test_a_budget_without_a_sense_is_refused_with_the_ways_to_write_one(text: str) -> None:
+    with pytest.raises(UsageError, match=r"6\.5bits.*7GB.*kl=0\.01"):
+        parse_budget(text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_of_bytes_is_met_and_no_unit_that_gains_would_still_fit(seed: int) -> None:
+    found = items(seed)
+    limit = random.Random(seed).uniform(800, 1400)
+    lifted = within_bytes(found, limit)
+    cost, nbytes = spent(found, lifted)
+    assert nbytes <= limit or not lifted
+    assert all(nbytes + item.added > limit for item in found if item not in lifted and item.gain > 0)
+    # as good as half of the best there is, which a greedy choice need not find
+    subsets = itertools.chain.from_iterable(itertools.combinations(found, n) for n in range(8))
+    best = min((spent(found, some)[0] for some in subsets if spent(found, some)[1] <= limit), default=cost)
+    everything = spent(found, [])[0]
+    assert everything - cost >= (everything - best) / 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_of_cost_is_met_and_nothing_is_lifted_in_vain(seed: int) -> None:
+    found = items(seed)
+    limit = random.Random(seed).uniform(0.4, 4)
+    lifted = within_cost(found, limit)
+    assert expected(found, lifted) <= limit
+    for item in lifted:
+        assert expected(found, [other for other in lifted if other is not item]) > limit
+
+
+def test_infinite_costs_are_lifted_first_and_leave_finite_sums() -> None:
+    found = [*items(1), replace(items(1)[0], name="nan", cost=float("inf"), lifted_cost=0.0)]
+    lifted = within_cost(found, 2.0)
+    assert lifted[0].name == "nan"
+    assert expected(found, lifted) <= 2.0
+
+
+def test_parts_that_promise_too_much_are_tightened_until_the_whole_fits() -> None:
+    job: Any = make_job(MODEL, "int4_wo", "kl=0.05", None, "kl", None, None, None)
+    found: Any = SimpleNamespace(alone=tuple(0.001 * (n + 1) for n in range(20)), fallback=(), cache=None)
+    names = [unit.name for unit in job.units]
+
+    def divergence(lifted: Any) -> float:  # the whole is three times the sum of its parts
+        return 3 * sum(cost for name, cost in zip(names, found.alone, strict=True) if name not in lifted)
+
+    choice = run._choose(SimpleNamespace(job=job, divergence=divergence), found)  # type: ignore[arg-type]
+    assert choice.measured == pytest.approx(3 * choice.expected)
+    assert choice.measured <= 0.05
+    assert choice.rounds > 1
+
+
+def test_units_are_what_runtimes_fuse_and_hold_every_quantized_matrix_once() -> None:
+    source = made_llama()
+    arch = structure(source.config, source.specs)
+    scheme = load_scheme("fp8").bound(arch.sites)
+    units = units_of(arch, scheme, source.specs)
+    modules = [site.module for unit in units for site in unit.sites]
+    assert sorted(modules) == sorted(s.module for s in arch.sites if isinstance(scheme.format_of(s), Format))
+    at = "model.layers.0"
+    assert [unit.name for unit in units[:4]] == [
+        f"{at}.self_attn.{{q_proj,k_proj,v_proj}}", f"{at}.self_attn.o_proj", f"{at}.mlp.{{gate_proj,up_proj}}",
+        f"{at}.mlp.down_proj",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4_wo", "int8_wo", "fp8_block", "nvfp4_wo", "mxfp4_wo"])
+def test_bytes_are_those_that_target_hf_writes_but_for_the_dtype_of_its_scales(scheme: str) -> None:
+    source = made_llama()
+    arch, target = structure(source.config, source.specs), load_target("hf")
+    bound = load_scheme(scheme).bound(arch.sites)
+    options = target.resolve(make_options(target, {}), arch, bound, source.specs)
+    planned = {
+        step.site.module: step for step in make_plan(source, arch, target, bound, options).quantized if step.site
+    }
+    for unit in units_of(arch, bound, source.specs):
+        for site, form in zip(unit.sites, unit.formats, strict=True):
+            outputs = {o.part: o.spec for o in planned[site.module].outputs}
+            scales = outputs["scale"].size * (4 if form.weight[0].scale_dtype == "float32" else 1)
+            wanted = outputs["weight"].nbytes + scales + (4 if "scale_2" in outputs else 0)
+            assert units_of(replace(arch, sites=(site,), groups=()), bound, source.specs)[0].bytes == wanted, (
+                site.module
+            )
+
+
+@pytest.mark.parametrize(
+    "start", ["int4_awq", "int8-weight-only", 'base = "fp8"\n\n[[rule]]\nlayers = [0]\nquant = "fp8_pc_pt"\n']
+)
+def test_a_recipe_reads_back_as_what_was_chosen(start: str, tmp_path: Path) -> None:
+    quant: Any = start
+    if "\n" in start:
+        quant = tmp_path / "start.toml"
+        quant.write_text(start)
+    source = open_source(MODEL)
+    arch = structure(source.config, source.specs)
+    before = load_scheme(quant).bound(arch.sites)
+    units = units_of(arch, before, source.specs)
+    lifted = units[1::3]
+    modules = [site.module for site in arch.sites]
+    path = tmp_path / "made.toml"
+    path.write_text(recipe(recipe_base(quant, "fp8"), ["said"], lifted, "int8_wo", modules))
+    after = load_scheme(path).bound(arch.sites)
+    names = {site.module for unit in lifted for site in unit.sites}
+    wanted = load_scheme("int8_wo").format
+    for site in arch.sites:
+        assert after.format_of(site) == (wanted if site.module in names else before.format_of(site)), site.module
+    assert after.kv is not None
+    assert bridge.plan(MODEL, target="hf", quant=path)
+
+
+def test_experts_of_a_layer_are_one_unit_and_one_glob(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tests.export_families import build
+
+    model = build("mixtral")
+    model.config.architectures = [type(model).__name__]
+    job = make_job(model, "int8_wo", "9bits", None, "kl", None, None, None)
+    experts = [unit for unit in job.units if unit.name.endswith(".experts.*")]
+    assert [len(unit.sites) for unit in experts] == [9, 9]  # three matrices of three experts, in two layers
+    text = recipe(job.base, [], experts[:1], "none", [site.module for site in job.structure.sites])
+    assert '"model.layers.0.block_sparse_moe.experts.*"' in text
+    (tmp_path / "r.toml").write_text(text)
+    after = load_scheme(tmp_path / "r.toml").bound(job.structure.sites)
+    kept = {site.module for site in job.structure.sites if str(after.format_of(site)).startswith("recipe")}
+    assert kept == {site.module for site in experts[0].sites}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"quant": "none"}, UsageError, "needs a scheme"),
+        ({"method": "modelo"}, UsageError, "nearest: modelopt"),
+        ({"budget": "5"}, UsageError, "6.5bits"),
+        ({"budget": "4.1bits"}, SchemeError, r"everything in int4_wo takes 4\.25 bits a weight, 2\.\d+ MB"),
+        ({"budget": "1MB"}, SchemeError, "cannot be met: everything in int4_wo takes"),
+        ({"budget": "32bits"}, SchemeError, "everything unquantized takes 32.00"),
+        ({"budget": "9bits", "fallback": "int8_wo"}, SchemeError, "everything in int8_wo takes 8"),
+        ({"quant": "int8_wo", "fallback": "int4_wo"}, SchemeError, "exchange the two"),
+        ({"fallback": "fp9"}, UsageError, "nearest: fp8"),
+        ({"quant": "int4_awq", "method": "modelopt"}, UsageError, "method='kl'"),
+        ({"method": "modelopt", "budget": "kl=0.1"}, UsageError, "no nats"),
+        ({"method": "modelopt", "fallback": "fp8"}, UsageError, "no fallback"),
+    ],
+)  # fmt: skip
+def test_what_headers_can_tell_is_refused_before_the_model_is_loaded(changes: Any, error: Any, said: str) -> None:
+    words = {"quant": "int4_wo", "budget": None, "fallback": None, "method": "kl", "kv": None} | changes
+    with pytest.raises(error, match=said):
+        make_job(MODEL, **words, config=None, tokenizer=None)
+
+
+def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for words in ({"quant": "nvfp4", "fallback": None}, {"quant": "int4_wo", "fallback": "mxfp8"}):
+        with pytest.raises(CalibrationError, match="without CUDA"):
+            make_job(MODEL, **words, budget=None, method="kl", kv=None, config=None, tokenizer=None)  # type: ignore[arg-type]
+
+
+def test_a_source_that_cannot_be_run_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="cannot be run here"):
+        make_job(made_llama(), "int8_wo", None, None, "kl", None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('base = "fp8"\nrule = [{layers = [0], quant = "none"}]\n', "rules in one list"),
+        (Path("mappings/schemes/fp8.toml").read_text(), "whole scheme"),
+    ],
+)
+def test_a_recipe_that_no_rule_can_follow_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(BridgeError, match=said):
+        recipe_base(path, None)
