@@ -4,14 +4,21 @@ PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
-.PHONY: demo test lint bench format readme clean
+.PHONY: demo test browser lint bench format readme clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -n auto
-	$(BIN)/pytest -n auto -m slow
+	$(BIN)/pytest -n auto -m slow -rs
+
+# What looks at the report needs Chromium and its driver, which pip has not; -rs above says so where they are missing.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	    || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+	         && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; } \
+	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

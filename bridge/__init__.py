@@ -18,6 +18,8 @@ _HOME = {
     "calibrate": "bridge.api",
     "verify": "bridge.api",
     "check": "bridge.api",
+    "sensitivity": "bridge.costs.run",
+    "Sensitivity": "bridge.costs.result",
     "Plan": "bridge.planning",
     "Report": "bridge.report",
     "Calibration": "bridge.quant.calibration",
@@ -33,11 +35,14 @@ _HOME = {
     "Quantizer": "bridge.doors.nemo",
 }
 
-_PACKAGES = ("targets",)  # loaded likewise: `bridge.targets.tripy.build` needs no import of its own
+_PACKAGES = ("golden", "targets")  # loaded likewise: `bridge.targets.tripy.build` needs no import of its own
 
 if TYPE_CHECKING:
+    from bridge import golden as golden
     from bridge import targets as targets
     from bridge.api import calibrate, check, convert, plan, verify
+    from bridge.costs.result import Sensitivity
+    from bridge.costs.run import sensitivity
     from bridge.doors.nemo import Quantizer
     from bridge.doors.tripy import (
         convert_to_scale,
@@ -60,6 +65,7 @@ __all__ = [
     "Quantizer",
     "Report",
     "Scheme",
+    "Sensitivity",
     "__version__",
     "calibrate",
     "check",
@@ -71,6 +77,7 @@ __all__ = [
     "load_weights_from_hf",
     "modelopt_quantize",
     "plan",
+    "sensitivity",
     "verify",
 ]
 

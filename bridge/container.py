@@ -213,6 +213,16 @@ def layout(
     return len(text).to_bytes(8, "little") + text, {name: start + at for name, at in begins.items()}, start + end
 
 
+def file_bytes(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
+    """A whole file of C-contiguous arrays in NumPy's own dtypes: what is small enough to be held twice."""
+    head, offsets, size = layout([TensorSpec(name, a.shape, a.dtype.name) for name, a in arrays.items()], metadata)
+    data = bytearray(size)
+    data[: len(head)] = head
+    for name, array in arrays.items():
+        data[offsets[name] : offsets[name] + array.nbytes] = array.tobytes()
+    return bytes(data)
+
+
 def stored_shape(spec: TensorSpec) -> tuple[int, ...]:
     """Return the shape of the storage array: 4-bit values lie two to a byte along the last axis."""
     if DTYPES[spec.dtype].bits != 4:

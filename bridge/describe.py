@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.errors import BridgeError, TableError, UsageError, VerifyError, nearest
+from bridge.report import report_from_dict
 from bridge.show import Columns, fold, grouped, pattern, plan_table, report_table
 from bridge.values import Numeric
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
     from bridge.quant.grammar import Gate
     from bridge.quant.scheme import Scheme
-    from bridge.report import Report
     from bridge.tables.files import TableFile
 
 LISTS = ("schemes", "targets", "architectures")
@@ -91,7 +90,7 @@ def _lint(path: Path) -> list[str]:
 
 def _check_toml(path: Path) -> None:
     from bridge.quant.scheme import load_scheme
-    from bridge.tables.arch import load_roles, parse_arch, parse_roles
+    from bridge.tables.arch import parse_roles
     from bridge.tables.files import parse_table
 
     try:
@@ -101,7 +100,7 @@ def _check_toml(path: Path) -> None:
     if isinstance(table.data.get("architectures"), dict):
         _check_dialect(table)
     elif "architectures" in table.data:
-        parse_arch(table, load_roles())
+        _check_arch(table)
     elif "index" in table.data and "dims" in table.data:
         parse_roles(table)
     elif "base" in table.data or "weight" in table.data:
@@ -111,6 +110,23 @@ def _check_toml(path: Path) -> None:
             f"{path}: neither a recipe (it has `base`), nor a scheme ([[weight]]), nor a table of an architecture "
             f"(`architectures`); its keys are {', '.join(table.data) or 'none'}"
         )
+
+
+def _check_arch(file: TableFile) -> None:
+    """One architecture's table, and the dialects that it says it has a layout in."""
+    from bridge.sources.foreign_config.families import check_family
+    from bridge.tables.arch import layouts_of, load_roles, parse_arch
+    from bridge.tables.check import check_table
+    from bridge.tables.dialect import load_dialect, with_layouts
+    from bridge.tables.dialect_check import check_dialect
+
+    table = parse_arch(file, load_roles())
+    problems = [*check_table(table), *check_family(table)]
+    for name, words in layouts_of(file).items():
+        dialect = with_layouts(load_dialect(name), words)
+        problems += [problem for architecture in words for problem in check_dialect(dialect, table, architecture)]
+    if problems:
+        raise TableError("\n".join(problems))
 
 
 def _check_dialect(file: TableFile) -> None:
@@ -189,8 +205,8 @@ def _merged(what: str, dialect: str, every: bool) -> Said:
         raise UsageError(f"{dialect!r} is no dialect; {nearest(dialect, dialect_names())}")
     lines = merged(table, load_dialect(dialect), what, every)
     made = [line.made if line.written else f"{line.made}, read only" for line in lines]
-    rows = [(line.tensor, line.roles, line.native, text) for line, text in zip(lines, made, strict=True)]
-    columns = ("Hugging Face", "role", dialect, "made from")
+    rows = [(line.tensor, line.roles, line.when, line.native, text) for line, text in zip(lines, made, strict=True)]
+    columns = ("Hugging Face", "role", "where", dialect, "made from")
     return _plain(lines), [f"{table.file.name}, mappings/dialects/{dialect}.toml", "", Columns(columns, rows)]
 
 
@@ -282,27 +298,6 @@ def read_json(path: Path, what: str) -> Any:
         raise VerifyError(f"{what}: {path.name} is missing ({error.strerror})") from error
     except ValueError as error:
         raise VerifyError(f"{what}: {path.name} is not JSON: {error}") from error
-
-
-def report_from_dict(data: Mapping[str, Any]) -> Report:
-    """The inverse of `Report.to_json`."""
-    from bridge.report import OutputParity, Parity, Report, TensorParity
-
-    plain = {key: value for key, value in data.items() if key not in ("passed", "parity")}
-    for key in ("findings", "notes"):
-        plain[key] = tuple(plain[key])
-    parity = data["parity"]
-    if parity is None:
-        return Report(**plain)
-    return Report(
-        **plain,
-        parity=Parity(
-            tensors=tuple(TensorParity(**row) for row in parity["tensors"]),
-            outputs=tuple(OutputParity(**row) for row in parity["outputs"]),
-            layers=tuple((name, value) for name, value in parity["layers"]),
-            not_run=tuple(parity["not_run"]),
-        ),
-    )
 
 
 def calibration_table(calibration: Calibration) -> RenderableType:

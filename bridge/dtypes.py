@@ -48,6 +48,7 @@ _TABLE = (
 )  # fmt: skip
 
 DTYPES = {d.name: d for d in _TABLE}
+FLOATS = ("float32", "float16", "bfloat16")  # what models compute in
 FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 

@@ -54,6 +54,10 @@ class VerifyError(BridgeError):
     """The written model cannot be read back or run."""
 
 
+class GoldenError(BridgeError):
+    """A golden that is damaged or not one, or that would change without a reason."""
+
+
 class CannotRun(VerifyError):
     """Nothing is wrong with the model, but this machine cannot run it: no runtime, memory, kernels or data."""
 

@@ -7,11 +7,11 @@ import json
 import resource
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge import __version__
+from bridge import __version__, facts
 from bridge.conversion import Conversion, Written
 from bridge.errors import BridgeError, CannotRun, VerifyError
 from bridge.plan_json import plan_from_dict
@@ -145,7 +145,7 @@ def prove(
         not_run.append(f"outputs were not compared: {error}")
     except VerifyError as error:  # a file of ours that does not load or run is broken, not unproved
         findings.append(f"error [runtime] {error}")
-    return Proof(Parity(compared.tensors, outputs, layers, tuple(not_run)), tuple(findings))
+    return Proof(replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run)), tuple(findings))
 
 
 def _beside(directory: Path) -> Calibration | None:
@@ -173,13 +173,7 @@ def _held_out(
     kept = calibration.held_out if calibration else None
     if kept is not None and not ask_again:
         return kept
-    need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
-    available = _available_memory()
-    if need > available:
-        raise CannotRun(
-            f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; "
-            "calibrate on a larger machine and pass its calibration"
-        )
+    check_fits(plan, "calibrate on a larger machine and pass its calibration")
     if kept is None and (data is None or not data.held_out):
         raise CannotRun(data.missing if data else "there are no data to run it on")
     from bridge.quant.answers import answer, answer_again
@@ -193,6 +187,14 @@ def _held_out(
         raise CannotRun(str(error)) from error
 
 
+def check_fits(plan: Plan, instead: str) -> None:
+    """CannotRun where the model of a plan does not fit into the memory that is free; `instead` is what to do."""
+    need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
+    available = _available_memory()
+    if need > available:
+        raise CannotRun(f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; {instead}")
+
+
 def _available_memory() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -202,11 +204,11 @@ def _available_memory() -> int:
 
 
 def make_report(
-    out: Path, directory: Path, manifest: Manifest, calibration: Calibration | None,
+    out: Path, directory: Path, manifest: Manifest, source: Source, calibration: Calibration | None,
     proof: Proof | None, seconds: dict[str, float],
 ) -> Report:  # fmt: skip
     """Fold a conversion's outcome into one value."""
-    plan = manifest.plan
+    plan, parity = manifest.plan, proof.parity if proof else None
     policies = dict(manifest.written.policies)
     for applied in calibration.applied if calibration else ():
         policies[f"{applied.module} {applied.what}"] = f"{applied.case}: {applied.policy} ({applied.value:g})"
@@ -223,12 +225,19 @@ def make_report(
         source_bytes=sum(spec.nbytes for spec in plan.sources.values()),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        parity=proof.parity if proof else None,
+        parity=parity,
         skipped={**tied, **plan.dropped, **manifest.written.skipped, **kept},
         policies=policies,
         findings=proof.findings if proof else (),
         notes=(*plan.notes, *manifest.written.notes),
         versions=versions(),
+        made_from=facts.made_from(plan, source, calibration),
+        counts=(facts.accounted(plan),),
+        storage=facts.storage(plan),
+        dtypes=facts.dtypes(plan),
+        outliers=facts.outliers(calibration),
+        experts=facts.coverage(calibration),
+        advice=facts.advice(plan, parity),
     )
 
 

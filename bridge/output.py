@@ -20,6 +20,7 @@ from typing import IO, Any
 from bridge.errors import WriteError
 
 JOURNAL = "journal.jsonl"
+MARK = "bridge.json"  # in every model that bridge wrote
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,15 @@ class Work:
         self.journal.flush()
 
 
-def check_free(out: Path, overwrite: bool) -> None:
-    """Refuse an output that exists, before any work."""
+def check_free(out: Path, overwrite: bool, mark: str = MARK) -> None:
+    """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace."""
     if out.is_symlink() and not out.exists():
         raise WriteError(f"{out} is a symbolic link to nothing; remove it, or choose another directory")
     if out.exists() and not overwrite:
         raise WriteError(f"{out} exists already; choose another directory, or pass overwrite=True (--overwrite)")
-    if (
-        out.exists()
-        and overwrite
-        and not (out / "bridge.json").exists()
-        and any(out.iterdir() if out.is_dir() else [out])
-    ):
+    if out.exists() and overwrite and not (out / mark).exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise WriteError(
-            f"{out} was not written by bridge (no bridge.json in it): it is not overwritten; remove it yourself"
+            f"{out} was not written by bridge (no {mark} in it): it is not overwritten; remove it yourself"
         )
 
 
@@ -65,13 +61,15 @@ def check_disk(out: Path, need: int) -> None:
 
 
 @contextmanager
-def output_directory(out: Path, identity: str, *, overwrite: bool = False, resume: bool = True) -> Iterator[Work]:
+def output_directory(
+    out: Path, identity: str, *, overwrite: bool = False, resume: bool = True, mark: str = MARK
+) -> Iterator[Work]:
     """Yield the hidden work directory of `out`; rename it to `out` at the end, remove it if the body raises.
 
     Args:
         identity: digest of everything that decides the bytes; a killed run's work is continued only under the same one.
     """
-    check_free(out, overwrite)
+    check_free(out, overwrite, mark)
     out = out.absolute()
     work = _work(out)
     try:
@@ -91,7 +89,7 @@ def output_directory(out: Path, identity: str, *, overwrite: bool = False, resum
             if isinstance(error, OSError):
                 raise _not_written(error, out) from error
             raise
-        _make_visible(work, out, overwrite)
+        _make_visible(work, out, overwrite, mark)
 
 
 def _work(out: Path) -> Path:
@@ -158,7 +156,7 @@ def _restore(out: Path) -> None:
         aside.rename(out)
 
 
-def _make_visible(work: Path, out: Path, overwrite: bool) -> None:
+def _make_visible(work: Path, out: Path, overwrite: bool, mark: str) -> None:
     """One rename; with `overwrite` the old directory steps aside first and is removed last.
 
     The journal goes after the rename: a run killed between the two leaves a whole output and a file that nobody reads.
@@ -166,7 +164,7 @@ def _make_visible(work: Path, out: Path, overwrite: bool) -> None:
     """
     aside = out.parent / f".{out.name}.old"
     try:
-        check_free(out, overwrite)
+        check_free(out, overwrite, mark)
         if out.exists():
             shutil.rmtree(aside, ignore_errors=True)
             out.rename(aside)

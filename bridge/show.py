@@ -100,6 +100,7 @@ def report_table(report: Report) -> RenderableType:
     parts: list[RenderableType] = []
     if report.parity:
         parts += _parity(report.parity)
+    parts += _section("counted", ("what", "n", "of"), count_rows(report), right=(1, 2))
     parts += _section("policies", ("n", "policy", "tensors"), by_reason(report.policies), right=(0,))
     skipped = by_reason(report.skipped)
     parts += _section("not carried, quantized or run", ("n", "why", "what"), skipped, right=(0,))
@@ -123,7 +124,7 @@ def verdict(report: Report) -> str:
     """One line on parity: passed, below (by what), broken by what lint found, weights only, or not compared."""
     broken = sum(finding.startswith("error") for finding in report.findings)
     if broken:
-        return f"BROKEN: {broken} errors among the findings"
+        return f"BROKEN: {broken} error{'s' * (broken > 1)} among the findings"
     if report.parity is None:
         return "not compared"
     low = [t.name for t in report.parity.tensors if not t.passed]
@@ -158,6 +159,11 @@ def output_rows(parity: Parity) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
+def count_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row an invariant."""
+    return [(count.what, f"{count.n:,}", f"{count.of:,}") for count in report.invariants]
+
+
 def _worst(group: Sequence[TensorParity]) -> tuple[str, ...]:
     """One line for a kind of tensor: the numbers are those of the member that failed, else of the least SQNR."""
     worst = min(group, key=lambda t: (t.passed, t.sqnr))
@@ -178,6 +184,12 @@ def html(report: Report) -> str:
 def pattern(name: str) -> str:
     """What names of repeated layers have in common: `layers.3.mlp.up.weight` -> `layers.{}.mlp.up.weight`."""
     return _NUMBER.sub("{}", name)
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a tensor belongs to, None for one that is in no layer."""
+    found = _NUMBER.search(name)
+    return int(found[0]) if found else None
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

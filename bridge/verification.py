@@ -30,7 +30,9 @@ from bridge.quant.grammar import Gate
 from bridge.reading import Buffers, Rows
 from bridge.report import OutputParity, Parity, TensorParity
 from bridge.sources import lazy
+from bridge.stacks import compare_stack, in_blocks
 from bridge.stream import Budget
+from bridge.tally import Tally, groups_of, is_finite
 from bridge.values import Format, Numeric
 from bridge.written import WrittenTensors, compare_rows, compare_whole, equal_bytes
 
@@ -74,7 +76,8 @@ def tensor_parity(
         calibration: what lies beside the output; without it `not_run` says what was not compared.
         memory: bytes that running steps may use together; None takes what the plan says.
     """
-    check = _Check(plan, source, gates, WrittenTensors(plan, directory), Statistics(plan, source, calibration))
+    statistics, tally = Statistics(plan, source, calibration), Tally()
+    check = _Check(plan, source, gates, WrittenTensors(plan, directory), statistics, tally)
     budget = Budget(max(stream_memory(plan, None) if memory is None else memory, 1))
     total, done, lock, idle = sum(step.nbytes for step in plan.steps), [0], threading.Lock(), SimpleQueue[Buffers]()
     workers = cores()
@@ -95,7 +98,7 @@ def tensor_parity(
 
     with ThreadPoolExecutor(workers) as pool:
         rows = tuple(row for found in pool.map(one, plan.steps) for row in found)
-    return Parity(rows, not_run=check.not_compared())
+    return Parity(rows, not_run=check.not_compared(), counts=tally.counts(len(plan.outputs)), scales=tally.scales())
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,18 @@ class _Check:
     gates: Mapping[str, Gate]
     written: WrittenTensors
     statistics: Statistics
+    tally: Tally
 
     def step(self, step: Step, buffers: Buffers) -> list[TensorParity]:
         rows: list[TensorParity | None] = [self._quantized(step, buffers)] if step.format else []
         expected = self.statistics.expected(step)
-        rows += [
-            _differing(output, expected[output.part], as_values(self.written.read(output), output.spec.dtype))
-            for output in step.outputs
-            if output.part in expected
-        ]
+        for output in step.outputs:
+            if output.part in expected:
+                found = as_values(self.written.read(output), output.spec.dtype)
+                self.tally.constant(output, found)
+                rows.append(_differing(output, expected[output.part], found))
+        for group, output in groups_of(step):
+            self.tally.member(group, self.written.read(output).tobytes())
         if step.inputs and not step.format:
             rows += self._folded(step) if step.folded else self._carried(step, buffers)
         return [row for row in rows if row]
@@ -130,7 +136,7 @@ class _Check:
 
     def _carried(self, step: Step, buffers: Buffers) -> list[TensorParity]:
         """Empty where the tensor is what the plan says, to the bit."""
-        output, rows = step.outputs[0], Rows(step, self.source, buffers)
+        output, rows, finite = step.outputs[0], Rows(step, self.source, buffers), True
         for first, parts in rows.pieces():
             found = self.written.rows(output, first, parts[-1].stop, rows.rows, buffers)
             at = 0
@@ -139,9 +145,13 @@ class _Check:
                 if step.shift:  # the same sum, rounded once
                     bits = to_float32(bits, rows.spec.dtype) + np.float32(step.shift)
                 bits = cast(bits, "float32" if step.shift else rows.spec.dtype, output.spec.dtype)
-                if not equal_bytes(np.ascontiguousarray(bits), found[at : at + bits.nbytes]):
+                stored = found[at : at + bits.nbytes]
+                finite = finite and is_finite(stored.view(bits.dtype), output.spec.dtype)
+                if not equal_bytes(np.ascontiguousarray(bits), stored):
+                    self.tally.carried(finite, equal=False)
                     return [TensorParity(_name(output), "carried", 0.0, 0.0, 0.0, 0.0, False)]
                 at += bits.nbytes
+        self.tally.carried(finite, equal=True)
         return []
 
     def _folded(self, step: Step) -> list[TensorParity | None]:
@@ -152,12 +162,17 @@ class _Check:
         if expected is None:
             finite = bool(np.isfinite(found).all())
             return [] if finite else [TensorParity(_name(output), "folded", 0.0, 0.0, 0.0, 0.0, False)]
+        self.tally.constant(output, found)
         return [_differing(output, expected, found.reshape(-1))]
 
     def _quantized(self, step: Step, buffers: Buffers) -> TensorParity:
         assert step.site and step.format
-        compared = compare_whole if coded_whole(step) else compare_rows
-        parity = compared(step, self.source, self.written, self.statistics, buffers)
+        if in_blocks(step):
+            parity = compare_stack(step, self.source, self.written, buffers)
+        else:
+            compared = compare_whole if coded_whole(step) else compare_rows
+            parity = compared(step, self.source, self.written, self.statistics, buffers)
+        self.tally.coded(step, parity)
         gate = self.gates[step.site.module]
         passed = _passes(gate, parity.cosine, parity.norm_ratio)
         if not parity.source:  # an all-zero weight has no direction; it must be written as zeros
@@ -210,7 +225,7 @@ def float_error(plan: Plan) -> float:
         UNIT[output.spec.dtype]
         for step in plan.steps
         for output in step.outputs
-        if output.spec.dtype in UNIT and step.inputs and output.spec.dtype != plan.sources[step.source].dtype
+        if output.spec.dtype in UNIT and step.source and output.spec.dtype != plan.sources[step.source].dtype
     ]
     return FLOAT_ERROR + 4 * max(rounded, default=0.0)
 

@@ -14,6 +14,12 @@ from typing import Any
 
 from bridge.describe import architectures, needs, numeric, weights
 from bridge.quant.scheme import Scheme, kv_names, load_scheme, scheme_names, with_kv
+from bridge.sources.foreign_config.families import parse_family
+from bridge.sources.foreign_source import DIALECTS
+from bridge.tables.arch import load_roles, parse_arch
+from bridge.tables.dialect import Dialect, dialect_names, load_dialect
+from bridge.tables.files import TableFile, mappings, own_files, read_table
+from bridge.tables.grammar import roles_in
 from bridge.targets import Target, load_target, target_names
 from bridge.values import Structure
 
@@ -39,7 +45,7 @@ def generate(text: str) -> str:
 def code_map() -> str:
     """One line a file: what its first line says it is for. Tables and schemes, many and alike, get a line a kind."""
     paths = [p for name in MAPPED for p in sorted((ROOT / name).rglob("*")) if p.suffix in (".py", ".toml", ".j2")]
-    paths = [p for p in paths if "__pycache__" not in p.parts and p.parent.name not in KINDS]
+    paths = [p for p in paths if "__pycache__" not in p.parts and p.parent not in [mappings() / kind for kind in KINDS]]
     lines = [(f"{path.relative_to(ROOT)}", _purpose(path)) for path in paths]
     lines += [(f"mappings/{kind}/*.toml", purpose) for kind, purpose in KINDS.items()]
     return "\n".join(["```text", *(f"{name:<32} {purpose}" for name, purpose in lines), "```"])
@@ -58,7 +64,7 @@ def _purpose(path: Path) -> str:
 
 
 def matrix() -> str:
-    """Markdown: schemes by target, KV caches by target, architectures that have tables."""
+    """Markdown: schemes by target, KV caches by target, architectures that have tables, and dialects by those."""
     targets = [load_target(name) for name in target_names()]
     schemes = [load_scheme(name) for name in scheme_names()]
     kvs = [(name, with_kv(load_scheme("fp8"), name)) for name in kv_names()]
@@ -70,8 +76,35 @@ def matrix() -> str:
         _table(["scheme", "weights", "activations", "calibration", *names], rows),
         _table(["`kv`", "codes", *names], kv_rows),
         _table(["table", "architectures"], tables),
+        dialects(),
     ]
     return "\n\n".join(parts)
+
+
+def dialects() -> str:
+    """Markdown: what is read from each dialect and written in it, by table, and what it cannot say."""
+    known = {name: load_dialect(name) for name in dialect_names()}
+    rows, notes = [], {}
+    for path in own_files("arch"):
+        table = parse_arch(read_table(path), load_roles())
+        held = {role for row in table.rows for role in roles_in(row.expr)}
+        cells = []
+        for name, dialect in known.items():
+            here = sorted(set(table.architectures) & dialect.architectures.keys())
+            words = {dialect.architectures[found] for found in here}
+            told = {role for row in dialect.rows if row.only in ("", *words) for role in row.roles}
+            lacking = sorted({dialect.absent[role] for role in (held & dialect.absent.keys()) - told})
+            marks = [str(notes.setdefault(why, len(notes) + 1)) for why in lacking] if here else []
+            cells.append(" ".join([_said(name, dialect, table.file) if here else "no", *(f"[{m}]" for m in marks)]))
+        rows.append([f"`{path.stem}`", *cells])
+    whys = [f"[{mark}] Refused where a model has one: {why}." for why, mark in notes.items()]
+    return "\n\n".join([_table(["table", *(f"`{name}`" for name in known)], rows), " ".join(whys)])
+
+
+def _said(name: str, dialect: Dialect, file: TableFile) -> str:
+    """`read`, where its configuration can be made or lies beside it, and `written`, where it is a target."""
+    reads = dialect.files is not None or (name in DIALECTS and parse_family(file) is not None)
+    return ", ".join(["read"] * reads + ["written"] * (name in target_names())) or "no"
 
 
 def cell(scheme: Scheme, target: Target) -> str:

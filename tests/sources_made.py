@@ -61,6 +61,7 @@ class MadeSource:
     fingerprint: str = "made"
     dropped: Mapping[str, str] = field(default_factory=dict)
     quantized: None = None
+    calibration: None = None
 
     def read(self, name: str) -> np.ndarray:
         if name in self.broken:

@@ -274,13 +274,13 @@ def test_check_accepts_the_tables_that_ship_here(kind: str) -> None:
     ("text", "size"), [("2GB", 2 * 10**9), ("512MiB", 512 << 20), ("64", 64), ("1.5 kb", 1500), ("3 B", 3)]
 )
 def test_a_size_is_read_in_powers_of_1000_or_1024(text: str, size: int) -> None:
-    from bridge.cli import _bytes
+    from bridge.arguments import byte_count
 
-    assert _bytes(text) == size
+    assert byte_count(text) == size
 
 
 def test_help_names_the_verbs_of_the_package() -> None:
     text = run("--help").stdout
     assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
-        "convert", "plan", "calibrate", "verify", "check", "show",
+        "convert", "plan", "calibrate", "verify", "check", "show", "sensitivity", "golden",
     ]  # fmt: skip

@@ -206,8 +206,11 @@ def test_an_unknown_device_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="give at least"):
+    with pytest.raises(UsageError, match=r"memory=1 kB is too little: .* give at least (\d+) bytes") as caught:
         bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", memory=1000)
+    enough = int(str(caught.value).split()[-2])
+    with pytest.raises(UsageError, match=f"give at least {enough} bytes"):
+        bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", memory=enough - 1)
 
 
 def test_an_engine_without_tensorrt_is_refused_before_the_work(tmp_path: Path) -> None:

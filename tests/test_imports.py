@@ -18,10 +18,16 @@ MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
 
 def loaded(code: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after `code`."""
-    listing = "\nimport sys, json; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})), end='')"
+    return {name.partition(".")[0] for name in modules(code)}
+
+
+def modules(code: str) -> list[str]:
+    """All modules that a fresh interpreter holds after `code`."""
+    listing = "\nimport sys, json; print(json.dumps(sorted(sys.modules)), end='')"
     done = subprocess.run([sys.executable, "-c", code + listing], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def command(*words: str) -> str:
@@ -61,3 +67,13 @@ def test_the_loader_of_target_tripy_is_there_without_an_import_of_its_own() -> N
 
 def test_check_of_the_tables_loads_no_framework() -> None:
     assert not loaded("import bridge; bridge.check()") & FRAMEWORKS
+
+
+def test_a_conversion_loads_no_reader_of_checkpoints_that_it_does_not_read(tmp_path: Path) -> None:
+    """They cost a tenth of what a small conversion takes."""
+    words = ("convert", str(MODEL), "--target", "hf", "--quant", "fp8_pc_pt", "--out", str(tmp_path / "out"))
+    found = modules(command(*words))
+    assert not {name.partition(".")[0] for name in found} & {"torch", "transformers", "modelopt"}
+    assert "bridge.stream" in found
+    foreign = ("bridge.dcp.", "bridge.sources.foreign", "bridge.sources.dcp.", "bridge.sources.archive")
+    assert [name for name in found if name.startswith(foreign)] == []

@@ -21,6 +21,10 @@ SIGNATURES = {
     ),
     "verify": "out, against, *, data=None, tokenizer=None, progress=None",
     "check": "",
+    "sensitivity": (
+        "model, quant, data=None, *, budget=None, fallback=None, method='kl', kv=None, device=None, config=None, "
+        "tokenizer=None, samples=None, sequence=None, progress=None"
+    ),
     "modelopt_quantize": "model_hf, quant_mode, *, dataset_name=None, tokenizer=None",
     "create_forward_loop": (
         "model=None, dataset_name='cnn_dailymail', tokenizer=None, batch_size=1, num_samples=512, "
@@ -34,12 +38,13 @@ SIGNATURES = {
 }
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
-    "parity", "skipped", "policies", "findings", "notes", "versions",
+    "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
+    "outliers", "experts", "advice",
 )  # fmt: skip
 
 
 def test_the_names_are_these_and_no_others() -> None:
-    names = {*SIGNATURES, "BridgeError", "Calibration", "Plan", "Report", "Scheme", "__version__"}
+    names = {*SIGNATURES, "BridgeError", "Calibration", "Plan", "Report", "Scheme", "Sensitivity", "__version__"}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)
 

@@ -1,11 +1,10 @@
-"""Tables and the page: everything the plan and the report hold is there once, layers folded, names escaped."""
+"""Tables for the terminal: everything the plan and the report hold is there once, layers folded."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,22 @@ import pytest
 from rich.console import Console
 
 import bridge
-from bridge.describe import describe, report_from_dict
+from bridge.describe import describe
 from bridge.planning import Output, Plan, Step
-from bridge.report import OutputParity, Parity, Report, TensorParity
-from bridge.show import fold, html, plan_table, report_table, size
+from bridge.report import (
+    Advice,
+    Count,
+    Coverage,
+    Outliers,
+    OutputParity,
+    Parity,
+    Report,
+    ScaleRange,
+    Storage,
+    TensorParity,
+    report_from_dict,
+)
+from bridge.show import fold, plan_table, report_table, size
 from bridge.terminal import Terminal
 from bridge.values import Slice, TensorSpec
 
@@ -159,60 +170,35 @@ def test_a_report_shows_every_field() -> None:
 
 def test_a_report_without_comparison_says_so() -> None:
     assert "not compared" in text(report_table(report(parity=None)))
-    assert "not compared" in html(report(parity=None))
 
 
-class Page(HTMLParser):
-    """Tags that stay open, and everything a browser would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "xlink:href")]
-        self.fetched += [tag] if tag in ("script", "link", "img", "iframe") else []
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+def test_a_report_shows_what_was_counted() -> None:
+    parity = dataclasses.replace(report().parity or Parity(), counts=(Count("codes nearest", 1199, 1200),))
+    said = text(report_table(report(parity=parity, counts=(Count("accounted", 48, 48),))))
+    assert re.search(r"accounted +48 +48\n +codes nearest +1,199 +1,200\n", said)
 
 
-def test_the_page_is_whole_fetches_nothing_and_escapes_names() -> None:
-    page = Page()
-    page.feed(html(report()))
-    assert (page.open, page.fetched) == ([], [])
-    assert "head<b>.weight" in page.text
-    for words in ("283.25", "why & how", "zero: floor", "one note", "2.13.0", "BELOW"):
-        assert words in page.text
-
-
-def test_the_page_plots_every_tensor_and_marks_those_below() -> None:
-    page = html(report())
-    assert page.count('class="ok"') == 2 * 5 + 1
-    assert page.count('class="low"') == 2
-
-
-def test_equal_reports_make_equal_pages() -> None:
-    assert html(report()) == html(report())
-    assert html(report()) != html(report(scheme="int8"))
-
-
-def test_numbers_that_are_not_finite_do_not_break_the_plots() -> None:
-    parity = Parity((tensor("a.weight", float("inf")), tensor("b.weight", -3.0)), layers=(("a", float("nan")),))
-    page = html(report(parity=parity))
-    assert not re.search(r'(?:x|y|width|height)="(?:nan|inf|-inf)"', page)
+def full() -> Report:
+    """A report with a row of each kind."""
+    parity = dataclasses.replace(
+        report().parity or Parity(), counts=(Count("codes", 9, 10),), scales=(ScaleRange("up", 6, -3, (1, 0, 5)),)
+    )
+    return report(
+        parity=parity,
+        made_from={"source": "here"},
+        counts=(Count("accounted", 48, 48),),
+        storage=(Storage("up", 5, 100, "float32", "int8", 400, 100, 20),),
+        dtypes=(("float32", 400, 0), ("int8", 0, 120)),
+        outliers=(Outliers("layers.0.up", 0.5, 9.0, (7, 3), 60),),
+        experts=(Coverage("layers.0.experts", (5, 0, 2)),),
+        advice=(Advice(("layers.0.q", "layers.0.k"), 0.25, 0.5, 4096),),
+    )
 
 
 def test_a_report_survives_its_json() -> None:
     import json
 
+    assert report_from_dict(json.loads(full().to_json())) == full()
     assert report_from_dict(json.loads(report().to_json())) == report()
     assert report_from_dict(json.loads(report(parity=None).to_json())) == report(parity=None)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bridge.api as api
+from bridge import api, opening
 from bridge.budget import working_set
 from bridge.container import SafetensorsFile
 from bridge.conversion import Conversion
@@ -32,9 +32,9 @@ def stream(
     source: MadeSource, quant: str | None, out: Path, workers: int = 2, memory: int = 1 << 30, **options: object
 ) -> SafetensorsFile:
     """Stream a whole model of made-up statistics into `out`."""
-    structure = api._structure(source)
-    scheme = api._scheme(quant, None, structure)
-    plan = api._plan(source, structure, "trt", scheme, options)
+    structure = opening.structure_of(source)
+    scheme = opening.scheme_of(quant, None, structure)
+    plan = opening.plan_of(source, structure, "trt", scheme, options)
     modules = {s.site.module: s.site for s in plan.quantized if s.site}
     wide = {n: np.linspace(1, 3, source.specs[site.weight].shape[1], dtype=np.float32) for n, site in modules.items()}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)), wide, wide)
@@ -119,9 +119,9 @@ def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: 
     arrays = {n: np.ones(s, DTYPES[dtype].storage) for n, s in llama_shapes(config).items()}
     source = MadeSource(arrays, {n: TensorSpec(n, a.shape, dtype) for n, a in arrays.items()}, config)
     options = {"dtype": "fp16"} if target in ("trtllm", "tripy") else {}
-    structure = api._structure(source)
-    scheme = api._scheme(quant, None, structure)
-    plan = api._plan(source, structure, target, scheme, options)
+    structure = opening.structure_of(source)
+    scheme = opening.scheme_of(quant, None, structure)
+    plan = opening.plan_of(source, structure, target, scheme, options)
     modules = {part.module for step in plan.quantized for part in step.inputs}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)))
     work = Work(Path(), {}, io.StringIO())
@@ -144,9 +144,9 @@ def test_carrying_int4_over_takes_no_more_memory_than_the_plan_says(tmp_path: Pa
     made = MadeSource(arrays, {n: TensorSpec(n, a.shape, "float16") for n, a in arrays.items()}, config)
     api.convert(made, target="hf", quant="int4_wo", out=tmp_path / "hf", verify=False)
     source = open_source(tmp_path / "hf")
-    structure = api._structure(source)
-    scheme = api._stored(None, source)
-    plan = api._plan(source, structure, target, scheme, {"dtype": "fp16"})
+    structure = opening.structure_of(source)
+    scheme = opening.stored_of(None, source)
+    plan = opening.plan_of(source, structure, target, scheme, {"dtype": "fp16"})
     conversion = Conversion(plan, source, None, scheme, 1, Work(Path(), {}, io.StringIO()))
     for step in plan.quantized:
         Maker(conversion).make(step, None, lambda output, array, at: None)  # compiles

@@ -18,6 +18,7 @@ from bridge.container import SafetensorsFile
 from bridge.finish import load_manifest
 from bridge.planning import CALIBRATION
 from bridge.quant.calibration import Calibration, Provenance
+from bridge.quant.scheme import load_scheme
 from bridge.sources import open_source
 from bridge.verification import tensor_parity
 from tests.sources_made import MadeSource, made_llama
@@ -27,8 +28,8 @@ LAYERS = [f"model.layers.{n}" for n in range(3)]
 MLP, ATTENTION = f"{LAYERS[1]}.mlp", f"{LAYERS[1]}.self_attn"
 
 
-def statistics(source: MadeSource) -> Calibration:
-    """Made-up statistics, every one different; what reads one input has one amax."""
+def statistics(source: MadeSource, smooth: bool) -> Calibration:
+    """Made-up statistics, every one different; what reads one input has one amax. `smooth`: with pre-scales."""
     rng = np.random.default_rng(5)
     modules = {name.removesuffix(".weight"): spec.shape for name, spec in source.specs.items() if "_proj" in name}
 
@@ -40,8 +41,8 @@ def statistics(source: MadeSource) -> Calibration:
     return Calibration(
         PROVENANCE,
         {name: amax() for name in modules},
-        wide,
-        wide,
+        wide if smooth else {},
+        wide if smooth else {},
         k_amax={name: amax() for name in attention},
         v_amax={name: amax() for name in attention},
     )
@@ -53,7 +54,7 @@ class Written:
     def __init__(self, root: Path, target: str, scheme: str, kind: str, /, **options: Any) -> None:
         self.source, self.out = made_llama(kind), root / "out"
         self.source.config = {**self.source.config, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-        self.calibration = statistics(self.source)
+        self.calibration = statistics(self.source, load_scheme(scheme).format.prescales)
         report = bridge.convert(
             self.source, target, scheme, self.out, calib=None if scheme.endswith(("wo", "pt")) else self.calibration,
             **options,

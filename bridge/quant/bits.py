@@ -14,13 +14,12 @@ from bridge._kernels.amax import amax as _amax
 from bridge._kernels.cast import brain_to_single, half_to_single, single_to_brain, single_to_half
 from bridge._kernels.layout import transpose, transpose_bytes
 from bridge._kernels.smooth import smooth as _smooth
-from bridge.dtypes import DTYPES
+from bridge.dtypes import DTYPES, FLOATS
 from bridge.errors import SourceError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 CHUNK = 1 << 17  # values: as float32 half a megabyte, which stays in a second-level cache
-FLOATS = ("bfloat16", "float16", "float32")
 
 
 def matrix(bits: Array) -> Array:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from bridge.container import SafetensorsFile, layout
+from bridge.container import SafetensorsFile, file_bytes
 from bridge.errors import BridgeError, CalibrationError, WriteError, fold_layers
 from bridge.quant.scheme import is_calibrated, is_static
-from bridge.values import Format, Numeric, TensorSpec
+from bridge.values import Format, Numeric
 
 VERSION = "1"
-_STATISTICS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax")
+_STATISTICS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "expert_tokens")
 _SCALARS = ("input_amax", "k_amax", "v_amax")
 
 
@@ -83,7 +83,7 @@ class Calibration:
     `awq_scale` (in,): what the weight is multiplied by along `in` (ModelOpt's `awq_lite.best_scale`); the input is
     divided by it. `pre_scale` (in,): what the input is multiplied by and the weight divided by, where that does not
     follow from the two above (SmoothQuant with another alpha, modules that no token reached). `k_amax`, `v_amax` ():
-    by attention module.
+    by attention module. `expert_tokens` (experts,): how many tokens each expert got, by the name of a layer's experts.
     """
 
     provenance: Provenance
@@ -93,6 +93,7 @@ class Calibration:
     pre_scale: Mapping[str, np.ndarray] = field(default_factory=dict)
     k_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
     v_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
+    expert_tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
     applied: tuple[Applied, ...] = ()
     held_out: HeldOut | None = None
 
@@ -104,8 +105,12 @@ class Calibration:
         for module, form in formats.items():
             if not isinstance(form, Format) or not is_calibrated(form):
                 continue
-            if form.input is not None and is_static(form.input) and module not in self.input_amax:
-                lacks.setdefault("input amax", []).append(module)
+            smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
+            if form.input is not None and is_static(form.input):
+                if module not in self.input_amax:
+                    lacks.setdefault("input amax", []).append(module)
+                elif smoothed and not form.prescales:
+                    lacks.setdefault("amax of the input before it was smoothed", []).append(module)
             known = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale}.get(form.algorithm)
             if known is not None and module not in known and module not in self.pre_scale:
                 lacks.setdefault(f"pre-scale of {form.algorithm}", []).append(module)
@@ -135,11 +140,11 @@ class Calibration:
     @property
     def digest(self) -> str:
         """sha256 of what `save` writes."""
-        return hashlib.sha256(self._bytes()).hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | Path) -> Path:
         """Write the sidecar; a reader sees the whole file or none."""
-        data = self._bytes()
+        data = self.to_bytes()
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -172,15 +177,9 @@ class Calibration:
         except (KeyError, TypeError, ValueError) as cause:
             raise CalibrationError(f"{path}: not a calibration that this version reads: {cause}") from cause
 
-    def _bytes(self) -> bytes:
-        arrays = self._arrays()
-        specs = [TensorSpec(name, a.shape, a.dtype.name) for name, a in arrays.items()]
-        head, offsets, size = layout(specs, self._metadata())
-        data = bytearray(size)
-        data[: len(head)] = head
-        for name, array in arrays.items():
-            data[offsets[name] : offsets[name] + array.nbytes] = array.tobytes()
-        return bytes(data)
+    def to_bytes(self) -> bytes:
+        """The sidecar: what `save` writes."""
+        return file_bytes(self._arrays(), self._metadata())
 
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {f"{kind}/{name}": a for kind in _STATISTICS for name, a in sorted(getattr(self, kind).items())}
@@ -223,8 +222,9 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
 def _checked(name: str, array: np.ndarray, ndim: int) -> np.ndarray:
     if array.dtype != np.float32 or array.ndim != ndim or not array.size:
         raise ValueError(f"{name}: {array.dtype} {array.shape} where float32 of {ndim} axes is expected")
-    # a smoothing amax may be zero (a channel that is always zero is left alone), nothing else may
-    least = np.float32(0) if name.startswith("smoothing_amax/") else np.nextafter(np.float32(0), np.float32(1))
+    # a channel that is always zero is left alone, and an expert may get no token; nothing else may be zero
+    zero = name.startswith(("smoothing_amax/", "expert_tokens/"))
+    least = np.float32(0) if zero else np.nextafter(np.float32(0), np.float32(1))
     if not np.isfinite(array).all() or (array < least).any():
         raise ValueError(f"{name}: holds a value that is not finite or not positive")
     return array

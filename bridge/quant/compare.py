@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from bridge.quant.bits import Array
 from bridge.quant.blocks import FOUR_BITS, PLAIN, Grid, grid, packing
 from bridge.quant.decode import values
 from bridge.quant.snapped import coded
+from bridge.quant.spread import Spread, spread
 from bridge.values import Coding, Numeric
 
 KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float4_e2m1fn": E2M1}
@@ -34,7 +35,7 @@ class Parity:
     """Sums over source a and decoded b: `dot` = a . b, `source` = |a|^2, `decoded` = |b|^2, `error` = |a - b|^2.
 
     `worst` is the largest |a - b| / |a| of 128 values of a row. `beyond`: codes that are not the nearest one, whatever
-    was rounded on the way.
+    was rounded on the way. `codes`: how many there are. `scales`: what they are multiplied by.
     """
 
     dot: float
@@ -43,6 +44,8 @@ class Parity:
     error: float
     worst: float
     beyond: int = 0
+    codes: int = 0
+    scales: Spread = field(default_factory=Spread)
 
     def __add__(self, other: Parity) -> Parity:
         """The parity of two parts of a tensor taken as one."""
@@ -53,6 +56,8 @@ class Parity:
             self.error + other.error,
             max(self.worst, other.worst),
             self.beyond + other.beyond,
+            self.codes + other.codes,
+            self.scales + other.scales,
         )
 
     @property
@@ -109,6 +114,7 @@ class Comparer:
         first, wide = numeric[0], coding.cast or dtype
         self._dtype, self._first, self._coding, self._above = dtype, first, coding, above
         self._blocks, self._take = blocks, take
+        self._counted = False  # the scales that cover all rows come with every piece
         self._how, self._flip = _how(packed, first.dtype), np.uint8(FLIP[first.dtype] if packed == "int32" else 0)
         self._second = float(above.reshape(())) if len(numeric) == 2 and above is not None else 0.0
         casts = roundings * UNIT[dtype] + (UNIT[wide] if wide != dtype else 0)
@@ -129,6 +135,8 @@ class Comparer:
         n, blocks = len(bits), self._blocks
         down = min(blocks.down, max(n, 1))
         factor = self._factor(scale).reshape(-(-n // down), blocks.shape[1])
+        scales = Spread() if self._counted else spread(factor)
+        self._counted = blocks.down >= blocks.rows
         if self._coding.values:
             stored = self._coded(stored, factor, down)
         codes = stored.view(np.uint8).reshape(n // 2 if self._how == ROWS else n, -1)
@@ -152,7 +160,7 @@ class Comparer:
             )
         source, decoded, error = (float(v) for v in sums[:, :3].sum(axis=0))
         worst, beyond = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
-        return Parity((source + decoded - error) / 2, source, decoded, error, worst, beyond)
+        return Parity((source + decoded - error) / 2, source, decoded, error, worst, beyond, bits.size, scales)
 
     def _coded(self, stored: Array, factor: Array, down: int) -> Array:
         kind, dtype = np.dtype(DTYPES[self._coding.values].storage), self._coding.values

@@ -70,7 +70,6 @@ class Encoder:
         self._plain_int8 = first.dtype == "int8" and not self._packed
         self._cast, self._values = coding.cast or dtype, coding.values
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
-        self._multiplies = bool(coding.values)  # see `Scales`
         self._scales = Scales(numeric, dtype, coding, amax)
         self._take = take or _buffers()
         self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, 2 if self._packed == "out" else 1)
@@ -117,12 +116,8 @@ class Encoder:
 
     def _chunks(self, n: int) -> list[slice]:
         """Rows that are coded at once: all that came, or few enough to stay in the cache once widened."""
-        if (
-            self._dtype != "float16"
-            and self._cast == self._dtype
-            and self._quotient == "float32"
-            and not self._multiplies
-        ):
+        narrow = self._cast == self._dtype != "float16"
+        if narrow and self._quotient == "float32" and not self._values:
             return [slice(0, n)]
         return list(_bits.chunks(n, self._blocks.cols, self.unit))
 
@@ -139,7 +134,7 @@ class Encoder:
             source, target = _bits.words(flat, self._dtype), _bits.words(cast, self._cast)
             _bits.cast_words(source.reshape(-1), self._dtype, self._cast, target.reshape(-1), scratch)
             found = _bits.readable(cast, self._cast, scratch)
-        if self._multiplies:
+        if self._values:  # see `Scales`
             made = self._take("quotient", flat.shape, np.uint32)
             product(found, divisor, down if len(divisor) > 1 else len(found), self._blocks.across, made)
             return made, ONE

@@ -26,6 +26,7 @@ from bridge.quant.grammar import (
     parse_policies,
     read_toml,
 )
+from bridge.tables.files import find_table_file, mappings, shown, table_files
 from bridge.values import Format, Numeric, Site
 
 
@@ -216,29 +217,31 @@ def has_tensor_scale(form: Format) -> bool:
 
 def scheme_names() -> list[str]:
     """The schemes' names, without aliases."""
-    return sorted(path.stem for path in _directory().glob("*.toml") if path.stem != "kv")
+    return [path.stem for path in table_files("schemes") if path.stem != "kv"]
 
 
 def kv_names() -> list[str]:
     """What `kv=` accepts."""
-    return sorted(read_toml(_directory() / "kv.toml"))
+    return sorted(read_toml(mappings() / "schemes" / "kv.toml"))
 
 
 def check_schemes() -> list[str]:
     """Read every scheme and every KV numeric; returns what is wrong with them."""
     problems: list[str] = []
     owners: dict[str, str] = {}
-    for name in scheme_names():
+    for path in table_files("schemes"):
+        if path.stem == "kv":
+            continue
         try:
-            read_scheme(_directory() / f"{name}.toml")
-            for word in [name, *read_toml(_directory() / f"{name}.toml").get("aliases", [])]:
-                if owners.setdefault(word, name) != name:
-                    problems.append(f"mappings/schemes/{name}.toml: {word!r} names {owners[word]} already")
+            read_scheme(path)
+            for word in [path.stem, *read_toml(path).get("aliases", [])]:
+                if owners.setdefault(word, path.stem) != path.stem:
+                    problems.append(f"{shown(path)}: {word!r} names {owners[word]} already")
         except SchemeError as error:
             problems.append(str(error))
     for name in kv_names():
         try:
-            with_kv(read_scheme(_directory() / "fp8.toml"), name)
+            with_kv(read_scheme(mappings() / "schemes" / "fp8.toml"), name)
         except SchemeError as error:
             problems.append(str(error))
     return problems
@@ -265,7 +268,7 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
 
 def with_kv(scheme: Scheme, kv: str) -> Scheme:
     """`scheme` with the KV cache in `kv`; UsageError where the name is unknown or the recipe says otherwise."""
-    path = _directory() / "kv.toml"
+    path = mappings() / "schemes" / "kv.toml"
     tables = read_toml(path)
     if kv not in tables:
         raise UsageError(f"kv={kv!r} is unknown; {nearest(kv, tables)}")
@@ -279,22 +282,22 @@ def with_kv(scheme: Scheme, kv: str) -> Scheme:
 
 
 def _named(name: str) -> Scheme:
-    known = scheme_names()
-    if name in known:
-        return read_scheme(_directory() / f"{name}.toml")
-    aliases: dict[str, str] = {}
-    for stem in known:
-        aliases |= {alias: stem for alias in read_toml(_directory() / f"{stem}.toml").get("aliases", [])}
+    found = find_table_file("schemes", name) if name != "kv" else None
+    if found:
+        return read_scheme(found)
+    aliases: dict[str, Path] = {}
+    for path in table_files("schemes"):
+        aliases |= {alias: path for alias in read_toml(path).get("aliases", [])}
     if name in aliases:
-        return read_scheme(_directory() / f"{aliases[name]}.toml")
+        return read_scheme(aliases[name])
     hint = "a recipe is given by its path, ending in .toml"
-    raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*known, *aliases])}; {hint}")
+    raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*scheme_names(), *aliases])}; {hint}")
 
 
 def read_scheme(path: Path) -> Scheme:
     """Parse the scheme in `path`; SchemeError names the file and the key."""
     words = read_toml(path)
-    where = str(path) if path.parent != _directory() else f"mappings/schemes/{path.name}"
+    where = shown(path)
     check_keys(
         words,
         {
@@ -334,10 +337,3 @@ def read_scheme(path: Path) -> Scheme:
         simulation_needs_cuda=str(words.get("simulation_needs_cuda", "")),
         origin=where,
     )
-
-
-def _directory() -> Path:
-    # a wheel carries mappings/ inside the package, a checkout beside it
-    package = Path(__file__).parents[1]
-    inside = package / "_mappings" / "schemes"
-    return inside if inside.is_dir() else package.parent / "mappings" / "schemes"

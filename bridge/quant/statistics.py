@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,16 @@ from bridge.quant.scheme import Scheme, is_static
 
 @dataclass(frozen=True)
 class Twin:
-    """ModelOpt's fake-quantized model and how our sites lie in it. `scales` are the pre-scales by live module."""
+    """ModelOpt's fake-quantized model and how our sites lie in it. `scales` are the pre-scales by live module.
+
+    `tokens`: what each expert got, by the checkpoint name of a layer's experts.
+    """
 
     model: Any
     wires: tuple[Wire, ...]
     attention: dict[str, str]  # live -> checkpoint
     scales: dict[str, Any]
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def raise_inputs(twin: Twin, least: float) -> list[Applied]:
@@ -47,6 +51,7 @@ def read_statistics(twin: Twin, scheme: Scheme) -> tuple[dict[str, dict[str, np.
     bounds: dict[str, float] = {}
     applied: list[Applied] = []
     arrays: dict[str, dict[str, np.ndarray]] = {"smoothing_amax": {}, "awq_scale": {}, "pre_scale": {}}
+    arrays["expert_tokens"] = twin.tokens
     for wire in twin.wires:
         name, form = wire.site.module, wire.format
         if form.input is not None and is_static(form.input):

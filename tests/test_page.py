@@ -1,0 +1,151 @@
+"""The page of a report: whole, self-contained, escaped; plots that any numbers fit; nothing drawn without bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+from bridge.plots import MARKS, experts_plot, parity_plots, scales_plot, short, storage_plot
+from bridge.report import Advice, Coverage, Parity, ScaleRange
+from bridge.show import html
+from tests.test_show import full, report, tensor
+
+
+class Page(HTMLParser):
+    """Tags that stay open, and everything a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = [str(value) for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.fetched += [value for value in named if not value.startswith("#")]
+        self.fetched += [tag] if tag in ("script", "link", "img", "iframe") else []
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_fetches_nothing_and_escapes_names() -> None:
+    page = Page()
+    page.feed(html(report()))
+    assert (page.open, page.fetched) == ([], [])
+    assert "head<b>.weight" in page.text
+    for words in ("283.25", "why & how", "zero: floor", "one note", "2.13.0", "BELOW"):
+        assert words in page.text
+
+
+def test_the_page_plots_every_tensor_and_marks_those_below() -> None:
+    page = html(report())
+    assert page.count('<rect class="ok" x=') == 2 * 5 + 1
+    assert page.count('<rect class="low" x=') == 2
+    assert page.count("layers.2.up.weight: ") == 2 and page.count("BELOW its gate</title>") == 2
+
+
+def test_equal_reports_make_equal_pages() -> None:
+    assert html(report()) == html(report())
+    assert html(report()) != html(report(scheme="int8"))
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_plots() -> None:
+    parity = Parity((tensor("a.weight", float("inf")), tensor("b.weight", -3.0)), layers=(("a", float("nan")),))
+    page = html(report(parity=parity))
+    assert not re.search(r'(?:x|y|width|height)="(?:nan|inf|-inf)"', page)
+
+
+def test_a_page_without_comparison_says_so() -> None:
+    assert "not compared" in html(report(parity=None))
+
+
+def test_the_page_shows_each_kind_of_fact() -> None:
+    page = Page()
+    page.feed(html(full()))
+    for words in (
+        "accounted", "48", "FAILS", "BELOW", "layers.0.experts.1.", "9.60", "2^-3", "18", "7, 3", "here",
+        'modules = [\n    "layers.0.q",\n    "layers.0.k",\n]', "50% of the summed squares", "4.1 kB",
+    ):  # fmt: skip
+        assert words in page.text, words
+
+
+def test_no_section_is_empty_and_every_link_leads_to_one() -> None:
+    for made in (full(), report(), report(parity=None, quantized=0)):
+        page = html(made)
+        links, ids = re.findall(r'href="#(\w+)"', page), re.findall(r' id="(\w+)"', page)
+        assert set(links) <= set(ids) and len(ids) == len(set(ids))
+        for section in re.findall(r"<section.*?</section>", page, re.DOTALL):
+            assert re.search(r"<(p|table|svg)\b", section), section
+
+
+def test_the_page_says_where_nothing_stands_out() -> None:
+    assert "No layer stands out" in html(report())
+    advised = html(report(advice=(Advice(("layers.1.up",), 0.5, 0.75, 10),)))
+    assert "No layer stands out" not in advised and "75%" in advised
+
+
+def test_a_deep_model_is_drawn_with_a_bounded_number_of_marks() -> None:
+    deep = Parity(tuple(tensor(f"layers.{n}.{kind}.weight", 30 + n % 7) for n in range(900) for kind in "abcdef"))
+    for plot in parity_plots(deep):
+        assert len(plot.marks) == 900 <= MARKS
+        assert "900 of 5,400 weights" in plot.about
+    wide = [Coverage(f"layers.{n}.experts", tuple(range(256))) for n in range(60)]
+    drawn = experts_plot(wide)
+    assert drawn and len(drawn.marks) <= MARKS and "60 experts got no token" in drawn.about
+
+
+def test_of_more_weights_than_are_drawn_the_failed_one_is() -> None:
+    deep = tuple(tensor(f"layers.{n}.{kind}.weight", 30, (n, kind) != (444, "c")) for n in range(900) for kind in "abc")
+    for plot in parity_plots(Parity(deep)):
+        assert [mark.text.split(":")[0] for mark in plot.marks if mark.kind == "low"] == ["layers.444.c.weight"]
+
+
+def test_what_lost_nothing_or_everything_does_not_stretch_the_axis() -> None:
+    tensors = (
+        tensor("layers.0.a.weight", 30),
+        tensor("layers.0.b.weight", 999),
+        tensor("layers.0.c.weight", -999, False),
+    )
+    plot = parity_plots(Parity(tensors))[0]
+    assert {word.text for word in plot.words} >= {"30", "31"} and "from 30.00 to 30.00" in plot.about
+    assert [mark.text.partition(": ")[2] for mark in plot.marks] == [
+        "30.00", "nothing lost", "nothing left, BELOW its gate",
+    ]  # fmt: skip
+
+
+def test_marks_lie_inside_their_plot() -> None:
+    ranges = [ScaleRange(f"layers.{{}}.{kind}", 10, low, (1, 10**6, 3)) for low, kind in enumerate("abc", -9)]
+    layers = [Coverage("layers.0.experts", (0, 7, 10**6))]
+    plots = [
+        scales_plot(ranges),
+        experts_plot(layers),
+        storage_plot(full().storage),
+        *parity_plots(full().parity or Parity()),
+    ]
+    for plot in plots:
+        assert plot and plot.marks
+        for mark in plot.marks:
+            x, y, width, height = map(float, (mark.x, mark.y, mark.width, mark.height))
+            assert -5 <= x <= x + width <= plot.width and -5 <= y <= y + height <= plot.height, mark
+
+
+def test_a_plot_of_nothing_is_none() -> None:
+    assert (storage_plot([]), scales_plot([]), experts_plot([]), parity_plots(Parity())) == (None, None, None, [])
+
+
+def test_a_name_too_long_for_its_place_keeps_its_end() -> None:
+    assert short("a" * 40 + ".self_attn.q_proj.weight").endswith("aaa.self_attn.q_proj.weight")
+    assert len(short("a" * 400)) == 52 == len(short("a" * 52))
+
+
+def test_a_hostile_path_is_escaped_everywhere() -> None:
+    name = "x</title><script>alert(1)</script>"
+    page = html(dataclasses.replace(full(), out=f"out/{name}", made_from={"source": name}, notes=(name,)))
+    assert "<script" not in page
