@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,7 +112,8 @@ def advice(plan: Plan, parity: Parity | None) -> tuple[Advice, ...]:
     input is kept together, since runtimes fuse it.
     """
     damage = _damage(plan, parity) if parity else {}
-    total, middle = sum(value**2 for value in damage.values()), median(damage.values()) if damage else 0.0
+    total = sum(value**2 for value in damage.values())
+    middle = float(np.median(list(damage.values()))) if damage else 0.0
     found = []
     for steps in _fused(plan):
         modules = tuple(dict.fromkeys(step.site.module for step in steps if step.site))
