@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from checkpoint import SMALL, make_checkpoint
 
+from bridge.paged import paged
 from bridge.sources import Source, open_source
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +63,7 @@ def main() -> None:
 
 def read(source: Source) -> float:
     """Read everything; GB/s."""
-    buffer = np.empty(PIECE, np.uint8)
+    buffer = paged((PIECE,), np.uint8)
     names = sorted(source.specs, key=source.place)
     total, start = 0, time.perf_counter()
     for name in names:

@@ -16,6 +16,7 @@ import numpy as np
 from bridge.budget import PIECE, extent, held, rows_at_once, spec_of
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
+from bridge.paged import paged
 from bridge.planning import Step
 from bridge.quant.bits import Array, transposed
 from bridge.sources import lazy
@@ -38,7 +39,7 @@ class Buffers:
         need = math.prod(shape) * kind.itemsize
         buffer = self.held.get(purpose)
         if buffer is None or buffer.size < need:
-            buffer = self.held[purpose] = np.empty(max(need, PIECE), np.uint8)
+            buffer = self.held[purpose] = paged((max(need, PIECE),), np.uint8)
         array: Array = buffer[:need].view(kind).reshape(shape)
         return array
 

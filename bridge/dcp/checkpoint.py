@@ -10,6 +10,7 @@ import numpy as np
 from bridge.dcp.index import slab_of, whole
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError, fold_problems
+from bridge.paged import paged
 from bridge.sources.archive import open_folder
 from bridge.sources.dcp import Dcp
 from bridge.values import TensorSpec
@@ -26,7 +27,7 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor."""
         spec = self.specs[name]
-        out = np.empty(spec.nbytes, np.uint8)
+        out = paged((spec.nbytes,), np.uint8)
         return self.read_bytes(name, 0, spec.nbytes, out).view(DTYPES[spec.dtype].storage).reshape(spec.shape)
 
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 from bridge._kernels.quotient import product, to_brain, to_half
 from bridge.dtypes import DTYPES, to_float32
 from bridge.errors import SchemeError
+from bridge.paged import paged
 from bridge.quant import bits as _bits
 from bridge.quant.bits import Array
 from bridge.quant.blocks import PLAIN, grid, packing, stored_shapes
@@ -153,7 +154,7 @@ def _buffers() -> Take:
     def take(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
         found, need = held.get(purpose), math.prod(shape)
         if found is None or found.size < need:
-            found = held[purpose] = np.empty(need, dtype)
+            found = held[purpose] = paged((need,), dtype)
         return found[:need].reshape(shape)
 
     return take

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bridge.dtypes import DTYPES, from_float32, to_float32
+from bridge.paged import paged
 from bridge.sources.native import Container
 from bridge.sources.shards import Weights, natural
 from bridge.tables.rectangles import Block, height, length, reordered
@@ -68,7 +69,7 @@ class _Across:
     def turn(self, begin: int, out: np.ndarray) -> None:
         """Fill `out` with columns from the one numbered `begin` on."""
         at_once = max(1, PIECE // (self.width * out.itemsize))
-        piece = np.empty((min(at_once, self.rows), self.width), out.dtype)
+        piece = paged((min(at_once, self.rows), self.width), out.dtype)
         first = self.first + begin * self.step
         for at in range(0, self.rows, at_once):
             part = piece[: self.rows - at]
@@ -84,7 +85,7 @@ class _Scratch(threading.local):
     def __call__(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
         need = shape[0] * shape[1] * dtype.itemsize
         if self.held.size < need:
-            self.held = np.empty(need, np.uint8)
+            self.held = paged((need,), np.uint8)
         return self.held[:need].view(dtype).reshape(shape)
 
 
@@ -139,7 +140,7 @@ class ForeignTensor:
         """Return rows along the first axis, in `out` where it is given."""
         spec = self.spelled.spec
         if out is None:
-            out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+            out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         if self.spelled.turned:
             _Across(self._fill, spec.shape[1], spec.shape[0], 0, 1).turn(begin, out)
         else:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.container import read_into
+from bridge.remote.place import Handle
 
 MOST = 1024  # rows a call: IOV_MAX of Linux and macOS
 
@@ -22,17 +23,29 @@ _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _preadv.restype = ctypes.c_ssize_t
 
 
-def read_rows_into(fd: int, rows: np.ndarray, offset: int, path: Path) -> None:
+def read_rows_into(fd: Handle, rows: np.ndarray, offset: int, path: Path) -> None:
     """Fill the rows along the last axis, each contiguous in itself, one after the other with bytes from `offset` on."""
+    if not isinstance(fd, int):
+        together = np.empty(rows.shape, rows.dtype)
+        read_into(fd, together, offset, path)
+        rows[...] = together
+        return
     *counts, length = rows.shape
-    apart = [np.arange(n) * step for n, step in zip(counts, rows.strides, strict=False)]
-    at = functools.reduce(np.add.outer, apart).reshape(-1) + rows.__array_interface__["data"][0]
-    places = np.empty((len(at), 2), np.uint64)  # `struct iovec`: address and bytes
-    places[:, 0], places[:, 1] = at, length * rows.itemsize
-    for first in range(0, len(at), MOST):
-        some, begin = places[first : first + MOST], offset + first * length * rows.itemsize
-        if _preadv(fd, some.ctypes.data, len(some), begin) == len(some) * length * rows.itemsize:
+    nbytes = length * rows.itemsize
+    places = _places(tuple(counts), rows.strides[:-1], nbytes).copy()
+    places[:, 0] += rows.__array_interface__["data"][0]
+    address, last = places.__array_interface__["data"][0], len(places)
+    for first in range(0, last, MOST):
+        count, begin = min(MOST, last - first), offset + first * nbytes
+        if _preadv(fd, address + first * places.strides[0], count, begin) == count * nbytes:
             continue
-        for i in range(first, first + len(some)):  # cut short, or an error, which reading one by one tells
-            row = rows[tuple(np.unravel_index(i, counts))]
-            read_into(fd, row, offset + i * row.nbytes, path)
+        for i in range(first, first + count):  # cut short, or an error, which reading one by one tells
+            read_into(fd, rows[tuple(np.unravel_index(i, counts))], offset + i * nbytes, path)
+
+
+@functools.lru_cache(maxsize=64)  # the pieces of a matrix are alike: making this takes as long as reading 200 kB
+def _places(counts: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> np.ndarray:
+    """Rows as the system's `struct iovec`, (rows, 2): how far each is from the first, and its length, in bytes."""
+    apart = [np.arange(n) * step for n, step in zip(counts, strides, strict=True)]
+    at = functools.reduce(np.add.outer, apart).reshape(-1)
+    return np.stack([at, np.full_like(at, nbytes)], axis=1)
