@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from bridge.container import SafetensorsFile, file_bytes
-from bridge.errors import BridgeError, CalibrationError, WriteError, fold_layers
+from bridge.errors import BridgeError, CalibrationError, WriteError, fold_layers, reason
+from bridge.json_data import parse_json
 from bridge.quant.scheme import is_calibrated, is_static
 from bridge.values import Format, Numeric
 
@@ -155,7 +156,7 @@ class Calibration:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as cause:
-            raise WriteError(f"{path}: the calibration cannot be written: {cause.strerror}") from cause
+            raise WriteError(f"{path}: the calibration cannot be written: {reason(cause)}") from cause
         finally:
             temporary.unlink(missing_ok=True)
         return path
@@ -164,7 +165,7 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Read a sidecar and check every field of it; CalibrationError says what is wrong.
 
-        >>> Calibration.load("llama-fp8.calib").input_amax["model.layers.0.mlp.down_proj"]  # doctest: +SKIP
+        >>> Calibration.load("fp8.safetensors").input_amax["model.layers.0.mlp.down_proj"]  # doctest: +SKIP
         """
         path = Path(path)
         try:
@@ -200,7 +201,9 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
     if metadata.get("qbridge.calibration") != VERSION:
         found = metadata.get("qbridge.calibration")
         raise ValueError(f"version {found!r} where {VERSION!r} is expected")
-    said = json.loads(metadata["qbridge"])
+    said = parse_json(metadata["qbridge"])
+    if not isinstance(said["applied"], list):
+        raise ValueError(f"applied = {said['applied']!r} where a list is expected")
     statistics: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _STATISTICS}
     held: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
@@ -230,8 +233,10 @@ def _checked(name: str, array: np.ndarray, ndim: int) -> np.ndarray:
     return array
 
 
-def _typed(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(kind: type, row: Any) -> dict[str, Any]:
     known = {f.name: str(f.type) for f in fields(kind)}
+    if not isinstance(row, dict):
+        raise ValueError(f"{kind.__name__} = {row!r} where an object is expected")
     if set(row) != set(known):
         raise ValueError(f"{kind.__name__} has the fields {sorted(row)} where {sorted(known)} are expected")
     types: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int)}
@@ -245,14 +250,15 @@ def _typed(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
-    batches: dict[int, dict[str, np.ndarray]] = {}
+    batches: dict[str, dict[str, np.ndarray]] = {}
     rest = dict(arrays)
     for name, array in arrays.items():
         if name.startswith("inputs/"):
             _, at, key = name.split("/", 2)
-            batches.setdefault(int(at), {})[key] = array
+            batches.setdefault(at, {})[key] = array
             del rest[name]
-    if set(rest) != {"rows", "columns", "source", "quantized"} or sorted(batches) != list(range(len(batches))):
+    order = [str(at) for at in range(len(batches))]
+    if set(rest) != {"rows", "columns", "source", "quantized"} or set(batches) != set(order):
         raise ValueError(f"held_out holds {sorted(arrays)}")
     shape = (rest["rows"].size, rest["columns"].size)
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {"rows": ("int64", shape[:1]), "columns": ("int64", shape[1:])}
@@ -265,5 +271,5 @@ def _held(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
         raise ValueError(f"perplexity = {perplexity!r}")
     if not all(p is None or (isinstance(p, float) and p > 0) for p in perplexity):
         raise ValueError(f"perplexity = {perplexity!r}")
-    inputs = tuple(batches[at] for at in sorted(batches))
+    inputs = tuple(batches[at] for at in order)
     return HeldOut(inputs, **rest, source_perplexity=perplexity[0], quantized_perplexity=perplexity[1])

@@ -7,7 +7,6 @@ that a row looks like what the model is served. Every n-th row is held out: cali
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from types import CellType
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, CalibrationError, UsageError
+from bridge.json_data import parse_json
 
 if TYPE_CHECKING:
     from bridge.sources import Source
@@ -119,7 +119,7 @@ def documents(data: str | Path | None, load_tokenizer: Callable[[], Any], sample
 
 def _record(line: str, where: str, load_tokenizer: Callable[[], Any]) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as cause:
         raise CalibrationError(f"{where}: not JSON: {cause}") from cause
     return _text(record, where, load_tokenizer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import SchemeError, nearest
+from bridge.toml_data import load_toml
 from bridge.values import MAXBOUND, Numeric
 
 ALGORITHMS = {
@@ -129,6 +129,6 @@ def check_keys(words: Mapping[str, Any], known: set[str], where: str) -> None:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read TOML as data; SchemeError with the file and the line."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
+        return load_toml(path)
+    except (OSError, ValueError) as cause:
         raise SchemeError(f"{path}: cannot be read as TOML: {cause}") from cause

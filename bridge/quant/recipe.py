@@ -62,18 +62,26 @@ def load_recipe(path: Path) -> Scheme:
     kv = words.get("kv")
     if kv is not None and not isinstance(kv, str):
         raise SchemeError(f"{where}: kv = {kv!r}; expected a name in quotes")
-    return scheme if kv is None else with_kv(scheme, kv)
+    try:
+        return scheme if kv is None else with_kv(scheme, kv)
+    except UsageError as error:
+        raise SchemeError(f"{where}: {error}") from error
 
 
 def _base(name: Any, where: str) -> Scheme:
     if not isinstance(name, str):
         raise SchemeError(f'{where}: `base` is missing; a recipe starts from a scheme, for example base = "fp8"')
-    if name.endswith(".toml") or "/" in name:
-        raise SchemeError(f"{where}: base = {name!r}; a recipe starts from a scheme by name, not from another file")
     try:
-        return load_scheme(name)
+        return _scheme(name, "base", where)
     except UsageError as error:
         raise SchemeError(f"{where}: base: {error}") from error
+
+
+def _scheme(name: str, key: str, where: str) -> Scheme:
+    """Return the scheme of that name; never another recipe's, which could name this one again."""
+    if name.endswith(".toml") or "/" in name:
+        raise SchemeError(f"{where}: {key} = {name!r}; a recipe starts from a scheme by name, not from another file")
+    return load_scheme(name)
 
 
 def _options(words: dict[str, Any], used: list[Scheme], where: str) -> tuple[tuple[str, float], ...]:
@@ -106,7 +114,7 @@ def _rule(words: Any, label: str, where: str) -> tuple[Rule, Scheme | None]:
     scheme = None
     if quant != NONE:
         try:
-            scheme = load_scheme(quant) if not quant.endswith(".toml") else _base(quant, at)
+            scheme = _scheme(quant, "quant", at)
         except UsageError as error:
             raise SchemeError(f"{at}: {error}; or {NONE!r}") from error
     rule = Rule(

@@ -14,8 +14,8 @@ from bridge.sources.native import tiling_problem
 from bridge.sources.records import Record, record_class
 from bridge.sources.shards import named
 from bridge.sources.stored_tensor import SIZE, TORCH_DTYPES, integers
-from bridge.sources.unpickle import Kind, Table, load_bytes
-from bridge.values import TensorSpec
+from bridge.sources.unpickle import Kind, Table, load_bytes, shown
+from bridge.values import TensorSpec, shape_problem
 
 # First word of what a training run saves beside the model; Megatron's chained optimizers are `chained_0.optimizer`.
 TRAINING = (
@@ -110,7 +110,7 @@ def read_index(data: bytes) -> Index:
             else:
                 index.specs[name], index.chunks[name] = _tensor(items, name, entry)
         except SourceError as error:
-            wrong.setdefault(str(error), []).append(str(name)[:200])
+            wrong.setdefault(str(error), []).append(shown(name))
     index.problems.extend(f"{named(names)}: {why}" for why, names in wrong.items())
     return index
 
@@ -151,6 +151,8 @@ def _tensor(items: Mapping[_Key, Item], name: str, entry: Any) -> tuple[TensorSp
     if not _is(entry, "TensorStorageMetadata"):
         raise SourceError("described as neither a tensor nor an object")
     shape = integers(entry.get("size"), "size")
+    if problem := shape_problem(shape):
+        raise SourceError(problem)
     dtype = _dtype(entry.get("properties"))
     listed = entry.get("chunks")
     if not isinstance(listed, list) or not all(_is(chunk, "ChunkStorageMetadata") for chunk in listed):

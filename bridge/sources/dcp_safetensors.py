@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from bridge.container import SafetensorsFile
 from bridge.errors import SourceError
+from bridge.json_data import parse_json
 from bridge.sources.native import Part, Tiled, extent_of, safetensors_at, tiling_problem
 from bridge.sources.shards import listed, named, natural
 from bridge.sources.span import Folder, Span
@@ -61,9 +61,9 @@ class ShardedSafetensors:
 
 def _parts(file: SafetensorsFile, span: Span) -> dict[str, Part]:
     try:
-        info = json.loads(file.header.metadata[INFO])
+        info = parse_json(file.header.metadata[INFO])
         offsets = {name: integers(info[name]["saved_offsets"], "saved_offsets") for name in file.specs}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise SourceError(f"{file.path}: its header has no complete {INFO}: {type(error).__name__}: {error}") from error
     extents = {name: extent_of(file, span, name) for name in offsets}
     return {name: Part(offsets[name], it.shape, it.read_flat, it.place) for name, it in extents.items()}

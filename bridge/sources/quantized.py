@@ -6,7 +6,6 @@ The config that the model would have unquantized has no word of quantization lef
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from bridge.dtypes import FLOATS
 from bridge.errors import BridgeError
+from bridge.json_data import load_json
 from bridge.sources.shards import Shard, Weights
 from bridge.sources.stored import Array, Reader, Stored, Taken, blocks, compressed, modelopt, mxfp4, take
 from bridge.tables.structure import turned_weights
@@ -156,7 +156,7 @@ def _taken(root: Path, config: Mapping[str, Any], weights: Weights) -> tuple[Tak
 
 def _modelopt_file(root: Path) -> dict[str, Any]:
     try:
-        found = json.loads((root / MODELOPT_FILE).read_bytes())["quantization"]
+        found = load_json(root / MODELOPT_FILE)["quantization"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}

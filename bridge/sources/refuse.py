@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import SourceError
+from bridge.json_data import load_json
 from bridge.sources.shards import named
 from bridge.values import TensorSpec
 
@@ -60,7 +60,7 @@ def quantized(root: Path | None, config: Mapping[str, Any], specs: Mapping[str, 
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return load_json(path)
     except (ValueError, OSError):
         return {}
 

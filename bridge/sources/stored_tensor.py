@@ -7,7 +7,8 @@ from typing import Any
 
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
-from bridge.sources.unpickle import Call, Kind, Sealed, Storage, Table, key
+from bridge.sources.unpickle import Call, Kind, Sealed, Storage, Table, key, shown
+from bridge.values import MOST_AXES, shape_problem
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,17 @@ class StateDict(dict[Any, Any]):
 
 
 def integers(values: object, what: str) -> tuple[int, ...]:
-    """Return `values` of a pickle as a tuple, if they are non-negative integers; SourceError names `what` they are."""
-    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
-        shown = str(values)[:80] if isinstance(values, int | float | str) else f"a {type(values).__name__}"
+    """Return `values` of a file as a tuple, if they are non-negative integers; SourceError names `what` they are.
+
+    None has more than 63 bits, and there are no more of them than a tensor has axes.
+    """
+    whole = isinstance(values, tuple | list) and len(values) <= MOST_AXES
+    if not whole or not all(type(n) is int and 0 <= n < 1 << 63 for n in values):  # type: ignore[attr-defined]
+        found = shown(values)
         if isinstance(values, tuple | list):
-            shown = ", ".join(str(n) if isinstance(n, int) else type(n).__name__ for n in values[:8])
-        raise SourceError(f"tensor with {what} ({shown}): must be non-negative integers")
-    return tuple(values)
+            found = ", ".join(map(shown, values[:8])) + (f", ... {len(values)} of them" if len(values) > 8 else "")
+        raise SourceError(f"tensor with {what} ({found}): must be non-negative integers")
+    return tuple(values)  # type: ignore[arg-type]
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: str, metadata: Any) -> StoredTensor:
@@ -47,6 +52,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: str, meta
         raise SourceError("tensor with conjugate or negative bits (or other metadata): save it resolved")
     (start,) = integers((offset,), "offset")
     extents, strides = integers(shape, "shape"), integers(stride, "stride")
+    if problem := shape_problem(extents):
+        raise SourceError(f"tensor that {problem}")
     if len(extents) != len(strides):
         raise SourceError(f"tensor with shape {extents} but strides {strides}")
     last = start + sum((n - 1) * step for n, step in zip(extents, strides, strict=True))

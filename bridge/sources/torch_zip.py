@@ -17,16 +17,18 @@ import numpy as np
 from bridge.container import read_into, refuse_pointer
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
+from bridge.paged import paged
+from bridge.remote.place import Handle
 from bridge.sources.records import WEIGHTS_AND_EXTRA, Record, inert
 from bridge.sources.span import Extent, Span, span_of
 from bridge.sources.stored_tensor import WEIGHTS, StoredTensor
-from bridge.sources.unpickle import LONGEST, Bounded, Storage, Table, load_bytes, load_stream
+from bridge.sources.unpickle import LONGEST, Bounded, Storage, Table, load_bytes, load_stream, shown
 from bridge.sources.zip_directory import LOCAL, Member, read_directory
 from bridge.values import TensorSpec
 
 CHECKED = 1 << 20  # bytes of a checksum's step
 BIG_ENDIAN = "written on a big-endian machine, which is not supported; load it there and save it as safetensors"
-MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of a legacy file
+MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # first pickles of a legacy file
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class TorchFile:
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor, in row order whatever its strides."""
         spec, extent, member = self.specs[name], self.extent(name), self._member(name)
-        flat = np.empty(spec.size, DTYPES[spec.dtype].storage)
+        flat = paged((spec.size,), DTYPES[spec.dtype].storage)
         extent.read_flat(0, spec.size, flat)
         if not extent.is_row_order:
             self._check(name)
@@ -92,7 +94,7 @@ class TorchFile:
         """Return rows along the first axis; the first rows of a tensor check the checksum of all of it."""
         spec = self.specs[name]
         if out is None:
-            out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+            out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         if begin == 0 < end:
             self._check(name)
         row = math.prod(spec.shape[1:])
@@ -128,7 +130,7 @@ def _entry(state: Any, within: str) -> Any:
     if not within or not isinstance(state, dict):
         return state
     if within not in state:
-        raise SourceError(f"has no `{within}`, only {', '.join(str(name)[:60] for name in list(state)[:8])}")
+        raise SourceError(f"has no `{within}`, only {', '.join(shown(name) for name in list(state)[:8])}")
     return state[within]
 
 
@@ -137,8 +139,8 @@ def _flat(state: Any, extra: bool) -> tuple[dict[str, StoredTensor], tuple[str, 
         raise SourceError(f"holds a {type(state).__name__}, not a dict of tensors")
     extras = tuple(n for n in state if extra and isinstance(n, str) and n.endswith("_extra_state"))
     plain = {name: value for name, value in state.items() if name not in extras}
-    wrong = [str(name)[:60] for name, value in plain.items() if not isinstance(value, StoredTensor)]
-    wrong += [str(name)[:60] for name in plain if not isinstance(name, str)]
+    wrong = [shown(name) for name, value in plain.items() if not isinstance(value, StoredTensor)]
+    wrong += [shown(name) for name in plain if not isinstance(name, str)]
     if wrong:
         raise SourceError(
             f"not a flat dict of tensors: {', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} none; "
@@ -147,7 +149,7 @@ def _flat(state: Any, extra: bool) -> tuple[dict[str, StoredTensor], tuple[str, 
     return plain, extras
 
 
-def _open_zip(fd: int, span: Span, table: Table) -> Saved:
+def _open_zip(fd: Handle, span: Span, table: Table) -> Saved:
     members = read_directory(fd, span)
     root = next(
         (name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl") and name.count("/") == 1), None
@@ -184,21 +186,27 @@ def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
         bounded = Bounded(stream)
         if load_stream(bounded, table)[0] != MAGIC:
             raise SourceError("a bare pickle, not a file of torch.save")
-        load_stream(bounded, table)
+        if load_stream(bounded, table)[0] != LEGACY_VERSION:
+            raise SourceError("of another version of torch's old format than 1001; save it again with a newer torch")
         info, _ = load_stream(bounded, table)
         if not isinstance(info, dict) or not info.get("little_endian", True):
             raise SourceError(BIG_ENDIAN)
         value, storages = load_stream(bounded, table)
         keys, _ = load_stream(bounded, table)
         at = stream.tell() - span.offset
-    if not isinstance(keys, list) or {*map(str, keys)} != storages.keys():
+    if not isinstance(keys, list) or {shown(key) for key in keys} != storages.keys() or len(keys) != len(storages):
         raise SourceError("its list of storages differs from those its tensors use")
     found: dict[str, Member] = {}
-    for key in keys:
-        storage: Storage = storages[str(key)]
-        found[storage.key] = Member(at + 8, storage.nbytes, 0)
-        at += 8 + storage.nbytes
+    counts: list[int] = []
+    with span.opened() as fd:
+        for key in keys:
+            storage: Storage = storages[shown(key)]
+            counts.append(int.from_bytes(span.at(fd, at, 8), "little"))
+            found[storage.key] = Member(at + 8, storage.nbytes, 0)
+            at += 8 + storage.nbytes
     if at != span.nbytes:
         what = "truncated" if at > span.nbytes else "longer than its tensors"
         raise SourceError(f"{what}: the tensors end at byte {at}, the file at {span.nbytes}; download it again")
+    if counts != [storages[shown(key)].numel for key in keys]:
+        raise SourceError("its storages have other sizes than its tensors say; download it again")
     return Saved(span, value, found)

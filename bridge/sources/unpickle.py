@@ -19,6 +19,9 @@ from bridge.errors import SourceError
 DEEPEST = 8  # tuples within tuples that may be a key: hashing recurses in C, where a million of them end the process
 LONGEST = 256 << 20  # bytes of a pickle; the largest of state dicts seen are some tens of megabytes
 MADE = 256 << 20  # bytes of objects that one may make, roughly, of which one byte makes 200; 100,000 weights: 130 MB
+# What a small file may make, and what each of its bytes may: an index of a distributed checkpoint makes 25 to 30 bytes
+# of objects of each, and a file of nothing but opcodes that make empty sets 224.
+LEAST, PER_BYTE = 16 << 20, 48
 _ANOTHER = "save the model's tensors alone, as safetensors"
 
 
@@ -77,6 +80,11 @@ class Bounded:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._left = stream, LONGEST
 
+    @property
+    def taken(self) -> int:
+        """Bytes that were read."""
+        return LONGEST - self._left
+
     def read(self, n: int = -1) -> bytes:
         if not 0 <= n <= self._left:
             raise SourceError(f"the pickle asks for {n} bytes at once or is longer than {LONGEST}; {_ANOTHER}")
@@ -90,6 +98,13 @@ class Bounded:
 
     def readinto(self, buffer: Any) -> int:
         raise SourceError("the pickle uses out-of-band buffers")
+
+
+def shown(value: object) -> str:
+    """A value of a pickle as messages have it: what is nested may be too deep to be printed, and a number too long."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)[:80] if isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 
 def key(value: Any, depth: int = 0) -> Any:
@@ -109,9 +124,17 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, stream: Bounded, table: Table) -> None:
         super().__init__(stream)
-        self._table = table
-        self.made = 0
+        self._table, self._bounded = table, stream
+        self.made, self._allowed = 0, min(table.most, LEAST)
         self.storages: dict[str, Storage] = {}
+
+    def count(self, nbytes: int) -> None:
+        """Count what is about to be made; SourceError where that is too much for the bytes read so far."""
+        self.made += nbytes
+        if self.made > self._allowed:
+            self._allowed = min(self._table.most, LEAST + PER_BYTE * self._bounded.taken)
+            if self.made > self._allowed:
+                raise SourceError(f"the pickle makes more than {self._allowed >> 20} MB of objects; {_ANOTHER}")
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -127,8 +150,8 @@ class _Unpickler(pickle._Unpickler):
             raise SourceError(f"the pickle refers to a {type(pid).__name__} outside itself, which is no storage")
         kind, key, numel = pid[1], pid[2], pid[4]
         key = str(key) if type(key) is int and 0 <= key < 1 << 32 else key  # the savers of Lightning and litgpt count
-        if not isinstance(kind, Kind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-            raise SourceError(f"the pickle describes storage {str(key)[:80]!r} wrongly")
+        if not isinstance(kind, Kind) or not isinstance(key, str) or type(numel) is not int or not 0 <= numel < 1 << 60:
+            raise SourceError(f"the pickle describes storage {shown(key)!r} wrongly")
         if len(pid) == 6 and pid[5] is not None:
             raise SourceError("views of storages (torch < 0.4) are not supported; save the file again")
         found = self.storages.setdefault(key, Storage(key, kind.dtype, numel))
@@ -177,9 +200,7 @@ def _counted(load: Callable[[Any], None], nbytes: int) -> Callable[[Any], None]:
     """Count what an opcode makes before it does."""
 
     def counted(self: Any) -> None:
-        self.made += nbytes
-        if self.made > self._table.most:
-            raise SourceError(f"the pickle makes more than {self._table.most >> 20} MB of objects; {_ANOTHER}")
+        self.count(nbytes)
         load(self)
 
     return counted
@@ -188,6 +209,7 @@ def _counted(load: Callable[[Any], None], nbytes: int) -> Callable[[Any], None]:
 # What an opcode of a byte or two makes, with its place on the stack or in the memo; others make what they bring.
 for _opcode, _nbytes in {
     pickle.MARK: 64, pickle.EMPTY_LIST: 64, pickle.EMPTY_DICT: 72, pickle.EMPTY_SET: 224, pickle.FROZENSET: 224,
+    pickle.SETITEM: 64, pickle.SETITEMS: 160, pickle.TUPLE: 40, pickle.LIST: 56, pickle.DICT: 64,
     pickle.TUPLE1: 56, pickle.TUPLE2: 64, pickle.TUPLE3: 72, pickle.NEWOBJ: 128, pickle.REDUCE: 128,
     pickle.BINPUT: 96, pickle.LONG_BINPUT: 96, pickle.MEMOIZE: 96,
 }.items():  # fmt: skip

@@ -15,9 +15,10 @@ from bridge.sources.native import Part, Tiled
 from bridge.sources.shards import listed, named, natural
 from bridge.sources.span import Extent, Folder, Span, row_order
 from bridge.sources.stored_tensor import integers
-from bridge.values import TensorSpec
+from bridge.values import TensorSpec, shape_problem
 
 MOST_CHUNKS = 1 << 20
+MOST_ABSENT = 100  # chunks that are looked for in vain: a header may promise a million of them
 
 
 class Zarr:
@@ -64,6 +65,8 @@ def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
     header = files[".zarray"].json()
     shape, chunk = integers(header.get("shape"), "shape"), integers(header.get("chunks"), "chunks")
     dtype = _dtype(header.get("dtype"))
+    if problem := shape_problem(shape) or shape_problem(chunk):
+        raise SourceError(problem)
     if header.get("zarr_format") != 2 or header.get("compressor") or header.get("filters"):
         raise SourceError("not a plain zarr 2 array: compressed, filtered, or of another version")
     if header.get("order", "C") != "C" or len(chunk) != len(shape) or 0 in chunk:
@@ -78,6 +81,8 @@ def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
         span = files.get(file)
         if span is None:
             absent.append(file)
+            if len(absent) > MOST_ABSENT:
+                break
             continue
         # Chunks at the edge are stored whole; what lies beyond the tensor is filler.
         if span.nbytes != math.prod(chunk) * DTYPES[dtype].bits // 8:
@@ -88,7 +93,8 @@ def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
         extent = Extent(span, 0, dtype, box, row_order(chunk))
         parts.append(Part(offsets, box, extent.read_flat, extent.place))
     if absent:
-        raise SourceError(f"chunks {named(absent)} are missing; copy the checkpoint again")
+        more = " and others" if len(absent) > MOST_ABSENT else ""
+        raise SourceError(f"chunks {named(absent)}{more} are missing; copy the checkpoint again")
     if wrong:
         raise SourceError(f"chunks {named(wrong)} are not {chunk} of {dtype}: truncated? copy the checkpoint again")
     return Tiled(TensorSpec(name, shape, dtype), parts)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from bridge.errors import TableError, nearest
@@ -94,6 +95,11 @@ class Dialect:
     ignored: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The word of its file: `megatron`."""
+        return PurePath(self.file.name).stem
 
     def rows_of(self, stage: str, held: frozenset[str], word: str = "") -> Iterator[DialectRow]:
         """Yield the rows of one layer (or of the first or last stage) that holds the roles `held`, in order.

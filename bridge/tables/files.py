@@ -8,7 +8,6 @@ of them is told of a name that stands twice.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.errors import TableError, nearest
+from bridge.toml_data import parse_toml
 
 KINDS = ("arch", "dialects", "schemes")
 _HEADER = re.compile(r"\s*\[([^\[].*)\]\s*(?:#.*)?$")
@@ -45,10 +45,9 @@ def table_files(kind: str) -> list[Path]:
 
 def find_table_file(kind: str, name: str) -> Path | None:
     """Return the file of that name, ours before others; None where there is none."""
-    own = mappings() / kind / f"{name}.toml"
-    if own.is_file():
-        return own
-    return next((path for path in table_files(kind) if path.stem == name), None)
+    # looked up in the list, never joined to a path: a recipe says the name, and it may be no name of a file
+    own = next((path for path in own_files(kind) if path.stem == name), None)
+    return own or next((path for path in table_files(kind) if path.stem == name), None)
 
 
 def own_files(kind: str) -> list[Path]:
@@ -147,7 +146,11 @@ class TableFile:
 
 def read_table(path: Path) -> TableFile:
     """Read one file of `mappings/`, or of a third party's."""
-    return parse_table(path.read_text(encoding="utf-8"), shown(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"{shown(path)}: cannot be read: {error}") from error
+    return parse_table(text, shown(path))
 
 
 def shown(path: Path) -> str:
@@ -159,8 +162,8 @@ def shown(path: Path) -> str:
 def parse_table(text: str, name: str) -> TableFile:
     """Parse the text of a table; a duplicate row is a parse error of TOML and becomes a TableError."""
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        data = parse_toml(text)
+    except ValueError as error:
         raise TableError(f"{name}: not valid TOML (a row that stands twice is not, either): {error}") from error
     lines: dict[tuple[str, str], int] = {}
     section = ""

@@ -24,6 +24,8 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+MOST = 1 << 16  # that a formula counts to
+LONGEST, DEEPEST = 4096, 48  # characters, and nodes within each other, of an expression: what walks one calls itself
 _FUNCTIONS = {"len": 1, "range": 1, "sliding": 2}  # and how many arguments each takes
 _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Lt: operator.lt,
@@ -146,10 +148,19 @@ def parse_shape(text: str, place: Place, names: Container[str]) -> tuple[Formula
 
 
 def _parse(text: str, place: Place) -> ast.expr:
+    if len(text) > LONGEST:
+        raise place.error(f"an expression of {len(text)} characters; at most {LONGEST} are read")
     try:
-        return ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise place.error(f"`{text}` is not an expression: {error.msg}") from error
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
+        raise place.error(f"`{text}` is not an expression: {why}") from error
+    level: list[ast.AST] = [tree]
+    for _ in range(DEEPEST):
+        level = [inner for node in level for inner in ast.iter_child_nodes(node)]
+    if level:
+        raise place.error(f"`{text}` is nested more than {DEEPEST} deep")
+    return tree
 
 
 def _row(
@@ -268,7 +279,7 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
         case ast.List(elts=elements):
             return [_value(element, names, text) for element in elements]
         case ast.Call(func=ast.Name(id="range"), args=[argument]):
-            return tuple(range(_integer(argument, names, text)))
+            return tuple(range(_few(_integer(argument, names, text), text)))
         case ast.Call(func=ast.Name(id="sliding"), args=[count, argument]):
             return _sliding(_integer(count, names, text), _value(argument, names, text), text)
         case ast.Call(args=[argument]):
@@ -283,9 +294,16 @@ def _sliding(layers: int, pattern: object, text: str) -> list[str]:
     """The kinds of all layers as transformers calls them: some that see a window, then some that see everything."""
     match pattern:
         case [int() as local, int() as full] if local >= 0 and full >= 0 and local + full:
-            kinds = ("sliding" if layer % (local + full) < local else "full" for layer in range(layers))
+            kinds = ("sliding" if layer % (local + full) < local else "full" for layer in range(_few(layers, text)))
             return [f"{kind}_attention" for kind in kinds]
     raise PlanError(f"`{text}` needs two counts of layers, it has {pattern!r}")
+
+
+def _few(count: int, text: str) -> int:
+    """Refuse to count to what a config may claim: no model has so many layers or experts."""
+    if count > MOST:
+        raise PlanError(f"`{text}` counts to {count}; at most {MOST} are supported")
+    return count
 
 
 def _compare(op: ast.cmpop, left: ast.expr, right: ast.expr, names: Mapping[str, object], text: str) -> bool:

@@ -126,7 +126,7 @@ def test_a_group_of_zeros_has_zero_codes_and_a_positive_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "found"), [("nan", "1 of {} blocks of {} hold NaN"), ("-inf", "0 of {} blocks of {} hold NaN and 1")]
+    ("bad", "found"), [("nan", "1 of {} blocks of {} hold NaN"), ("-inf", "0 of {} blocks of {} hold NaN and 1 hold")]
 )
 @pytest.mark.parametrize("power", [False, True])
 def test_a_value_that_is_no_number_is_refused(bad: str, found: str, power: bool) -> None:

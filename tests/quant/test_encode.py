@@ -178,7 +178,7 @@ def test_an_encoder_refuses_the_piece_with_a_bad_number(scheme: str) -> None:
     bits[131, 5] = np.inf
     encoder = Encoder(SCHEMES[scheme], "float32", bits.shape, amax=1.0, name="up")
     encoder.rows(bits[:128], 0)
-    with pytest.raises(SourceError, match=r"up: 0 of .* blocks of rows 128 to 256 hold NaN and 1 infinity"):
+    with pytest.raises(SourceError, match=r"up: 0 of .* blocks of rows 128 to 256 hold NaN and 1 hold infinity"):
         encoder.rows(bits[128:], 128)
 
 
@@ -270,7 +270,7 @@ def test_no_scale_is_zero_and_every_code_decodes_to_a_number(scheme: str, dtype:
 def test_a_weight_that_is_not_finite_is_refused_by_name(scheme: str, bad: float) -> None:
     bits, _ = source("float32")
     bits[300, 17] = bad
-    kind = "1 of .* NaN and 0 infinity" if math.isnan(bad) else "0 of .* NaN and 1 infinity"
+    kind = "1 of .* NaN and 0 hold infinity" if math.isnan(bad) else "0 of .* NaN and 1 hold infinity"
     with pytest.raises(SourceError, match=f"model.layers.0.up_proj.weight: {kind}"):
         encode(bits, "float32", SCHEMES[scheme], name="model.layers.0.up_proj.weight")
 

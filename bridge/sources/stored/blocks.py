@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.sources.stored import Told
+from bridge.sources.stored import Told, words
 from bridge.values import Format, Numeric, TensorSpec
 
 TENSOR = Numeric("float8_e4m3fn", "tensor")
@@ -38,6 +38,8 @@ class Blocks:
 
 def reader(section: Mapping[str, Any]) -> Blocks:
     """Take `quantization_config`."""
-    block = section.get("weight_block_size")
-    pair = (int(block[0]), int(block[1])) if isinstance(block, list | tuple) and len(block) == 2 else None
-    return Blocks(pair)
+    said = section.get("weight_block_size")
+    if said is None:
+        return Blocks(None)
+    sizes = words.block(said, "quantization_config: weight_block_size")
+    return Blocks((sizes[0], sizes[-1]))

@@ -5,15 +5,15 @@ Asymmetric weights, sparsity and activation order are refused in words. Regular 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bridge.errors import nearest
-from bridge.sources.stored import Told
+from bridge.sources.stored import Told, words
 from bridge.values import Format, Numeric, TensorSpec
 
+HERE = "quantization_config"
 FORMATS = (
     "naive-quantized", "float-quantized", "int-quantized", "pack-quantized",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
@@ -36,8 +36,8 @@ class Compressed:
 
     @property
     def kv(self) -> Numeric | None:
-        scheme = self.section.get("kv_cache_scheme") or {}
-        dtype = DTYPES.get((str(scheme.get("type")), int(scheme.get("num_bits", 0))))
+        scheme = words.mapping(self.section.get("kv_cache_scheme"), f"{HERE}: kv_cache_scheme")
+        dtype = DTYPES.get((str(scheme.get("type")), words.whole(scheme.get("num_bits"), f"{HERE}: num_bits", 0)))
         return Numeric(dtype, "tensor") if dtype else None
 
     def told(self, module: str, tensors: Mapping[str, TensorSpec]) -> Told | str:
@@ -71,9 +71,10 @@ class Compressed:
     def _group(self, module: str) -> Mapping[str, Any] | None:
         """The group that names the module, else one that names a class: classes are not known here, and say Linear."""
         by_class = None
-        for group in self.section.get("config_groups", {}).values():
-            for target in group.get("targets", ()):
-                if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+        for name, said in words.mapping(self.section.get("config_groups"), f"{HERE}: config_groups").items():
+            group = words.mapping(said, where := f"{HERE}: {name}")
+            for target in words.texts(group.get("targets"), f"{where}: targets"):
+                if target == module or (target.startswith("re:") and words.matches(target[3:], module, where)):
                     return dict(group)
                 if not target.startswith("re:") and "." not in target and target[:1].isupper() and by_class is None:
                     by_class = dict(group)
@@ -82,22 +83,20 @@ class Compressed:
 
 def _numeric(args: Mapping[str, Any]) -> Numeric | str:
     """The numeric of one set of quantization arguments, or why there is none."""
-    dtype = DTYPES.get((str(args.get("type", "int")), int(args.get("num_bits", 8))))
+    dtype = DTYPES.get((str(args.get("type", "int")), words.whole(args.get("num_bits"), f"{HERE}: num_bits", 8)))
     if dtype is None:
         return f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 4 or 8 of int or float"
     size, dynamic = args.get("group_size"), bool(args.get("dynamic", False))
     strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "token":
         return Numeric(dtype, "token", dynamic=dynamic)
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         return f"strategy {strategy!r} is not supported; {nearest(str(strategy), STRATEGIES)}"
     block: tuple[int, ...] = ()
     if strategy == "block":
-        found = args.get("block_structure") or ()
-        sizes = found.split("x") if isinstance(found, str) else found
-        block = tuple(int(n) for n in sizes)
+        block = words.block(args.get("block_structure"), f"{HERE}: block_structure")
     elif STRATEGIES[strategy] == "block":
-        block = (int(size or 0),)
+        block = words.block(size, f"{HERE}: group_size")[:1]
     scale = "float32"
     if dtype == "float4_e2m1fn" or args.get("scale_dtype") == "torch.uint8":
         scale = "float8_e4m3fn" if strategy == "tensor_group" else "float8_e8m0fnu"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.errors import nearest
-from bridge.sources.stored import Told
+from bridge.sources.stored import Told, words
 from bridge.values import Format, Numeric, TensorSpec
 
 _E4M3 = Numeric("float8_e4m3fn", "tensor")
@@ -54,14 +54,15 @@ class ModelOpt:
     def told(self, module: str, tensors: Mapping[str, TensorSpec]) -> Told | str:
         parts = module.split(".")
         outer = (".".join(parts[:end]) for end in range(len(parts), 0, -1))  # experts are told by their container
-        settings = {**self.settings, **next((self.layers[name] for name in outer if name in self.layers), {})}
+        own = next((self.layers[name] for name in outer if name in self.layers), {})
+        settings = {**self.settings, **words.mapping(own, f"quantized_layers: {module[:200]}")}
         name = str(settings.get("quant_algo"))
         if name.upper() not in ALGORITHMS:
             return f"quant_algo {name!r} is unknown; {nearest(name.upper(), ALGORITHMS)}"
         weight, entry = ALGORITHMS[name.upper()]
         block = settings.get("group_size")
-        if weight[0].dtype == "int4" and isinstance(block, int):
-            weight = (Numeric("int4", "block", (block,)), *weight[1:])
+        if weight[0].dtype == "int4" and block is not None:
+            weight = (Numeric("int4", "block", words.block(block, "quantization_config: group_size")[:1]), *weight[1:])
         smoothed = "awq" if weight[0].dtype in ("int4", "float4_e2m1fn") else "smoothquant"
         form = Format(weight, entry, smoothed if "pre_quant_scale" in tensors else "max")
         return Told(form, NAMES, packed="out" if weight[0].dtype == "int4" else "in")

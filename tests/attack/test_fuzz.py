@@ -1,0 +1,71 @@
+"""2,000 attacks, always the same, on everything that reads a stranger's file: each a clean error or a correct result.
+
+`make fuzz` runs 100,000, and new ones each time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.attack.__main__ import CI, attacked
+from tests.attack.targets import NAMES, shares
+
+ROOT = Path(__file__).parent.parent.parent
+# What a process does that the cage must notice; each runs in one, since nothing takes an audit hook out again.
+MISBEHAVING = {
+    "writes": "open('x', 'w')",
+    "removes": "import os; os.remove('/tmp/no-such-file')",
+    "runs": "import os; os.system('true')",
+    "starts": "import subprocess; subprocess.run(['true'])",
+    "fills the memory": "bytearray(200 << 20)",
+    "computes for ever": "while True: pass",
+    "hides that it computes for ever": "\nwhile True:\n    try:\n        while True: pass\n    except Exception: pass",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_stranger_s_file_is_read_correctly_or_refused(name: str, tmp_path: Path) -> None:
+    cases = shares(CI)[name]
+    found = attacked(name, cases, 0, "--keep", str(tmp_path))
+    assert not found["failures"], "\n".join(found["failures"])
+    assert found["cases"] >= cases
+    assert found["read"] and found["refused"]
+
+
+def test_shares_are_no_fewer_than_asked_for() -> None:
+    assert sum(shares(CI).values()) >= CI
+    assert sum(shares(100_000).values()) >= 100_000
+
+
+@pytest.mark.slow
+def test_malicious_files_do_nothing() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.attack.corpus"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["wrong"] == {}
+    assert found["entries"] > 700
+
+
+@pytest.mark.parametrize("what", MISBEHAVING)
+def test_cage_notices_what_a_reader_must_not_do(what: str, tmp_path: Path) -> None:
+    program = (
+        "from tests.attack import cage\n"
+        "cage.SECONDS = 0.3\n"
+        "held = cage.Cage()\n"
+        "try:\n"
+        "    with held.holds(0):\n"
+        f"        exec({MISBEHAVING[what]!r})\n"
+        "except AssertionError as error:\n"
+        "    print('noticed:', error)\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("noticed:"), done.stderr[-2000:]
