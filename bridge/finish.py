@@ -6,18 +6,22 @@ import importlib.metadata
 import json
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge import __version__, facts
+from bridge.budget import available_memory
 from bridge.conversion import Conversion, Written
 from bridge.errors import BridgeError, CannotRun, VerifyError
-from bridge.plan_json import plan_from_dict
+from bridge.journal import JOURNAL
+from bridge.json_data import parse_json
+from bridge.plan_json import typed
 from bridge.planning import CALIBRATION, Plan
 from bridge.progress import Progress
 from bridge.quant.grammar import Gate
+from bridge.remote.place import check_names, remote
 from bridge.report import OutputParity, Parity, Report
 from bridge.targets import load_target
 from bridge.verification import float_error, output_parity, tensor_parity
@@ -28,10 +32,12 @@ if TYPE_CHECKING:
     from bridge.sources import Source
 
 MANIFEST = "bridge.json"
+COPIED = 8 << 20  # bytes of a remote side file at once
 PACKAGES = ("torch", "transformers", "nvidia-modelopt", "onnx", "onnx-ir", "onnxruntime", "numpy", "numba")
 # Values held at once when a model runs: its weights in float32, and the runtime's own copy.
 RUN_BYTES_PER_VALUE = 8
 POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
+MOST_VALUES = 64 << 20  # of a manifest, some hundred for a tensor
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,11 @@ class Manifest:
 def load_manifest(directory: Path) -> Manifest:
     """Read back the manifest of a written model; VerifyError where there is none."""
     try:
-        data = json.loads((directory / MANIFEST).read_text())
-        written = data["written"]
-        return Manifest(
-            plan_from_dict(data["plan"]),
-            {module: _gate(gate) for module, gate in data["gates"].items()},
-            _gate(data["output_gate"]),
-            Written(written["policies"], written["skipped"], tuple(written["notes"])),
-        )
+        data = parse_json((directory / MANIFEST).read_bytes(), MOST_VALUES)
+        if not isinstance(data, dict):
+            raise ValueError("no JSON object")
+        said = {name: data[name] for name in ("plan", "gates", "output_gate", "written")}
+        return typed(Manifest, said)
     except (OSError, ValueError) as error:
         raise VerifyError(
             f"{directory} holds no readable {MANIFEST}: not a model that bridge wrote ({error})"
@@ -77,26 +80,34 @@ def load_manifest(directory: Path) -> Manifest:
         ) from error
 
 
-def _gate(data: Mapping[str, Any]) -> Gate:
-    return Gate(data["cosine"], (data["norm"][0], data["norm"][1]))
-
-
 def write(conversion: Conversion) -> Manifest:
     """Let the target write, carry the side files, and leave the manifest that a later `verify` needs."""
     plan, source, scheme = conversion.plan, conversion.source, conversion.scheme
     directory = conversion.work.directory
+    check_names(plan.side_files, source.where)
+    _clear(directory, {*plan.files, CALIBRATION, JOURNAL})
     written = load_target(plan.target).write(conversion, directory)
     for name in plan.side_files:
         content, path = source.side_files[name], directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
             path.write_bytes(content)
+        elif remote(content):
+            with content.open("rb") as file, path.open("wb") as copy:
+                shutil.copyfileobj(file, copy, COPIED)
         else:
             shutil.copyfile(content, path)
     gates = {s.site.module: scheme.gate_of(s.site) for s in plan.quantized if s.site and scheme}
     manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written)
     manifest.save(directory)
     return manifest
+
+
+def _clear(directory: Path, kept: Set[str]) -> None:
+    """Remove what a killed run left beside the tensors that its journal vouches for: it may be half-written."""
+    for path in directory.rglob("*"):
+        if path.is_file() and path.relative_to(directory).as_posix() not in kept:
+            path.unlink()
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ def prove(
     try:
         if not run:
             raise CannotRun("this conversion built no model; `qbridge verify` runs it")
+        check_here(directory)
         held = _held_out(source, plan, calibration, data, ask_again)
         runtime = target.runtime(directory)
         gate, quantized = manifest.output_gate, bool(plan.quantized)
@@ -187,24 +199,22 @@ def _held_out(
         raise CannotRun(str(error)) from error
 
 
+def check_here(directory: Path) -> None:
+    """CannotRun where a written model lies at an address."""
+    if remote(directory):
+        raise CannotRun("the model lies elsewhere, and runtimes read files; copy it here to run it")
+
+
 def check_fits(plan: Plan, instead: str) -> None:
     """CannotRun where the model of a plan does not fit into the memory that is free; `instead` is what to do."""
     need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
-    available = _available_memory()
+    available = available_memory()
     if need > available:
         raise CannotRun(f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; {instead}")
 
 
-def _available_memory() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), 1 << 62)
-
-
 def make_report(
-    out: Path, directory: Path, manifest: Manifest, source: Source, calibration: Calibration | None,
+    out: Path | str, directory: Path, manifest: Manifest, source: Source, calibration: Calibration | None,
     proof: Proof | None, seconds: dict[str, float],
 ) -> Report:  # fmt: skip
     """Fold a conversion's outcome into one value."""

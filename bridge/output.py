@@ -2,34 +2,39 @@
 
 A run that fails removes its work. A run that is killed leaves its work and a journal; the next run with the same plan
 and the same inputs goes on from there, any other run refuses it.
+
+Nothing waits for the disk: this holds where a process is killed. After a loss of power a journal is not trusted, and an
+output that became visible a moment before may lack bytes: `bridge.verify` and goldens tell.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from bridge.errors import WriteError
-
-JOURNAL = "journal.jsonl"
-MARK = "bridge.json"  # in every model that bridge wrote
+from bridge.errors import UsageError, WriteError, disk_is_full
+from bridge.journal import JOURNAL, begin, busy, left, lock, void
+from bridge.scratch import surely
+from bridge.visible import MARK, check_free, make_visible, settle, work_directory
 
 
 @dataclass(frozen=True)
 class Work:
-    """A directory under construction. `done`: what a killed run of the same work had finished, and told."""
+    """A directory under construction. `done`: what a killed run of the same work had finished, and told.
+
+    `identity`: what the journal says the work is, for processes that join it.
+    """
 
     directory: Path
     done: Mapping[str, Mapping[str, Any]]
     journal: IO[str]
+    identity: str = ""
 
     def mark(self, name: str, told: Mapping[str, Any]) -> None:
         """Note that `name` is wholly written, and what there is to tell of it; survives a kill of the process."""
@@ -37,22 +42,22 @@ class Work:
         self.journal.flush()
 
 
-def check_free(out: Path, overwrite: bool, mark: str = MARK) -> None:
-    """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace."""
-    if out.is_symlink() and not out.exists():
-        raise WriteError(f"{out} is a symbolic link to nothing; remove it, or choose another directory")
-    if out.exists() and not overwrite:
-        raise WriteError(f"{out} exists already; choose another directory, or pass overwrite=True (--overwrite)")
-    if out.exists() and overwrite and not (out / mark).exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise WriteError(
-            f"{out} was not written by bridge (no {mark} in it): it is not overwritten; remove it yourself"
-        )
+def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None:
+    """UsageError where no file, `what`, can be written to `path`: to be asked before minutes of work, not after."""
+    if path.suffix != suffix:
+        raise UsageError(f"{path}: {what} ends in {suffix}: name it {path.with_suffix(suffix)}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: {path.absolute().parent} is no directory; make it first")
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
 
 
 def check_disk(out: Path, need: int) -> None:
     """Refuse work that the disk cannot hold; `need` in bytes. What a killed run has reserved already counts as free."""
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    reserved = sum(path.stat().st_blocks * 512 for path in _work(out.absolute()).glob("**/*") if path.is_file())
+    reserved = sum(
+        path.stat().st_blocks * 512 for path in work_directory(out.absolute()).glob("**/*") if path.is_file()
+    )
     free = shutil.disk_usage(parent).free + reserved
     if free < need:
         raise WriteError(
@@ -69,107 +74,79 @@ def output_directory(
     Args:
         identity: digest of everything that decides the bytes; a killed run's work is continued only under the same one.
     """
+    settle(out, mark)
     check_free(out, overwrite, mark)
     out = out.absolute()
-    work = _work(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work.mkdir(exist_ok=True)
-        journal = (work / JOURNAL).open("a+")
-    except OSError as error:
-        raise WriteError(f"{out}: cannot be created: {error.strerror}") from error
-    with journal:
-        _lock(journal, work)
-        _restore(out)
-        done = _continue(journal, work, identity, resume)
+    work = work_directory(out)
+    with _owned(out, work) as journal:
+        check_free(out, overwrite, mark)  # another run may have ended since
+        done = left(journal, work, identity if resume else None)
         try:
-            yield Work(work, done, journal)
+            if done is None:
+                begin(journal, work, identity)
+            yield Work(work, done or {}, journal, identity)
         except BaseException as error:
-            shutil.rmtree(work, ignore_errors=True)
+            surely(lambda: _discard(journal, work, identity))
             if isinstance(error, OSError):
                 raise _not_written(error, out) from error
             raise
-        _make_visible(work, out, overwrite, mark)
-
-
-def _work(out: Path) -> Path:
-    return out.parent / f".{out.name}.partial"
+        make_visible(work, out, overwrite, mark)
 
 
 def _not_written(error: OSError, out: Path) -> WriteError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_is_full(error):
         return WriteError(f"{out.parent}: the disk is full; nothing was kept. Free some space and run again")
     return WriteError(f"{error.filename or out}: {error.strerror}; nothing was kept")
 
 
-def _lock(journal: IO[str], work: Path) -> None:
-    """Own the work directory; WriteError where another run does, or finished it while this one opened it."""
-    busy = WriteError(f"{work} is being written by another run; wait for it, or choose another output")
+@contextmanager
+def _owned(out: Path, work: Path) -> Iterator[IO[str]]:
+    """Own the work directory by its journal; where the block raises, nothing stays that was made for it alone."""
+    made = [parent for parent in out.parents if not parent.exists()]
+    journal: IO[str] | None = None
     try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        here = (work / JOURNAL).stat()
-    except OSError as error:
-        raise busy from error
-    if here.st_ino != os.fstat(journal.fileno()).st_ino:
-        raise busy
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            work.mkdir(exist_ok=True)
+            journal = (work / JOURNAL).open("a+")
+            lock(journal, work)
+        except FileNotFoundError as error:  # its owner renamed it while this one opened it
+            raise busy(work) from error
+        except OSError as error:
+            raise _not_written(error, out) from error
+        yield journal
+    except BaseException:
+        _close(journal)
+        surely(lambda: _remove_unbegun(work, made))
+        raise
+    finally:
+        _close(journal)
 
 
-def _continue(journal: IO[str], work: Path, identity: str, resume: bool) -> dict[str, Mapping[str, Any]]:
-    """Read the journal of a killed run; start a new one where there is none or `resume` is off."""
-    journal.seek(0)
-    lines = [line for line in journal.read().split("\n")[:-1] if line]  # a torn last line was never acknowledged
-    strangers = [path.name for path in work.iterdir() if path.name != JOURNAL]
-    if not lines and strangers:
-        raise WriteError(
-            f"{work} holds {', '.join(sorted(strangers)[:3])} and no journal: not ours; move it away first"
-        )
-    if lines and resume:
-        first = _record(lines[0], work)
-        if first.get("identity") != identity:
-            raise WriteError(
-                f"{work} is left from a killed run ({first.get('identity', '?')[:12]}, now {identity[:12]}): "
-                "it is not mixed in. Remove it, or pass resume=False (--no-resume) to discard it"
-            )
-        records = [_record(line, work) for line in lines[1:]]
-        return {record["done"]: record.get("told", {}) for record in records}
-    for path in work.iterdir():
-        if path.name != JOURNAL:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    journal.truncate(0)
-    journal.write(json.dumps({"identity": identity}) + "\n")
-    journal.flush()
-    return {}
+def _close(journal: IO[str] | None) -> None:
+    with suppress(OSError):  # a full disk: the run has failed, or its journal is gone already
+        if journal:
+            journal.close()
 
 
-def _record(line: str, work: Path) -> dict[str, Any]:
+def _remove_unbegun(work: Path, made: list[Path]) -> None:
+    """Remove a work directory whose journal says nothing, and the parents `made` for it; what holds anything stays."""
+    with suppress(OSError, ValueError, WriteError):
+        if work.exists():
+            if (work / JOURNAL).exists():
+                with (work / JOURNAL).open("r+") as journal:
+                    lock(journal, work)
+                    if not journal.read(1):
+                        (work / JOURNAL).unlink()
+            work.rmdir()
+        for parent in made:
+            parent.rmdir()
+
+
+def _discard(journal: IO[str], work: Path, identity: str) -> None:
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise WriteError(f"{work / JOURNAL} is damaged ({error}); remove {work}, or pass resume=False") from error
-    return record if isinstance(record, dict) else {}
-
-
-def _restore(out: Path) -> None:
-    """Put back the old output where a run was killed between the two renames of an overwrite."""
-    aside = out.parent / f".{out.name}.old"
-    if aside.exists() and not out.exists():
-        aside.rename(out)
-
-
-def _make_visible(work: Path, out: Path, overwrite: bool, mark: str) -> None:
-    """One rename; with `overwrite` the old directory steps aside first and is removed last.
-
-    The journal goes after the rename: a run killed between the two leaves a whole output and a file that nobody reads.
-    What appeared at `out` during the run is somebody's: it stays, and so does the work.
-    """
-    aside = out.parent / f".{out.name}.old"
-    try:
-        check_free(out, overwrite, mark)
-        if out.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            out.rename(aside)
-        work.rename(out)
-    except (WriteError, OSError) as error:
-        raise WriteError(f"{error}; the finished work is kept in {work}: rename it, or run again") from error
-    (out / JOURNAL).unlink()
-    shutil.rmtree(aside, ignore_errors=True)
+        void(journal, work, identity)
+    except OSError:  # a full disk: at least nothing is called done
+        with suppress(OSError):
+            os.ftruncate(journal.fileno(), 0)
+    shutil.rmtree(work, ignore_errors=True)

@@ -7,7 +7,6 @@ come, and an error that is not ours is shown with the last of them, so that noth
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import os
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, disk_is_full
 from bridge.progress import BYTES
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -83,8 +82,7 @@ def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
             traceback.print_exc(file=err)
         problem, code = f"{type(error).__name__}: {error}", error.exit_code
     except (KeyboardInterrupt, Stopped) as stop:
-        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-        problem, code = f"stopped by {signal.Signals(number).name}; nothing half-written is left", 128 + number
+        problem, code = _stopped(stop)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- or the interpreter complains when it flushes at exit
         code = FAILED
@@ -101,6 +99,24 @@ def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
         raise Exit(code)
 
 
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Let a signal that comes before or after a verb end the command as one that comes during it."""
+    try:
+        with _signals():
+            yield
+    except Stopped as stop:
+        problem, code = _stopped(stop)
+        print(problem, file=sys.stderr, flush=True)
+        raise Exit(code) from None
+
+
+def _stopped(stop: BaseException) -> tuple[str, int]:
+    """What is said of a signal, and the exit code."""
+    number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+    return f"stopped by {signal.Signals(number).name}; nothing half-written is left", 128 + number
+
+
 def console(stream: TextIO) -> Console:
     """A console on `stream`: a terminal's own width; in a pipe or file as wide as the content."""
     from rich.console import Console
@@ -110,13 +126,13 @@ def console(stream: TextIO) -> Console:
 
 
 def _unforeseen(error: Exception, chatter: TextIO, debug: bool) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = error.filename or "the output"
-        return f"WriteError: {where}: no space left on the disk; nothing half-written is kept. Free some and run again"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{type(error).__name__}: {error.filename or 'a file'}: {error.strerror}"
     if debug:
         return traceback.format_exc()
+    if isinstance(error, OSError) and disk_is_full(error):
+        where = error.filename or "the output"
+        return f"WriteError: {where}: the disk is full; nothing half-written is kept. Free some and run again"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{type(error).__name__}: {error.filename or 'a file'}: {error.strerror}"
     said = chatter.getvalue().strip().splitlines()[-10:] if isinstance(chatter, io.StringIO) else []
     lines = [f"unforeseen {type(error).__name__}: {error}", "this is a bug, ours or below us; --debug shows where"]
     return "\n  ".join(lines + [f"before it: {line}" for line in said])

@@ -6,7 +6,6 @@ A run that dies leaves nothing visible, and the next one ends with the bytes of 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -22,11 +21,9 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge import api, stream
-from bridge.container import layout
+from bridge import foreseen, stream
 from bridge.errors import BridgeError, SourceError, WriteError
-from bridge.output import output_directory
-from tests.sources_made import CONFIG, made_llama
+from tests.faults.commands import make_checkpoint
 
 # Runs a conversion and kills its own process, or fails, at the n-th of the calls that change the disk.
 VICTIM = """
@@ -57,21 +54,8 @@ STABLE = ("*.safetensors", "config.json", "hf_quant_config.json", "bridge.json",
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama in two shards."""
-    root = tmp_path_factory.mktemp("checkpoint")
-    source = made_llama("bfloat16")
-    names, index = sorted(source.specs), {}
-    for number, part in enumerate((names[:13], names[13:]), 1):
-        file = f"model-0000{number}-of-00002.safetensors"
-        header, offsets, size = layout([source.specs[n] for n in part], {"format": "pt"})
-        data = bytearray(size)
-        data[: len(header)] = header
-        for name in part:
-            raw = source.arrays[name].tobytes()
-            data[offsets[name] : offsets[name] + len(raw)] = raw
-        (root / file).write_bytes(data)
-        index |= dict.fromkeys(part, file)
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    (root / "config.json").write_text(json.dumps(CONFIG))
+    root = tmp_path_factory.mktemp("checkpoint") / "llama"
+    make_checkpoint(root)
     return root
 
 
@@ -88,14 +72,15 @@ def victim(checkpoint: Path, out: Path, at: int, quant: str = "nvfp4_wo") -> sub
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def killed_anywhere(checkpoint: Path, tmp_path: Path, points: int, seed: int) -> None:
+def test_a_run_killed_at_any_call_resumes_to_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    """Of the library, at a few calls: `tests.faults` kills every command."""
     convert(checkpoint, tmp_path / "calm")
     calm = contents(tmp_path / "calm")
     whole = victim(checkpoint, tmp_path / "count", MANY)
     calls = MANY - int(whole.stdout)
     assert calls > 50
     last = range(calls - 2, calls + 1)  # journal, rename, what comes after it
-    for number, at in enumerate(sorted({*random.Random(seed).sample(range(1, calls), points), *last})):
+    for number, at in enumerate(sorted({*random.Random(1).sample(range(1, calls), 6), *last})):
         out = tmp_path / f"killed-{number}"
         died = victim(checkpoint, out, at)
         assert died.returncode == -signal.SIGKILL, died.stderr
@@ -104,15 +89,6 @@ def killed_anywhere(checkpoint: Path, tmp_path: Path, points: int, seed: int) ->
             convert(checkpoint, out)
         assert contents(out) == calm, f"killed at call {at} of {calls}"
         assert [p.name for p in tmp_path.iterdir() if p.name.startswith(f".killed-{number}")] == []
-
-
-def test_a_run_killed_at_any_call_resumes_to_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
-    killed_anywhere(checkpoint, tmp_path, points=6, seed=1)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_sixty_calls_resumes_to_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
-    killed_anywhere(checkpoint, tmp_path, points=60, seed=2)
 
 
 def test_a_resumed_run_does_not_write_again_what_was_finished(checkpoint: Path, tmp_path: Path) -> None:
@@ -206,13 +182,6 @@ def test_a_read_error_in_the_middle_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_runs_into_one_directory_do_not_meet(checkpoint: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with output_directory(out, "someone"), pytest.raises(WriteError, match="another run"):
-        convert(checkpoint, out)
-    assert not (out / "model.safetensors").exists()
-
-
 def test_a_killed_run_is_not_continued_for_another_scheme(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     victim(checkpoint, out, 40, quant="int8_wo")
@@ -278,7 +247,9 @@ def test_a_killed_run_resumes_where_the_disk_holds_its_work_once_only(
     kept = sum(path.stat().st_blocks * 512 for path in (tmp_path / ".out.partial").iterdir())
     assert kept > 100_000
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=api.SIDECAR + 1000))
+    plan = bridge.plan(checkpoint, "hf", "nvfp4_wo")
+    beside = plan.disk + foreseen.TEXTS + foreseen.TEXT * len(plan.outputs) - kept
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=beside))
     convert(checkpoint, out)
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge import journal
 from bridge.errors import WriteError
 from bridge.output import check_disk, output_directory
+from bridge.visible import settle, work_directory
 
 
 def names(path: Path) -> list[str]:
@@ -106,3 +112,179 @@ def test_somebody_elses_directory_is_not_wiped(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small_is_known_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="GB free"):
         check_disk(tmp_path / "model", 1 << 60)
+
+
+def test_a_journal_torn_twice_is_still_read(tmp_path: Path) -> None:
+    kill_inside(tmp_path / "model", "a")
+    journal = tmp_path / ".model.partial" / "journal.jsonl"
+    for name in ("y", "z"):
+        with journal.open("a") as file:
+            file.write('{"done": "torn')
+        with pytest.raises(SystemExit), output_directory(tmp_path / "model", "a") as work:
+            work.mark(name, {})
+            shutil.copytree(work.directory, tmp_path / "kept")
+            raise SystemExit
+        (tmp_path / "kept").rename(work.directory)
+    with output_directory(tmp_path / "model", "a") as work:
+        assert sorted(work.done) == ["x", "y", "z"]
+
+
+def test_after_another_start_of_the_machine_nothing_of_a_killed_run_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_inside(tmp_path / "model", "a")
+    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    with output_directory(tmp_path / "model", "a") as work:
+        assert not work.done
+        assert names(work.directory) == ["journal.jsonl"]
+
+
+def replaced_and_killed(out: Path) -> None:
+    """What a run leaves that was killed right after its rename: its journal, and what it replaced."""
+    out.mkdir()
+    (out / "bridge.json").write_text("new")
+    (out / "journal.jsonl").write_text('{"identity": "a"}\n')
+    aside = out.parent / f".{out.name}.old"
+    aside.mkdir()
+    (aside / "bridge.json").write_text("old")
+
+
+def test_what_a_run_killed_after_its_rename_had_to_remove_is_removed(tmp_path: Path) -> None:
+    replaced_and_killed(tmp_path / "model")
+    settle(tmp_path / "model")
+    assert names(tmp_path) == ["model"]
+    assert names(tmp_path / "model") == ["bridge.json"]
+
+
+def test_a_run_that_lives_is_not_settled_by_another(tmp_path: Path) -> None:
+    replaced_and_killed(tmp_path / "model")
+    with (tmp_path / "model" / "journal.jsonl").open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        settle(tmp_path / "model")
+    assert names(tmp_path) == [".model.old", "model"]
+
+
+@pytest.mark.parametrize("text", ["", "mine\n", '{"done": "x"}\n'])
+def test_a_journal_that_is_no_run_s_is_somebody_s_file(text: str, tmp_path: Path) -> None:
+    replaced_and_killed(tmp_path / "model")
+    (tmp_path / "model" / "journal.jsonl").write_text(text)
+    settle(tmp_path / "model")
+    assert (tmp_path / "model" / "journal.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize(("marked", "found"), [(True, ["bridge.json"]), (False, [])])
+def test_the_old_output_is_put_back_only_while_it_is_whole(marked: bool, found: list[str], tmp_path: Path) -> None:
+    kill_inside(tmp_path / "model", "a")
+    aside = tmp_path / ".model.old"
+    aside.mkdir()
+    (aside / ("bridge.json" if marked else "rest")).write_text("old")
+    settle(tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").glob("*")] == found
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_an_interrupt_while_an_output_is_replaced_leaves_the_old_one(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "model"
+    with output_directory(out, "a") as work:
+        (work.directory / "bridge.json").write_text("old")
+    renames, real = [cut], Path.rename
+
+    def interrupted(self: Path, to: Path) -> Path:
+        renames[0] -= 1
+        if not renames[0]:
+            raise KeyboardInterrupt
+        return real(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), output_directory(out, "b", overwrite=True) as work:
+        (work.directory / "bridge.json").write_text("new")
+    assert names(tmp_path) == ["model"]
+    assert (out / "bridge.json").read_text() == "old"
+
+
+def test_a_failure_removes_the_parents_that_it_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="broken"), output_directory(tmp_path / "a" / "b" / "model", "a"):
+        raise ValueError("broken")
+    assert names(tmp_path) == []
+
+
+def test_a_journal_that_the_disk_does_not_take_is_a_full_disk(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(WriteError, match="nothing was kept"), output_directory(tmp_path / "model", "a") as work:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+            for _ in range(9):
+                work.mark("x" * 50, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_killed_while_it_cleans_up_leaves_nothing_to_go_on_from(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files go one by one: a journal that outlives them would call what is gone done."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*args: object, **more: object) -> None:
+        raise Killed
+
+    out = tmp_path / "out"
+    with pytest.raises(Killed), output_directory(out, "same", resume=resume) as work:
+        (work.directory / "weights").write_text("whole")
+        work.mark("weights", {})
+        monkeypatch.setattr(shutil, "rmtree", die)
+        raise RuntimeError
+    monkeypatch.undo()
+    (work_directory(out) / "weights").unlink()
+    with output_directory(out, "same") as work:
+        assert not work.done
+
+
+def test_a_run_killed_while_it_begins_anew_leaves_what_the_next_one_begins_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the files of the first run lies a journal all the time, or they would be nobody's."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*args: object) -> None:
+        raise Killed
+
+    kill_inside(tmp_path / "model", "a")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(json, "dumps", die)
+        with output_directory(tmp_path / "model", "a", resume=False):
+            pytest.fail("entered")
+    assert names(tmp_path / ".model.partial") == ["journal.jsonl", "x"]
+    with output_directory(tmp_path / "model", "a", resume=False) as work:
+        assert names(work.directory) == ["journal.jsonl"]
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b'{"done": 5}\n', b"\xff\xfe\n"])
+def test_a_damaged_journal_is_one_clear_error(line: bytes, tmp_path: Path) -> None:
+    kill_inside(tmp_path / "out", "one")
+    path = work_directory(tmp_path / "out") / journal.JOURNAL
+    path.write_bytes(path.read_bytes() + line)
+    with (
+        pytest.raises(WriteError, match=r"journal\.jsonl is damaged"),
+        output_directory(tmp_path / "out", "one"),
+    ):
+        pass
+
+
+def test_what_appears_at_out_keeps_a_journal_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(WriteError, match="kept in"), output_directory(out, "one") as work:
+        (work.directory / "bridge.json").write_text("{}")
+        out.mkdir()
+        (out / "journal.jsonl").write_text("somebody's\n")
+    assert (out / "journal.jsonl").read_text() == "somebody's\n"

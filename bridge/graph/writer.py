@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from bridge.container import layout
 from bridge.conversion import Conversion, Written
 from bridge.errors import ExportError, fold_layers
 from bridge.planning import Plan, Step
+from bridge.remote.threads import readers
 from bridge.targets import load_target
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def write_onnx(conversion: Conversion, directory: Path) -> Written:
 
     stop = threading.Event()
     spare = replace(conversion, workers=max(1, cores() - 1))  # one core makes the graph meanwhile
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+    with readers(1, conversion.source, name="weights") as pool:
         weights: Future[Streamed] = pool.submit(run, spare, directory, stop)
         try:
             graph, unused = make_graph(conversion, directory)

@@ -1,0 +1,226 @@
+"""The kinds of faults: each strikes a command at random points, and tells what was wrong afterwards.
+
+The same seed strikes the same points, as long as the command makes as many calls; those by time are near.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bridge.journal import JOURNAL
+from tests.faults.commands import COMMANDS, Command
+from tests.faults.stand import Calm, Stand
+from tests.faults.struck import Ended, complaints, contents, differing, left, left_over
+
+Fault = dict[str, Any]
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk is full", errno.EIO: "Input/output error"}
+WORKER = "was killed by SIGKILL in the middle"
+
+
+def shares(points: int) -> dict[str, int]:
+    """How many points each command gets, so that all together have `points` at least."""
+    whole = sum(command.weight for command in COMMANDS)
+    return {command.name: -(-points * command.weight // whole) for command in COMMANDS}
+
+
+def killed(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
+    """kill -9; the same command again ends with the bytes of an undisturbed run, and nothing is left over.
+
+    A quarter by time, the rest before, or inside, a call that changes the disk; among them the last ones, which rename
+    and remove. Every third point has a second kill, of the run that goes on.
+    """
+    calm, drawn = stand.calm(command), random.Random(f"{seed} {command.name}")
+    timed, ends = points // 4, [calm.calls, calm.calls - 1, calm.calls - 2][: max(points // 5, 1)]
+    counted = ends + drawn.sample(range(1, calm.calls - 2), min(points - timed - len(ends), calm.calls - 3))
+    kills: list[Fault] = [{"at": at, "action": "kill"} for at in counted]
+    kills += [{"after": drawn.uniform(0, calm.seconds)} for _ in range(timed)]
+    wrong = []
+    for number, kill in enumerate(kills):
+        second = {"at": drawn.randrange(1, max(calm.calls // 3, 2)), "action": "kill"}
+        faults = [kill, second] if number % 3 == 1 else [kill]
+        wrong += [f"{faults}: {text}" for text in _killed(command, stand, faults, calm)]
+    return wrong
+
+
+def _killed(command: Command, stand: Stand, faults: list[Fault], calm: Calm) -> list[str]:
+    place, argv = stand.place(command)
+    old, wrong = _visible(place, command), list[str]()
+    for fault in faults:
+        seen = _visible(place, command)
+        died = stand.run(command, place, argv, **fault)
+        ended = died.code in (-9, 0) or _found_finished(command, seen, died)
+        wrong += [] if ended else [f"ended with {died.code}: {died.said}"]
+        wrong += _outlived(died) + _halves(command, place, calm, old)
+        if died.code == 0:
+            break
+    return wrong + _again(command, stand, place, argv, calm)
+
+
+def _again(command: Command, stand: Stand, place: Path, argv: list[str], calm: Calm) -> list[str]:
+    """Run it once more in the same place; what is wrong then. It may find that all was finished."""
+    seen = _visible(place, command)
+    again = stand.run(command, place, argv)
+    ended = again.code == 0 or _found_finished(command, seen, again)
+    wrong = [] if ended else [f"again it ended with {again.code}: {again.said}"]
+    wrong += [f"other bytes in {names}"] if (names := differing(contents(place / "out"), calm.out)) else []
+    wrong += [f"left over: {over}"] if (over := left_over(place)) else []
+    return wrong + _outlived(again)
+
+
+def _found_finished(command: Command, seen: dict[str, dict[str, bytes]], ended: Ended) -> bool:
+    """True where the run before was killed when its output was there already, so that this one had nothing to do."""
+    return not command.before and bool(seen.get("out")) and ended.code == 1 and "exists already" in ended.said
+
+
+def worker_killed(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
+    """kill -9 of one worker of a batch: one row fails, no other; the batch again ends with the same bytes."""
+    calm, drawn = stand.calm(command), random.Random(f"{seed} {command.name}")
+    wrong, struck = [], 0
+    for _ in range(points):
+        fault = {"after": drawn.uniform(0, 0.5) * calm.seconds, "worker": drawn.randrange(2)}
+        place, argv = stand.place(command)
+        ended = stand.run(command, place, argv, **fault)
+        told, failed = _outlived(ended), _failed_rows(place)
+        struck += bool(failed)
+        if ended.code != bool(failed) or len(failed) > 1 or any(WORKER not in error for error in failed):
+            told.append(f"ended with {ended.code}: {ended.said}, {failed}")
+        told += _halves(command, place, calm, {}) + _again(command, stand, place, argv, calm)
+        wrong += [f"{fault}: {text}" for text in told]
+    return wrong if struck else [*wrong, "no worker was killed in the middle of a row"]
+
+
+def _failed_rows(place: Path) -> list[str]:
+    """Why rows of a batch failed."""
+    rows = json.loads((place / "out" / "summary.json").read_text())["rows"]
+    return [row["error"] for row in rows if row["status"] == "failed"]
+
+
+def signalled(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
+    """SIGTERM and Ctrl-C, half of them at a call, half by time, of which every second one comes twice."""
+    calm, drawn = stand.calm(command), random.Random(f"{seed} {command.name}")
+    counted = drawn.sample([1, calm.calls, calm.calls - 1], min(points - points // 2, 3))
+    counted += drawn.sample(range(2, calm.calls - 1), points - points // 2 - len(counted))
+    faults: list[Fault] = [{"at": at, "action": "signal", "number": _number(drawn)} for at in counted]
+    for again in range(points // 2):
+        faults.append({"after": drawn.uniform(0.1, 0.9) * calm.seconds, "signals": [_number(drawn)] * (1 + again % 2)})
+    wrong = []
+    for fault in faults:
+        place, argv = stand.place(command)
+        old = contents(place / "out")
+        ended = stand.run(command, place, argv, **fault)
+        number = fault["number"] if "number" in fault else fault["signals"][0]
+        wrong += [f"{fault}: {text}" for text in _half_written(command, place, ended, number, old, calm.out)]
+    return wrong
+
+
+def _number(drawn: random.Random) -> signal.Signals:
+    return drawn.choice([signal.SIGTERM, signal.SIGINT])
+
+
+def _half_written(
+    command: Command, place: Path, ended: Ended, number: int, old: dict[str, bytes], whole: dict[str, bytes]
+) -> list[str]:
+    """What is wrong after a signal."""
+    wrong = [] if ended.code in (128 + number, 0) else [f"ended with {ended.code}"]
+    if ended.code and ended.said != f"stopped by {signal.Signals(number).name}; nothing half-written is left\n":
+        wrong.append(f"said {ended.said}")
+    seen = contents(place / "out")
+    for part in command.parts:
+        here, was, will = (_part(files, part) for files in (seen, old, whole))
+        if here not in ({}, was, will) or (was and not here):
+            wrong.append(f"half of {part} is visible: {sorted(here)}")
+    if hidden := [name for name in seen if name not in whole and any(part[0] == "." for part in Path(name).parts)]:
+        wrong.append(f"left over: {hidden}")
+    if ended.code == 0 and differing(seen, whole):
+        wrong.append("says it is done, and is not")
+    wrong += [f"left over: {over}"] if (over := left_over(place)) else []
+    return wrong + _outlived(ended)
+
+
+def refused(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
+    """A disk that is full, over quota or broken from a call on: one clear error, and what was there stays."""
+    calm, drawn = stand.calm(command, "space"), random.Random(f"{seed} {command.name}")
+    faults = [
+        {"at": at, "action": "fail", "number": drawn.choice([*FULL]), "classes": ["space"], "lasting": True}
+        for at in drawn.sample(range(1, calm.calls + 1), min(points, calm.calls))
+    ]
+    return [f"{fault}: {text}" for fault in faults for text in _failed(command, stand, fault, FULL[fault["number"]])]
+
+
+def unread(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
+    """A source that cannot be read from a call on: one clear error that names the file, and what was there stays."""
+    calm, drawn = stand.calm(command, "read"), random.Random(f"{seed} {command.name}")
+    failing = {"action": "fail", "number": errno.EIO, "classes": ["read"], "lasting": True, "folder": str(stand.given)}
+    faults = [failing | {"at": at} for at in drawn.sample(range(1, calm.calls + 1), min(points, calm.calls))]
+    files = {path.name for path in stand.given.rglob("*")}
+    return [
+        f"{fault}: {text}" for fault in faults for text in _failed(command, stand, fault, "Input/output error", files)
+    ]
+
+
+def _failed(
+    command: Command, stand: Stand, fault: Fault, words: str, names: set[str] | frozenset[str] = frozenset()
+) -> list[str]:
+    """Run it with calls that fail; what is wrong then. One of `names` must be in what it says, where there are any.
+
+    Rows of a batch that ended before stay; the batch again then ends with the same bytes.
+    """
+    place, argv = stand.place(command)
+    before, there = contents(place), left(place)
+    ended = stand.run(command, place, argv, **fault)
+    wrong = complaints(ended, 1, words)
+    wrong += [f"names no file: {ended.said}"] if names and not any(name in ended.said for name in names) else []
+    if command.manifest:
+        calm = stand.calm(command)
+        return wrong + _halves(command, place, calm, {}) + _again(command, stand, place, argv, calm)
+    wrong += [f"changed: {changed}"] if (changed := differing(contents(place), before)) else []
+    return wrong + ([f"left: {left(place)}"] if left(place) != there else [])
+
+
+def _halves(command: Command, place: Path, calm: Calm, old: dict[str, dict[str, bytes]]) -> list[str]:
+    """What is seen and is neither nothing nor what lay there nor what an undisturbed run writes."""
+    whole, wrong = _visible(calm.place, command), []
+    for part, seen in _visible(place, command).items():
+        if seen not in ({}, old.get(part), whole[part]):
+            wrong.append(f"half of {part} is visible: {sorted(seen)}")
+    return wrong
+
+
+def _outlived(ended: Ended) -> list[str]:
+    wrong = [f"still running: {ended.orphans}"] if ended.orphans else []
+    return wrong + ([f"left in shared memory: {ended.shared}"] if ended.shared else [])
+
+
+def _visible(place: Path, command: Command) -> dict[str, dict[str, bytes]]:
+    """What is seen of each part; a journal that was not removed yet is nobody's."""
+    found = {part: contents(place / part) for part in command.parts}
+    return {part: {name: seen[name] for name in seen if name != JOURNAL} for part, seen in found.items()}
+
+
+def _part(files: dict[str, bytes], part: str) -> dict[str, bytes]:
+    """Of the files in `out`, those of one part of it."""
+    return {name: files[name] for name in files if f"out/{name}".startswith(f"{part}/")}
+
+
+KINDS: dict[str, Callable[[Command, Stand, int, int], list[str]]] = {
+    "kill": killed,
+    "kill a worker": worker_killed,
+    "signal": signalled,
+    "full disk": refused,
+    "read error": unread,
+}
+
+
+def struck_by(kind: str, command: Command) -> bool:
+    """True where the kind of fault can strike the command here: only batches have workers, not all read `given`."""
+    if command.kinds:
+        return kind in command.kinds
+    if kind == "kill a worker":
+        return bool(command.manifest)
+    return kind != "read error" or "{given}" in " ".join(command.argv)

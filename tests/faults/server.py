@@ -1,0 +1,195 @@
+"""Runs commands of `qbridge` in forks of one process that has imported everything, each with one fault.
+
+It is asked by lines of JSON. It must run nothing by itself that leaves threads working: a fork has none of them.
+
+    {"argv": ["convert", ...], "place": "/tmp/x", "at": 17, "action": "kill", ...}  ->  {"code": -9, "calls": 17, ...}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+ACTIONS = {"count": 0, "kill": 1, "fail": 2, "signal": 3, "clock": 4}
+CLASSES = {"change": 1, "space": 2, "read": 4, "rename": 8}
+GRACE = 10.0  # seconds that a child of a killed run has to notice it
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    answers = os.fdopen(os.dup(1), "w")
+    _warm()
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answers.write(json.dumps(_warmed(asked) if asked.get("warm") else _served(asked)) + "\n")
+        answers.flush()
+    os._exit(0)  # nothing is left to do but to unload what was imported, which some of it complains about
+
+
+def _warm() -> None:
+    """Import what any command imports: a fork then starts in milliseconds."""
+    import onnxruntime  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import bridge.cli
+    import bridge.finish
+    import bridge.golden.verbs
+    import bridge.graph.export
+    import bridge.quant.modelopt  # noqa: F401
+    from bridge.terminal import load_kernels
+
+    torch.set_num_threads(1)  # before any of its threads exists, in every fork
+    load_kernels()
+
+
+def _warmed(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a command here, so that forks find its kernels and modules loaded."""
+    os.chdir(asked["place"])
+    from bridge.cli import app
+
+    try:
+        app(asked["argv"], prog_name="qbridge")
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+    gc.collect()
+    gc.freeze()  # or each fork copies what it only looks through
+    os.chdir("/")
+    return {}
+
+
+def _served(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a command, or `copies` of it that begin together, each in a fork; all end before this returns."""
+    place, copies = Path(asked["place"]), asked.get("copies", 1)
+    begin = time.monotonic()
+    wait, go = os.pipe()
+    ready, begun = os.pipe()
+    pids = []
+    for number in range(copies):
+        _said(place, number, "said").touch()
+        if not (pid := os.fork()):
+            os.close(go)
+            os.read(wait, 1)  # ends when the server closes its side: all begin at once
+            _child(asked, place, number, begun)
+        pids.append(pid)
+    for fd in (wait, go, begun):
+        os.close(fd)
+    os.read(ready, 1)
+    os.close(ready)
+    if "after" in asked:
+        _signal_after(pids[0], asked)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    seconds = time.monotonic() - begin
+    orphans = _orphans(threading.get_native_id())
+    calls = _said(place, 0, "calls")
+    return {
+        "code": codes[0],
+        "seconds": seconds,
+        "said": _said(place, 0, "said").read_text(),
+        "calls": int(calls.read_text()) if calls.exists() else None,
+        "orphans": orphans,
+        "shared": [p.name for p in Path("/dev/shm").iterdir() if any(str(pid) in p.name for pid in pids)],
+        "others": [[code, _said(place, at, "said").read_text()] for at, code in enumerate(codes[1:], 1)],
+    }
+
+
+def _said(place: Path, number: int, what: str) -> Path:
+    """What a copy of the command said, or counted: beside its folder, which faults are for."""
+    return place.with_name(f"{place.name}.{number}.{what}")
+
+
+def _signal_after(pid: int, asked: dict[str, Any]) -> None:
+    """Send each signal after the same time again, unless the child has ended.
+
+    `worker`: to that of its children, the time beginning when it is there.
+    """
+    while "worker" in asked and len(_workers(pid)) <= asked["worker"] and not _ended(pid):
+        time.sleep(0.002)
+    for number in asked.get("signals", [signal.SIGKILL]):
+        deadline = time.monotonic() + asked["after"]
+        while time.monotonic() < deadline:
+            if _ended(pid):
+                return
+            time.sleep(min(0.002, max(deadline - time.monotonic(), 0)))
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(_workers(pid)[asked["worker"]] if "worker" in asked else pid, number)
+
+
+def _ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _workers(pid: int) -> list[int]:
+    """The processes that a batch has started, whichever thread of it did."""
+    found = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return sorted(map(int, found.split()))
+
+
+def _child(asked: dict[str, Any], place: Path, number: int, begun: int) -> None:
+    code = 99
+    try:
+        said = os.open(_said(place, number, "said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        (place / "tmp").mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(place / "tmp")
+        os.chdir(place)
+        from bridge.cli import main
+
+        _arm(asked, place)
+        sys.argv = ["qbridge", *asked["argv"]]
+        os.close(begun)
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+        sys.stdout.flush()
+        _said(place, number, "calls").write_text(str(ctypes.CDLL(None).fault_calls()))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _arm(asked: dict[str, Any], place: Path) -> None:
+    which = sum(CLASSES[name] for name in asked.get("classes", ["change"]))
+    folder = str(asked.get("folder", place)).encode()
+    action, at = ACTIONS[asked.get("action", "count")], ctypes.c_long(asked.get("at", 0))
+    ctypes.CDLL(None).fault_arm(folder, which, at, action, asked.get("number", 0), int(asked.get("lasting", False)))
+
+
+def _orphans(thread: int) -> list[str]:
+    """Command lines of processes that outlived the command; they are ended."""
+    children = Path(f"/proc/self/task/{thread}/children")
+    deadline = time.monotonic() + GRACE
+    while (left := children.read_text().split()) and time.monotonic() < deadline:
+        for pid in map(int, left):
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+    said = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in left]
+    for pid in map(int, left):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return said
+
+
+if __name__ == "__main__":
+    main()

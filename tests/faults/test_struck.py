@@ -1,0 +1,59 @@
+"""A command is killed or stopped, its disk fills up or its source breaks: what is on the disk is whole.
+
+Always the same points here; `make faults` strikes 200 of each kind, new ones each time.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.commands import COMMANDS, Command, named
+from tests.faults.kinds import KINDS, shares, struck_by
+from tests.faults.stand import Stand
+from tests.faults.struck import complaints, contents, differing, left_over
+
+SEED = 6
+POINTS = {"kill": 60, "kill a worker": 30, "signal": 30, "full disk": 30, "read error": 30}  # of all commands together
+BOTH = [(command, kind) for command in COMMANDS for kind in KINDS if struck_by(kind, command)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "kind"), BOTH, ids=[f"{kind}-{command.name}" for command, kind in BOTH])
+def test_a_command_that_is_struck_leaves_whole_outputs_only(command: Command, kind: str, stand: Stand) -> None:
+    wrong = KINDS[kind](command, stand, shares(POINTS[kind])[command.name], SEED)
+    assert not wrong, f"seed {SEED}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_a_rename_that_fails_keeps_the_old_output_and_the_finished_work(stand: Stand) -> None:
+    command = named("hf over an old one")
+    wanted = stand.calm(command).out
+    for which in (1, 2):
+        place, argv = stand.place(command)
+        old = contents(place / "out")
+        ended = stand.run(command, place, argv, at=which, action="fail", number=errno.EIO, classes=["rename"])
+        assert complaints(ended, 1, "finished work is kept") == []
+        assert differing(contents(place / "out"), old) == []
+        assert stand.run(command, place, argv).code == 0
+        assert differing(contents(place / "out"), wanted) == []
+        assert left_over(place) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_a_verb_begins_ends_the_command_like_one_during_it(number: int) -> None:
+    code = f"import os, time, bridge.cli as cli\ncli.app = lambda: (os.kill(os.getpid(), {number}), time.sleep(30))\n"
+    done = subprocess.run([sys.executable, "-c", f"{code}cli.main()"], capture_output=True, text=True, timeout=60)
+    name = signal.Signals(number).name
+    assert (done.returncode, done.stderr) == (128 + number, f"stopped by {name}; nothing half-written is left\n")
+
+
+def test_every_command_gets_points_of_every_number() -> None:
+    for points in (1, 60, 200):
+        given = shares(points)
+        assert sum(given.values()) >= points
+        assert min(given.values()) >= 1
