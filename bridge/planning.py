@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.budget import working_set
 from bridge.errors import PlanError, SchemeError, fold_layers, fold_problems
 from bridge.quant.stored import OTHERWISE, StoredScheme, apart, carry, told
+from bridge.remote.place import held_ahead
 from bridge.values import Coding, Format, Numeric, Site, Slice, Structure, TensorSpec, plain
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ class Plan:
     """Everything a conversion will do. `memory` and `disk` are bytes; `dropped` maps source tensors to the reason.
 
     `tied` maps an alias to the tensor that is stored for both, `untied` that of one that is written for itself.
-    `memory` is for two cores; each further one adds what a piece of rows takes, 20 MB.
+    `memory` is for two cores; each further one adds what a piece of rows takes, 20 MB. `dialect`: the source's own.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="trt", quant="fp8")
-    >>> plan.steps[1].outputs[0].spec.dtype
+    >>> plan.quantized[0].outputs[0].spec.dtype
     'float8_e4m3fn'
     """
 
@@ -118,6 +119,7 @@ class Plan:
     memory: int = 0
     disk: int = 0
     traced: bool = False
+    dialect: str = "hf"
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -137,8 +139,12 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of all that decides the written bytes; equal plans on equal inputs write equal files."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        """sha256 of all that decides the written bytes; equal plans on equal inputs write equal files.
+
+        Where the source lies and whose names it has do not: memory is more for what is read from afar.
+        """
+        decides = self.to_dict() | {"memory": 0, "dialect": ""}
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, see `bridge.plan_json`."""
@@ -272,9 +278,10 @@ def _sized(
             *_smoothing_notes(scheme, steps),
             *told(source.quantized, scheme, steps),
         ),
-        memory=target.base_memory + sum(largest),
+        memory=target.base_memory + sum(largest) + held_ahead(source),
         disk=sum(step.nbytes for step in steps) + sum(_length(content) for content in source.side_files.values()),
         traced=structure.traced,
+        dialect=source.dialect,
     )
 
 

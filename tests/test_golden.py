@@ -225,6 +225,18 @@ def test_rows_of_a_dialect_are_named(target: str, tmp_path: Path) -> None:
         assert all(row.startswith("mappings/arch/llama.toml: ") for row in origin.rows[1:]), origin
 
 
+@pytest.mark.parametrize("dialect", ["megatron", "torchtitan"])
+def test_rows_that_read_another_dialect_are_named(dialect: str, tmp_path: Path) -> None:
+    written(tmp_path / "source", dialect, None)
+    bridge.convert(tmp_path / "source", "hf", "int8_wo", tmp_path / "out", verify=False)
+    golden = bridge.golden.record(tmp_path / "out", tmp_path / "golden", run=False)
+    for origin in golden.snapshot.origins.values():
+        files = [row.partition(": ")[0] for row in origin.rows]
+        assert files[:2] == ["mappings/arch/llama.toml", f"mappings/dialects/{dialect}.toml"], origin
+    q = golden.snapshot.origins[golden.snapshot.tensors["model.safetensors", Q].origin]
+    assert all("attn.q.weight" in row for row in q.rows), q
+
+
 def test_a_byte_of_a_distributed_checkpoint_is_found(tmp_path: Path) -> None:
     out = written(tmp_path / "out", "megatron", None)
     bridge.golden.record(out, tmp_path / "golden", run=False)

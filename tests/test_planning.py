@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,11 @@ def test_a_plan_survives_json() -> None:
 def test_digest_changes_with_what_is_written() -> None:
     plans = [bridge.plan(headers_only(), target="trt", quant=quant) for quant in ("fp8", "int8_wo", "fp8")]
     assert plans[0].digest == plans[2].digest != plans[1].digest
+
+
+def test_digest_does_not_tell_where_the_source_lies() -> None:
+    plan = bridge.plan(headers_only(), target="trt", quant="fp8")
+    assert replace(plan, memory=plan.memory + 1).digest == plan.digest
 
 
 def test_quantizing_a_tied_head_makes_it_a_tensor_of_its_own(tmp_path: Path) -> None:

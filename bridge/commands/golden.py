@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Keep what a written model was, and say what has moved since.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="a directory that `convert` wrote")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")]
 Kept = Annotated[Path, typer.Argument(metavar="GOLDEN", help="the golden: a small directory of a repository")]
 
 
@@ -56,7 +56,9 @@ def record(
 @app.command(epilog=EXITS)
 def check(
     golden: Kept,
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="a directory that `convert` wrote")] = None,
+    out: Annotated[
+        str | None, typer.Argument(metavar="[OUT]", help="a directory that `convert` wrote, or its address")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="in the place of OUT: convert this model again")] = None,
     calib: Annotated[str | None, typer.Option(help="with --model: another calibration than the golden's")] = None,
     run: Annotated[

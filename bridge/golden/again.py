@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from bridge.progress import Progress
 from bridge.quant.calibration import Calibration
 from bridge.quant.scheme import kv_names, load_scheme, scheme_names
 from bridge.quant.stored import NAME as STORED
+from bridge.scratch import scratch
 
 ENGINE = "engine"  # is built by TensorRT from the file that the golden is about
 
@@ -70,8 +70,7 @@ def converted(
     if again.refused:
         raise GoldenError(f"this golden cannot be converted again: {again.refused}")
     options = {name: value for name, value in made.options.items() if name != ENGINE and value is not None}
-    with tempfile.TemporaryDirectory(prefix="qbridge-golden-", dir=work) as directory:
-        here = Path(directory)
+    with scratch(work) as here:
         for name, content in golden.beside.items():
             (here / name).write_bytes(content)
         quant = here / again.recipe if again.recipe else again.quant

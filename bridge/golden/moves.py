@@ -148,7 +148,7 @@ def _plan(before: Snapshot, after: Snapshot) -> Iterator[Move]:
         if a.options.get(name) != b.options.get(name):
             said.append(f"option {name} {a.options.get(name)!r} -> {b.options.get(name)!r}")
     if a.plan_digest != b.plan_digest:
-        rest = "" if said else "; see the tensors, or else its source tensors, notes or memory differ"
+        rest = "" if said else "; see the tensors, or else its source tensors or notes differ"
         said.append(f"digest {a.plan_digest[:12]} -> {b.plan_digest[:12]}{rest}")
     yield Move("plan", "plan", "; ".join(said))
 

@@ -11,6 +11,7 @@ from bridge.show import pattern
 from bridge.tables.arch import load_arch
 from bridge.tables.dialect import dialect_names, load_dialect
 from bridge.tables.files import Place
+from bridge.tables.grammar import roles_in
 from bridge.verification import format_name
 
 _INDEX = re.compile(r"\{\w+\}")
@@ -42,21 +43,34 @@ class _Rows:
         arch = load_arch(plan.architecture)
         self._prefix = arch.prefix if arch else ""
         own = [row for row in arch.rows if plan.architecture in (row.only or (plan.architecture,))] if arch else []
-        self._arch = {_INDEX.sub("{}", row.name): _text(row.place) for row in own}
-        self._dialect: Callable[[Step], Iterable[str]] = lambda step: ()
+        self._arch = {_INDEX.sub("{}", row.name): row for row in own}
+        self._written: Callable[[Step], Iterable[str]] = lambda step: ()
         if plan.target in dialect_names():
-            self._dialect = _dialect_rows(plan)
-        self._seen: dict[tuple[object, ...], tuple[str, ...]] = {}
+            self._written = _written_rows(plan)
+        self._read = _read_rows(plan) if plan.dialect in dialect_names() else {}
 
     def of(self, step: Step) -> tuple[str, ...]:
-        """The target's row first, then those that read the source."""
+        """The target's row first, then the architecture's, then those that another dialect's checkpoint is read by."""
         names = [_alike(part.source) for part in step.inputs if part.source]
         spelled = [spelling for name in names for spelling in (name, self._prefix + name)]
         sources = [self._arch[name] for name in spelled if name in self._arch]
-        return tuple(dict.fromkeys((*self._dialect(step), *sources)))
+        foreign = [
+            text for row in sources if row.expr for role in roles_in(row.expr) for text in self._read.get(role, ())
+        ]
+        return tuple(dict.fromkeys((*self._written(step), *(_text(row.place) for row in sources), *foreign)))
 
 
-def _dialect_rows(plan: Plan) -> Callable[[Step], Iterator[str]]:
+def _read_rows(plan: Plan) -> dict[str, list[str]]:
+    """Role -> the rows of the source's dialect that a checkpoint may say it by."""
+    dialect, found = load_dialect(plan.dialect), dict[str, list[str]]()
+    for row in dialect.rows:
+        if row.only in ("", dialect.architectures.get(plan.architecture, "")):
+            for role in row.roles:
+                found.setdefault(role, []).append(_text(row.place))
+    return found
+
+
+def _written_rows(plan: Plan) -> Callable[[Step], Iterator[str]]:
     dialect = load_dialect(plan.target)
     word = dialect.architectures.get(plan.architecture, "")
     rows: dict[str, list[tuple[str, str]]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from bridge.golden.values import File, Key, Made, Origin, Snapshot, Statistics, 
 from bridge.planning import WRITES
 from bridge.progress import BYTES, Progress, quiet
 from bridge.reading import Buffers
+from bridge.remote.threads import readers
 from bridge.values import TensorSpec
 from bridge.written import open_written
 
@@ -85,7 +85,7 @@ class Written:
             return digest
 
         largest = sorted(specs, key=lambda key: -specs[key].nbytes)  # so that no thread begins a long one last
-        return dict(zip(largest, _by_threads(one, largest), strict=True))
+        return dict(zip(largest, _by_threads(one, largest, self.directory), strict=True))
 
     def _beside(self) -> dict[str, File]:
         paths = {path.relative_to(self.directory).as_posix(): path for path in self.directory.rglob("*")}
@@ -103,11 +103,11 @@ class Written:
             begin = min((entry.offset for entry in held.header.entries.values()), default=size)
             return File(name, size, digest_file(path, buffers, begin), header=True)
 
-        return dict(zip(names, _by_threads(one, names), strict=True))
+        return dict(zip(names, _by_threads(one, names, self.directory), strict=True))
 
 
-def _by_threads(work: Callable[[T, Buffers], R], items: list[T]) -> list[R]:
-    """Results of `work` in order; each thread has buffers of its own."""
+def _by_threads(work: Callable[[T, Buffers], R], items: list[T], directory: Path) -> list[R]:
+    """Results of `work` on what lies in a directory, in order; each thread has buffers of its own."""
     own = threading.local()
 
     def one(item: T) -> R:
@@ -115,5 +115,5 @@ def _by_threads(work: Callable[[T, Buffers], R], items: list[T]) -> list[R]:
             own.buffers = Buffers()
         return work(item, own.buffers)
 
-    with ThreadPoolExecutor(cores()) as pool:
+    with readers(cores(), directory) as pool:
         return list(pool.map(one, items))

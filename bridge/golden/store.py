@@ -26,7 +26,9 @@ from bridge.dtypes import DTYPES
 from bridge.errors import BridgeError, GoldenError
 from bridge.golden.digests import positions
 from bridge.golden.values import Change, File, Key, Made, Origin, Reference, Rerun, Snapshot, Statistics, Tensor
-from bridge.output import JOURNAL, output_directory
+from bridge.journal import JOURNAL
+from bridge.json_data import parse_json
+from bridge.output import output_directory
 from bridge.values import plain
 
 T = TypeVar("T")
@@ -119,7 +121,7 @@ class _DamagedError(Exception):
 
 
 def _load(directory: Path) -> Golden:
-    head = json.loads(_text(directory / MARK))
+    head = parse_json(_text(directory / MARK))
     if not isinstance(head, dict) or head.get("golden") != VERSION:
         found = head.get("golden") if isinstance(head, dict) else None
         raise _DamagedError(f"{MARK} has golden = {found!r}, this version of qbridge reads {VERSION}")
@@ -180,8 +182,8 @@ def _text(path: Path) -> str:
 def _each(texts: Mapping[str, bytes], name: str, parse: Callable[[Any], T]) -> Iterable[T]:
     for number, line in enumerate(texts[name].decode().splitlines(), 1):
         try:
-            yield parse(json.loads(line))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            yield parse(parse_json(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise _DamagedError(f"{name}:{number}: not a line that a golden has ({error})") from error
 
 

@@ -81,11 +81,12 @@ def _ranges(group: Sequence[Move]) -> str:
     a, b = worst.before, worst.after
     if a is None or b is None or a == b:
         return "extent and mean as before"
-    return f"{_range(a)} -> {_range(b)}"
+    digits = 4 if _range(a, 4) != _range(b, 4) else 9  # one code of a million shows late in the mean
+    return f"{_range(a, digits)} -> {_range(b, digits)}"
 
 
-def _range(of: Statistics) -> str:
+def _range(of: Statistics, digits: int) -> str:
     bad = f" and {of.nonfinite:,} not finite" if of.nonfinite else ""
     if of.min is None or of.max is None or of.mean is None:
         return f"no finite number{bad}"
-    return f"{of.min:.4g} .. {of.max:.4g} (mean {of.mean:.3g}){bad}"
+    return f"{of.min:.{digits}g} .. {of.max:.{digits}g} (mean {of.mean:.{digits}g}){bad}"

@@ -16,10 +16,12 @@ from bridge.golden.again import arguments, converted
 from bridge.golden.moves import Move, Moved, compare, outputs_moved, versions_moved
 from bridge.golden.reading import Written
 from bridge.golden.running import reference
-from bridge.golden.store import Golden, is_golden, load
+from bridge.golden.store import MARK, Golden, is_golden, load
 from bridge.golden.text import lines
 from bridge.golden.values import Change, Reference
 from bridge.progress import Progress, quiet
+from bridge.remote.opening import written_at
+from bridge.visible import settle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,15 +50,26 @@ def record(
         inputs: what to run it on; None draws token ids, the same ones each time.
         tolerance: how far outputs of another run may be off, relative L2; None knows what rounding costs.
         run: False keeps bytes alone.
+
+    Raises:
+        GoldenError: the golden would change and no reason was given, or `out` is not near enough to `against`.
+
+    >>> import bridge
+    >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "to-record", verify=False)
+    >>> made = bridge.golden.record("to-record", "golden/recorded", run=False)
+    >>> len(made.snapshot.tensors)
+    83
     """
-    tell, directory, written = progress or quiet, Path(directory), Written(Path(out), progress or quiet)
+    tell, directory, place = progress or quiet, Path(directory), written_at(out)
+    written = Written(place, tell)
     if against is not None:
-        _verify(Path(out), against, tell)
+        _verify(out, against, tell)
+    settle(directory, MARK)
     old = load(directory) if is_golden(directory) else None
     snapshot = written.snapshot(statistics=True)
     feeds = inputs if inputs is not None or old is None else old.reference.inputs
-    ran = reference(Path(out), written.plan, feeds, tolerance) if run else Reference(not_run="it was not asked for")
-    rerun, beside = arguments(written.plan, Path(out), quant)
+    ran = reference(place, written.plan, feeds, tolerance) if run else Reference(not_run="it was not asked for")
+    rerun, beside = arguments(written.plan, place, quant)
     new = Golden(snapshot, ran, rerun, _versions(written, ran), old.history if old else (), beside)
     moves = _moves(old, new) if old else []
     if old and not moves:
@@ -90,13 +103,20 @@ def check(
         model: what the golden's model was made from; it is converted into a temporary directory under `work`.
         calib: another calibration than the golden's own, as `convert` takes it.
         run: True runs the model too, False never; None does where a byte has moved: equal bytes give equal outputs.
+
+    >>> import bridge
+    >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "to-check", verify=False)
+    >>> made = bridge.golden.record("to-check", "golden/checked", run=False)
+    >>> bridge.golden.check("golden/checked", "to-check").passed
+    True
     """
     if (out is None) == (model is None):
         raise UsageError("check takes either what was written, or the model to convert once more: OUT, or model=")
+    settle(Path(directory), MARK)
     tell, golden = progress or quiet, load(Path(directory))
     again = converted(golden, model, calib, work, tell, config=config, tokenizer=tokenizer)
-    with again if out is None else nullcontext(Path(out)) as read:
-        written = Written(Path(read), tell)
+    with again if out is None else nullcontext(written_at(out)) as read:
+        written = Written(read, tell)
         snapshot = written.snapshot()
         moves = compare(golden.snapshot, snapshot, (golden, written))
         try:
@@ -112,7 +132,14 @@ def check(
 
 
 def diff(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> Moved:
-    """Say what moved from `a` to `b`, each a golden or what `convert` wrote; outputs are compared between goldens."""
+    """Say what moved from `a` to `b`, each a golden or what `convert` wrote; outputs are compared between goldens.
+
+    >>> import bridge
+    >>> for name, quant in (("one", "int8_wo"), ("other", "fp8_pc_pt")):
+    ...     report = bridge.convert("examples/models/tiny-llama", "hf", quant, name, verify=False)
+    >>> bridge.golden.diff("one", "other").passed
+    False
+    """
     sides = [load(Path(x)) if is_golden(Path(x)) else Written(Path(x), progress or quiet) for x in (a, b)]
     before, after = (side.snapshot if isinstance(side, Golden) else side.snapshot() for side in sides)
     moves, notes = compare(before, after, (sides[0], sides[1])), []
@@ -155,7 +182,7 @@ def _same_inputs(one: Reference, other: Reference) -> bool:
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
-def _verify(out: Path, against: Any, progress: Progress) -> None:
+def _verify(out: str | Path, against: Any, progress: Progress) -> None:
     import bridge
 
     report = bridge.verify(out, against, progress=progress)

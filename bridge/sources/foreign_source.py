@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def source_of(found: Foreign, tokenizer: Any = None) -> HfSource:
     statistics = Statistics(found.where, made.architecture, container, made.native, tensors)
     reasons = _folded(made.ignored | statistics.reasons(state))
     dropped = {**carried.dropped, **found.notes, **training(container), **reasons}
-    weights = weights_of(unsmoothed(found.where, container), made.native, tensors)
+    weights = replace(weights_of(unsmoothed(found.where, container), made.native, tensors), dialect=found.dialect)
     return HfSource(
         found.root, found.where, derived.config, weights, tokenizer, beside=Beside(carried.files, dropped),
         statistics=statistics if state else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +12,11 @@ import numpy as np
 
 from bridge.container import SafetensorsFile
 from bridge.errors import SourceError, fold_layers
+from bridge.json_data import load_json
 from bridge.sources.torch_zip import TorchFile
 from bridge.values import TensorSpec
 
+LONGEST_NAME = 255  # of a file, on every system
 SHOWN = 8  # problems or names in one message; a checkpoint of Git-LFS pointers has hundreds of the same
 
 
@@ -40,7 +41,7 @@ class Weights:
     """A checkpoint's tensors and the files they lie in; `problems` is empty where everything fits.
 
     `ignored`: tensors in these files that are none of the model's -> why. `layout`: a digest of how tensors are made of
-    those of the files, "" where they are the same.
+    those of the files, "" where they are the same. `dialect`: whose names the files have.
     """
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class Weights:
     problems: tuple[str, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     layout: str = ""
+    dialect: str = "hf"
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,14 @@ def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | N
 
 def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError):
-        head = path.read_bytes()[:100] if path.is_file() else b""
-        what = "no JSON with a weight_map; download it again"
+        found = load_json(path)["weight_map"]
+    except OSError as error:
+        return {}, [f"{path.name}: cannot be read: {error.strerror}"]
+    except (ValueError, KeyError, TypeError) as error:
+        with path.open("rb") as file:
+            head = file.read(100)
+        why = f" ({error})" if isinstance(error, ValueError) else ""
+        what = f"no JSON with a weight_map{why}; download it again"
         what = "a Git-LFS pointer; run `git lfs pull`" if b"git-lfs" in head else what
         return {}, [f"{path.name}: {what}"]
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
@@ -136,6 +142,10 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     outside = sorted({value for value in found.values() if Path(value).name != value or value in ("", ".", "..")})
     if outside:
         return {}, [f"{path.name}: names files outside its directory: {named(outside)}"]
+    long = sorted({value[:LONGEST_NAME] for value in found.values() if len(value) > LONGEST_NAME})
+    if long or not found:
+        what = f"names files that no directory has: {named(long)}..." if long else "weight_map is empty"
+        return {}, [f"{path.name}: {what}; download it again"]
     return found, []
 
 

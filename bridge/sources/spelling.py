@@ -49,7 +49,8 @@ def respelled(where: str, config: Mapping[str, Any], weights: Weights, parts: Co
     files = {s.path: s for s in weights.holder.values() if isinstance(s, SafetensorsFile | TorchFile)}
     container = parts or Files(files.values())
     tensors, made = spelled(dialect, config, _dims(dialect), container.specs.values(), where)
-    return dataclasses.replace(weights_of(container, made.native, tensors), ignored=made.ignored)
+    found = weights_of(container, made.native, tensors)
+    return dataclasses.replace(found, ignored=made.ignored, dialect=dialect.name)
 
 
 def unwrapped(where: str, config: Mapping[str, Any], container: Container) -> Weights | None:
