@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,14 @@ import numpy as np
 
 from bridge.dtypes import DTYPES, FROM_SAFETENSORS
 from bridge.errors import SourceError
-from bridge.values import TensorSpec
+from bridge.json_data import parse_json
+from bridge.paged import paged
+from bridge.remote.place import Handle, remote
+from bridge.values import TensorSpec, shape_problem
 
 MAX_HEADER = 100_000_000  # the reference implementation's limit; a longer header is a broken or hostile file
+MOST_VALUES = 4 << 20  # of a header, some ten for a tensor; the largest files seen have some 10,000 tensors
+SHOWN = 8  # names or numbers in one message
 HEAD = 65536  # one read covers the header of all but the largest shards
 PIECE = 64 << 20  # one system call's share, so that Ctrl-C is answered within some tens of milliseconds
 # The order in which the reference implementation lays dtypes out, and tensors of one dtype by name.
@@ -49,37 +55,63 @@ class Header:
         return {name: entry.spec for name, entry in self.entries.items()}
 
 
-def open_file(path: Path) -> int:
+def open_file(path: Path) -> Handle:
     """Open `path` for reading; what the system says about a file that cannot be opened becomes a SourceError."""
     try:
+        if far := remote(path):
+            return far.handle()
         return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise SourceError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def opened(path: Path) -> Iterator[Handle]:
     """Open `path` for reading while the block runs."""
     fd = open_file(path)
     try:
         yield fd
     finally:
+        close_file(fd)
+
+
+def close_file(fd: Handle) -> None:
+    """Let go of what `open_file` opened."""
+    if isinstance(fd, int):
         os.close(fd)
 
 
-def identity(fd: int) -> tuple[int, int, int, int]:
+def size_of(fd: Handle) -> int:
+    """How many bytes the file has."""
+    return os.fstat(fd).st_size if isinstance(fd, int) else fd.nbytes
+
+
+def read_at(fd: Handle, count: int, offset: int, path: Path) -> bytes:
+    """Bytes of a header or an index from `offset` on: fewer where the file ends before."""
+    try:
+        return os.pread(fd, count, offset) if isinstance(fd, int) else fd.read_at(count, offset)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from error
+
+
+def identity(fd: Handle) -> tuple[int, int, int, int]:
     """What is another file, or was written since, where it differs."""
+    if not isinstance(fd, int):
+        return fd.identity
     stat = os.fstat(fd)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def read_into(fd: int, out: np.ndarray, offset: int, path: Path) -> None:
+def read_into(fd: Handle, out: np.ndarray, offset: int, path: Path) -> None:
     """Fill the contiguous array `out` with the bytes of the file from `offset` on."""
     view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs miss Buffer on 3.11
     done = 0
     while done < len(view):
         try:
-            got = os.preadv(fd, [view[done : done + PIECE]], offset + done)
+            if isinstance(fd, int):
+                got = os.preadv(fd, [view[done : done + PIECE]], offset + done)
+            else:
+                got = fd.read_into(view[done:], offset + done)
         except OSError as error:
             raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
         if not got:
@@ -93,8 +125,8 @@ def read_header(path: Path) -> Header:
     >>> read_header(Path("model.safetensors")).entries["lm_head.weight"].offset  # doctest: +SKIP
     """
     with opened(path) as fd:
-        size = os.fstat(fd).st_size
-        head = os.pread(fd, HEAD, 0)
+        size = size_of(fd)
+        head = read_at(fd, HEAD, 0, path)
         refuse_pointer(path, head)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > size - 8:
@@ -106,7 +138,7 @@ def read_header(path: Path) -> Header:
             raise SourceError(f"{path}: header of {length} bytes; at most {MAX_HEADER} are allowed: not safetensors?")
         text = head[8 : 8 + length]
         while len(text) < length:
-            more = os.pread(fd, length - len(text), 8 + len(text))
+            more = read_at(fd, length - len(text), 8 + len(text), path)
             if not more:
                 raise SourceError(f"{path}: truncated inside its header")
             text += more
@@ -133,9 +165,10 @@ class _BadHeaderError(Exception):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise _BadHeaderError(f"header names {', '.join(twice)} twice")
+        counts = Counter(name for name, _ in pairs)
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        more = f" and {len(twice) - SHOWN} more" if len(twice) > SHOWN else ""
+        raise _BadHeaderError(f"header names {', '.join(twice[:SHOWN])}{more} twice")
     return found
 
 
@@ -143,12 +176,13 @@ def _parse(text: bytes, data: int, start: int) -> Header:
     if text[:1] != b"{":
         raise _BadHeaderError("header does not begin with `{`: not a safetensors file")
     try:
-        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        raw = parse_json(text.decode("utf-8"), MOST_VALUES, _unique)
     except UnicodeDecodeError as error:
         raise _BadHeaderError(f"header is not UTF-8 at byte {8 + error.start}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _BadHeaderError(f"header is not JSON: {error}") from error
-    metadata = raw.pop("__metadata__", None) or {}
+    metadata = raw.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _BadHeaderError("`__metadata__` must map strings to strings")
     entries = sorted((_entry(name, row, start) for name, row in raw.items()), key=lambda e: (e.offset, e.nbytes))
@@ -174,16 +208,26 @@ def _entry(name: str, row: object, start: int) -> Entry:
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     for what, value in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-            raise _BadHeaderError(f"{name}: {what} must be a list of non-negative integers, not {value!r}")
+            raise _BadHeaderError(f"{name}: {what} must be a list of non-negative integers, not {_said(value)}")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _BadHeaderError(f"{name}: data_offsets must be [begin, end], not {offsets!r}")
+        raise _BadHeaderError(f"{name}: data_offsets must be [begin, end], not {_said(offsets)}")
     if not isinstance(code, str) or code not in FROM_SAFETENSORS:
-        raise _BadHeaderError(f"{name}: dtype {code!r} is unknown; known: {', '.join(FROM_SAFETENSORS)}")
+        raise _BadHeaderError(f"{name}: dtype {_said(code)} is unknown; known: {', '.join(FROM_SAFETENSORS)}")
+    if problem := shape_problem(shape):
+        raise _BadHeaderError(f"{name}: {problem}")
     spec = TensorSpec(name, tuple(shape), FROM_SAFETENSORS[code])
     nbytes = offsets[1] - offsets[0]
     if nbytes != spec.nbytes:
         raise _BadHeaderError(f"{name}: {code} {shape} takes {spec.nbytes} bytes, its data_offsets give {nbytes}")
     return Entry(spec, start + offsets[0], nbytes)
+
+
+def _said(value: object) -> str:
+    """A value of the header, as far as a message shows it: what is nested may be too deep to be printed."""
+    if isinstance(value, list):
+        inner = ", ".join(str(n) if type(n) is int else type(n).__name__ for n in value[:SHOWN])
+        return f"[{inner}{', ...' if len(value) > SHOWN else ''}]"
+    return repr(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def layout(
@@ -247,7 +291,7 @@ class SafetensorsFile:
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor."""
         spec, offset, _ = self.header.entries[name]
-        out = np.empty(spec.shape, DTYPES[spec.dtype].storage)
+        out = paged(spec.shape, DTYPES[spec.dtype].storage)
         with self._opened() as fd:
             read_into(fd, out, offset, self.path)
         return out
@@ -256,7 +300,7 @@ class SafetensorsFile:
         """Return rows `begin` to `end` along the first axis, so that a large matrix need not be held whole."""
         spec, offset, nbytes = self.header.entries[name]
         if out is None:
-            out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+            out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         row = nbytes // spec.shape[0] if spec.shape[0] else 0
         with self._opened() as fd:
             read_into(fd, out, offset + begin * row, self.path)
@@ -273,7 +317,7 @@ class SafetensorsFile:
         return self.header.entries[name].offset
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self) -> Iterator[Handle]:
         """Open the file; SourceError where it is not the one any more whose header was read."""
         with opened(self.path) as fd:
             if identity(fd) != self._identity:

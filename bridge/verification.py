@@ -9,7 +9,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,6 +27,7 @@ from bridge.quant.bits import cast
 from bridge.quant.compare import UNIT
 from bridge.quant.grammar import Gate
 from bridge.reading import Buffers, Rows
+from bridge.remote.threads import readers
 from bridge.report import OutputParity, Parity, TensorParity
 from bridge.sources import lazy
 from bridge.stacks import compare_stack, in_blocks
@@ -96,7 +96,7 @@ def tensor_parity(
             progress(done[0], total, BYTES[1])
         return found
 
-    with ThreadPoolExecutor(workers) as pool:
+    with readers(workers, source, directory) as pool:
         rows = tuple(row for found in pool.map(one, plan.steps) for row in found)
     return Parity(rows, not_run=check.not_compared(), counts=tally.counts(len(plan.outputs)), scales=tally.scales())
 

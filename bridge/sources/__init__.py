@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from bridge.errors import UsageError
-from bridge.values import LazyTensor, TensorSpec
+from bridge.remote.address import is_remote
+from bridge.values import LazyTensor, Program, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
@@ -31,7 +32,7 @@ class Source(Protocol):
 
     @property
     def dialect(self) -> str:
-        """Which spelling its tensor names follow: `hf`."""
+        """Which spelling the stored tensors have, `megatron`, say; `specs` has Hugging Face's names whatever it is."""
 
     @property
     def where(self) -> str:
@@ -92,6 +93,9 @@ class Source(Protocol):
 class SourceKind(Protocol):
     """What a module of this package (or of an entry point) offers to be asked by `open_source`."""
 
+    WRITTEN_BY: tuple[Program, ...]
+    """Whose models of which versions are read, and how that is known."""
+
     def recognizes(self, model: object) -> bool:
         """Tell whether `model` is of this kind, from its type or the names in its directory."""
 
@@ -102,11 +106,14 @@ class SourceKind(Protocol):
 def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source:
     """Open a `transformers` model in memory, a directory, a .nemo, a hub id (`org/name@revision`), or a Source.
 
+    A directory may lie at s3://, gs://, https:// or hf://: it is read there, by byte range.
+
     `config`: a dict whose entries replace those of config.json, a config object, or a path to a JSON file.
     `tokenizer`: an object, or a directory or hub id to load it from instead of the model's own.
 
-    >>> open_source("examples/models/tiny-llama").dialect  # doctest: +SKIP
-    'hf'
+    >>> source = open_source("examples/models/tiny-llama")
+    >>> source.dialect, source.specs["model.norm.weight"].shape
+    ('hf', (128,))
     """
     if all(hasattr(type(model), name) for name in ("read", "load_model", "load_tokenizer")):
         if config is not None or tokenizer is not None:
@@ -114,7 +121,14 @@ def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source
         return cast(Source, model)
     if isinstance(model, str) and not model.strip():
         raise UsageError("model is an empty string; give a directory or a hub id")
-    for kind in _kinds():
+    for kind in _entered():
+        if kind.recognizes(model):
+            return kind.open_model(model, config, tokenizer)
+    if is_remote(model):
+        from bridge.remote.opening import open_remote
+
+        model = open_remote(model)
+    for kind in _built_in():
         if kind.recognizes(model):
             return kind.open_model(model, config, tokenizer)
     raise UsageError(
@@ -127,9 +141,12 @@ def lazy(source: Source, name: str) -> LazyTensor:
     return LazyTensor(source.specs[name], lambda: source.read(name))
 
 
-def _kinds() -> Iterator[SourceKind]:
-    """Yield entry points first, so that they can take what the built-in kinds would, then ours."""
+def _entered() -> Iterator[SourceKind]:
+    """Yield entry points, which come first, so that they can take what the built-in kinds would."""
     for entry in sorted(entry_points(group="bridge.sources"), key=lambda entry: entry.name):
         yield cast(SourceKind, entry.load())
+
+
+def _built_in() -> Iterator[SourceKind]:
     for name in KINDS:
         yield cast(SourceKind, importlib.import_module(f"{__name__}.{name}"))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import tarfile
 from pathlib import Path, PurePosixPath
+from typing import cast
 
-from bridge.container import identity, opened, refuse_pointer
+from bridge.container import identity, opened, read_at, refuse_pointer, size_of
 from bridge.errors import SourceError
+from bridge.remote.place import remote
 from bridge.sources.shards import listed, named
 from bridge.sources.span import Folder, Span, span_of
 
 MOST_HEADER = 1 << 20  # bytes of names and attributes, which take hundreds
+MOST_MEMBERS = 1 << 18  # a checkpoint in zarr's form has a file for each chunk of each tensor, some 10,000
 _HEADERS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE
 )  # fmt: skip
@@ -32,6 +35,8 @@ def _directory(root: Path) -> Folder:
 
     What cannot be opened is skipped: who needs it says so.
     """
+    if far := remote(root):
+        return Folder(str(root), {name: span_of(cast(Path, path)) for name, path in far.files()}, {})
     files: dict[str, Span] = {}
     skipped: dict[str, str] = {}
 
@@ -59,7 +64,7 @@ def _directory(root: Path) -> Folder:
 def _archive(path: Path) -> Folder:
     """List the members of an uncompressed tar by where their bytes lie in it."""
     with opened(path) as fd:
-        head, mark, size = os.pread(fd, 512, 0), identity(fd), os.fstat(fd).st_size
+        head, mark, size = read_at(fd, 512, 0, path), identity(fd), size_of(fd)
     refuse_pointer(path, head)
     if head.startswith(GZIP):
         raise SourceError(
@@ -121,15 +126,21 @@ class _Member(tarfile.TarInfo):
 
 def _members(path: Path) -> list[tarfile.TarInfo]:
     try:
-        with tarfile.open(path, "r:", tarinfo=_Member) as tar:
-            members = tar.getmembers()
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
+            members = []
+            for member in tar:
+                members.append(member)
+                if len(members) > MOST_MEMBERS:
+                    raise tarfile.ReadError(f"more than {MOST_MEMBERS} members")
+    except RecursionError as error:  # tarfile reads a long name, and what it is the name of, by calling itself
+        raise SourceError(f"{path}: long names of long names without end; get it again") from error
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
         raise SourceError(f"{path}: not a complete tar archive ({error}); get it again") from error
     # A tar ends with zero blocks: without them, members may be missing that nobody can name.
     with opened(path) as fd:
         last = members[-1] if members else None
         end = last.offset_data + -(-last.size // 512) * 512 if last else 0
-        if os.pread(fd, 512, end) != bytes(512):
+        if end >> 63 or read_at(fd, 512, end, path) != bytes(512):
             raise SourceError(f"{path}: truncated: the archive has no end after {last.name if last else 'nothing'}")
     return members
 

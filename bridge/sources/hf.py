@@ -14,13 +14,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.errors import SourceError, UsageError
+from bridge.json_data import load_json
+from bridge.remote.place import as_path, remote
 from bridge.sources import hub, loading
 from bridge.sources.beside import Beside
 from bridge.sources.quantized import MODELOPT_FILE, Quantized, dequantized
 from bridge.sources.refuse import other_dialect, quantized
 from bridge.sources.shards import Weights, find_weights, listed
 from bridge.sources.spelling import dialect_files, respelled
-from bridge.values import TensorSpec
+from bridge.values import Program, TensorSpec
+
+WRITTEN_BY = (
+    Program(
+        "transformers (`save_pretrained`), and checkpoints as the hub has them",
+        "5.20 and later; safetensors, and `.bin` of torch 1.6 and later",
+        "tensors equal those of the safetensors library and of transformers' own loading",
+        ("tests/sources/test_hf.py", "tests/sources/test_torch_zip.py", "tests/sources/test_live.py"),
+    ),
+    Program(
+        "ModelOpt (unified checkpoints)",
+        "0.47",
+        "dequantized as ModelOpt dequantizes, and answering as the model that was exported",
+        ("tests/sources/test_quantized.py", "tests/targets/test_carried.py"),
+    ),
+    Program(
+        "llm-compressor (compressed-tensors)",
+        "compressed-tensors 0.20",
+        "dequantized as transformers decompresses",
+        ("tests/sources/test_quantized.py",),
+    ),
+    Program(
+        "DeepSeek's FP8 blocks, gpt-oss' MXFP4",
+        "as published",
+        "dequantized as transformers dequantizes, on tiny models of these formats; the published ones were not tried",
+        ("tests/sources/test_quantized.py", "tests/sources/test_mxfp4.py"),
+    ),
+)
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
@@ -42,8 +71,6 @@ class HfSource:
     carried along, `statistics` reads what ModelOpt's quantizers saw, where they were saved.
     """
 
-    dialect = "hf"
-
     def __init__(
         self,
         root: Path,
@@ -61,6 +88,7 @@ class HfSource:
         self.name = (here.resolve().name if here.exists() else where.split("/")[-1]).split("@")[0].removesuffix(".nemo")
         self.config: Mapping[str, Any] = config
         self.specs: Mapping[str, TensorSpec] = weights.specs
+        self.dialect = weights.dialect
         self._weights = weights
         self._tokenizer = tokenizer
         self.quantized = found
@@ -115,24 +143,25 @@ class HfSource:
 
     def load_tokenizer(self) -> Any:
         """Return the given tokenizer, else the one beside the weights."""
-        if self._tokenizer is None and self._beside is not None:
+        if self._tokenizer is None and (self._beside is not None or remote(self.root)):
             return loading.gathered_tokenizer(self.side_files, self.where)
         return loading.load_tokenizer(self._tokenizer, self.root, self.where)
 
 
 def recognizes(model: object) -> bool:
     """Take every string and path: this kind is asked last, and says what is wrong with what is no checkpoint."""
-    return isinstance(model, str | Path)
+    return as_path(model) is not None
 
 
 def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
     """Open a directory or a hub id; everything that headers and config can tell is checked here."""
-    root = Path(model).expanduser()
+    root = as_path(model)
+    assert root is not None, "recognizes() was asked"
     if not root.exists():
         root = hub.snapshot(model)
     if root.is_file():
         raise SourceError(f"{model}: a file; give the directory that holds it together with config.json")
-    if not os.access(root, os.R_OK | os.X_OK):
+    if not remote(root) and not os.access(root, os.R_OK | os.X_OK):
         raise SourceError(f"{model}: the directory may not be read by this user")
     where = str(model)
     problems: list[str] = []
@@ -145,7 +174,13 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     if not weights.files and not weights.problems:
         raise listed(where, _nothing_here(root, problems))
     problems += weights.problems
-    known = dequantized(root, found, weights)
+    known = None
+    try:
+        known = dequantized(root, found, weights)
+    except SourceError as error:
+        problems.append(str(error))
+    if problems and known is None:
+        raise listed(where, problems)
     if known is None:
         problems += quantized(root, found, weights.specs)
     else:
@@ -221,8 +256,8 @@ def _config_file(root: Path) -> dict[str, Any] | None:
 def read_json(path: Path, where: str = "") -> dict[str, Any]:
     """Return the JSON object that a file holds; SourceError where it holds none. `where`: what a message calls it."""
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, OSError, RecursionError) as error:
+        found = load_json(path)
+    except (ValueError, OSError) as error:
         raise SourceError(f"{where or path.name}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise SourceError(f"{where or path.name}: must hold a JSON object, not {type(found).__name__}")
@@ -234,26 +269,28 @@ def _beside(root: Path, weights: Weights) -> tuple[dict[str, Path | bytes], dict
     carried: dict[str, Path | bytes] = {}
     dropped = dict(weights.ignored)
     used = {path.name for path in weights.files}
-
-    def walk(folder: Path, prefix: str) -> None:
-        for path in sorted(folder.iterdir()):
-            name = prefix + path.name
-            if path.name in BOOKKEEPING or (not prefix and (name in used or name == _index_of(weights))):
-                continue
-            if path.is_symlink() and not path.is_file():  # followed, a link to a parent would never end
-                dropped[name] = "a link to a directory, or to nothing"
-            elif path.is_dir():
-                if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
-                    dropped[name + "/"] = "another model in a subdirectory"
-                else:
-                    walk(path, name + "/")
-            elif name.endswith(WEIGHT_ENDINGS):
-                dropped[name] = "weights or training state that the checkpoint's index does not name"
+    open_ = _entries(root, "")
+    while open_:  # no function in here that calls itself: it would keep the model alive until garbage is collected
+        name, path = open_.pop()
+        if path.name in BOOKKEEPING or name in used or name == _index_of(weights):
+            continue
+        if path.is_symlink() and not path.is_file():  # followed, a link to a parent would never end
+            dropped[name] = "a link to a directory, or to nothing"
+        elif path.is_dir():
+            if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
+                dropped[name + "/"] = "another model in a subdirectory"
             else:
-                carried[name] = path
-
-    walk(root, "")
+                open_ += _entries(path, name + "/")
+        elif name.endswith(WEIGHT_ENDINGS):
+            dropped[name] = "weights or training state that the checkpoint's index does not name"
+        else:
+            carried[name] = path
     return carried, dropped
+
+
+def _entries(folder: Path, prefix: str) -> list[tuple[str, Path]]:
+    """What lies in a folder, by name, the first one last."""
+    return [(prefix + path.name, path) for path in sorted(folder.iterdir(), reverse=True)]
 
 
 def _index_of(weights: Weights) -> str:

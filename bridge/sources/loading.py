@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError, UsageError, nearest
+from bridge.remote.place import check_names
+from bridge.scratch import scratch
 from bridge.sources.shards import named
 
 if TYPE_CHECKING:
@@ -100,11 +101,16 @@ def gathered_tokenizer(files: Mapping[str, Path | bytes], where: str) -> Any:
     """Return the tokenizer that these files make up, which lie apart in the source, or in an archive."""
     if "config.json" in files and len(files) == 1:
         raise SourceError(f"{where}: no tokenizer lies in the checkpoint; give tokenizer=")
-    with TemporaryDirectory() as scratch:
+    check_names(files, where)
+    with scratch() as folder:
         for name, content in files.items():
             data = content if isinstance(content, bytes) else content.read_bytes()
-            (Path(scratch) / name).write_bytes(data)
-        return load_tokenizer(None, Path(scratch), where)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        try:
+            return load_tokenizer(None, folder, where)
+        except SourceError as error:  # where it was gathered is nothing that the user knows
+            raise SourceError(str(error).replace(str(folder), where)) from error
 
 
 def _first(error: Exception) -> str:

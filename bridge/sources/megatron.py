@@ -12,15 +12,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import SourceError
+from bridge.remote.place import as_path
 from bridge.sources.hf import HfSource, holds_weights
 from bridge.sources.ranks import RUN
 from bridge.sources.refuse import one_checkpoint
+from bridge.values import Program
 
 if TYPE_CHECKING:
     from bridge.sources.foreign_config import Told
     from bridge.sources.foreign_source import Join
     from bridge.sources.span import Folder
 
+WRITTEN_BY = (
+    Program(
+        "Megatron-Core and Megatron-LM",
+        "0.16.1",
+        "checkpoints of its own `dist_checkpointing.save`, and of torch's ranks; transformers answers from them as "
+        "megatron-core's own forward does",
+        ("tests/sources/test_megatron.py", "tests/sources/test_dcp_megatron.py"),
+    ),
+    Program(
+        "Megatron-Bridge",
+        "0.3.1",
+        "tensors equal those of its own export to Hugging Face",
+        ("tests/sources/test_megatron.py", "tests/sources/test_foreign_config.py"),
+    ),
+    Program(
+        "NeMo 1 (`.nemo`) and NeMo 2",
+        "layouts of 2023 to 2025",
+        "laid out by the tests as NeMo's code of September 2025 lays them out, with tensors of megatron-core; NeMo "
+        "itself was not run",
+        ("tests/sources/test_megatron.py", "tests/sources/test_archive.py"),
+    ),
+)
 ARCHIVE = ".nemo"
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what stands for an iteration where a checkpoint was converted, not trained
@@ -34,9 +58,9 @@ MARKS = (*CONFIGS, "context/io.json", "common.pt", "model_weights", "model_weigh
 
 def recognizes(model: object) -> bool:
     """Take an archive, or a directory with a mark of Megatron's; weights of Hugging Face in it come first."""
-    if not isinstance(model, str | Path):
+    root = as_path(model)
+    if root is None:
         return False
-    root = Path(model).expanduser()
     if root.is_file():
         return root.name.endswith(ARCHIVE)
     return root.is_dir() and not holds_weights(root) and (_is_run(root) or _is_marked(root) or bool(_archives(root)))
@@ -48,7 +72,9 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.beside import beside
     from bridge.sources.foreign_source import Foreign, given_config, source_of
 
-    root, notes = _chosen(Path(model).expanduser())
+    path = as_path(model)
+    assert path is not None, "recognizes() was asked"
+    root, notes = _chosen(path)
     folder = open_folder(root)
     told, read, named = _told(folder, tokenizer is None)
     join, copies = _tensors(folder, told)

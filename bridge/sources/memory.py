@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import tempfile
 import threading
 import zlib
 from collections.abc import Mapping
@@ -17,12 +16,22 @@ import numpy as np
 
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
+from bridge.scratch import scratch
 from bridge.sources import loading
 from bridge.sources.hf import settle_config
 from bridge.sources.live import Origin, computed, live_names, tied_names, without_ties
 from bridge.sources.refuse import quantized
 from bridge.sources.shards import listed, named
-from bridge.values import TensorSpec
+from bridge.values import Program, TensorSpec
+
+WRITTEN_BY = (
+    Program(
+        "transformers",
+        "5.20 and later",
+        "names, bytes and configuration are those that `save_pretrained` writes; the model is as it was afterwards",
+        ("tests/sources/test_live.py", "tests/sources/test_memory.py"),
+    ),
+)
 
 
 class MemorySource:
@@ -160,8 +169,7 @@ def _bits(tensor: Any, dtype: str) -> np.ndarray:
 
 def _side_files(model: Any, config: dict[str, Any], tokenizer: Any) -> dict[str, Path | bytes]:
     files: dict[str, Path | bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+    with scratch() as root:
         if model.can_generate() and getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(root)
         if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):

@@ -6,22 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.remote.place import as_path
 from bridge.sources.hf import HfSource, holds_weights
 from bridge.sources.refuse import one_checkpoint
+from bridge.values import Program
 
 if TYPE_CHECKING:
     from bridge.sources.native import Container
     from bridge.sources.ranks import Rank
 
+WRITTEN_BY = (
+    Program(
+        "Meta's Llama 1 to 3 (`consolidated.*.pth`)",
+        "as published",
+        "shards cut as Meta's model parallelism cuts them become what the conversion script of transformers 4.45.2 "
+        "makes of them; the published ones were not tried",
+        ("tests/sources/test_meta.py",),
+    ),
+)
 PARAMS = "params.json"
 EMBEDDING = "tok_embeddings.weight"
 
 
 def recognizes(model: object) -> bool:
     """Take a directory with `consolidated.*.pth`; beside weights of Hugging Face, which a hub's model may have, not."""
-    if not isinstance(model, str | Path):
+    root = as_path(model)
+    if root is None:
         return False
-    root = Path(model).expanduser()
     return root.is_dir() and not holds_weights(root) and any(root.glob("consolidated.*.pth"))
 
 
@@ -34,7 +45,8 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.ranks import Cut, Joined, open_ranks
     from bridge.sources.weights_folder import json_object
 
-    root = Path(model).expanduser()
+    root = as_path(model)
+    assert root is not None, "recognizes() was asked"
     one_checkpoint(root)
     folder = open_folder(root)
     ranks = open_ranks(folder)

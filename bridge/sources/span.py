@@ -6,9 +6,7 @@ Every foreign format ends as `Extent`s, so that reading any of them is the same 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from bridge.container import identity, open_file, opened, read_into
+from bridge.container import close_file, identity, open_file, opened, read_at, read_into, size_of
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
+from bridge.json_data import parse_json
+from bridge.remote.place import Handle
 from bridge.sources.scatter import read_rows_into
 
 STEP = 1 << 20  # bytes read at once where only some of them are wanted
@@ -38,7 +38,7 @@ class Span:
     identity: tuple[int, int, int, int] = field(repr=False)
 
     @contextmanager
-    def opened(self) -> Iterator[int]:
+    def opened(self) -> Iterator[Handle]:
         """Open the file; SourceError where it is not the one any more that was listed."""
         with opened(self.path) as fd:
             self._check(fd)
@@ -55,16 +55,16 @@ class Span:
             read = read_into if out.flags.c_contiguous else read_rows_into
             read(fd, out, self.offset + begin, self.path)
         finally:
-            os.close(fd)
+            close_file(fd)
 
-    def _check(self, fd: int) -> None:
+    def _check(self, fd: Handle) -> None:
         if identity(fd) != self.identity:
             raise SourceError(f"{self.path}: changed since it was opened; nothing was kept, run again")
 
-    def at(self, fd: int, begin: int, nbytes: int) -> bytes:
+    def at(self, fd: Handle, begin: int, nbytes: int) -> bytes:
         """Return bytes of the span from `begin` on: fewer where it ends before."""
         inside = 0 <= begin < self.nbytes
-        return os.pread(fd, min(nbytes, self.nbytes - begin), self.offset + begin) if inside else b""
+        return read_at(fd, min(nbytes, self.nbytes - begin), self.offset + begin, self.path) if inside else b""
 
     def part(self, begin: int, nbytes: int) -> Span:
         """A run of bytes inside this one; the caller has checked that it is inside."""
@@ -82,8 +82,8 @@ class Span:
     def json(self) -> dict[str, Any]:
         """Return the object that a small JSON file holds; SourceError where it holds none."""
         try:
-            found = json.loads(self.content(MOST_JSON))
-        except (ValueError, RecursionError) as error:
+            found = parse_json(self.content(MOST_JSON))
+        except ValueError as error:
             raise SourceError(f"{self.name}: cannot be read as JSON: {error}") from error
         if not isinstance(found, dict):
             raise SourceError(f"{self.name}: must hold a JSON object, not {type(found).__name__}")
@@ -93,7 +93,7 @@ class Span:
 def span_of(path: Path) -> Span:
     """Return all of a file."""
     with opened(path) as fd:
-        return Span(path, 0, os.fstat(fd).st_size, str(path), identity(fd))
+        return Span(path, 0, size_of(fd), str(path), identity(fd))
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import SourceError
+from bridge.remote.place import as_path
 from bridge.sources.hf import HfSource, holds_weights, settle_config
 from bridge.sources.refuse import one_checkpoint, quantized
 from bridge.sources.shards import listed, named
+from bridge.values import Program
 
 if TYPE_CHECKING:
     from bridge.sources.native import Container
 
+WRITTEN_BY = (
+    Program(
+        "torchtitan",
+        "0.3.0 and 0.2.2",
+        "tensors equal those of its own state-dict adapters, saved by torch 2.13",
+        ("tests/sources/test_torchtitan.py", "tests/sources/test_dcp.py"),
+    ),
+)
 HEADS = ("lm_head.weight", "output.weight")
 STEP = re.compile(r"step-(\d+)")
 
 
 def recognizes(model: object) -> bool:
     """Take a directory with a distributed checkpoint, or with steps of a run that have one."""
-    if not isinstance(model, str | Path):
+    root = as_path(model)
+    if root is None:
         return False
-    root = Path(model).expanduser()
     return root.is_dir() and not holds_weights(root) and (_is_step(root) or bool(_steps(root)))
 
 
@@ -39,7 +49,8 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.spelling import hugging_faces, unwrapped
     from bridge.sources.weights_folder import distributed
 
-    root = Path(model).expanduser()
+    root = as_path(model)
+    assert root is not None, "recognizes() was asked"
     one_checkpoint(root)
     at, notes = (root, {}) if _is_step(root) else _last(root)
     folder = open_folder(at)

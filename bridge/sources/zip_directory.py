@@ -9,11 +9,13 @@ import struct
 from dataclasses import dataclass
 
 from bridge.errors import SourceError
+from bridge.remote.place import Handle
 from bridge.sources.span import Span
 from bridge.sources.unpickle import LONGEST
 
 EOCD, EOCD64, LOCATOR64, CENTRAL, LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 TAIL = 65557  # the end record with the longest comment
+MOST_MEMBERS = 1 << 18  # finding each is a read
 SHORT_TAIL = 4096  # torch writes no comment, and its directory of a few members lies in the same read
 
 
@@ -26,7 +28,7 @@ class Member:
     crc: int
 
 
-def read_directory(fd: int, span: Span) -> dict[str, Member]:
+def read_directory(fd: Handle, span: Span) -> dict[str, Member]:
     """Parse the central directory of the zip that `span` is: the local headers that torch writes carry no sizes."""
     tail_at = max(0, span.nbytes - SHORT_TAIL)
     tail = span.at(fd, tail_at, SHORT_TAIL)
@@ -37,9 +39,15 @@ def read_directory(fd: int, span: Span) -> dict[str, Member]:
         at = tail.rfind(EOCD)
     if at < 0 or len(tail) < at + 22:
         raise SourceError("truncated: the zip has no end record; download it again")
-    count, length, start = struct.unpack_from("<HII", tail, at + 10)
+    disks, (count, length, start) = tail[at + 4 : at + 8], struct.unpack_from("<HII", tail, at + 10)
     if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
         count, length, start = _zip64(fd, span, tail, at)
+    elif any(disks):
+        raise SourceError("a part of a zip of several files, which torch.save never writes; save the file again")
+    if count > MOST_MEMBERS:
+        raise SourceError(
+            f"the zip holds {count} members; at most {MOST_MEMBERS} are read: one for a tensor, and a few"
+        )
     if start + length > span.nbytes or length > LONGEST:
         raise SourceError("truncated: the zip's directory lies outside the file; download it again")
     table = tail[start - tail_at : start - tail_at + length] if start >= tail_at else span.at(fd, start, length)
@@ -56,7 +64,7 @@ def read_directory(fd: int, span: Span) -> dict[str, Member]:
     return members
 
 
-def _zip64(fd: int, span: Span, tail: bytes, end: int) -> tuple[int, int, int]:
+def _zip64(fd: Handle, span: Span, tail: bytes, end: int) -> tuple[int, int, int]:
     locator = end - 20
     if locator < 0 or tail[locator : locator + 4] != LOCATOR64:
         raise SourceError("the zip's 64-bit end record is missing; download it again")
@@ -68,7 +76,7 @@ def _zip64(fd: int, span: Span, tail: bytes, end: int) -> tuple[int, int, int]:
     return count, length, start
 
 
-def _central(fd: int, span: Span, table: bytes, at: int) -> tuple[str, Member, int]:
+def _central(fd: Handle, span: Span, table: bytes, at: int) -> tuple[str, Member, int]:
     """Parse one entry of the central directory and the local header that it points to."""
     if table[at : at + 4] != CENTRAL:
         raise SourceError("the zip's directory is broken; download it again")
@@ -80,10 +88,12 @@ def _central(fd: int, span: Span, table: bytes, at: int) -> tuple[str, Member, i
         raise SourceError(f"{name}: compressed or encrypted, which torch.save never writes; save the file again")
     extra = table[at + 46 + n_name : at + 46 + n_name + n_extra]
     nbytes, packed, header = _wide(extra, [nbytes, packed, header])
-    local = span.at(fd, header, 30)
+    local = span.at(fd, header, 30 + n_name)
     if len(local) < 30 or local[:4] != LOCAL:
         raise SourceError(f"truncated: {name} lies outside the file; download it again")
     local_name, local_extra = struct.unpack_from("<HH", local, 26)
+    if local[30 : 30 + local_name] != table[at + 46 : at + 46 + n_name]:
+        raise SourceError(f"{name} has another name where its bytes lie, so that readers differ; save the file again")
     offset = header + 30 + local_name + local_extra
     if nbytes != packed or offset + nbytes > span.nbytes:
         raise SourceError(f"truncated: {name} lies outside the file; download it again")

@@ -1,0 +1,307 @@
+"""One request for a byte range and its answer, over connections that are kept open; what is wrong becomes a sentence.
+
+It never retries and never says what was signed: messages name the file as the user did.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import socket
+import ssl
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import TracebackType
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from bridge.errors import SourceError
+from bridge.remote.address import Address
+
+STEP = 1 << 20  # bytes a call; what a connection that is reset had brought of the last one is asked for again
+REDIRECTS = 5
+MISSING = (404, 410)
+REFUSED = (401, 403)
+STALE = (*REFUSED, 400)  # S3 answers 400 where the session ended that an address was signed in
+MOVED = (301, 302, 303, 307, 308)
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+AGENT = "qbridge"
+PROXY = "the proxy refuses; give it a user in the environment: HTTPS_PROXY=http://user:password@host:port"
+LONGEST = 18  # digits of a length that a server tells
+
+
+class RefusedError(SourceError):
+    """A server does not let this user read a file, which may be there."""
+
+
+class PassingError(Exception):
+    """Why a request failed that may succeed when it is made again; `pause`: seconds that the server asked for."""
+
+    def __init__(self, why: str, pause: float = 0.0) -> None:
+        super().__init__(why)
+        self.pause = pause
+
+    def told(self, where: str, times: str) -> SourceError:
+        """What is said where it failed too often."""
+        return SourceError(f"{where}: {self}, {times}; check the network and the server, and run again")
+
+
+class StaleError(PassingError):
+    """An address was refused that answers for a while only; another one may not be."""
+
+    def __init__(self, why: str, hint: str) -> None:
+        super().__init__(why)
+        self._hint = hint
+
+    def told(self, where: str, times: str) -> SourceError:
+        """A refusal like any other."""
+        return RefusedError(f"{where}: {self}; {self._hint}")
+
+
+class Connections:
+    """Open connections by server, for any number of threads; a proxy that the environment names is used."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._trusted: ssl.SSLContext | None = None
+
+    def take(self, parts: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection to the server of an address, and whether it was idle: such a one may be closed by now."""
+        with self._lock:
+            idle = self._idle.get((parts.scheme, parts.netloc))
+            found = idle.pop() if idle else self._made(parts)
+            self._busy.add(found)
+        return found, found.sock is not None
+
+    def give(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
+        """Keep a connection whose answer was read to its end."""
+        with self._lock:
+            self._busy.discard(connection)
+            self._idle.setdefault((parts.scheme, parts.netloc), []).append(connection)
+
+    def drop(self, connection: http.client.HTTPConnection) -> None:
+        """Close one that is of no more use."""
+        connection.close()
+        with self._lock:
+            self._busy.discard(connection)
+
+    def forget(self, parts: SplitResult) -> None:
+        """Close those to a server that are idle: it has closed one of them, so most likely all."""
+        with self._lock:
+            for connection in self._idle.pop((parts.scheme, parts.netloc), []):
+                connection.close()
+
+    def hang_up(self) -> None:
+        """End what is being said on any of them: who reads is told at once, and closes it."""
+        with self._lock:
+            for connection in self._busy:
+                if connection.sock is not None:
+                    with suppress(OSError):  # not the method of an SSL socket, which takes apart what its reader uses
+                        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+
+    def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
+        if parts.scheme == "https" and self._trusted is None:
+            self._trusted = ssl.create_default_context()
+        proxy = proxy_of(parts)
+        near = proxy or parts
+        if parts.scheme == "https":
+            made: http.client.HTTPConnection = http.client.HTTPSConnection(
+                near.hostname or "", near.port, timeout=self._timeout, context=self._trusted
+            )
+            if proxy:
+                made.set_tunnel(parts.hostname or "", parts.port, dict(proxy_headers(proxy)))
+        else:
+            made = http.client.HTTPConnection(near.hostname or "", near.port, timeout=self._timeout)
+        return made
+
+
+def proxy_of(parts: SplitResult) -> SplitResult | None:
+    """The proxy that the environment names for an address."""
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+
+
+def proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
+    """What tells a proxy who asks, where its address has a user."""
+    user = proxy.netloc.rpartition("@")[0]
+    said = base64.b64encode(unquote(user).encode()).decode()
+    return {"Proxy-Authorization": f"Basic {said}"} if user else {}
+
+
+class Exchange:
+    """A request for bytes `begin` to `end` of a file, and its answer while the block runs.
+
+    PassingError where it may work another time, SourceError where it will not.
+    """
+
+    status: int
+
+    def __init__(self, connections: Connections, address: Address, begin: int, end: int) -> None:
+        self._connections, self._address = connections, address
+        self._begin, self._end = begin, end
+        self._left = 0  # bytes of the answer that were not read
+
+    def __enter__(self) -> Exchange:
+        url, headers = self._address.request()
+        for _ in range(REDIRECTS + 1):
+            self._ask(url, headers)
+            if self.status not in MOVED:
+                break
+            onward = self._onward(url)
+            self._drop()
+            if urlsplit(onward).netloc != urlsplit(url).netloc:  # who is sent on to must not learn the password
+                headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+            if urlsplit(url).scheme == "https" != urlsplit(onward).scheme:
+                raise SourceError(f"{self._address.where}: the server sends on to an address that is not encrypted")
+            self._address.moved(url := onward)
+        else:
+            raise SourceError(f"{self._address.where}: the server sends on {REDIRECTS} times; check the address")
+        try:
+            self._refuse(url)
+        except BaseException:
+            self._drop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if error is None and 0 <= self._left <= STEP and not self._answer.will_close:
+            try:
+                self._answer.read()  # what says why a file is not there: a new connection takes longer
+            except (OSError, http.client.HTTPException):  # what was asked for is known
+                self._drop()
+            else:
+                self._connections.give(self._parts, self._connection)
+        else:
+            self._drop()
+
+    def _ask(self, url: str, headers: Mapping[str, str]) -> None:
+        self._parts = urlsplit(url)
+        target = self._parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+        asked = {
+            "Host": self._parts.netloc, "Range": f"bytes={self._begin}-{self._end - 1}", "Accept-Encoding": "identity",
+            "User-Agent": AGENT, **headers,
+        }  # fmt: skip
+        if self._parts.scheme == "http" and (proxy := proxy_of(self._parts)):
+            target, asked = url, {**asked, **proxy_headers(proxy)}
+        while True:
+            self._connection, used = self._connections.take(self._parts)
+            try:
+                self._connection.request("GET", target, headers=asked)
+                self._answer = self._connection.getresponse()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                self._connections.drop(self._connection)
+                if not used:
+                    raise self._why(error) from error
+                self._connections.forget(self._parts)
+                if isinstance(error, TimeoutError):  # it stands, and says nothing
+                    raise self._why(error) from error
+        self.status = self._answer.status
+        self._left = self._answer.length if self._answer.length is not None else -1
+
+    def _onward(self, url: str) -> str:
+        try:
+            onward = urljoin(url, self._answer.getheader("Location") or "")
+            _ = urlsplit(onward).port
+        except ValueError:
+            self._drop()
+            raise SourceError(f"{self._address.where}: the server sends on to what is no address") from None
+        return onward
+
+    def _drop(self) -> None:
+        self._answer.close()
+        self._connections.drop(self._connection)
+
+    def _why(self, error: Exception) -> Exception:
+        """What went wrong below HTTP: what will not pass is a SourceError."""
+        host = self._parts.hostname
+        if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
+            return SourceError(f"{self._address.where}: no server {host} is known; check the address and the network")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return SourceError(
+                f"{self._address.where}: the certificate of {host} is not trusted ({error.verify_message}); "
+                "SSL_CERT_FILE names the authorities to trust"
+            )
+        if isinstance(error, TimeoutError):
+            return PassingError("no answer in time")
+        if str(error).startswith("Tunnel connection failed: 4"):  # http.client's words
+            return SourceError(f"{self._address.where}: {PROXY} ({str(error).rpartition(': ')[2]})")
+        return PassingError(f"the connection broke ({getattr(error, 'strerror', None) or type(error).__name__})")
+
+    def _refuse(self, url: str) -> None:
+        """Raise what the status says; 404 is left to who asks, for it may be an answer."""
+        where, said = self._address.where, f"{self.status} {self._answer.reason}"
+        if self.status in STALE and self._address.refused(url):
+            raise StaleError(f"access refused ({said})", self._address.hint)
+        if self.status in REFUSED:
+            raise RefusedError(f"{where}: access refused ({said}); {self._address.hint}")
+        if self.status == 407:
+            raise SourceError(f"{where}: {PROXY} ({said})")
+        if self.status in PASSING:
+            pause = _number(self._answer.getheader("Retry-After"))
+            raise PassingError(f"the server answers {said}", float(pause or 0))
+        if self.status not in (200, 206, 416, *MISSING):
+            raise SourceError(f"{where}: the server answers {said}; check the address")
+        if (self._answer.getheader("Content-Encoding") or "identity") != "identity":
+            raise SourceError(f"{where}: the server compresses it, so that no part can be read; serve it as it is")
+
+    @property
+    def tag(self) -> str:
+        """What changes with the file, as far as the server tells."""
+        return (self._answer.getheader("ETag") or self._answer.getheader("Last-Modified") or "").removeprefix("W/")
+
+    def total(self) -> int:
+        """How long the whole file is."""
+        text = (self._answer.getheader("Content-Range") or "").rpartition("/")[2]
+        if self.status == 200:
+            text = self._answer.getheader("Content-Length") or ""
+        length = _number(text)
+        if length is None:
+            raise SourceError(f"{self._address.where}: the server does not say how long it is; use another server")
+        return length
+
+    def check(self, nbytes: int, tag: str) -> None:
+        """SourceError where the answer is not the range that was asked for, of the file of that size and tag."""
+        where = self._address.where
+        if self.status in MISSING:
+            raise SourceError(f"{where}: gone ({self.status}), though it was there a moment ago; run again")
+        whole = self.status == 200 and self._begin == 0 and self._end == nbytes
+        if self.status == 200 and not whole:
+            raise SourceError(
+                f"{where}: the server sends whole files only (no byte ranges), which would bring the model here whole; "
+                "use a server that serves ranges, or download it first"
+            )
+        if self.total() != nbytes or (tag and self.tag != tag):
+            raise SourceError(f"{where}: changed since it was opened; nothing was kept, run again")
+        if not whole and not (self._answer.getheader("Content-Range") or "").startswith(f"bytes {self._begin}-"):
+            raise SourceError(f"{where}: the server answers another range than it was asked for; use another server")
+
+    def pieces(self, out: memoryview) -> Iterator[int]:
+        """Fill `out` with the answer's bytes; yields how many more came, as they come."""
+        done = 0
+        while done < len(out):
+            try:
+                got = self._answer.readinto(out[done : done + STEP])
+            except (OSError, http.client.HTTPException) as error:
+                raise self._why(error) from error
+            if not got:
+                raise PassingError(f"the connection ended after {done} of {len(out)} bytes")
+            done += got
+            self._left -= got
+            yield got
+
+    def fill(self, out: memoryview) -> None:
+        """Fill `out`, all of it."""
+        for _ in self.pieces(out):
+            pass
+
+
+def _number(text: str | None) -> int | None:
+    """A number that a server says; None where it says none: `isdigit` alone would take what `int` does not."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= LONGEST else None

@@ -1,0 +1,67 @@
+"""The hidden directory in which an output is made before it is sent: one run at a time, which knows itself again.
+
+Must never be left where nothing in it is worth keeping.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from bridge.errors import WriteError, reason
+from bridge.journal import JOURNAL, lock
+from bridge.scratch import surely
+
+
+class Holding:
+    """A directory that this run has locked; `run` is the id of the run, or of the killed one that left it here."""
+
+    def __init__(self, directory: Path, file: IO[str]) -> None:
+        self.directory, self._file = directory, file
+        file.seek(0)
+        self.run = file.read().strip() or secrets.token_hex(16)
+
+    def remember(self) -> None:
+        """Keep the id: what lies elsewhere under it can then be gone on with."""
+        self._file.truncate(0)
+        self._file.write(self.run)
+        self._file.flush()
+
+    def forget(self) -> None:
+        """Nothing lies elsewhere under this id."""
+        self._file.truncate(0)
+
+    def close(self) -> None:
+        """Remove the directory, unless something lies in it or the id is remembered."""
+        path = self.directory / JOURNAL
+        if not path.stat().st_size and [*self.directory.iterdir()] == [path]:
+            shutil.rmtree(self.directory)
+
+
+@contextmanager
+def held(directory: Path, where: str) -> Iterator[Holding]:
+    """Own `directory` while the block runs, to make in it what goes to `where`; WriteError where another run does."""
+    try:
+        directory.mkdir(exist_ok=True)
+        if not (directory / JOURNAL).exists() and (strangers := sorted(path.name for path in directory.iterdir())):
+            raise WriteError(f"{directory} holds {', '.join(strangers[:3])}: not ours; move it away first")
+        file = (directory / JOURNAL).open("a+")
+    except OSError as error:
+        raise WriteError(f"{directory}: {reason(error)}; what goes to {where} is made there first") from error
+    with file:
+        try:
+            lock(file, directory)
+        except WriteError as error:
+            raise WriteError(
+                f"{where} is being made and sent by another run, in {directory}; wait for it, or choose another output"
+            ) from error
+        holding = Holding(directory, file)
+        try:
+            yield holding
+        finally:
+            with suppress(OSError):
+                surely(holding.close)

@@ -1,0 +1,272 @@
+"""An output at s3://, gs:// or wherever fsspec writes: made here, then sent; nothing half-sent can be loaded.
+
+Object stores know no rename: weights go first, what makes them a model last, and a note lies beside them meanwhile. It
+says what was sent, so that a run that was cut off goes on, and that an output without it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError, UsageError, WriteError
+from bridge.journal import JOURNAL
+from bridge.json_data import parse_json
+from bridge.progress import Progress
+from bridge.remote.address import checked, scheme_of, shown
+from bridge.remote.holding import Holding, held
+from bridge.remote.note import NOTE, Note, Sent, parse_note
+from bridge.remote.objects import file_system, problem, tag_of
+from bridge.report import Report, report_from_dict
+from bridge.visible import MARK, check_free
+
+IDENTITY = ".qbridge-identity"  # in a finished output that is to be sent: of which run it is
+TRIES = 4
+# Without these nothing takes the files for a model, wherever they lie in it: sent last, in this order, removed first.
+LAST = (
+    "model.safetensors.index.json", ".metadata", "metadata.json", "common.pt", "model.engine", "model.onnx",
+    "config.json", MARK,
+)  # fmt: skip
+BUCKETS = ("s3", "s3a", "gs", "gcs")
+MOST_VALUES = 64 << 20  # of a report, some tens for a tensor
+REFUSED = {
+    "http": "a web server takes no files; write to a directory, s3:// or gs://",
+    "https": "a web server takes no files; write to a directory, s3:// or gs://",
+    "hf": "write to a directory, and `hf upload org/name DIRECTORY` makes one commit of it",
+}
+
+
+@contextmanager
+def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]:
+    """Convert into `local` while the block runs; then it is sent. No other run has `local` until that has ended."""
+    where = shown(url)
+    if (scheme := scheme_of(url)) in REFUSED:
+        raise UsageError(f"out={where}: {REFUSED[scheme]}")
+    fs, root = file_system(checked(url))
+    parts = root.strip("/").split("/")
+    if {"", ".", ".."} & {*parts} or (scheme in BUCKETS and len(parts) < 2):
+        raise UsageError(f"out={where}: give a directory in it: {scheme}://{parts[0] or 'place'}/name")
+    name = f".{where.rpartition('/')[2]}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.sending"
+    with held(Path(name).absolute(), where) as holding:
+        outgoing = Outgoing(where, fs, root, holding)
+        try:
+            outgoing.begin(overwrite)
+            yield outgoing
+        except BaseException:
+            outgoing.give_up()
+            raise
+        outgoing.send(progress)
+
+
+class Outgoing:
+    """The output of one conversion: `local` is where it is made, inside the hidden directory that `holding` owns."""
+
+    def __init__(self, where: str, fs: Any, root: str, holding: Holding) -> None:
+        self.where, self._fs, self._root, self._holding = where, fs, root, holding
+        self.local = holding.directory / "made"
+        self._sender = f"{socket.gethostname()}:{self.local}"
+        self._sent: dict[str, Sent] = {}
+        self._stale: list[str] = []
+        self._note_stays = True  # until it is ours to take back
+
+    def begin(self, overwrite: bool) -> None:
+        """Refuse what cannot be written to, before any work: the note that is left there shows that it can be."""
+        check_free(self.local, overwrite=True)
+        found = self._listing()
+        note = self._read_note() if NOTE in found else None
+        self._check(found, note, overwrite)
+        self._sent = dict(note.sent) if note else {}
+        self._stale = sorted({*found} - {NOTE})
+        ours = note is not None and note.run == self._holding.run
+        try:
+            self._holding.remember()
+            self._leave_note()
+        except WriteError as error:
+            if not ours:
+                self._holding.forget()
+            if isinstance(error.__cause__, FileNotFoundError) and scheme_of(self.where) in BUCKETS:
+                bucket = self._root.partition("/")[0]
+                raise WriteError(f"{self.where}: no bucket is called {bucket}; make it, or check its name") from error
+            raise
+        # What lost its mark to a run that was cut off is nobody's without the note, and could not be replaced.
+        self._note_stays = bool(self._sent) or (bool(self._stale) and MARK not in self._stale)
+
+    def _check(self, found: Mapping[str, Any], note: Note | None, overwrite: bool) -> None:
+        """Refuse to write over what is there, unless it is ours and may be replaced, or to be gone on with."""
+        untouched = MARK in found and not (note and note.sent)
+        if not found or (note and note.run == self._holding.run and not untouched):
+            return
+        if note and note.run != self._holding.run and not overwrite:
+            raise WriteError(
+                f"{self.where} is being sent by {note.sender}, or that run was cut off; run it "
+                "there again, or pass overwrite=True (--overwrite) to take its place"
+            )
+        if not overwrite:
+            raise WriteError(
+                f"{self.where} exists already; choose another directory, or pass overwrite=True (--overwrite)"
+            )
+        if note is None and MARK not in found:
+            raise WriteError(
+                f"{self.where} was not written by bridge (no {MARK} in it): it is not overwritten; remove it yourself"
+            )
+
+    def kept(self, identity: str, verified: bool) -> Report | None:
+        """The report of a finished output that only was not sent to its end; None where there is none of this run."""
+        try:
+            if (self.local / IDENTITY).read_text() != _of_run(identity, verified):
+                return None
+            return report_from_dict(parse_json((self.local / "report.json").read_bytes(), MOST_VALUES))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def note_finished(self, directory: Path, identity: str, verified: bool) -> None:
+        """Say in a finished output of which run it is, and whether it was compared with its source."""
+        (directory / IDENTITY).write_text(_of_run(identity, verified))
+
+    def send(self, progress: Progress) -> None:
+        """Send everything that is not there yet, then remove what was made here."""
+        files = {
+            path.relative_to(self.local).as_posix(): path for path in sorted(self.local.rglob("*")) if path.is_file()
+        }
+        for own in (IDENTITY, JOURNAL):
+            files.pop(own, None)
+        order = sorted(files, key=lambda name: (_last(name), -files[name].stat().st_size))
+        total, done = sum(path.stat().st_size for path in files.values()), 0
+        try:
+            self._check_ours()
+            sums = {name: _checksum(path) for name, path in files.items()}
+            self._unmake(sums)
+            for name in order:
+                if name not in self._sent:
+                    self._send(name, files[name], sums[name])
+                progress(done := done + files[name].stat().st_size, total, "send")
+            self._compare(files)
+            self._remove([name for name in self._stale if name not in files])
+            self._remove([NOTE])
+        except BridgeError as error:
+            raise WriteError(
+                f"{error}\n  {len(self._sent)} of {len(files)} files are at {self.where}, and nothing takes them for a "
+                f"model; the finished one is kept in {self.local}. Run again to send the rest"
+            ) from error
+        shutil.rmtree(self.local)
+        self._holding.forget()
+
+    def give_up(self) -> None:
+        """Take the note back where the conversion failed before anything was sent."""
+        if self._note_stays:
+            return
+        try:
+            path = f"{self._root}/{NOTE}"
+            if parse_note(self._fs.cat_file(path)).run == self._holding.run:
+                self._fs.rm_file(path)
+        except Exception:  # any of a store's library; the failure that led here is what matters
+            return
+        self._holding.forget()
+
+    def _unmake(self, sums: Mapping[str, str]) -> None:
+        """Forget what is not there as it is here; while anything is missing, nothing there makes it a model."""
+        found = self._listing()
+        whole = {
+            name: sent
+            for name, sent in self._sent.items()
+            if name in found and sent == Sent(sums.get(name, ""), int(found[name]["size"]), tag_of(found[name]))
+        }
+        self._sent = whole
+        if whole.keys() != sums.keys():
+            self._take_away(found)
+
+    def _take_away(self, found: Collection[str]) -> None:
+        """Remove what makes it a model of the files there."""
+        self._sent = {name: sent for name, sent in self._sent.items() if _last(name) < 0}
+        self._leave_note()
+        self._remove(sorted((name for name in found if _last(name) >= 0), key=_last, reverse=True))
+
+    def _check_ours(self) -> None:
+        """WriteError where another run took the place meanwhile: files of both would be mixed."""
+        note = self._read_note()
+        if note.run != self._holding.run:
+            raise WriteError(f"{self.where}: {note.sender} took this run's place; nothing more was sent")
+
+    def _send(self, name: str, path: Path, checksum: str) -> None:
+        """A store has no lock: the note is asked after each file, which is before the next."""
+        target = f"{self._root}/{name}"
+        self._tried("written", name, lambda: self._fs.put_file(os.fspath(path), target))
+        info = self._tried("read", name, lambda: self._fs.info(target))
+        self._check_ours()
+        self._sent[name] = Sent(checksum, int(info["size"]), tag_of(info))
+        self._leave_note()
+
+    def _compare(self, files: Mapping[str, Path]) -> None:
+        """WriteError where what is there is not what was sent."""
+        found, wrong = self._listing(), []
+        for name, path in files.items():
+            there, sent = found.get(name), self._sent[name]
+            if not there or (there["size"], tag_of(there)) != (path.stat().st_size, sent.tag):
+                wrong.append(name)
+        if wrong:
+            self._sent = {name: sent for name, sent in self._sent.items() if name not in wrong}
+            self._take_away(found)
+            raise WriteError(f"{self.where}: {', '.join(wrong[:4])} did not arrive whole")
+
+    def _listing(self) -> dict[str, Any]:
+        def listed() -> Any:
+            self._fs.invalidate_cache()
+            try:
+                return self._fs.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+
+        found = self._tried("listed", "", listed)
+        root = self._root.strip("/")
+        return {
+            path.strip("/").removeprefix(f"{root}/"): info for path, info in found.items() if not path.endswith("/")
+        }
+
+    def _read_note(self) -> Note:
+        return parse_note(self._tried("read", NOTE, lambda: self._fs.cat_file(f"{self._root}/{NOTE}")))
+
+    def _leave_note(self) -> None:
+        data = Note(self._holding.run, self._sender, self._sent).to_bytes()
+        self._tried("written", NOTE, lambda: self._fs.pipe_file(f"{self._root}/{NOTE}", data))
+
+    def _remove(self, names: Collection[str]) -> None:
+        def removed(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._root}/{name}")
+
+        for name in names:
+            self._tried("removed", name, lambda name=name: removed(name))
+
+    def _tried(self, doing: str, name: str, call: Any) -> Any:
+        """Do it a few times; what a store's library says in the end becomes a WriteError."""
+        for turn in range(TRIES):
+            try:
+                return call()
+            except Exception as error:  # any of a store's library
+                last = turn == TRIES - 1 or isinstance(error, PermissionError | FileNotFoundError)
+                if last:
+                    raise problem(f"{self.where}/{name}".rstrip("/"), doing, error, WriteError) from error
+                time.sleep(0.25 * 2**turn)
+        raise AssertionError("the last turn returns or raises")
+
+
+def _last(name: str) -> int:
+    """Where a file comes among those that are sent last; -1 for all others."""
+    own = name.rpartition("/")[2]
+    return LAST.index(own) if own in LAST else -1
+
+
+def _of_run(identity: str, verified: bool) -> str:
+    return f"{identity} {'verified' if verified else 'not verified'}"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
