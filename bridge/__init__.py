@@ -18,6 +18,8 @@ _HOME = {
     "calibrate": "bridge.api",
     "verify": "bridge.api",
     "check": "bridge.api",
+    "batch": "bridge.batches.run",
+    "BatchReport": "bridge.batches.result",
     "sensitivity": "bridge.costs.run",
     "Sensitivity": "bridge.costs.result",
     "Plan": "bridge.planning",
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from bridge import golden as golden
     from bridge import targets as targets
     from bridge.api import calibrate, check, convert, plan, verify
+    from bridge.batches.result import BatchReport
+    from bridge.batches.run import batch
     from bridge.costs.result import Sensitivity
     from bridge.costs.run import sensitivity
     from bridge.doors.nemo import Quantizer
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from bridge.report import Report
 
 __all__ = [
+    "BatchReport",
     "BridgeError",
     "Calibration",
     "Plan",
@@ -67,6 +72,7 @@ __all__ = [
     "Scheme",
     "Sensitivity",
     "__version__",
+    "batch",
     "calibrate",
     "check",
     "convert",

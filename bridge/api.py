@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING, Any
 from bridge import __version__
 from bridge.conversion import Conversion
 from bridge.errors import CalibrationError, SourceError, TableError, UsageError, VerifyError
+from bridge.foreseen import foresee
 from bridge.opening import data_of, open_model, plan_of, scheme_of, stored_of, structure_of
 from bridge.planning import CALIBRATION
 from bridge.progress import Progress, quiet
-
-SIDECAR = 16 << 20  # bytes: calibration with its held-out answers, graph and report at most, for all but giant graphs
+from bridge.remote.address import is_remote
 
 if TYPE_CHECKING:
     from bridge.finish import Manifest, Proof
     from bridge.planning import Plan
+    from bridge.portions import Spread
     from bridge.quant.calibration import Calibration
     from bridge.quant.data import Data
     from bridge.quant.modelopt import FakeQuantized
     from bridge.quant.scheme import Scheme
+    from bridge.remote.outgoing import Outgoing
     from bridge.report import Report
     from bridge.sources import Source
-    from bridge.values import Format, Structure
+    from bridge.values import Structure
 
 
 @dataclass
@@ -58,6 +60,13 @@ def plan(
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
 
     Takes the same arguments as `convert`; reads no weight, and loads no framework for an architecture with a table.
+
+    Raises:
+        BridgeError: UsageError, SourceError, SchemeError or PlanError, each with all that is wrong at once.
+
+    >>> made = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
+    >>> len(made.outputs), made.disk < 3_000_000  # bytes
+    (83, True)
     """
     source = open_model(model, config, None)
     structure = structure_of(source)
@@ -80,9 +89,20 @@ def calibrate(
     """Run the model with ModelOpt once and return its statistics; `save()` them and use them for any target.
 
     Args:
+        quant: a scheme's name, a recipe's path, or a `Scheme`.
         data: None (the embedded text), a text or JSONL file, a dataset id, batches, a DataLoader, or a
-            `forward_loop(model)`.
-        samples, sequence: how many sequences of how many tokens; None takes the defaults of `bridge.quant.data`.
+            `forward_loop(model)`. Batches are mappings of arrays, `input_ids` (batch, sequence) of integers first.
+        kv: None, "fp8", "int8" or "nvfp4", where the scales of the KV cache are wanted too.
+        device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
+        samples: how many sequences; None takes the default of `bridge.quant.data`.
+        sequence: tokens of each; None likewise.
+
+    Raises:
+        CalibrationError: data is missing, too short or not finite, or the scheme calibrates with CUDA only.
+
+    >>> made = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=4, sequence=64)
+    >>> made.input_amax["model.layers.0.mlp.down_proj"].dtype
+    dtype('float32')
     """
     source = open_model(model, config, tokenizer)
     structure = structure_of(source)
@@ -133,26 +153,87 @@ def convert(
     """Convert a model to what `target` loads, quantized by `quant`; the output appears whole or not at all.
 
     Args:
-        model: a `transformers` model in memory (left as it is), a directory, a hub id, or a `Source`.
-        target: "trt", or what an entry point adds.
+        model: a `transformers` model in memory (left as it is), a directory (here, or at https://, s3://, gs://,
+            hf://), a hub id, or a `Source`.
+        target: "hf", "trt", "tripy", "trtllm", "megatron", "torchtitan", or what an entry point adds.
         quant: a scheme's name, a recipe's path, a `Scheme`; None converts without quantizing. What a quantized source
             holds is carried over by None, dequantized by "none", dequantized and quantized anew by a scheme.
-        out: the directory to write; None takes the model's name and the scheme's.
+        out: the directory to write, here or at s3:// or gs://; None takes the model's name and the scheme's.
         calib: what `calibrate` takes as `data`, or a `Calibration`, or the path of a saved one.
         kv: None, "fp8", "int8" or "nvfp4".
+        device: where calibration runs: "cpu", "cuda", "cuda:1".
+        config: entries that replace those of config.json, or a JSON file of them: what a checkpoint does not say.
+        tokenizer: an object, a directory or a hub id, in place of the model's own.
+        verify: re-read what was written, compare it with the source, and run it where the target does.
+        overwrite: replace `out`, if bridge wrote it.
+        resume: go on where a killed run of the same stopped; False discards what it left.
+        progress: called with a stage's name, how much is done, and how much there is.
         memory: bytes that the run may use; None takes what the plan says.
         options: the target's own, see `bridge.targets.<target>.Options`.
 
     Raises:
         BridgeError: one of its classes, before any weight is read where that is possible.
+
+    >>> report = bridge.convert("examples/models/tiny-llama", target="hf", quant="int8_wo", out="tiny-llama-int8")
+    >>> report.passed, report.quantized
+    (True, 35)
     """
+    arguments = {
+        "calib": calib, "kv": kv, "device": device, "config": config, "tokenizer": tokenizer, "verify": verify,
+        "overwrite": overwrite, "resume": resume, "progress": progress, "memory": memory, **options,
+    }  # fmt: skip
+    if not is_remote(out):
+        return convert_as(Manner(), model, target, quant, out, **arguments)
+    from bridge.remote.outgoing import sending
+
+    with sending(str(out), overwrite, progress or quiet) as outgoing:
+        here = arguments | {"overwrite": True}  # of what an earlier run made here and did not send
+        return convert_as(Manner(outgoing=outgoing), model, target, quant, outgoing.local, **here)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What a batch decides of a conversion beside its arguments: `spread` runs the stream in other processes.
+
+    `runs`: what was written is run even where the target alone would not load a framework for that. `outgoing`: where
+    the output is sent when it is finished.
+    """
+
+    spread: Spread | None = None
+    runs: bool = False
+    outgoing: Outgoing | None = None
+
+
+def convert_as(
+    manner: Manner,
+    /,
+    model: Any,
+    target: str,
+    quant: Any = None,
+    out: str | Path | None = None,
+    *,
+    calib: Any = None,
+    kv: str | None = None,
+    device: str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | None = None,
+    memory: int | None = None,
+    **options: Any,
+) -> Report:
+    """`convert`, in the manner that a batch asks for."""
     from bridge.finish import make_report, write
     from bridge.output import output_directory
 
-    clock, tell = _Clock(), progress or quiet
+    clock, tell, outgoing = _Clock(), progress or quiet, manner.outgoing
     with clock.stage("plan"):
         source = open_model(model, config, tokenizer)
-        job = _prepare(source, target, quant, out, calib, kv, device, overwrite, memory, verify, options)
+        job = _prepare(source, target, quant, out, calib, kv, device, overwrite, memory, verify, manner.runs, options)
+    if outgoing and resume and (kept := outgoing.kept(job.identity, verify)):
+        return kept
     with output_directory(job.out, job.identity, overwrite=overwrite, resume=resume) as work:
         calibration = job.given
         if calibration is None and job.scheme and job.data and job.scheme.needs_calibration:
@@ -160,13 +241,18 @@ def convert(
                 calibration = _calibrate_once(work.directory, job, device, tell)
         elif calibration:
             calibration.save(work.directory / CALIBRATION)
-        conversion = Conversion(job.plan, job.source, calibration, job.scheme, job.memory, work, progress=tell)
+        conversion = Conversion(
+            job.plan, job.source, calibration, job.scheme, job.memory, work, progress=tell, spread=manner.spread
+        )
         with clock.stage("write"):
             manifest = write(conversion)
         with clock.stage("verify") if verify else nullcontext():
             proof = _prove(work.directory, job, manifest, calibration, tell) if verify else None
-        report = make_report(job.out, work.directory, manifest, job.source, calibration, proof, clock.seconds)
+        where = outgoing.where if outgoing else job.out
+        report = make_report(where, work.directory, manifest, job.source, calibration, proof, clock.seconds)
         report.save(work.directory)
+        if outgoing:
+            outgoing.note_finished(work.directory, job.identity, verify)
     return report
 
 
@@ -197,40 +283,29 @@ def _prepare(
     overwrite: bool,
     memory: int | None,
     verify: bool,
+    runs: bool,
     options: dict[str, Any],
 ) -> _Job:
     """Plan, and refuse what can be refused: output, disk, memory, CUDA, calibration, data."""
-    from bridge.budget import stream_memory
-    from bridge.output import check_disk, check_free
+    from bridge.output import check_disk
     from bridge.quant.modelopt import check_device
     from bridge.targets import load_target
+    from bridge.visible import check_free, settle
 
-    structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure) or stored_of(quant, source)
-    plan_ = plan_of(source, structure, target, scheme, options)
-    directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
-    _check_apart(directory, source)
-    check_free(directory, overwrite)
-    check_disk(directory, plan_.disk + SIDECAR)
-    budget = stream_memory(plan_, memory)
-    given = _given_calibration(calib, source, structure, plan_, scheme)
-    needed = scheme is not None and scheme.needs_calibration and given is None
-    if scheme and needed:
+    seen = foresee(source, target, quant, out, calib, kv, memory, options)
+    scheme, given = seen.scheme, seen.given
+    settle(seen.out)
+    check_free(seen.out, overwrite)
+    check_disk(seen.out, seen.disk)
+    if scheme and seen.uncalibrated:
         check_device(scheme, device)
     data = None
-    run = needed or load_target(target).runs
-    if needed or (verify and run and source.can_run and (given is None or given.held_out is None)):
-        data = data_of(source, calib if given is None else None, None, None, needed or calib is not None)
+    run = runs or seen.uncalibrated or load_target(target).runs
+    if seen.uncalibrated or (verify and run and source.can_run and (given is None or given.held_out is None)):
+        data = data_of(source, calib if given is None else None, None, None, seen.uncalibrated or calib is not None)
     told = given.digest if given else data.digest if data else ""
-    identity = _digest(__version__, plan_.digest, source.fingerprint, told)
-    return _Job(source, structure, scheme, plan_, directory, given, data, budget, identity, run)
-
-
-def _check_apart(out: Path, source: Source) -> None:
-    """Refuse to write over what is read."""
-    root = getattr(source, "root", None)
-    if root is not None and Path(root).resolve() in (out.resolve(), *out.resolve().parents):
-        raise UsageError(f"{out} is the source, or lies inside it: its files would be lost; choose another directory")
+    identity = _digest(__version__, seen.plan.digest, source.fingerprint, told)
+    return _Job(source, seen.structure, scheme, seen.plan, seen.out, given, data, seen.memory, identity, run)
 
 
 def verify(
@@ -244,11 +319,16 @@ def verify(
 
     Raises:
         VerifyError: `out` is no model that bridge wrote, or the tensors of `against` have other names or shapes.
+
+    >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "to-verify", verify=False)
+    >>> bridge.verify("to-verify", against="examples/models/tiny-llama").parity.outputs[0].passed
+    True
     """
     from bridge.finish import load_manifest, make_report, prove
     from bridge.quant.calibration import Calibration
+    from bridge.remote.opening import written_at
 
-    clock, directory, source = _Clock(), Path(out), open_model(against, None, tokenizer)
+    clock, directory, source = _Clock(), written_at(out), open_model(against, None, tokenizer)
     manifest = load_manifest(directory)
     if dict(source.specs) != manifest.plan.sources:
         raise VerifyError(f"{out} was not made from {source.where}: their tensors differ in name, shape or dtype")
@@ -261,7 +341,11 @@ def verify(
 
 
 def check() -> list[str]:
-    """Check every table and scheme against each other; returns the problems, none when all is well. Needs no torch."""
+    """Check every table and scheme against each other; returns the problems, none when all is well. Needs no torch.
+
+    >>> bridge.check()
+    []
+    """
     from bridge.quant.scheme import check_schemes
     from bridge.sources.foreign_config.families import check_families
     from bridge.tables.check import check as check_tables
@@ -273,35 +357,6 @@ def check() -> list[str]:
     except TableError as error:  # of two files with one name neither is checked
         return [str(error)]
     return [*check_tables(), *check_families(), *check_schemes()]
-
-
-def _given_calibration(
-    calib: Any, source: Source, structure: Structure, plan_: Plan, scheme: Scheme | None
-) -> Calibration | None:
-    """A `Calibration`, loaded if `calib` is the path of one, checked to hold every statistic that the plan needs."""
-    from bridge.quant.calibration import Calibration
-    from bridge.quant.modelopt import fingerprint
-
-    if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
-        calib = Calibration.load(Path(calib))
-    own = calib is None and scheme is not None and scheme.needs_calibration
-    calib = source.calibration if own else calib  # quantized where it was trained
-    if not isinstance(calib, Calibration):
-        return None
-    if scheme is None:
-        raise UsageError("a calibration was given but no scheme: pass quant=")
-    formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
-    attention = [step.attention for step in plan_.steps if step.attention]
-    if own and calib.missing(formats, attention, scheme.kv):
-        return None
-    if (made_for := calib.provenance.model) and made_for != fingerprint(structure, source):
-        raise CalibrationError(
-            f"the calibration was made for another model ({calib.provenance.architecture}): its tensors differ from "
-            f"those of {source.where} in name, shape or dtype; calibrate this one"
-        )
-    calib.require(formats, attention, scheme.kv)
-    calib.check()
-    return calib
 
 
 def _prove(
@@ -317,7 +372,14 @@ def _calibrate(
 ) -> Calibration:
     from bridge.quant.modelopt import fake_quantize as run
 
-    return run(source, structure, scheme, data, device=device, progress=progress).calibration
+    try:
+        return run(source, structure, scheme, data, device=device, progress=progress).calibration
+    except CalibrationError as error:
+        from bridge.stream import first_not_finite
+
+        if name := first_not_finite(source):  # what ModelOpt sees as a NaN among activations
+            raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
+        raise
 
 
 def _calibrate_once(directory: Path, job: _Job, device: str | None, progress: Progress) -> Calibration:
@@ -328,14 +390,7 @@ def _calibrate_once(directory: Path, job: _Job, device: str | None, progress: Pr
     if saved.exists():
         return Calibration.load(saved)
     assert job.scheme and job.data
-    try:
-        calibration = _calibrate(job.source, job.structure, job.scheme, job.data, device, progress)
-    except CalibrationError as error:
-        from bridge.stream import first_not_finite
-
-        if name := first_not_finite(job.source):  # what ModelOpt sees as a NaN among activations
-            raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
-        raise
+    calibration = _calibrate(job.source, job.structure, job.scheme, job.data, device, progress)
     calibration.save(saved)
     return calibration
 

@@ -86,13 +86,13 @@ def takes_target_options(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def byte_count(text: str | None) -> int | None:
-    """2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes."""
+def byte_count(text: str | None, name: str = "--memory") -> int | None:
+    """2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes; `name` is who says so, for the error."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
     if not found or not float(found[1]):
-        raise UsageError(f"--memory {text!r} is no size; write 2GB, 512MiB or a number of bytes")
+        raise UsageError(f"{name} {text!r} is no size; write 2GB, 512MiB or a number of bytes")
     power = " kmgt".index(found[2] or " ")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 

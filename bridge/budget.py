@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.dtypes import DTYPES
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 20  # bytes of source that are read, coded and written at once: they stay in a second-level cache
 SCRATCH = 20  # bytes a value of a piece may take beside what was read: float32 twice, rounded twice, codes, scales
+CGROUP = Path("/sys/fs/cgroup")
 SNAPPED = 8  # and more where not codes are stored but their values: products and values in float32
 
 
@@ -104,6 +107,18 @@ def _storage(spec: TensorSpec) -> int:
 def cores() -> int:
     """Cores that this process may use: containers and schedulers give fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes that this process and its children may still take: of the machine, or of a container that has less."""
+    free = [1 << 62]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    with contextlib.suppress(OSError, ValueError):  # "max" where the container has no limit of its own
+        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free.append(max(most - used, 0))
+    return min(free)
 
 
 def held(part: Slice, sources: Mapping[str, TensorSpec]) -> bool:

@@ -29,9 +29,8 @@ from bridge.arguments import (
     print_json,
     takes_target_options,
 )  # fmt: skip
-from bridge.commands import golden, sensitivity
-from bridge.errors import UsageError
-from bridge.terminal import BELOW, FAILED, Exit, Terminal, keep_pages, load_kernels, session
+from bridge.commands import batch, golden, sensitivity
+from bridge.terminal import BELOW, FAILED, Exit, Terminal, guarded, keep_pages, load_kernels, session
 
 if TYPE_CHECKING:
     from bridge.report import Report
@@ -51,8 +50,9 @@ EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity below its t
 
 def main() -> None:
     """Entry point of the console command."""
-    keep_pages()
-    app()
+    with guarded():
+        keep_pages()
+        app()
 
 
 @app.command(epilog=EXITS)
@@ -62,7 +62,7 @@ def convert(
     target: Target,
     options: dict[str, Any],
     quant: Quant = None,
-    out: Annotated[Path | None, typer.Option(help="directory to write; default: MODEL-SCHEME-TARGET")] = None,
+    out: Annotated[str | None, typer.Option(help="directory or address to write; default: MODEL-SCHEME-TARGET")] = None,
     calib: Annotated[str | None, typer.Option(help="a saved calibration, or data as `calibrate` takes it")] = None,
     kv: Kv = None,
     device: Device = None,
@@ -138,7 +138,9 @@ def calibrate(
     One calibration serves every target.
     """
     with session(debug=debug, quiet=quiet) as terminal:
-        _check_sidecar(out, overwrite)
+        from bridge.output import check_file_free
+
+        check_file_free(out, overwrite, "a calibration", ".safetensors")
         made = bridge.calibrate(
             model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, samples=samples,
             sequence=sequence, progress=terminal.progress,
@@ -152,7 +154,7 @@ def calibrate(
 
 @app.command(epilog=EXITS)
 def verify(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a directory that `convert` wrote")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")],
     against: Annotated[str, typer.Option(help="the model it was made from: a directory or a hub id")],
     data: Data = None,
     tokenizer: Tokenizer = None,
@@ -214,6 +216,7 @@ def show(
 
 app.add_typer(golden.app, name="golden")
 app.command()(sensitivity.sensitivity)
+app.command(epilog=batch.EXITS)(batch.batch)
 
 
 def _finish(terminal: Terminal, report: Report, as_json: bool, quiet: bool) -> None:
@@ -223,16 +226,6 @@ def _finish(terminal: Terminal, report: Report, as_json: bool, quiet: bool) -> N
         terminal.print(report)
     if not report.passed:
         raise Exit(BELOW)
-
-
-def _check_sidecar(out: Path, overwrite: bool) -> None:
-    """Before minutes of calibration, not after."""
-    if out.suffix != ".safetensors":
-        raise UsageError(f"--out {out}: a calibration is kept as safetensors: --out {out.with_suffix('.safetensors')}")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: {out.absolute().parent} is no directory; make it first")
-    if out.exists() and not overwrite:
-        raise UsageError(f"--out {out}: exists already; choose another name, or pass --overwrite")
 
 
 if __name__ == "__main__":

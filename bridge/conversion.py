@@ -10,6 +10,7 @@ from bridge.progress import Progress, quiet
 
 if TYPE_CHECKING:
     from bridge.output import Work
+    from bridge.portions import Spread
     from bridge.quant.calibration import Calibration
     from bridge.quant.scheme import Scheme
     from bridge.sources import Source
@@ -26,7 +27,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`memory` is the byte budget of the stream, `workers` its threads, 0 for one a core."""
+    """`memory` is the byte budget of the stream, `workers` its threads, 0 for one a core.
+
+    `spread`: who runs the stream, None for the process itself.
+    """
 
     plan: Plan
     source: Source
@@ -36,3 +40,4 @@ class Conversion:
     work: Work
     workers: int = 0
     progress: Progress = quiet
+    spread: Spread | None = None

@@ -7,13 +7,30 @@ is for our own mistakes only.
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+LONGEST = 16_384  # characters of a message: names come from files, and one may be as long as its file
+NAMED = 100  # characters of a name that are compared with others: difflib takes their product
+COMPONENTS = 32  # of a name that is folded; each is a pass over all names
 
 
 class BridgeError(Exception):
     """Base of all errors that are the input's fault; `exit_code` is what the command line returns."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """The message, fit for a terminal: names in it come from files, and may hold what steers one."""
+        text = super().__str__()
+        shown = text[:LONGEST]
+        if not shown.isprintable():
+            shown = "".join(map(_shown, shown))[:LONGEST]
+        return shown if len(text) <= LONGEST else f"{shown} ... and {len(text) - LONGEST} more characters"
+
+
+def _shown(mark: str) -> str:
+    return mark if mark.isprintable() or mark == "\n" else mark.encode("unicode_escape").decode()
 
 
 class UsageError(BridgeError):
@@ -54,6 +71,10 @@ class VerifyError(BridgeError):
     """The written model cannot be read back or run."""
 
 
+class BatchError(BridgeError):
+    """Rows of a batch that cannot run, together or one of them, told before any of them is started."""
+
+
 class GoldenError(BridgeError):
     """A golden that is damaged or not one, or that would change without a reason."""
 
@@ -62,10 +83,25 @@ class CannotRun(VerifyError):
     """Nothing is wrong with the model, but this machine cannot run it: no runtime, memory, kernels or data."""
 
 
+def disk_is_full(error: OSError) -> bool:
+    """True where the disk takes no more, or not of this user."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, of a full disk in one way everywhere.
+
+    >>> reason(OSError(errno.EDQUOT, "Disk quota exceeded"))
+    'the disk is full'
+    """
+    return "the disk is full" if disk_is_full(error) else error.strerror or str(error)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "known: a, b, c; nearest: b" for an error about an unknown `name`."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    short = [known for known in names if len(known) <= NAMED]
+    close = difflib.get_close_matches(name[:NAMED], short, n=1, cutoff=0.5)
     return f"known: {', '.join(names)}" + (f"; nearest: {close[0]}" if close else "")
 
 
@@ -78,10 +114,11 @@ def fold_layers(names: Iterable[str]) -> list[str]:
     ['layers.{0..1}.experts.{0,2..3}.up']
     """
     folded = [tuple(name.split(".")) for name in names]
-    for at in range(max(map(len, folded), default=0)):
+    for at in range(min(COMPONENTS, max(map(len, folded), default=0))):
         groups: dict[tuple[str, ...], list[int]] = {}
         for parts in folded:
-            if at < len(parts) and parts[at].isdigit():
+            # no more digits than a count of layers has, and none of another script, which `int` may not take
+            if at < len(parts) and len(parts[at]) < 10 and parts[at].isascii() and parts[at].isdecimal():
                 groups.setdefault((*parts[:at], "{}", *parts[at + 1 :]), []).append(int(parts[at]))
             else:
                 groups.setdefault(parts, [])

@@ -150,6 +150,13 @@ class Report:
     `skipped` maps what was not carried, quantized or run to its reason; `policies` maps tensors to the policy that
     replaced a zero, non-finite or never-seen amax. `made_from` is the provenance, `dtypes` has (dtype, bytes in the
     source, bytes written).
+
+    >>> import json, bridge
+    >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "reported")
+    >>> min(tensor.cosine for tensor in report.parity.tensors) > 0.9999
+    True
+    >>> json.loads(report.to_json())["bytes"] == report.bytes
+    True
     """
 
     out: str

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.budget import PIECE, cores, working_set
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError, WriteError
-from bridge.making import Maker, finite_amax
-from bridge.planning import Output, Plan, Step
+from bridge.journal import check_joined
+from bridge.making import Emit, Maker, finite_amax
+from bridge.planning import Output, Step
+from bridge.portions import cut
 from bridge.progress import BYTES
 from bridge.quant.bits import Array
 from bridge.quant.scheme import has_tensor_scale
+from bridge.remote.threads import readers
 from bridge.sources import lazy
 from bridge.targets import load_target
 from bridge.tensor_file import TensorFile
@@ -31,6 +35,7 @@ from bridge.values import TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion
+    from bridge.portions import Portion, Spread
     from bridge.sources import Source
 
 
@@ -79,15 +84,15 @@ class Budget:
 
 
 class Tasks:
-    """The steps of a plan as tasks; each worker takes from an output file of its own while there is one.
+    """Steps of a plan as tasks; each worker takes from an output file of its own while there is one.
 
     Two writers of one file wait for its lock (0.78 against 0.41 thread-seconds for 1.2 GB on ext4); a worker whose file
     is done helps the others. Within a file tasks follow the source, so that a disk reads forward.
     """
 
-    def __init__(self, plan: Plan, source: Source) -> None:
+    def __init__(self, steps: Iterable[Step], source: Source) -> None:
         groups: dict[tuple[str, ...], list[Step]] = {}
-        for number, step in enumerate(plan.steps):
+        for number, step in enumerate(steps):
             key = ("shares", step.shares) if step.shares else ("step", str(number))
             groups.setdefault(key, []).append(step)
         self._queues: dict[str, deque[list[Step]]] = {}
@@ -105,17 +110,62 @@ class Tasks:
                     return queue.popleft()
         return None
 
+    def __iter__(self) -> Iterator[list[Step]]:
+        """Those that are not taken, file by file."""
+        return chain.from_iterable(self._queues.values())
+
 
 def run(conversion: Conversion, directory: Path, stop: threading.Event) -> Streamed:
     """Run all steps of the plan into their files in `directory`; the first error, or `stop`, ends the run."""
     plan, streamed = conversion.plan, Streamed()
     _check_ties(conversion)
-    tasks, budget, tell = Tasks(plan, conversion.source), Budget(max(conversion.memory, 1)), _Tell(conversion, streamed)
+    tasks, tell = Tasks(plan.steps, conversion.source), _Tell(conversion, streamed, conversion.work.mark)
     files = _files(conversion, directory)
 
     def emit(output: Output, array: Array, at: int) -> None:
         files[output.file].write(output.spec.name, array, at)
         tell.written(array.nbytes)
+
+    if conversion.spread:
+        _spread(conversion, conversion.spread, tasks, tell, stop)
+    else:
+        _run(conversion, tasks, emit, tell, stop)
+    return Streamed(dict(sorted(streamed.policies.items())), streamed.spreads)
+
+
+def run_portion(conversion: Conversion, directory: Path, portion: Portion) -> dict[str, Mapping[str, Any]]:
+    """Run some steps of the plan for a run in another process, which made the files and keeps the journal.
+
+    Returns what there is to tell of each step that was not done before, by its key.
+    """
+    told: dict[str, Mapping[str, Any]] = {}
+    wanted, work = set(portion.steps), conversion.work
+    steps = [step for step in conversion.plan.steps if _key(step) in wanted]
+    files = _files(conversion, directory, steps)
+
+    def emit(output: Output, array: Array, at: int) -> None:
+        check_joined(directory, work.identity)
+        files[output.file].write(output.spec.name, array, at)
+
+    tell = _Tell(conversion, Streamed(), told.__setitem__)
+    _run(conversion, Tasks(steps, conversion.source), emit, tell, threading.Event())
+    return told
+
+
+def _spread(conversion: Conversion, spread: Spread, tasks: Tasks, tell: _Tell, stop: threading.Event) -> None:
+    """Let other processes run the tasks that a killed run had not finished."""
+    steps = {_key(step): step for task in tasks for step in task}
+    open_ = [task for task in tasks if not all([tell.finished(step) for step in task])]
+    sizes = [(tuple(map(_key, task)), sum(step.nbytes for step in task)) for task in open_]
+    for told in spread.run(conversion, cut(sizes, conversion.work.done, spread.processes), stop):
+        for key, what in told.items():
+            tell.done(steps[key], what)
+            tell.written(steps[key].nbytes)
+
+
+def _run(conversion: Conversion, tasks: Tasks, emit: Emit, tell: _Tell, stop: threading.Event) -> None:
+    """Run tasks on threads under the budget of a conversion."""
+    plan, budget = conversion.plan, Budget(max(conversion.memory, 1))
 
     def work(number: int) -> None:
         maker = Maker(conversion)
@@ -128,7 +178,7 @@ def run(conversion: Conversion, directory: Path, stop: threading.Event) -> Strea
             raise
 
     workers = conversion.workers or cores()
-    with ThreadPoolExecutor(workers, thread_name_prefix="stream") as pool:
+    with readers(workers, conversion.source, name="stream") as pool:
         futures = [pool.submit(work, number) for number in range(workers)]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -137,10 +187,9 @@ def run(conversion: Conversion, directory: Path, stop: threading.Event) -> Strea
             raise
         for future in done:
             future.result()
-    return streamed
 
 
-def _do(task: list[Step], maker: Maker, emit: Any, tell: _Tell, stop: threading.Event) -> None:
+def _do(task: list[Step], maker: Maker, emit: Emit, tell: _Tell, stop: threading.Event) -> None:
     """Run the steps of one task, those that a killed run had finished excepted."""
     open_ = [step for step in task if not tell.finished(step)]
     amaxes = [maker.amax(step) for step in task if step.format and has_tensor_scale(step.format)] if open_ else []
@@ -164,8 +213,8 @@ def _do(task: list[Step], maker: Maker, emit: Any, tell: _Tell, stop: threading.
 class _Tell:
     """The journal, the progress and what is to be told, from all workers."""
 
-    def __init__(self, conversion: Conversion, streamed: Streamed) -> None:
-        self._conversion, self._streamed = conversion, streamed
+    def __init__(self, conversion: Conversion, streamed: Streamed, mark: Callable[[str, Mapping[str, Any]], None]):
+        self._conversion, self._streamed, self._mark = conversion, streamed, mark
         self._total = sum(step.nbytes for step in conversion.plan.steps)
         self._bytes = 0
         self._lock = threading.Lock()
@@ -183,7 +232,7 @@ class _Tell:
     def done(self, step: Step, told: Mapping[str, Any]) -> None:
         with self._lock:
             self._streamed.add(step, told)
-            self._conversion.work.mark(_key(step), told)
+            self._mark(_key(step), told)
 
     def written(self, nbytes: int) -> None:
         with self._lock:
@@ -191,11 +240,13 @@ class _Tell:
             self._conversion.progress(self._bytes, self._total, BYTES[0])
 
 
-def _files(conversion: Conversion, directory: Path) -> dict[str, TensorFile]:
-    target = load_target(conversion.plan.target)
+def _files(conversion: Conversion, directory: Path, steps: Iterable[Step] | None = None) -> dict[str, TensorFile]:
+    """Make the files of the plan; with `steps` none is made, and only those that they write to are known."""
+    target, files = load_target(conversion.plan.target), conversion.plan.files
+    names = files if steps is None else {output.file for step in steps for output in step.outputs}
     return {
-        name: TensorFile(directory / name, specs, target.metadata, target.align)
-        for name, specs in conversion.plan.files.items()
+        name: TensorFile(directory / name, files[name], target.metadata, target.align, create=steps is None)
+        for name in names
     }
 
 

@@ -20,32 +20,24 @@ from bridge.values import TensorSpec
 
 
 class TensorFile:
-    """Creates the file with its header and takes bytes of tensors; threads may write at once."""
+    """Creates the file with its header and takes bytes of tensors; threads, and processes, may write at once."""
 
-    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int) -> None:
-        """Write all but the tensors and reserve all bytes, so that a full disk is found before the work."""
+    def __init__(
+        self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int, *, create: bool = True
+    ) -> None:
+        """Write all but the tensors and reserve all bytes, so that a full disk is found before the work.
+
+        create: False for a process that joins a run, whose file is there. Reserving twice may lose what was written:
+        where a file system reserves nothing, the C library writes a zero into each block.
+        """
         self.specs = {spec.name: spec for spec in specs}
-        self.offsets: dict[str, int] = {}
         self._path = path
-        with _opened(path, os.O_CREAT) as fd:
-            if path.suffix == DISTCP:
-                _reserve(fd, self._write_items(fd))
-                return
-            header, self.offsets, size = layout(self.specs.values(), metadata, align)
-            _reserve(fd, size)
-            _write(fd, memoryview(header), 0)
-
-    def _write_items(self, fd: int) -> int:
-        """Write what surrounds the tensors; return the size of the file."""
-        from bridge.dcp.items import laid_out
-
-        size = 0
-        for spec, at, item in laid_out(self.specs.values()):
-            self.offsets[spec.name] = at + len(item.head)
-            _write(fd, memoryview(item.head), at)
-            size = at + item.length
-            _write(fd, memoryview(item.tail), size - len(item.tail))
-        return size
+        around, self.offsets, size = _laid_out(self.specs.values(), metadata, align, path.suffix == DISTCP)
+        if create:
+            with _opened(path, os.O_CREAT) as fd:
+                _reserve(fd, size)
+                for at, data in around:
+                    _write(fd, memoryview(data), at)
 
     def write(self, name: str, array: np.ndarray, at: int = 0) -> None:
         """Write C-contiguous storage into tensor `name`, from byte `at` of it on."""
@@ -55,6 +47,24 @@ class TensorFile:
             raise WriteError(f"{name}: {len(data)} bytes at {at} do not fit the {size} that the plan has")
         with _opened(self._path) as fd:
             _write(fd, data, self.offsets[name] + at)
+
+
+def _laid_out(
+    specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int, items: bool
+) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
+    """What stands around the tensors and where, where each tensor begins, and the size of the file."""
+    if not items:
+        header, offsets, size = layout(specs, metadata, align)
+        return [(0, header)], offsets, size
+    from bridge.dcp.items import laid_out
+
+    around: list[tuple[int, bytes]] = []
+    offsets, size = {}, 0
+    for spec, at, item in laid_out(specs):
+        offsets[spec.name] = at + len(item.head)
+        size = at + item.length
+        around += [(at, item.head), (size - len(item.tail), item.tail)]
+    return around, offsets, size
 
 
 @contextmanager

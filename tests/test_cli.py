@@ -52,7 +52,7 @@ def raising(error: BaseException) -> Any:
         ([*CONVERT, "--memory", "much"], "--memory 'much'"),
         (["show", "scheme"], "nearest: schemes"),
         (["check", "README.md"], ".toml"),
-        (["calibrate", str(MODEL), "--quant", "fp8", "--out", "c.json"], "--out c.safetensors"),
+        (["calibrate", str(MODEL), "--quant", "fp8", "--out", "c.json"], "name it c.safetensors"),
     ],
 )
 def test_a_wrong_word_ends_with_2_and_the_nearest_right_one(words: list[str], said: str) -> None:
@@ -127,7 +127,7 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
     words = ["--out", "o", "--calib", "c", "--kv", "fp8", "--device", "cpu", "--config", "f.json", "--tokenizer", "t"]
     done = run(*CONVERT, *words, "--memory", "1.5GiB", "--overwrite", "--no-resume", "--no-verify", "--opset", "23")
     assert done.exit_code == 0, done.stderr
-    assert given.pop("args") == (str(MODEL), "trt", "fp8", Path("o"))
+    assert given.pop("args") == (str(MODEL), "trt", "fp8", "o")
     assert callable(given.pop("progress"))
     assert given == {
         "calib": "c", "kv": "fp8", "device": "cpu", "config": Path("f.json"), "tokenizer": "t", "verify": False,
@@ -171,7 +171,7 @@ def test_what_frameworks_print_does_not_mix_with_json(monkeypatch: pytest.Monkey
     ("error", "code", "said"),
     [
         (PlanError("lm_head: 100 does not divide"), 1, "PlanError: lm_head: 100 does not divide\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "/out/w"), 1, "no space left"),
+        (OSError(errno.ENOSPC, "No space left on device", "/out/w"), 1, "/out/w: the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 1, "/out: Permission denied"),
         (MemoryError(), 1, "out of memory"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
@@ -282,5 +282,5 @@ def test_a_size_is_read_in_powers_of_1000_or_1024(text: str, size: int) -> None:
 def test_help_names_the_verbs_of_the_package() -> None:
     text = run("--help").stdout
     assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
-        "convert", "plan", "calibrate", "verify", "check", "show", "sensitivity", "golden",
+        "convert", "plan", "calibrate", "verify", "check", "show", "sensitivity", "batch", "golden",
     ]  # fmt: skip

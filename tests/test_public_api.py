@@ -25,6 +25,10 @@ SIGNATURES = {
         "model, quant, data=None, *, budget=None, fallback=None, method='kl', kv=None, device=None, config=None, "
         "tokenizer=None, samples=None, sequence=None, progress=None"
     ),
+    "batch": (
+        "manifest, *, engine=None, workers=None, memory=None, dry_run=False, resume=True, only=None, strict=None, "
+        "progress=None"
+    ),
     "modelopt_quantize": "model_hf, quant_mode, *, dataset_name=None, tokenizer=None",
     "create_forward_loop": (
         "model=None, dataset_name='cnn_dailymail', tokenizer=None, batch_size=1, num_samples=512, "
@@ -44,7 +48,8 @@ REPORT = (
 
 
 def test_the_names_are_these_and_no_others() -> None:
-    names = {*SIGNATURES, "BridgeError", "Calibration", "Plan", "Report", "Scheme", "Sensitivity", "__version__"}
+    values = {"BatchReport", "BridgeError", "Calibration", "Plan", "Report", "Scheme", "Sensitivity", "__version__"}
+    names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)
 

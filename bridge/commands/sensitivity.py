@@ -41,13 +41,13 @@ def sensitivity(
     for their bytes are left out of the scheme, and a recipe says so.
     """
     with session(debug=debug, quiet=quiet) as terminal:
-        from bridge.costs.result import check_free
         from bridge.costs.run import sensitivity as run
+        from bridge.output import check_file_free
 
         if out is not None:
             if budget is None:
                 raise UsageError(f"--out {out}: a recipe needs --budget, say 6.5bits or kl=0.01")
-            check_free(out, overwrite)
+            check_file_free(out, overwrite, "a recipe", ".toml")
         found = run(
             model, quant, data, budget=budget, fallback=fallback, method=method, kv=kv, device=device, config=config,
             tokenizer=tokenizer, samples=samples, sequence=sequence, progress=terminal.progress,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import UsageError, WriteError
+from bridge.errors import UsageError, WriteError, reason
+from bridge.output import check_file_free
 from bridge.values import plain
 
 NATS = "nats a token"
@@ -91,27 +92,17 @@ class Sensitivity:
         """Write the recipe."""
         if not self.recipe:
             raise UsageError("without a budget there is no recipe; pass budget=, say '6.5bits' or 'kl=0.01'")
-        check_free(path := Path(path), overwrite)
+        check_file_free(path := Path(path), overwrite, "a recipe", ".toml")
         try:
             path.write_text(self.recipe, encoding="utf-8")
         except OSError as cause:
-            raise WriteError(f"{path}: the recipe cannot be written: {cause.strerror}") from cause
+            raise WriteError(f"{path}: the recipe cannot be written: {reason(cause)}") from cause
         return path
 
     def __rich__(self) -> Any:
         from bridge.costs.table import sensitivity_table
 
         return sensitivity_table(self)
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """UsageError where no recipe can be written to `path`: to be asked before minutes of measuring."""
-    if path.suffix != ".toml":
-        raise UsageError(f"{path}: a recipe ends in .toml: {path.with_suffix('.toml')}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: {path.absolute().parent} is no directory; make it first")
-    if path.exists() and not overwrite:
-        raise UsageError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
 
 
 def _finite(value: Any) -> Any:

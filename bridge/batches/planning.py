@@ -1,0 +1,154 @@
+"""Plans every row from headers before anything runs: what it makes, what it takes, which calibration it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.batches.job import failure
+from bridge.batches.values import Outcome, Row
+from bridge.errors import CalibrationError
+from bridge.finish import RUN_BYTES_PER_VALUE, versions
+from bridge.foreseen import Foreseen, foresee
+from bridge.opening import data_of, open_model
+from bridge.targets import load_target
+
+if TYPE_CHECKING:
+    from bridge.sources import Source
+
+# Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87, one that exports and
+# runs as well 0.98. What weights take comes on top.
+FRESH = 250 << 20
+FRAMEWORKS = 800 << 20  # torch, transformers and ModelOpt
+READ = 16 << 20  # bytes of a file that its digest covers; calibration reads less of a text
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row with its plan, or with the outcome that it cannot have another one than.
+
+    `memory`: bytes that its process is counted with; `least`: those without which it fails (without the others, only
+    the comparison at the end does). `disk`: bytes, of which the plan counts `bytes`. `work`: bytes read and written.
+    `values`: those of the model. `key`: of rows that calibrate, a digest of all that the statistics depend on; rows
+    with one key share one calibration. `statistics`: digests of scheme and data that those are of, () where nobody
+    looked. `calibration`: the digest of the one that was given. `side_files`: name and digest.
+    """
+
+    row: Row
+    digest: str = ""
+    fingerprint: str = ""
+    memory: int = 0
+    least: int = 0
+    disk: int = 0
+    bytes: int = 0
+    work: int = 0
+    values: int = 0
+    key: str = ""
+    statistics: tuple[str, ...] = ()
+    calibration: str = ""
+    runs: bool = False
+    side_files: tuple[tuple[str, str], ...] = ()
+    failed: Outcome | None = None
+
+
+def plan_rows(rows: Sequence[Row], here: bool) -> list[Planned]:
+    """Plan each row; one that cannot be planned is a failed one. `here`: it will run on this machine."""
+    opened, planned = _Opened(), []
+    for row in rows:
+        try:
+            planned.append(_plan(row, opened, here))
+        except Exception as error:  # a bug costs its row, here as in a worker
+            planned.append(Planned(row, failed=failure(row.name, error)))
+    return planned
+
+
+@dataclass
+class _Opened:
+    """What rows share while they are planned: headers are read once, and data are made into batches once."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+
+    def source(self, row: Row) -> Source:
+        name = _model_of(row)
+        if name not in self.sources:
+            self.sources[name] = open_model(row.model, row.config, row.tokenizer)
+        return self.sources[name]
+
+    def data_digest(self, row: Row) -> str:
+        """The digest of what the row calibrates with; an error where a tokenizer or the data are missing."""
+        name = json.dumps([_model_of(row), row.calib, row.samples, row.sequence])
+        if name not in self.data:
+            data = data_of(self.source(row), row.calib, row.samples, row.sequence)
+            if data.missing:
+                raise CalibrationError(f"scheme {row.quant} needs statistics of activations: {data.missing}")
+            self.data[name] = data.digest
+        return self.data[name]
+
+
+def _model_of(row: Row) -> str:
+    return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
+
+
+def _plan(row: Row, opened: _Opened, here: bool) -> Planned:
+    source = opened.source(row)
+    statistics: tuple[str, ...] = ()
+    seen = foresee(source, row.target, row.quant, row.out, row.calib, row.kv, row.memory, dict(row.options))
+    if here and seen.uncalibrated:
+        from bridge.quant.modelopt import check_device
+
+        assert seen.scheme
+        check_device(seen.scheme, row.device)
+        statistics = (seen.scheme.digest, opened.data_digest(row))
+    values = sum(spec.size for spec in source.specs.values())
+    stored = sum(spec.nbytes for spec in source.specs.values())
+    stream = FRESH + load_target(row.target).base_memory + seen.memory
+    runs = row.verify and source.can_run and (seen.uncalibrated or load_target(row.target).runs)
+    return Planned(
+        row=row,
+        digest=seen.plan.digest,
+        fingerprint=source.fingerprint,
+        memory=max(stream, model_memory(values) if runs else 0),
+        least=max(stream, FRESH + FRAMEWORKS + stored if seen.uncalibrated else 0),
+        disk=seen.disk,
+        bytes=seen.plan.disk,
+        work=stored + seen.plan.disk,
+        values=values,
+        key=_key(row, seen) if seen.uncalibrated else "",
+        statistics=statistics,
+        calibration=seen.given.digest if seen.given else "",
+        runs=seen.uncalibrated,
+        side_files=tuple((name, content_digest(source.side_files[name])) for name in seen.plan.side_files),
+    )
+
+
+def model_memory(values: int) -> int:
+    """Bytes that a process takes to run a model of so many values, or to calibrate it: measured 5.5 a value of bf16."""
+    return FRESH + FRAMEWORKS + values * RUN_BYTES_PER_VALUE
+
+
+def _key(row: Row, seen: Foreseen) -> str:
+    """What decides the statistics: model, scheme, data, tokenizer, device, and the versions of who computes them."""
+    source, scheme = seen.source, seen.scheme
+    assert scheme
+    files = sorted((name, content_digest(content)) for name, content in source.side_files.items())
+    data = row.calib and (content_digest(Path(row.calib)) if Path(row.calib).is_file() else row.calib)
+    rows = [row.samples, row.sequence]
+    said = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, rows, row.device]
+    return _digest(json.dumps(said, sort_keys=True).encode())
+
+
+def content_digest(content: Path | bytes) -> str:
+    """A digest of a file: of its beginning and its length, which tell texts apart and cost no second of a large one."""
+    if isinstance(content, bytes):
+        return _digest(content)
+    with content.open("rb") as file:
+        return _digest(file.read(READ) + str(content.stat().st_size).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,296 @@
+"""The rows of a manifest: defaults filled in, matrices multiplied out; must never open a model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bridge.arguments import byte_count
+from bridge.batches.naming import beside, filled, named, told, word
+from bridge.batches.values import Row
+from bridge.errors import BridgeError, UsageError, nearest
+from bridge.quant.scheme import load_scheme
+from bridge.remote.address import is_remote
+from bridge.targets import load_target, make_options, target_names
+
+TEXTS = ("name", "model", "target", "quant", "out", "calib", "kv", "device", "tokenizer")
+FLAGS = ("verify", "overwrite")
+COUNTS = ("shards", "samples", "sequence")
+OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory")  # other keys are options of targets
+NAME, OUT = "{model}-{quant}-{target}", "{name}"
+_SHOWN = 3  # rows that a problem names
+MOST = 10_000  # rows of a manifest: each is planned, seconds for so many; axes that come to more are a mistake
+
+
+@dataclass
+class _Asked:
+    """A table of the manifest after defaults and matrices: what one row is made from.
+
+    `axes`: keys that a matrix varies. `strict`: keys of a `[[row]]`, which must all have a meaning for its target.
+    """
+
+    where: str
+    words: dict[str, Any]
+    axes: tuple[str, ...] = ()
+    strict: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Rows:
+    """Rows made so far, what is wrong, and which keys had a meaning for a row.
+
+    `alike`: what tells a row from others. `schemes`: what is wrong with each that was loaded, "" if nothing.
+    """
+
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    alike: set[str] = field(default_factory=set)
+    schemes: dict[tuple[str, str | None], str] = field(default_factory=dict)
+    known: frozenset[str] = field(default_factory=lambda: frozenset({*OWN, *options_of_targets()}))
+    asked: int = 0
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    used: set[tuple[str, str]] = field(default_factory=set)
+
+    def wrong(self, where: str, text: str) -> None:
+        self.problems.setdefault(text, []).append(where)
+
+    def ask(self, where: str, rows: int) -> bool:
+        """Count rows that are asked for, before they are made; False, and noted, where they are too many."""
+        self.asked += rows
+        if self.asked > MOST:
+            self.wrong(where, f"makes {rows:,} rows; a manifest has {MOST:,} at most")
+        return self.asked <= MOST
+
+    def check_scheme(self, quant: str, kv: str | None) -> None:
+        """UsageError where a scheme cannot be loaded, which is tried once."""
+        if (quant, kv) not in self.schemes:
+            try:
+                load_scheme(quant, kv)
+                self.schemes[quant, kv] = ""
+            except BridgeError as error:
+                self.schemes[quant, kv] = str(error)
+        if problem := self.schemes[quant, kv]:
+            raise UsageError(problem)
+
+
+def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str]]:
+    """The rows that a manifest in `folder` asks for, and every problem of them."""
+    made = _Rows(folder)
+    defaults = _table(words.get("defaults", {}), "[defaults]", made)
+    for key, value in defaults.items():
+        if isinstance(value, list):
+            made.wrong("[defaults]", f"{key} is a list, which is an axis: it belongs into a [[matrix]]")
+    kinds = {"row": _asked_rows, "matrix": _asked_matrices}
+    asked = [one for key in words if key in kinds for one in kinds[key](words, made)]  # as they stand in the file
+    for one in asked:
+        _add(one, defaults, made)
+    if not asked and not made.problems:
+        made.wrong("", "there are no rows; write a [[row]] or a [[matrix]] with model and target")
+    overridden = {("[defaults]", key) for one in asked for key in one.words}
+    said = {("[defaults]", key) for key in defaults} | {(one.where, key) for one in asked for key in one.words}
+    for where, key in sorted(() if made.problems else said - made.used - overridden):
+        made.wrong(where, f"no row's target has the option {key!r}")
+    _check_apart(made)
+    return made.rows, [_listed(text, where) for text, where in made.problems.items()]
+
+
+def _table(value: Any, where: str, made: _Rows) -> dict[str, Any]:
+    """A table whose keys are known; what is wrong is noted."""
+    if not isinstance(value, dict):
+        made.wrong(where, "is written as a table")
+        return {}
+    for key in [key for key in value if key not in made.known]:
+        made.wrong(where, f"key `{key}` is unknown; {nearest(key, made.known)}")
+    return {key: entry for key, entry in value.items() if key in made.known}
+
+
+def options_of_targets() -> set[str]:
+    """Names of the options of all targets."""
+    return {entry.name for name in target_names() for entry in fields(load_target(name).Options)}
+
+
+def _asked_rows(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
+    tables = words.get("row", [])
+    if not isinstance(tables, list):
+        made.wrong("", "`row` is written as [[row]] tables")
+        return
+    for number, table in enumerate(tables, 1):
+        where = f"[[row]] {number}"
+        own = _table(table, where, made)
+        lists = [key for key, value in own.items() if isinstance(value, list)]
+        for key in lists:
+            made.wrong(where, f"{key} is a list; a [[matrix]] makes a row of each")
+        if not lists and made.ask(where, 1):
+            yield _Asked(where, own, strict=frozenset(own))
+
+
+def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
+    tables = words.get("matrix", [])
+    for number, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
+        where = f"[[matrix]] {number}"
+        table = dict(table) if isinstance(table, dict) else table
+        excluded = _excluded(table.pop("exclude", []) if isinstance(table, dict) else [], where, made)
+        own = _table(table, where, made)
+        axes = [key for key, value in own.items() if isinstance(value, list)]
+        if not axes and own:
+            made.wrong(where, "no key has a list: there is nothing to combine; write a [[row]]")
+        for key in axes:
+            if key in ("name", "out"):
+                made.wrong(where, f"{key} is a pattern, not an axis: {key} = {NAME!r}, say")
+            elif not own[key] or any(isinstance(value, list) for value in own[key]):
+                made.wrong(where, f"{key} = {_quoted(own[key])}; expected a list of values that is not empty")
+        if not made.ask(where, math.prod(len(own[key]) for key in axes)):
+            continue
+        hit = set()
+        for values in itertools.product(*(own[key] for key in axes)):
+            made_words = own | dict(zip(axes, values, strict=True))
+            out = {n for n, rule in enumerate(excluded) if all(made_words.get(k) == v for k, v in rule.items())}
+            hit |= out
+            if not out:
+                yield _Asked(where, made_words, tuple(axes))
+        for n in sorted(set(range(len(excluded))) - hit):
+            made.wrong(where, f"exclude {_quoted(excluded[n])}: no combination is like that")
+
+
+def _excluded(value: Any, where: str, made: _Rows) -> list[dict[str, Any]]:
+    if isinstance(value, list) and all(isinstance(rule, dict) and rule for rule in value):
+        return value
+    made.wrong(where, f'exclude = {_quoted(value)}; expected tables: exclude = [{{ target = "trt", quant = "nvfp4" }}]')
+    return []
+
+
+def _add(asked: _Asked, defaults: Mapping[str, Any], made: _Rows) -> None:
+    """Make one row; what is wrong with it is noted."""
+    words = {key: value for key, value in defaults.items() if not isinstance(value, list)} | asked.words
+    lacks = [key for key in ("model", "target") if key not in words]
+    wrong = [
+        f"{key} = {_quoted(words[key])}; {why}" for key in OWN if key in words and (why := _mistyped(key, words[key]))
+    ]
+    wrong += [f"{key} is missing" for key in lacks]
+    for line in wrong:
+        made.wrong(asked.where, line)
+    if wrong:
+        return
+    try:
+        row = _row(asked, words, made)
+    except BridgeError as error:
+        made.wrong(asked.where, str(error))
+        return
+    alike = json.dumps({**asdict(row), "where": ""}, sort_keys=True, default=str)
+    if not asked.axes or alike not in made.alike:
+        made.rows.append(row)
+    made.alike.add(alike)
+
+
+def _mistyped(key: str, value: Any) -> str:
+    """What is wrong with the type of a value, "" if nothing."""
+    if key in FLAGS:
+        return "" if isinstance(value, bool) else "expected true or false"
+    if key == "config":
+        return "" if isinstance(value, str | dict) and value and _is_json(value) else _CONFIG
+    if key in COUNTS:
+        return "" if type(value) is int and value > 0 else "expected 1 or more"
+    if key == "memory":
+        return "" if isinstance(value, str) or (type(value) is int and value > 0) else 'expected a size as "16GB"'
+    if not isinstance(value, str) or not value.strip():
+        return "expected a text in quotes"
+    if key == "out" and is_remote(value):
+        return "a row is written to a directory of this machine; send it afterwards, or use `qbridge convert`"
+    return "expected a text without control characters" if not value.isprintable() else ""
+
+
+_CONFIG = "expected a path, or a table of entries as config.json has them"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):  # dates, and what is no number
+        return False
+    return True
+
+
+def _quoted(value: Any) -> str:
+    """A value for a message."""
+    return repr(told(value))
+
+
+def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row:
+    target = load_target(words["target"])
+    own = {entry.name for entry in fields(target.Options)}
+    made.used |= {
+        (asked.where if key in asked.words else "[defaults]", key) for key in words if key in OWN or key in own
+    }
+    options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in asked.strict)}
+    make_options(target, dict(options))
+    quant = words.get("quant")
+    quant = beside(quant, made.folder) if quant and ("/" in quant or quant.endswith(".toml")) else quant
+    if quant and quant != "none":
+        made.check_scheme(quant, words.get("kv"))
+    axes = [key for key in asked.axes if key in OWN or key in options]
+    shown = {"quant": "none", **{key: word(words[key]) for key in [*words] if key in OWN or key in options}}
+    more = "".join(f"-{key}-{{{key}}}" for key in axes if key not in ("model", "quant", "target"))
+    name = shown["name"] = filled(words.get("name", NAME + more), shown, "name")
+    out, model = filled(words.get("out", OUT), shown, "out"), named(words["model"], made.folder, "model")
+    memory, config = words.get("memory"), words.get("config")
+    return Row(
+        name=name,
+        where=asked.where,
+        model=model,
+        target=words["target"],
+        out=beside(out, made.folder),
+        quant=quant,
+        calib=named(words["calib"], made.folder, "calib") if "calib" in words else None,
+        kv=words.get("kv"),
+        device=words.get("device"),
+        config=beside(config, made.folder) if isinstance(config, str) else config,
+        tokenizer=named(words["tokenizer"], made.folder, "tokenizer") if "tokenizer" in words else None,
+        verify=words.get("verify", True),
+        overwrite=words.get("overwrite", False),
+        memory=byte_count(memory, "memory") if isinstance(memory, str) else memory,
+        samples=words.get("samples"),
+        sequence=words.get("sequence"),
+        shards=words.get("shards", 1),
+        options=options,
+    )
+
+
+def _check_apart(made: _Rows) -> None:
+    """Note names and outputs that two rows share, outputs inside each other, and models that a row is yet to write."""
+    names: dict[str, Row] = {}
+    outs: dict[Path, Row] = {}
+    for row in made.rows:
+        out = _place(row.out)
+        if row.name in names:
+            made.wrong(row.where, f"the name {row.name!r} is that of {names[row.name].where} already; give it `name`")
+        elif out in outs:
+            made.wrong(row.where, f"out {row.out} is that of {outs[out].name!r} already")
+        names.setdefault(row.name, row)
+        outs.setdefault(out, row)
+    for row in made.rows:
+        above = next((outs[path] for path in _place(row.out).parents if path in outs), None)
+        if above:
+            made.wrong(row.where, f"out {row.out} lies inside that of {above.name!r}")
+        if is_remote(row.model) or not Path(row.model).is_absolute():  # a hub id
+            continue
+        model = _place(row.model)
+        writer = next((outs[path] for path in (model, *model.parents) if path in outs), None)
+        if writer:
+            made.wrong(row.where, f"model {row.model} is what {writer.name!r} writes; convert it in a batch of its own")
+
+
+def _place(path: str) -> Path:
+    """Where a path leads, by whatever way it is written."""
+    return Path(os.path.realpath(path))
+
+
+def _listed(text: str, where: list[str]) -> str:
+    shown = list(dict.fromkeys(place for place in where if place))
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return f"{', '.join(shown[:_SHOWN])}{more}: {text}" if shown else text

@@ -1,0 +1,202 @@
+"""What is wrong with one row, its output or its process is that row's outcome: never the end of a batch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge
+from bridge.batches import calibrations, finished, planning, pool, result
+from bridge.batches.job import CRASH, run_job
+from bridge.batches.local import Local
+from bridge.batches.manifest import read_manifest
+from bridge.batches.result import BatchReport
+from bridge.batches.table import report_table
+from bridge.batches.values import DONE, FAILED, PLANNED, Job, Outcome, Row
+from bridge.batches.waiting import Waiting
+from bridge.batches.watching import line
+from bridge.errors import CalibrationError
+from bridge.quant.calibration import Calibration, Provenance
+from bridge.terminal import console
+
+TINY = Path("examples/models/tiny-llama").absolute()
+
+
+def written(tmp_path: Path, *quants: str, more: str = "") -> Path:
+    text = f'[defaults]\nmodel = "{TINY}"\ntarget = "hf"\n{more}\n'
+    path = tmp_path / "batch.toml"
+    path.write_text(text + "".join(f'[[row]]\nname = "{q}"\nout = "{q}"\nquant = "{q}"\n' for q in quants))
+    return path
+
+
+def job(name: str, **more: Any) -> Job:
+    return Job(name, Row(name, "", str(TINY), "hf", f"/nowhere/{name}"), 1, 1, **more)
+
+
+@pytest.mark.parametrize("text", ["[]", '"x"', "[" * 5000 + "]" * 5000, '{"plan_digest": 1}', "\xff"])
+def test_a_damaged_report_is_no_finished_row(text: str, tmp_path: Path) -> None:
+    (tmp_path / "int8_wo").mkdir()
+    (tmp_path / "int8_wo" / "report.json").write_bytes(text.encode("latin1"))
+    report = bridge.batch(written(tmp_path, "int8_wo", "int4_wo"), dry_run=True)
+    assert [outcome.status for outcome in report.outcomes.values()] == [FAILED, PLANNED]
+    assert "exists already" in report.outcomes["int8_wo"].error
+
+
+def test_a_journal_that_is_no_text_fails_its_row(tmp_path: Path) -> None:
+    (tmp_path / "int8_wo").mkdir()
+    (tmp_path / "int8_wo" / "bridge.json").write_text("{}")
+    (tmp_path / "int8_wo" / "journal.jsonl").write_bytes(b"\xff\xfe\n")
+    report = bridge.batch(written(tmp_path, "int8_wo"))
+    assert [outcome.status for outcome in report.outcomes.values()] == [FAILED]
+
+
+def test_a_name_too_long_for_the_disk_fails_its_row(tmp_path: Path) -> None:
+    path = written(tmp_path, "int8_wo")
+    path.write_text(path.read_text() + f'[[row]]\nname = "long"\nout = "{"x" * 300}"\nquant = "int8_wo"\n')
+    report = bridge.batch(path, dry_run=True)
+    assert [outcome.status for outcome in report.outcomes.values()] == [PLANNED, FAILED]
+    assert "too long" in report.outcomes["long"].error
+
+
+def test_a_bug_while_a_row_is_planned_costs_that_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planning.foresee
+
+    def broken(source: Any, target: str, quant: str, *more: Any) -> Any:
+        if quant == "int8_wo":
+            raise KeyError("bug")
+        return plan(source, target, quant, *more)
+
+    monkeypatch.setattr(planning, "foresee", broken)
+    report = bridge.batch(written(tmp_path, "int8_wo", "int4_wo"), dry_run=True)
+    assert [outcome.status for outcome in report.outcomes.values()] == [FAILED, PLANNED]
+    assert report.outcomes["int8_wo"].kind == CRASH and "unforeseen KeyError" in report.outcomes["int8_wo"].error
+
+
+def test_data_that_are_missing_are_told_before_anything_runs(tmp_path: Path) -> None:
+    report = bridge.batch(written(tmp_path, "int8_wo", "fp8", more='calib = "gone.txt"'), dry_run=True)
+    assert [outcome.status for outcome in report.outcomes.values()] == [PLANNED, FAILED]
+    assert "gone.txt" in report.outcomes["fp8"].error
+
+
+def test_a_worker_that_cannot_start_is_the_outcome_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **more: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    jobs = [job("calibration", calibrates="x"), job("a", after=("calibration",)), job("b")]
+    ends = list(Local(1, 1 << 30).run(jobs, lambda event: None))
+    assert [(end.name, end.status) for end in ends] == [("calibration", FAILED), ("a", FAILED), ("b", FAILED)]
+    assert "cannot be started: " in ends[2].error and "Too many open files" in ends[2].error
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("number", [11, 36])
+def test_a_signal_is_named_and_the_list_of_modules_left_out(number: int) -> None:
+    worker = pool.Worker()
+    worker.process.kill()
+    worker.process.wait()
+    worker.process.returncode = -number
+    worker.said.write(b"Fatal Python error\nExtension modules: numpy, torch (total: 2)\n")
+    told = worker._died(job("row"))
+    worker.close()
+    assert ("SIGSEGV" if number == 11 else "signal 36") in told.error
+    assert "Fatal Python error" in told.error and "Extension modules" not in told.error
+
+
+def test_a_worker_gets_no_interrupt_before_it_can_refuse_one() -> None:
+    """Ctrl-C goes to all processes of a terminal: one whose Python starts just then would end with a traceback."""
+    worker = pool.Worker()
+    worker.process.send_signal(signal.SIGINT)
+    worker.connection.send(None)
+    assert worker.process.wait(60) == 0
+    worker.said.seek(0)
+    assert b"Traceback" not in worker.said.read()
+    worker.close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_calibration_that_fails_is_told_once_and_not_counted_as_made() -> None:
+    jobs = [job("the calibration", calibrates="x"), job("a", after=("the calibration",))]
+    waiting = Waiting(jobs)
+    waiting.take(jobs[0])
+    first, row = waiting.told(Outcome("the calibration", FAILED, "no data, and much more", "CalibrationError"))
+    report = BatchReport("", "local", 1, (jobs[1].row,), {"a": row}, (first,))
+    with Path("/dev/null").open("w") as nowhere:
+        screen = console(nowhere)
+        with screen.capture() as captured:
+            screen.print(report_table(report))
+    said = captured.get()
+    assert said.count("no data, and much more") == 1
+    assert "1 row: 1 failed, 1 calibration failed;" in said
+    assert line(row) == "a: FAILED: the calibration failed"
+
+
+def test_a_batch_has_passed_when_every_row_has() -> None:
+    rows = (job("a").row, job("b").row)
+    report = BatchReport("", "local", 1, rows)
+    assert not report.passed
+    assert not replace(report, outcomes={"a": Outcome("a", DONE)}).passed
+    assert replace(report, outcomes={"a": Outcome("a", DONE), "b": Outcome("b", DONE)}).passed
+
+
+def test_a_summary_nested_without_end_is_no_summary(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text("[" * 100_000)
+    with pytest.raises(bridge.BridgeError, match="no summary of a batch"):
+        result.read_earlier(tmp_path / "s.json")
+
+
+def test_a_calibration_of_another_version_of_torch_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = read_manifest(written(tmp_path, "fp8")).rows
+    now = planning.plan_rows(rows, here=True)[0]
+    assert now.key and now.key == planning.plan_rows(rows, here=True)[0].key
+    monkeypatch.setattr(planning, "versions", lambda: {"torch": "0.1"})
+    assert planning.plan_rows(rows, here=True)[0].key != now.key
+
+
+@pytest.mark.parametrize(("data", "torch", "same"), [("d", "2", True), ("e", "2", False), ("d", "1", False)])
+def test_without_a_summary_the_calibration_in_the_output_decides(
+    data: str, torch: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished, "versions", lambda: {"torch": "2"})
+    file = tmp_path / "calibration.safetensors"
+    Calibration(Provenance("fp8", "s", "", "", "", data, 1, 1, {"torch": torch})).save(file)
+    planned = planning.Planned(job("row").row, key="k", statistics=("s", "d"))
+    assert finished._same_calibration(planned, {}, file) is same
+    assert not finished._same_calibration(planned, {"k": "another"}, file)
+
+
+def test_samples_and_sequence_reach_the_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 4\nsequence = 64")).rows, True)
+    more = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 5\nsequence = 64")).rows, True)
+    assert planned[0].key != more[0].key
+    calibrating = calibrations.make_jobs(planned, tmp_path, None)[0]
+    given: dict[str, Any] = {}
+
+    def calibrate(*args: Any, **more: Any) -> Any:
+        given.update(more)
+        raise CalibrationError("enough")
+
+    monkeypatch.setattr(bridge, "calibrate", calibrate)
+    assert run_job(calibrating, lambda event: None).error == "enough"
+    assert (given["samples"], given["sequence"]) == (4, 64)
+
+
+def test_a_quiet_command_tells_failures_on_stderr(tmp_path: Path) -> None:
+    path = written(tmp_path, "int8_wo")
+    path.write_text(path.read_text() + '[[row]]\nname = "gone"\nmodel = "./nowhere"\n')
+    command = [sys.executable, "-m", "bridge.cli", "batch", str(path), "--dry-run"]
+    done = subprocess.run([*command, "-q"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "1 of 2 rows failed" in done.stderr and "gone: FAILED: SourceError: " in done.stderr
+    told = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False).stdout
+    assert json.loads(told)["rows"][1]["status"] == FAILED

@@ -1,0 +1,219 @@
+"""What a manifest says, and how it is told what is wrong with it: everything at once, by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bridge.batches import rows as manifest_rows
+from bridge.batches.manifest import Manifest, read_manifest
+from bridge.batches.result import BatchReport
+from bridge.errors import UsageError
+
+
+def read(tmp_path: Path, text: str) -> Manifest:
+    (tmp_path / "llama").mkdir(exist_ok=True)
+    if not (tmp_path / "link").is_symlink():
+        (tmp_path / "link").symlink_to("o")
+    path = tmp_path / "batch.toml"
+    path.write_text(text)
+    return read_manifest(path)
+
+
+def refused(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, text)
+    return str(caught.value).splitlines()
+
+
+def test_a_matrix_is_every_combination_but_those_excluded(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """
+        [[matrix]]
+        model = ["llama", "org/other"]
+        target = ["hf", "trt"]
+        quant = ["fp8", "int8_wo"]
+        exclude = [{ target = "trt", quant = "int8_wo" }, { model = "org/other", target = "hf", quant = "fp8" }]
+        """,
+    )
+    assert [row.name for row in made.rows] == [
+        "llama-fp8-hf", "llama-int8_wo-hf", "llama-fp8-trt", "other-int8_wo-hf", "other-fp8-trt",
+    ]  # fmt: skip
+    assert [row.model for row in made.rows[-2:]] == [str(tmp_path / "llama"), "org/other"][1:] * 2
+
+
+def test_what_a_row_says_wins_over_defaults(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """
+        [defaults]
+        quant = "fp8"
+        out = "out/{target}/{name}"
+        verify = false
+        [[row]]
+        model = "llama"
+        target = "hf"
+        [[row]]
+        model = "llama"
+        target = "hf"
+        quant = "int4_awq"
+        verify = true
+        """,
+    )
+    assert [(row.quant, row.verify) for row in made.rows] == [("fp8", False), ("int4_awq", True)]
+    assert made.rows[0].out == str(tmp_path / "out/hf/llama-fp8-hf")
+
+
+def test_an_option_goes_to_the_targets_that_have_it(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """
+        [defaults]
+        model = "llama"
+        tp = 2
+        [[matrix]]
+        target = ["hf", "trtllm"]
+        dtype = ["fp16", "bf16"]
+        [[row]]
+        target = "trt"
+        opset = 21
+        """,
+    )
+    assert {row.name: dict(row.options) for row in made.rows} == {
+        "llama-none-trt": {"opset": 21},
+        "llama-none-hf-dtype-fp16": {"dtype": "fp16"},
+        "llama-none-hf-dtype-bf16": {"dtype": "bf16"},
+        "llama-none-trtllm-dtype-fp16": {"tp": 2, "dtype": "fp16"},
+        "llama-none-trtllm-dtype-bf16": {"tp": 2, "dtype": "bf16"},
+    }
+
+
+def test_an_axis_that_a_target_has_not_makes_one_row_of_it(tmp_path: Path) -> None:
+    text = '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trtllm"]\ntp = [1, 2]'
+    names = [row.name for row in read(tmp_path, text).rows]
+    assert names == ["llama-none-hf", "llama-none-trtllm-tp-1", "llama-none-trtllm-tp-2"]
+
+
+def test_paths_are_relative_to_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "here").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    (tmp_path / "recipe.toml").write_text('base = "fp8"\n')
+    row = 'target = "hf"\nquant = "recipe.toml"\ncalib = "text.jsonl"\nconfig = "c.json"\nout = "../x"'
+    made = read(tmp_path, f'[[row]]\nmodel = "llama"\n{row}').rows[0]
+    found = (made.model, made.quant, made.calib, made.config, made.name)
+    expected = tuple(str(tmp_path / name) for name in ("llama", "recipe.toml", "text.jsonl", "c.json"))
+    assert found == (*expected, "llama-recipe-hf")
+    assert Path(made.out) == tmp_path / "../x"
+    line = refused(tmp_path, '[[row]]\nmodel = "here"\ntarget = "hf"')[1]
+    assert "'here' is not there beside the manifest" in line
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    lines = refused(
+        tmp_path,
+        """
+        worker = 2
+        engine = "slurm"
+        memory = "lots"
+        [local]
+        nodes = 2
+        [defaults]
+        verfy = true
+        [[row]]
+        model = "llama"
+        target = "hf"
+        tp = 2
+        [[row]]
+        model = 3
+        [[row]]
+        model = "llama"
+        target = ["hf", "trt"]
+        [[row]]
+        model = "llama"
+        target = "hf"
+        name = "{modle}"
+        [[matrix]]
+        model = "llama"
+        target = ["hf", "trtt"]
+        quant = ["fp8", "fp9"]
+        exclude = [{ quant = "int8" }]
+        """,
+    )
+    assert len(lines) == 1 + 13, "\n".join(lines)
+    for needle in (
+        "`worker` is unknown", "nearest: workers", "'slurm' is unknown", "'lots' is no size",
+        "[local] has no key `nodes`", "[defaults]: key `verfy` is unknown",
+        "[[row]] 1: target hf has no option 'tp'", "[[row]] 2: model = 3",
+        "[[row]] 2: target is missing", "[[row]] 3: target is a list", "[[row]] 4: name = '{modle}'", "nearest: model",
+        "'trtt' is unknown", "'fp9' is unknown", "exclude {'quant': 'int8'}: no combination",
+    ):  # fmt: skip
+        assert any(needle in line for line in lines), needle
+
+
+HF, TRT = '[[row]]\nmodel = "llama"\ntarget = "hf"\n', '[[row]]\nmodel = "llama"\ntarget = "trt"\n'
+MATRIX = '[[matrix]]\nmodel = "llama"\n'
+FIVE = ("shards", "memory", "samples", "sequence", "tp")  # axes: 777 million rows of 60 values each
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (f'{HF}name = "a"\n' * 2, "the name 'a' is that of [[row]] 1"),
+        (f'{HF}out = "o"\n{TRT}out = "o"', "that of 'llama-none-hf'"),
+        (f'{HF}out = "o"\n{TRT}out = "./q/../o"', "that of 'llama-none-hf'"),
+        (f'{HF}out = "o"\n{TRT}out = "o/p"', "lies inside"),
+        (f'{HF}out = "o"\n{TRT}out = "q/../o/p"', "lies inside"),
+        (f'{HF}out = "o"\n{TRT}out = "link/p"', "lies inside"),
+        (f'{HF}out = "o"\n[[row]]\nmodel = "./q/../o"\ntarget = "trt"', "a batch of its own"),
+        (f'{HF}out = "o"\n[[row]]\nmodel = "./o/part"\ntarget = "trt"', "a batch of its own"),
+        (f'{HF}out = "s3://bucket/o"', "a directory of this machine"),
+        (f'{HF}out = "a\\u0000b"', "without control characters"),
+        (f"{HF}samples = 0", "expected 1 or more"),
+        (f"{HF}config = {{ a = nan }}", "as config.json has them"),
+        (f"{MATRIX}target = ['hf']\n" + "".join(f"{k} = {list(range(1, 61))}\n" for k in FIVE), "10,000 at most"),
+        (f'{HF}out = "o"\n[[row]]\nmodel = "./o"\ntarget = "trt"', "a batch of its own"),
+        (f"[defaults]\ntp = 2\n{HF}", "no row's target has the option 'tp'"),
+        (f'{MATRIX}target = ["hf"]\nopset = 21', "no row's target has the option 'opset'"),
+        (f'{MATRIX}target = "hf"', "nothing to combine"),
+        (f"{MATRIX}target = []", "a list of values that is not empty"),
+        (f'{HF}verify = "no"', "expected true or false"),
+        (f"{HF}shards = 0", "expected 1 or more"),
+        (f"workers = true\n{HF}", "expected a whole number"),
+        ("", "there are no rows"),
+        ("[[row]\n", "cannot be read as TOML"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(rows: str, told: str, tmp_path: Path) -> None:
+    assert told in "\n".join(refused(tmp_path, rows))
+
+
+def test_many_rows_with_one_mistake_share_a_line(tmp_path: Path) -> None:
+    lines = refused(tmp_path, '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trt", "tripy"]\nquant = ["fp9"]')
+    assert len(lines) == 2 and "fp9" in lines[1]
+
+
+def test_each_scheme_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(manifest_rows, "load_scheme", lambda quant, kv: loaded.append(quant))
+    text = f'{MATRIX}target = "hf"\nquant = ["fp8", "int8_wo"]\nsamples = {list(range(1, 101))}'
+    assert len(read(tmp_path, text).rows) == 200
+    assert loaded == ["fp8", "int8_wo"]
+
+
+SECRET = "http://me:hunter2@host/models/m?X-Amz-Signature=s3cr3t"
+
+
+def test_no_password_or_signature_is_shown_or_names_anything(tmp_path: Path) -> None:
+    row = f'model = "{SECRET}"\ntokenizer = "{SECRET}"\ncalib = "{SECRET}"\ntarget = "hf"\nquant = "fp8"\n'
+    made = read(tmp_path, f"[[row]]\n{row}")
+    assert (made.rows[0].name, made.rows[0].model) == ("m-fp8-hf", SECRET)
+    saved = BatchReport("", "local", 1, made.rows).to_json()
+    wrong = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = ["fp8"]\nexclude = [{{ model = "{SECRET}" }}]')
+    wrong += refused(tmp_path, f'[[row]]\ntarget = "hf"\nmodel = {{ a = "{SECRET}" }}')
+    wrong += refused(tmp_path, f'[[row]]\ntarget = "hf"\nmodel = "llama"\nout = "{SECRET}"')
+    for text in (saved, "\n".join(wrong)):
+        assert "http://host/models/m" in text
+        assert "hunter2" not in text and "s3cr3t" not in text

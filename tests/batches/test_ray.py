@@ -1,0 +1,350 @@
+"""A manifest on a Ray cluster of two nodes gives the bytes of one machine, also where a process is killed; see README.
+
+Nodes are processes here, as Ray's own tests have them. Each has its workers, so a row and its shards are several.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge
+from benchmarks.checkpoint import SMALL, make_checkpoint
+from bridge.batches.engines import make_engine, make_settings
+from bridge.batches.job import CRASH
+from bridge.batches.ray import Ray, Settings
+from bridge.batches.values import BELOW, DONE, FAILED, Event, Job, Limits, Outcome, Row
+from bridge.errors import SourceError, UsageError
+
+CONFIG = SMALL | {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5, "vocab_size": 3000}
+CONFIG |= {"num_attention_heads": 12, "rope_theta": 10000.0}
+MEMORY = 400 << 20  # bytes that a row of the test's models takes
+NODE = 1 << 30
+REPORTS = ("report.json", "report.html")  # they tell of seconds and memory
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 million random weights: long enough in the making to be killed in the middle."""
+    directory = tmp_path_factory.mktemp("model") / "model"
+    make_checkpoint(directory, CONFIG, shards=3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Two nodes of one CPU each."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "memory": NODE, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    cluster.add_node(**node)
+    cluster.wait_for_nodes()
+    yield cluster.address
+    cluster.shutdown()
+
+
+def job(name: str, model: Path, out: Path, target: str = "hf", quant: str | None = None, **more: Any) -> Job:
+    return Job(name, Row(name, name, str(model), target, str(out), quant, **more), MEMORY, 1)
+
+
+def engine(address: str, workers: int = 2, **settings: Any) -> Ray:
+    return make_engine("ray", Settings(address, **settings), Limits(workers))  # type: ignore[return-value]
+
+
+def outcomes(engine: Ray, *jobs: Job, watch: Callable[[Event], None] = lambda event: None) -> dict[str, Outcome]:
+    return {outcome.name: outcome for outcome in engine.run(jobs, watch)}
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name not in REPORTS]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def processes(title: str) -> list[int]:
+    """Ids of Ray's processes that run a function: Ray writes its name where the command line was."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes().startswith(f"ray::{title}".encode()):
+                found.append(int(path.parent.name))
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills processes that run the function `title`, as many as `times`, once `out` has begun to be written."""
+
+    def __init__(self, title: str, out: Path, times: int = 1) -> None:
+        super().__init__(daemon=True)
+        self.title, self.times, self.journal = title, times, out.parent / f".{out.name}.partial/journal.jsonl"
+        self.killed: set[int] = set()
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while len(self.killed) < self.times and not self.over.wait(0.003):
+            with suppress(OSError):
+                lines = self.journal.read_bytes().count(b"\n")
+                for pid in [pid for pid in processes(self.title) if lines > 1 and pid not in self.killed][:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.add(pid)
+
+    def __enter__(self) -> Killer:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self.join()
+
+
+@slow
+def test_a_manifest_gives_the_same_bytes_on_a_cluster_and_on_one_machine(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "batch.toml").write_text(f"""
+        memory = "4GB"
+        [ray]
+        address = "{address}"
+        [defaults]
+        model = "{model}"
+        out = "{{name}}"
+        [[row]]
+        name = "plain"
+        target = "hf"
+        [[row]]
+        name = "blocks"
+        target = "hf"
+        quant = "fp8_block"
+        shards = 2
+        shard_size = 9000000
+        [[row]]
+        name = "items"
+        target = "torchtitan"
+        shards = 3
+        [[row]]
+        name = "int8"
+        target = "trtllm"
+        quant = "int8_wo"
+        """)
+    names = ("plain", "blocks", "items", "int8")
+    local = bridge.batch(tmp_path / "batch.toml", engine="local")
+    one = {name: bytes_of(tmp_path / name) for name in names}
+    assert {outcome.status for outcome in local.outcomes.values()} == {DONE}
+    for name in names:
+        (tmp_path / name).rename(tmp_path / f"{name}-local")
+    cluster = bridge.batch(tmp_path / "batch.toml", engine="ray")
+    assert {outcome.status for outcome in cluster.outcomes.values()} == {DONE}
+    for name in names:
+        assert bytes_of(tmp_path / name) == one[name], name
+
+
+@slow
+def test_a_graph_is_made_while_others_write_its_weights(address: str, tmp_path: Path) -> None:
+    tiny = Path(__file__).parents[2] / "examples/models/tiny-llama"
+    bridge.convert(tiny, target="trt", quant="int8_wo", out=tmp_path / "one")
+    told = outcomes(engine(address), job("graph", tiny, tmp_path / "several", "trt", "int8_wo", shards=2))
+    assert told["graph"].status in (DONE, BELOW), told
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "several")
+
+
+@slow
+def test_a_row_whose_process_is_killed_in_the_middle_goes_on_to_the_same_bytes(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    bridge.convert(model, target="hf", quant="int8_wo", out=tmp_path / "one")
+    said: list[str] = []
+    with Killer("run_here", tmp_path / "out") as killer:
+        one = job("row", model, tmp_path / "out", quant="int8_wo")
+        told = outcomes(engine(address), one, watch=lambda event: said.append(event.stage))
+    assert len(killer.killed) == 1
+    assert (told["row"].status, told["row"].attempts) == (DONE, 2)
+    assert "again: its process died" in said
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "out")
+    assert not (tmp_path / ".out.partial").exists()
+
+
+@slow
+def test_a_shard_whose_process_is_killed_in_the_middle_is_written_again(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    bridge.convert(model, target="hf", quant="int8_wo", out=tmp_path / "one")
+    with Killer("write_portion", tmp_path / "out") as killer:
+        told = outcomes(engine(address), job("row", model, tmp_path / "out", quant="int8_wo", shards=2))
+    assert len(killer.killed) == 1
+    assert (told["row"].status, told["row"].attempts) == (DONE, 1), told
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "out")
+
+
+@slow
+def test_a_row_that_dies_every_time_or_fails_in_our_words_harms_no_other(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    shard = next(broken.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with Killer("run_here", tmp_path / "dies", times=2) as killer:
+        told = outcomes(
+            engine(address, workers=1, retries=1),
+            replace(job("dies", model, tmp_path / "dies"), work=3),
+            job("broken", broken, tmp_path / "never"),
+            job("well", model, tmp_path / "well"),
+        )
+    assert len(killer.killed) == 2
+    assert (told["dies"].status, told["dies"].kind, told["dies"].attempts) == (FAILED, CRASH, 2)
+    assert (told["broken"].status, told["broken"].kind, told["broken"].attempts) == (FAILED, "SourceError", 1)
+    assert told["well"].status == DONE
+    assert not (tmp_path / "never").exists()
+
+
+class Interrupt(BaseException):
+    """Ctrl-C."""
+
+
+@slow
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_interrupt_ends_what_runs_and_leaves_nothing_half_written(
+    address: str, model: Path, tmp_path: Path, shards: int
+) -> None:
+    jobs = [job(f"row{n}", model, tmp_path / f"row{n}", quant="int8_wo", shards=shards) for n in range(6)]
+
+    def watch(event: Event) -> None:
+        if event.stage == "weights":
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        outcomes(engine(address), *jobs, watch=watch)
+    for path in tmp_path.iterdir():
+        assert (path / "bridge.json").exists() and (path / "report.json").exists(), path
+    assert len(list(tmp_path.iterdir())) < len(jobs)
+    assert not processes("run_here") and not processes("write_portion")
+
+
+KILLED = """
+import sys
+from bridge.batches.ray import Settings, make_engine
+from bridge.batches.values import Job, Limits, Row
+
+def rows():
+    for n in range(40):
+        yield Job(f"row{n}", Row(f"row{n}", "", sys.argv[1], "hf", f"{sys.argv[2]}/row{n}", "int8_wo"), 1 << 28, 1)
+
+for outcome in make_engine(Settings(), Limits(1, 1 << 30)).run(list(rows()), lambda event: None):
+    print(outcome.name, outcome.status, flush=True)
+"""
+
+
+@slow
+def test_a_cluster_of_our_own_ends_with_its_batch_even_if_that_is_killed(model: Path, tmp_path: Path) -> None:
+    batch = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(model), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert batch.stdout
+    assert batch.stdout.readline() == "row0 done\n"
+    pids = [pid for pid in children(batch.pid) if not AGENTS.intersection(title(pid).split())]
+    assert any("raylet" in title(pid) for pid in pids)
+    batch.kill()
+    batch.wait()
+    batch.stdout.close()
+    until = time.monotonic() + 60
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+
+
+AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # of a node: they look for it every minute, and end then
+
+
+def title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def children(pid: int) -> Iterator[int]:
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            yield child
+            yield from children(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=re.escape("pip install 'qbridge[ray]'")):
+        make_engine("ray", Settings(), Limits())
+
+
+def test_an_address_where_no_cluster_is_is_told_of() -> None:
+    with pytest.raises(UsageError, match=r"\[ray\] address = '127.0.0.1:9' cannot be reached"):
+        engine("127.0.0.1:9")
+
+
+@slow
+def test_more_cpus_than_a_node_has_are_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="cpus = 2; the largest node of the cluster has 1"):
+        engine(address, cpus=2)
+
+
+@slow
+def test_shards_that_no_node_has_room_for_are_refused_instead_of_waited_for(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    one = job("row", model, tmp_path / "out", shards=2, memory=900 << 20)
+    told = outcomes(engine(address), replace(one, memory=900 << 20))
+    assert told["row"].kind == "UsageError"
+    assert "no node has them" in told["row"].error
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_are_read_from_the_manifests_table() -> None:
+    assert make_settings("ray", {"address": "auto", "cpus": 4}) == Settings("auto", 4, 3)
+    with pytest.raises(UsageError, match=r"\[ray\] has no key `adress`"):
+        make_settings("ray", {"adress": "auto"})
+    with pytest.raises(UsageError, match="retries = -1"):
+        make_engine("ray", Settings(retries=-1), Limits())
+
+
+def test_a_portion_of_another_model_than_the_rows_is_refused(tmp_path: Path) -> None:
+    rows = pytest.importorskip("bridge.batches.ray_rows")
+    tiny = str(Path(__file__).parents[2] / "examples/models/tiny-llama")
+    offer = rows.Offer(tiny, None, "other", None, None, None, 1, 1, tmp_path, "", bridge.__version__)
+    with pytest.raises(SourceError, match="is another model on"):
+        rows.same_source(offer)
+    with pytest.raises(UsageError, match="has qbridge"):
+        rows.same_source(replace(offer, version="0.0"))
+    with pytest.raises(SourceError, match="cannot be opened on"):
+        rows.same_source(replace(offer, model=str(tmp_path)))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is nothing to divide")
+def test_processes_at_once_have_cores_of_their_own() -> None:
+    program = "from bridge.batches.ray_rows import own_cores as own\nimport os\nwith own(1):\n"
+    program += "    print(*os.sched_getaffinity(0), flush=True)\n    input()\nprint(len(os.sched_getaffinity(0)))"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    several = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    cores = [process.stdout.readline().split() for process in several]
+    assert all(len(own) == 1 for own in cores)
+    assert cores[0] != cores[1]
+    after = [process.communicate("\n")[0].strip() for process in several]
+    assert after == [str(len(os.sched_getaffinity(0)))] * 2
