@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.errors import BridgeError, TableError, UsageError, VerifyError, nearest
+from bridge.json_data import parse_json
+from bridge.remote.opening import written_at
 from bridge.report import report_from_dict
 from bridge.show import Columns, fold, grouped, pattern, plan_table, report_table
 from bridge.values import Numeric
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from bridge.quant.scheme import Scheme
     from bridge.tables.files import TableFile
 
+MOST_VALUES = 64 << 20  # of a manifest, some hundred for a tensor
 LISTS = ("schemes", "targets", "architectures")
 Said = tuple[Any, list["RenderableType"]]  # plain data for --json, and what is printed without it
 
@@ -37,7 +39,7 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Said
         return _merged(what, dialect, every)
     if what in LISTS:
         return {"schemes": _schemes, "targets": _targets, "architectures": _architectures}[what]()
-    path = Path(what)
+    path = written_at(what)
     if path.is_dir():
         return _model(path, every)
     if path.suffix == ".safetensors" and path.is_file():
@@ -203,11 +205,12 @@ def _merged(what: str, dialect: str, every: bool) -> Said:
         raise UsageError(f"{what!r} is no architecture with a table; {nearest(what, known)}")
     if dialect not in dialect_names():
         raise UsageError(f"{dialect!r} is no dialect; {nearest(dialect, dialect_names())}")
-    lines = merged(table, load_dialect(dialect), what, every)
+    native = load_dialect(dialect)
+    lines = merged(table, native, what, every)
     made = [line.made if line.written else f"{line.made}, read only" for line in lines]
     rows = [(line.tensor, line.roles, line.when, line.native, text) for line, text in zip(lines, made, strict=True)]
     columns = ("Hugging Face", "role", "where", dialect, "made from")
-    return _plain(lines), [f"{table.file.name}, mappings/dialects/{dialect}.toml", "", Columns(columns, rows)]
+    return _plain(lines), [f"{table.file.name}, {native.file.name}", "", Columns(columns, rows)]
 
 
 def _scheme(what: str) -> Said:
@@ -293,7 +296,7 @@ def _model(directory: Path, every: bool) -> Said:
 def read_json(path: Path, what: str) -> Any:
     """Content of a file that bridge wrote; VerifyError says `what` is wrong where it is not there or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), MOST_VALUES)
     except OSError as error:
         raise VerifyError(f"{what}: {path.name} is missing ({error.strerror})") from error
     except ValueError as error:

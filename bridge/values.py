@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,18 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return (self.size * DTYPES[self.dtype].bits + 7) // 8
+
+
+MOST_AXES = 64  # NumPy's
+
+
+def shape_problem(shape: Sequence[int]) -> str:
+    """Say why no tensor of a file has such a shape; "" where one may. An extent of 0 does not excuse the others."""
+    if len(shape) > MOST_AXES:
+        return f"has {len(shape)} axes; at most {MOST_AXES} are supported"
+    if math.prod(max(1, n) for n in shape) >= 1 << 60:  # bytes, too, are then what a signed 64-bit number counts
+        return f"has shape ({', '.join(map(str, shape))}), which no memory holds"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -219,6 +231,20 @@ class Structure:
     embeddings: tuple[str, ...] = ()
     ungrouped: str = ""
     traced: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program at the other end: it wrote what a source reads, or loads what a target writes.
+
+    `proof`: what that rests on, and what was not run. `tests`: files of the repository that hold it. The documentation
+    says these words; a source and a target say them beside the code that they are about.
+    """
+
+    name: str
+    versions: str
+    proof: str
+    tests: tuple[str, ...]
 
 
 def plain(value: Any) -> Any:

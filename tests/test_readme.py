@@ -12,13 +12,15 @@ from typer.testing import CliRunner
 
 from bridge.cli import app
 from bridge.quant.recipe import load_recipe
+from tests.blocks import blocks, prepare, run
 from tests.readme import MAPPED, README, ROOT, generate
 
 TEXT = README.read_text(encoding="utf-8")
+PYTHON = [block for block in blocks(TEXT) if block.language == "python"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+def texts(language: str) -> list[str]:
+    return [block.text for block in blocks(TEXT) if block.language == language]
 
 
 def test_the_map_and_the_matrix_are_those_of_today() -> None:
@@ -47,7 +49,7 @@ def test_every_make_target_of_the_readme_exists() -> None:
 
 
 def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("qbridge ")]
+    lines = [line for block in texts("sh") for line in block.splitlines() if line.startswith("qbridge ")]
     assert len(lines) >= 6
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
@@ -65,21 +67,16 @@ def test_the_exit_codes_are_those_of_the_code() -> None:
 
 
 def test_the_recipe_of_the_readme_is_one(tmp_path: Path) -> None:
-    (path := tmp_path / "mixed.toml").write_text(blocks("toml")[0])
+    (path := tmp_path / "mixed.toml").write_text(texts("toml")[0])
     recipe = load_recipe(path)
     assert len(recipe.rules) == 2
     assert recipe.kv is not None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_the_python_examples_run(number: int, tmp_path: Path) -> None:
-    import sys
-
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    code = blocks("python")[number]
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert not run(PYTHON[number], prepare(tmp_path))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ pre-scales and the blocks of ModelOpt, which the example drops and mixes up.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import CalibrationError, PlanError, SourceError, UsageError, fold_layers, nearest
+from bridge.scratch import scratch
 
 if TYPE_CHECKING:
     from bridge.quant.scheme import Scheme
@@ -51,7 +51,8 @@ def modelopt_quantize(model_hf: Any, quant_mode: str, *, dataset_name: Any = Non
 
     Args:
         quant_mode: "int8-weight-only", "int4-weight-only" (AWQ) or "float8" (weights, activations and the output head).
-        dataset_name: what `create_forward_loop` takes; `tokenizer`: an object, a directory or a hub id.
+        dataset_name: what `create_forward_loop` takes.
+        tokenizer: an object, a directory or a hub id.
 
     >>> quantized = modelopt_quantize(model, "float8")  # doctest: +SKIP
     """
@@ -90,6 +91,10 @@ def create_forward_loop(
         dataset_name: a name that ModelOpt knows; or a text file, a JSONL file, another dataset id, or None for the text
             that comes with bridge. A text is cut into `num_samples` pieces.
         dataloader: batches; everything that makes some is ignored then.
+
+    >>> import bridge
+    >>> loop = bridge.create_forward_loop(dataset_name=None, tokenizer=tokenizer, num_samples=8)  # doctest: +SKIP
+    >>> calibration = bridge.calibrate(model, "fp8", loop)  # doctest: +SKIP
     """
     from bridge.quant.modelopt import dataset_tools
 
@@ -155,6 +160,10 @@ def get_submodule(module: Any, attr_name: str) -> Any:
 
     Raises:
         NoSuchAttribute: an `AttributeError` that names the step where the path ends, and what there is instead.
+
+    >>> from types import SimpleNamespace
+    >>> get_submodule(SimpleNamespace(head=SimpleNamespace(bias=1)), "head.bias")
+    1
     """
     if not isinstance(attr_name, str):
         raise UsageError(f"attr_name={attr_name!r}; expected a dotted path, 'transformer.h.0.attn' for one")
@@ -236,8 +245,8 @@ def _load(module: Any, model: Any, dtype: Any, quant: str | Scheme, *, linear: b
     if dtype is None:
         raise UsageError("dtype=None; give the module's: tp.float16, for one")
     source, options = open_source(model), {"dtype": dtype, "linear": linear}
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / source.name
+    with scratch() as folder:
+        written = folder / source.name
         try:
             fit(Written.planned(plan(source, "tripy", quant, **options)), module, str(written))
             convert(source, "tripy", quant, written, calib=calib, verify=False, **options)

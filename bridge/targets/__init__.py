@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.dtypes import dtype_word
 from bridge.errors import UsageError, nearest
-from bridge.values import Format, Numeric, Site, Structure
+from bridge.values import Format, Numeric, Program, Site, Structure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,13 +30,23 @@ class Target(Protocol):
     """What the plan and the conversion ask of a target. All methods but `write` read names and shapes only."""
 
     name: str
-    writes: tuple[str, ...]  # globs of every file it may write; a side file of that name is not carried
-    loads: tuple[str, ...]  # globs of the files that the runtime loads; others are for people and for `verify`
-    metadata: Mapping[str, str]  # what the header of its safetensors files says
-    align: int  # data of its safetensors files begin at a multiple of this
-    runs: bool  # `convert` runs what it wrote; else only `verify` does, and nothing but calibration loads a framework
-    base_memory: int  # bytes that writing needs besides the tensors of the running steps
-    Options: type[Any]  # a frozen dataclass: its fields are the options of `convert` and the flags of the command line
+    """The word that users type."""
+    writes: tuple[str, ...]
+    """Globs of every file it may write; a side file of that name is not carried."""
+    loads: tuple[str, ...]
+    """Globs of the files that the runtime loads; others are for people and for `verify`."""
+    metadata: Mapping[str, str]
+    """What the header of its safetensors files says."""
+    align: int
+    """Data of its safetensors files begin at a multiple of so many bytes."""
+    runs: bool
+    """`convert` runs what it wrote; else only `verify` does, and nothing but calibration loads a framework."""
+    base_memory: int
+    """Bytes that writing needs besides the tensors of the running steps."""
+    loaded_by: tuple[Program, ...]
+    """Which programs of which versions load it, and how that is known."""
+    Options: type[Any]
+    """A frozen dataclass: its fields are the options of `convert` and the flags of the command line."""
 
     def refuse(self, format_: Format, options: Any) -> str:
         """Why no model can carry this format ("" if it can): the runtime has no such numeric."""
@@ -97,7 +107,11 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def load_target(name: str) -> Target:
-    """Return the target called `name`; UsageError names the known ones and the nearest."""
+    """Return the target called `name`; UsageError names the known ones and the nearest.
+
+    >>> load_target("hf").Options().shard_size
+    '10GB'
+    """
     if not isinstance(name, str):
         raise UsageError(f"target takes a name, not {type(name).__name__}; known: {', '.join(target_names())}")
     if name in _added():

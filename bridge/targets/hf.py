@@ -21,7 +21,7 @@ from bridge.unified.config import generation_config
 from bridge.unified.departures import departures
 from bridge.unified.shards import parse_size
 from bridge.unified.steps import Drafting
-from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.values import Format, Numeric, Program, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion, Written
@@ -50,6 +50,22 @@ class Hf(Streamed):
     loads = ("model*.safetensors", "model.safetensors.index.json", "config.json")
     metadata: Mapping[str, str] = {"format": "pt"}
     Options = HfOptions
+    loaded_by = (
+        Program(
+            "vLLM, SGLang, TensorRT-LLM (PyTorch backend)",
+            "those that read the unified checkpoint of ModelOpt 0.47",
+            "every file equals the one that ModelOpt's `export_hf_checkpoint` writes, byte for byte, but for a named "
+            "list of exceptions; the engines themselves need a GPU and were not run",
+            ("tests/targets/test_hf_parity.py", "tests/targets/test_hf.py"),
+        ),
+        Program(
+            "vLLM, transformers (`--format compressed-tensors`)",
+            "compressed-tensors 0.20, transformers 5.20 and later",
+            "tensors and config equal llm-compressor 0.14's; transformers loads them, and its logits are those of the "
+            "written weights; vLLM was not run",
+            ("tests/targets/test_compressed.py",),
+        ),
+    )
 
     def resolve(
         self, options: HfOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]

@@ -11,7 +11,7 @@ from bridge.errors import UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
 from bridge.targets._dcp import HELP, DcpTarget, written_config
 from bridge.targets._streamed import write
-from bridge.values import Structure, TensorSpec
+from bridge.values import Program, Structure, TensorSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +51,20 @@ class Megatron(DcpTarget):
     writes = (".metadata", "__*.distcp", "common.pt", "metadata.json", "run_config.yaml", "config.json")
     loads = (".metadata", "__*.distcp", "common.pt", "metadata.json")
     Options = MegatronOptions
+    loaded_by = (
+        Program(
+            "Megatron-Core",
+            "0.16.1",
+            "`dist_checkpointing.load`, strict, on gloo and a CPU; its own forward answers as the model did",
+            ("tests/targets/test_megatron.py",),
+        ),
+        Program(
+            "Megatron-Bridge",
+            "0.3.1",
+            "its own mapping of names gives the same tensors, and its run_config.yaml says the same of the model",
+            ("tests/targets/test_megatron.py",),
+        ),
+    )
 
     def resolve(
         self, options: MegatronOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]

@@ -11,7 +11,7 @@ from bridge.errors import UsageError
 from bridge.planning import Draft, Drafted
 from bridge.targets._dcp import HELP, DcpTarget, written_config
 from bridge.targets._streamed import write
-from bridge.values import Structure, TensorSpec
+from bridge.values import Program, Structure, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion, Written
@@ -37,6 +37,14 @@ class Torchtitan(DcpTarget):
     writes = (".metadata", "__*.distcp", "config.json")
     loads = (".metadata", "__*.distcp")
     Options = TorchtitanOptions
+    loaded_by = (
+        Program(
+            "torchtitan",
+            "0.3.0, and 0.2.2 with `--era 0.2`",
+            "its own state-dict adapters make the same tensors; torch 2.13's distributed checkpoint loads them",
+            ("tests/targets/test_torchtitan.py",),
+        ),
+    )
 
     def resolve(
         self,

@@ -15,7 +15,7 @@ from bridge.dtypes import FLOATS, dtype
 from bridge.errors import UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
 from bridge.targets._streamed import Streamed, main_dtype, write
-from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.values import Format, Numeric, Program, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion, Written
@@ -42,6 +42,15 @@ class Tripy(Streamed):
     loads = writes
     metadata: Mapping[str, str] = {"format": "pt"}
     Options = TripyOptions
+    loaded_by = (
+        Program(
+            "Tripy (`nvtripy`)",
+            "0.1.7",
+            "its own modules load the state dict, strictly, and trace it; its compiled runtime, which PyPI does not "
+            "have, is a stand-in there: no engine was run",
+            ("tests/targets/test_tripy_parity.py", "tests/tripy/test_parity.py", "tests/tripy/test_loading.py"),
+        ),
+    )
 
     def resolve(
         self, options: TripyOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]

@@ -19,7 +19,7 @@ from bridge.graph.tasks import TASKS
 from bridge.planning import Draft, Drafted, Output, Plan, Step
 from bridge.quant.blocks import stored_shapes
 from bridge.quant.scheme import has_tensor_scale, is_static
-from bridge.values import Format, Numeric, Site, Slice, Structure, TensorSpec
+from bridge.values import Format, Numeric, Program, Site, Slice, Structure, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,6 +78,22 @@ class Trt:
     runs = True  # the export has loaded torch anyway
     base_memory = EXPORT_MEMORY
     Options = TrtOptions
+    loaded_by = (
+        Program(
+            "TensorRT",
+            "10.15 (its documented rules), opsets 21 to 24",
+            "the file keeps the rules that TensorRT documents for explicit quantization (`qbridge check`); no engine "
+            "was built where this was developed, which has no GPU",
+            ("tests/graph/test_lint.py", "tests/graph/test_engine.py"),
+        ),
+        Program(
+            "ONNX Runtime",
+            "1.26 and later",
+            "runs the written file on the CPU; codes equal those of ModelOpt's fake-quantized model node by node, ties "
+            "apart",
+            ("tests/targets/test_trt_oracle.py",),
+        ),
+    )
 
     def resolve(
         self, options: TrtOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]

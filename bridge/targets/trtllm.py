@@ -16,7 +16,7 @@ from bridge.dtypes import SHORT, dtype
 from bridge.errors import CannotRun, PlanError, UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
 from bridge.targets._streamed import Streamed, main_dtype, write
-from bridge.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.values import Format, Numeric, Program, Site, Structure, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.conversion import Conversion, Written
@@ -47,6 +47,15 @@ class Trtllm(Streamed):
     loads = writes
     metadata: Mapping[str, str] = {}
     Options = TrtllmOptions
+    loaded_by = (
+        Program(
+            "TensorRT-LLM (engine builder)",
+            "up to 1.2, the last with a TensorRT backend",
+            "every rank's file and config.json equal what `export_tensorrt_llm_checkpoint` of ModelOpt 0.47 writes, "
+            "byte for byte; the engine builder needs a GPU and was not run",
+            ("tests/targets/test_trtllm_parity.py", "tests/targets/test_trtllm.py"),
+        ),
+    )
 
     def resolve(
         self, options: TrtllmOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]

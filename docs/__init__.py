@@ -1,0 +1,1 @@
+"""The documentation: pages, and what is made for them of the code."""

@@ -1,0 +1,58 @@
+"""The page of the command line, from the parser itself: every verb, its arguments, its flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from typer.main import get_command
+
+from bridge.arguments import target_flags
+from bridge.cli import app
+from docs.made.matrix import table
+
+
+def reference() -> str:
+    """A section a verb, in the order of `qbridge --help`."""
+    return "\n\n".join(_section(path, command) for path, command in verbs(get_command(app), ("qbridge",)))
+
+
+def verbs(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(words, command) of every verb below a group of verbs."""
+    for name, found in command.commands.items():
+        if hasattr(found, "commands"):
+            yield from verbs(found, (*path, name))
+        else:
+            yield (*path, name), found
+
+
+def _section(path: tuple[str, ...], command: Any) -> str:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+    own = [option for option in options if option.name not in target_flags()]
+    usage = " ".join([*path, *(_metavar(argument) for argument in arguments), "[OPTIONS]"])
+    parts = [f"## `{' '.join(path)}`", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
+    if arguments:
+        parts.append(table(["argument", "what it is"], [[f"`{_metavar(a)}`", _escaped(a.help)] for a in arguments]))
+    parts.append(
+        table(["flag", "what it is for {: .wide }"], [[_names(option), _escaped(option.help)] for option in own])
+    )
+    if len(own) < len(options):
+        parts.append("And the options of the target, each a flag: see [Targets](../targets/index.md).")
+    return "\n\n".join([*parts, *([command.epilog] if command.epilog else [])])
+
+
+def _metavar(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
+def _names(option: Any) -> str:
+    """`--out VALUE`, `-q`, and what turns a flag off."""
+    value = "" if option.is_flag else " VALUE"
+    names = ", ".join(f"`{name}{value}`" for name in [*option.opts, *option.secondary_opts])
+    return f"{names}, required" if option.required else names
+
+
+def _escaped(text: str | None) -> str:
+    return (text or "").replace("|", "\\|")

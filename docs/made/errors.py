@@ -1,0 +1,240 @@
+"""The catalogue of errors: every class, with a message that it really gave a moment ago."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import bridge
+from bridge.errors import BridgeError
+from docs.made.targets import MODEL
+
+SOURCE = "tiny-llama"
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a user does, doing it in a directory that holds the tiny Llama, and what to do then."""
+
+    call: str
+    provoke: Callable[[], object]
+    remedy: str
+
+
+def _pointer() -> None:
+    Path("cloned").mkdir()
+    Path("cloned/config.json").write_text((MODEL / "config.json").read_text())
+    Path("cloned/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    bridge.plan("cloned", "hf", "int8_wo")
+
+
+def _refused() -> None:
+    """Ask a server of this machine that lets nobody in."""
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    class Closed(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *said: object) -> None:
+            """Say nothing in the midst of a build."""
+
+    with HTTPServer(("127.0.0.1", 0), Closed) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        try:
+            bridge.plan(f"{here}/llama", "hf", "int8_wo")
+        except BridgeError as error:
+            raise type(error)(str(error).replace(here, "https://models.example")) from error
+        finally:
+            server.shutdown()
+
+
+def _row() -> None:
+    from bridge.tables.arch import load_roles, parse_arch
+    from bridge.tables.files import mappings, parse_table
+
+    text = (mappings() / "arch" / "llama.toml").read_text().replace('"attn.q.weight"', '"attn.qq.weight"')
+    parse_arch(parse_table(text, "mine.toml"), load_roles())
+
+
+def _recipe() -> None:
+    Path("mixed.toml").write_text('base = "int8_wo"\n[[rule]]\nroles = ["mlp.dwn.weight"]\nquant = "none"\n')
+    bridge.plan(SOURCE, "hf", "mixed.toml")
+
+
+def _export() -> None:
+    from bridge.graph.export import export_graph
+
+    config = json.loads((MODEL / "config.json").read_text())
+    export_graph(config | {"hidden_act": "no_such_activation"})
+
+
+def _exists() -> None:
+    Path("results").mkdir()
+    Path("results/mine.txt").write_text("")
+    bridge.convert(SOURCE, "hf", "int8_wo", "results", overwrite=True)
+
+
+def _no_model() -> None:
+    Path("empty").mkdir()
+    bridge.verify("empty", SOURCE)
+
+
+def _short() -> None:
+    Path("short.txt").write_text("Once upon a time")
+    bridge.convert(SOURCE, "hf", "fp8", "out", calib="short.txt")
+
+
+def _not_here() -> None:
+    from bridge.targets import load_target
+
+    load_target("trtllm").runtime(Path("out"))
+
+
+def _batch() -> None:
+    rows = '[[row]]\nmodel = "tiny-llama"\ntarget = "megatron"\nquant = "fp8"\nout = "out"\n'
+    Path("models.toml").write_text(f"strict = true\n{rows}")
+    bridge.batch("models.toml")
+
+
+EXAMPLES: dict[str, Example] = {
+    "BatchError": Example(
+        'bridge.batch("models.toml")   # strict = true, and a row that its target refuses',
+        _batch,
+        "Mend the rows that the message names; without `strict` the others run.",
+    ),
+    "QuantizerError": Example(
+        'bridge.Quantizer({"algorithm": "fp9"}, {"save_path": "out"})',
+        lambda: bridge.Quantizer({"algorithm": "fp9"}, {"save_path": "out"}),
+        "Correct the two configs; NeMo's `assert`s are what a script catches.",
+    ),
+    "UnknownMode": Example(
+        'bridge.modelopt_quantize(model, "fp9")',
+        lambda: bridge.modelopt_quantize(None, "fp9"),
+        "Take one of the three modes of Tripy's example, or `bridge.convert` for all schemes.",
+    ),
+    "NoSuchAttribute": Example(
+        'bridge.get_submodule(model, "transformer.h.0")',
+        lambda: bridge.get_submodule(Path(), "parent.h.0"),
+        "Correct the path from the step that the message names.",
+    ),
+    "UsageError": Example(
+        'bridge.plan("tiny-llama", "trtt")',
+        lambda: bridge.plan(SOURCE, "trtt"),
+        "Correct the word: the message lists those that are known, and the nearest.",
+    ),
+    "TableError": Example(
+        "qbridge check mine.toml",
+        _row,
+        "Correct the row that the message quotes; `qbridge check` reads a table again in a moment.",
+    ),
+    "SourceError": Example(
+        'bridge.plan("cloned", "hf", "int8_wo")   # a clone without git-lfs',
+        _pointer,
+        "Mend or fetch the checkpoint. All that is wrong with its headers and its config is in one message.",
+    ),
+    "RefusedError": Example(
+        'bridge.plan("https://models.example/llama", "hf", "int8_wo")',
+        _refused,
+        "Ask for access, or give the credentials that the message names.",
+    ),
+    "SchemeError": Example(
+        'bridge.plan("tiny-llama", "hf", "mixed.toml")',
+        _recipe,
+        "Correct the recipe, or choose a scheme that the target has (`qbridge show schemes`).",
+    ),
+    "PlanError": Example(
+        'bridge.plan("tiny-llama", "trtllm", config={"architectures": ["OlmoForCausalLM"], "model_type": "olmo"})',
+        lambda: bridge.plan(SOURCE, "trtllm", config={"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}),
+        "Nothing was read or written yet: change what the message names, or take the target that it points to.",
+    ),
+    "CalibrationError": Example(
+        'bridge.convert("tiny-llama", "hf", "fp8", "out", calib="short.txt")',
+        _short,
+        "Give more or other data, or a calibration of this very model.",
+    ),
+    "ExportError": Example(
+        'bridge.convert(..., target="trt")   # a config whose activation transformers does not have',
+        _export,
+        "Targets without a graph (`hf`) may take the model; else the message says what torch could not trace.",
+    ),
+    "WriteError": Example(
+        'bridge.convert("tiny-llama", "hf", "int8_wo", "results", overwrite=True)',
+        _exists,
+        "Choose another directory, free space, or wait for the other run. What was there is as it was.",
+    ),
+    "VerifyError": Example(
+        'bridge.verify("empty", "tiny-llama")',
+        _no_model,
+        "Give the directory that `convert` wrote, and the model that it was made from.",
+    ),
+    "GoldenError": Example(
+        'bridge.golden.check("empty", "out")',
+        lambda: bridge.golden.check("empty", "out"),
+        "Record it anew from a model that passed, with `--reason`.",
+    ),
+    "CannotRun": Example(
+        "qbridge verify out --against tiny-llama   # out is of target trtllm",
+        _not_here,
+        "The weights are compared all the same; run the model where its runtime is.",
+    ),
+    "EngineUnavailable": Example(
+        'bridge.plan("tiny-llama", "trt", "fp8", engine=True)',
+        lambda: bridge.plan(SOURCE, "trt", "fp8", engine=True),
+        "Build the engine where TensorRT and a GPU are; trtexec.txt beside the model has the command.",
+    ),
+}
+
+
+def classes() -> Iterator[type[BridgeError]]:
+    """Every class of errors that a user can meet, wherever it stands, by name after its base class."""
+    package = Path(bridge.__file__).parent
+    for path in package.rglob("*.py"):
+        if re.search(r"^class \w+\((?:\w+Error|CannotRun)\b", path.read_text(encoding="utf-8"), re.MULTILINE):
+            import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
+    yield from dict.fromkeys(_below(BridgeError))
+
+
+def _below(base: type[BridgeError]) -> Iterator[type[BridgeError]]:
+    for found in sorted(base.__subclasses__(), key=lambda kind: kind.__name__):
+        if found.__module__.startswith("bridge."):
+            yield found
+            yield from _below(found)
+
+
+def message(name: str) -> str:
+    """What the command prints where the example of a class is done."""
+    with tempfile.TemporaryDirectory() as work, chdir(work):
+        Path(SOURCE).symlink_to(MODEL)
+        try:
+            EXAMPLES[name].provoke()
+        except BridgeError as error:
+            assert type(error).__name__ == name, f"the example of {name} gives {type(error).__name__}: {error}"
+            return f"{name}: {error}"
+    raise AssertionError(f"the example of {name} gives no error")
+
+
+def catalogue() -> str:
+    """A section for each class: when it is raised, its exit code, a real message, what to do."""
+    parts = []
+    for kind in classes():
+        name, base = kind.__name__, kind.__mro__[1].__name__
+        example = EXAMPLES[name]
+        parts += [
+            f"## `{name}`",
+            f"{inspect.cleandoc(kind.__doc__ or '')}",
+            f"Exit code {kind.exit_code}; a `{base}`. {example.remedy}",
+            f"```text\n{example.call}\n\n{message(name)}\n```",
+        ]
+    return "\n\n".join(parts)

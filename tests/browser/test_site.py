@@ -1,0 +1,84 @@
+"""The documentation in Chromium, opened from the disk: it fits, asks the network for nothing, is readable, searches."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.test_report import CONTRAST, SCHEMES, TEXTS, WIDTHS, contrast, shot, show
+from tests.docs.site import built
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+PAGES = (
+    "index", "concepts", "guides/batch", "schemes/fp8", "targets/trt", "adding/source", "holds/security",
+    "reference/errors", "reference/command-line", "reference/verbs",
+)  # fmt: skip
+# The texts of the part that is ours; the theme's own hide and show as it likes.
+ARTICLE = TEXTS.replace("document.body", "document.querySelector('article')")
+RESULTS = "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.getAttribute('href'))"
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory)
+
+
+@pytest.fixture(params=[(scheme, width) for scheme in SCHEMES for width in WIDTHS], ids=lambda p: f"{p[0]}-{p[1]}")
+def look(request: pytest.FixtureRequest, browser: Any, site: Path, screenshots: Path) -> Callable[[str], Any]:
+    """Opens a page in one scheme and width, and writes a screenshot of it down."""
+    scheme, width = request.param
+
+    def looked(name: str) -> Any:
+        show(browser, site / f"{name}.html", scheme, width)
+        picture = screenshots / f"site-{name.replace('/', '-')}-{scheme}-{width}.png"
+        picture.write_bytes(shot(browser))
+        return browser
+
+    return looked
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_its_window(look: Callable[[str], Any], name: str) -> None:
+    script = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
+    wide, window = look(name).execute_script(script)
+    assert wide <= window
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_asks_for_files_of_the_site_alone_and_complains_of_nothing(browser: Any, site: Path, name: str) -> None:
+    show(browser, site / f"{name}.html", "light", 1200)
+    time.sleep(0.5)  # what scripts fetch once they run
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    assert asked and all(url.startswith((site.as_uri(), "data:", "about:")) for url in asked), asked
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_text_of_a_page_stands_out_from_its_ground(look: Callable[[str], Any], name: str) -> None:
+    texts = look(name).execute_script(ARTICLE)
+    faint = {(said, front, round(contrast(front, under), 2)) for front, under, said in texts}
+    assert len(texts) > 10
+    assert not {entry for entry in faint if entry[2] < CONTRAST}
+
+
+@pytest.mark.parametrize(("words", "page"), [("w4a8_awq", "schemes/w4a8_awq.html"), ("journal", "holds/faults.html")])
+def test_the_search_finds_pages_without_a_server(browser: Any, site: Path, words: str, page: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    show(browser, site / "index.html", "light", 1200)
+    browser.find_element("css selector", ".md-search__input").click()
+    ActionChains(browser).send_keys(words).perform()
+    found: list[str] = []
+    for _ in range(100):
+        found = browser.execute_script(RESULTS)
+        if found:
+            break
+        time.sleep(0.1)
+    assert any(page in link for link in found), found

@@ -1,0 +1,143 @@
+"""What is made of the code: each source, target, scheme, error and public name has its place, and says what holds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.quant.scheme import scheme_names
+from bridge.sources import KINDS
+from bridge.targets import load_target, target_names
+from bridge.values import Program
+from docs.hooks import MARK
+from docs.made import MADE, api, errors, limits, make, matrix, schemes, targets
+from docs.made.doctests import Fenced
+from tests.blocks import ROOT
+from tests.docs.site import PAGES
+
+OWN_TARGETS = [name for name in target_names() if (ROOT / "bridge" / "targets" / f"{name}.py").exists()]
+PROGRAMS: dict[str, tuple[Program, ...]] = {
+    **{f"target {name}": load_target(name).loaded_by for name in OWN_TARGETS},
+    **{f"source {kind}": importlib.import_module(f"bridge.sources.{kind}").WRITTEN_BY for kind in KINDS},
+}
+# Word of a program's name or proof -> the distribution whose version it says.
+INSTALLED = {
+    "Megatron-Core": "megatron-core",
+    "Megatron-Bridge": "megatron-bridge",
+    "Tripy": "nvtripy",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_says_how_it_is_known_by_tests_that_exist(name: str) -> None:
+    assert PROGRAMS[name]
+    for program in PROGRAMS[name]:
+        assert program.name and program.versions and program.proof and program.tests
+        assert all((ROOT / test).is_file() for test in program.tests), program.tests
+
+
+def test_versions_that_are_told_are_those_that_tests_ran_with() -> None:
+    told = [
+        (p, dist) for found in PROGRAMS.values() for p in found for w, dist in INSTALLED.items() if p.name.startswith(w)
+    ]
+    assert {dist for _, dist in told} == set(INSTALLED.values())
+    for program, distribution in told:
+        assert program.versions.startswith(importlib.metadata.version(distribution)), program
+    for program in (program for found in PROGRAMS.values() for program in found):
+        for word, distribution in (("ModelOpt", "nvidia-modelopt"), ("compressed-tensors", "compressed-tensors")):
+            for version in re.findall(rf"{word}(?:`| )*(\d+\.\d+)", f"{program.versions} {program.proof}"):
+                assert importlib.metadata.version(distribution).startswith(version), program
+
+
+@pytest.mark.parametrize("kind,names", [("targets", OWN_TARGETS), ("sources", KINDS)])
+def test_every_target_and_source_has_a_page_with_its_parts(kind: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        text = (PAGES / kind / f"{name}.md").read_text()
+        wanted = [f"programs {kind[:-1]} {name}"]
+        wanted += [f"options {name}", f"takes {name}", f"written {name}"] if kind == "targets" else []
+        assert all(f"<!-- made: {part}" in text for part in wanted), (kind, name)
+        assert f"{kind}/{name}.md" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_every_scheme_has_a_page_and_a_test_that_names_it() -> None:
+    named = schemes.tests()
+    assert set(named) == set(scheme_names()) and all(named.values())
+    text = schemes.page("nvfp4_wo", named["nvfp4_wo"])
+    assert (
+        "| `weight_scale` | 256x8 | float8_e4m3fn | `amax(W, block of 16) / 6` |" in text
+        and "tests/targets/test_hf_parity.py" in text
+    )
+
+
+def test_every_mark_of_a_page_names_something_that_is_made() -> None:
+    marks = [m["words"].split() for path in PAGES.rglob("*.md") for m in MARK.finditer(path.read_text())]
+    assert {name for name, *_ in marks} == set(MADE)
+    with pytest.raises(AssertionError, match="nothing is made under the name 'schmes'"):
+        make("schmes")
+    with pytest.raises(AssertionError, match="has no section 'Measurd'"):
+        make("readme", "Measurd")
+
+
+def test_options_are_those_of_the_target() -> None:
+    assert "| `tp` | `--tp` | int | `1` |" in targets.options("trtllm")
+    assert "| `cache` | `--cache`, `--no-cache` | bool | `True` |" in targets.options("trt")
+
+
+def test_what_a_target_takes_is_what_the_matrix_says() -> None:
+    for name in OWN_TARGETS:
+        said = set(re.findall(r"schemes/(\w+)\.md", targets.takes(name)))
+        column = target_names().index(name) + 4
+        rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in matrix.schemes().splitlines()[2:]]
+        assert said == {row[0] for row in rows if row[column] != "no"}
+
+
+def test_what_is_written_is_what_a_conversion_wrote() -> None:
+    said = targets.written("hf", "int8_wo")
+    assert "| `model.safetensors` | loaded by the runtime |" in said
+    assert "| `model.layers.{0..4}.self_attn.q_proj.weight` | 5 | 256x128 | int8 | weight |" in said
+
+
+def test_every_error_has_an_example_that_provokes_it() -> None:
+    assert {kind.__name__ for kind in errors.classes()} == set(errors.EXAMPLES)
+
+
+@pytest.mark.parametrize("name", errors.EXAMPLES)
+def test_the_example_of_an_error_gives_it(name: str) -> None:
+    assert errors.message(name).startswith(f"{name}: ")
+    assert "/tmp" not in errors.message(name)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    named = {name for _, _, names in api.PAGES.values() for name in names}
+    public = {f"bridge.{name}" for name in bridge.__all__ if name not in ("__version__", "golden", "targets")}
+    public |= {f"bridge.golden.{name}" for name in bridge.golden.__all__}
+    assert public <= named
+    assert len(named) == sum(len(names) for _, _, names in api.PAGES.values())
+    for name in named:
+        assert getattr(api.held(name), "__doc__", ""), f"{name} has no docstring"
+
+
+def test_limits_are_the_constants_of_the_readers() -> None:
+    from bridge.container import MAX_HEADER
+    from bridge.sources.unpickle import LONGEST
+
+    said = limits.limits()
+    assert f"| `container.MAX_HEADER` | {MAX_HEADER:,} |" in said
+    assert f"| `sources.unpickle.LONGEST` | {LONGEST >> 20} MiB |" in said
+
+
+def test_an_example_in_a_docstring_gets_a_fence_and_a_fenced_one_no_second() -> None:
+    bare, fenced = ["Text.", "", ">>> 1 + 1", "2", "", "More."], ["```", ">>> 1 + 1", "```"]
+    assert Fenced(None).run(bare) == ["Text.", "", "```pycon", ">>> 1 + 1", "2", "```", "", "More."]
+    assert Fenced(None).run(bare[:4])[-1] == "```"
+    assert Fenced(None).run(fenced) == fenced
+
+
+def test_pages_are_made_of_today_not_kept() -> None:
+    assert not list(Path(PAGES / "schemes").glob("[!i]*.md")) and not (PAGES / "reference" / "verbs.md").exists()
