@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
-.PHONY: demo test browser lint bench format readme clean
+.PHONY: demo test faults fuzz fuzz-guided browser lint bench docs format readme clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -12,6 +12,23 @@ demo: $(STAMP)
 test: lint browser
 	$(BIN)/pytest -n auto
 	$(BIN)/pytest -n auto -m slow -rs
+
+# Strangers' files, 100,000 of them and new ones each time (CI has 2,000, always the same), then the malicious ones. It
+# prints the seed: `make fuzz SEED=7` runs the same again.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.attack --cases 100000 $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.attack.corpus
+
+# Every command killed, stopped, on a full disk and from a source that breaks, at 200 points of each kind and new ones each
+# time (CI has fewer, always the same). It prints the seed: `make faults SEED=7` strikes the same again. Needs a C compiler.
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults --points 200 $(if $(SEED),--seed $(SEED))
+
+# Led by coverage, for those parsers of ours that take bytes: atheris has wheels for Linux only, and is not installed else.
+fuzz-guided: $(STAMP)
+	$(BIN)/python -m pip install --quiet atheris
+	for target in headers pickles legacy metadata records archives yamls; do \
+	    $(BIN)/python -m tests.attack.guided $$target --seconds $(or $(SECONDS),60) || exit 1; done
 
 # What looks at the report needs Chromium and its driver, which pip has not; -rs above says so where they are missing.
 browser:
@@ -31,7 +48,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 readme: $(STAMP)
-	$(BIN)/python tests/readme.py
+	$(BIN)/python -m tests.readme
+
+# The site, out/site/index.html: it opens from the disk. The variable silences an advertisement of the theme's.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/trt.py

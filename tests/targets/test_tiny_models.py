@@ -15,7 +15,7 @@ from bridge.errors import PlanError, SchemeError
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.scheme import load_scheme, scheme_names
 from bridge.targets import load_target
-from tests.readme import cell
+from docs.made.matrix import cell
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
