@@ -21,7 +21,7 @@ from typing import IO, Any
 from bridge.errors import UsageError, WriteError, disk_is_full
 from bridge.journal import JOURNAL, begin, busy, left, lock, void
 from bridge.scratch import surely
-from bridge.visible import MARK, check_free, make_visible, settle, work_directory
+from bridge.visible import MARK, check_free, make_visible, reserved, settle, work_directory
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,7 @@ def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None
 def check_disk(out: Path, need: int) -> None:
     """Refuse work that the disk cannot hold; `need` in bytes. What a killed run has reserved already counts as free."""
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    reserved = sum(
-        path.stat().st_blocks * 512 for path in work_directory(out.absolute()).glob("**/*") if path.is_file()
-    )
-    free = shutil.disk_usage(parent).free + reserved
+    free = shutil.disk_usage(parent).free + reserved(out)
     if free < need:
         raise WriteError(
             f"{parent} has {free / 1e9:.2f} GB free, the plan needs {need / 1e9:.2f} GB: free some, or use another disk"

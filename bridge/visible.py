@@ -19,6 +19,12 @@ def work_directory(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
+def reserved(out: Path) -> int:
+    """Bytes on disk that a killed run of `out` holds already."""
+    work = work_directory(out.absolute())
+    return sum(path.stat().st_blocks * 512 for path in work.glob("**/*") if path.is_file())
+
+
 def check_free(out: Path, overwrite: bool, mark: str = MARK) -> None:
     """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace."""
     if out.is_symlink() and not out.exists():

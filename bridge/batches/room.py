@@ -11,7 +11,7 @@ from bridge.batches.planning import Planned
 from bridge.batches.values import FAILED, Outcome
 from bridge.errors import BridgeError
 from bridge.show import size
-from bridge.visible import check_free, work_directory
+from bridge.visible import check_free, reserved
 
 
 def refuse(planned: Planned, memory: int | None) -> Outcome | None:
@@ -36,7 +36,7 @@ def without_disk(pending: Sequence[Planned]) -> dict[str, Outcome]:
     for one in pending:
         try:
             place = next(path for path in Path(one.row.out).parents if path.exists())
-            disk, need = place.stat().st_dev, max(one.disk - _reserved(one), 0)
+            disk, need = place.stat().st_dev, max(one.disk - reserved(Path(one.row.out)), 0)
             free = left.setdefault(disk, shutil.disk_usage(place).free)
         except OSError as error:
             refused[one.row.name] = failure(one.row.name, error)
@@ -47,9 +47,3 @@ def without_disk(pending: Sequence[Planned]) -> dict[str, Outcome]:
             text = f"{place}: the row needs {size(need)} of disk, and the rows before it leave {size(free)}; free some"
             refused[one.row.name] = Outcome(one.row.name, FAILED, text, "BatchError")
     return refused
-
-
-def _reserved(planned: Planned) -> int:
-    """Bytes that a killed run of this row holds already."""
-    out = Path(planned.row.out)
-    return sum(path.stat().st_blocks * 512 for path in work_directory(out).glob("**/*") if path.is_file())
