@@ -2,7 +2,8 @@
 
     python benchmarks/sources.py                five rounds, in turn, each a share of safetensors' rate in its round
 
-A GPT-2 of Megatron (gpt2-xl, twelve layers) is read, too: all its matrices are stored across the rows asked for. Every
+A GPT-2 of Megatron (gpt2-xl, twelve layers) is read, too: all its matrices are stored across the rows asked for; beside
+it stands torch turning the same matrices, which lie in memory already, on one thread. Every
 tensor through `Source.read_rows` in pieces of a megabyte, into one buffer, in the order of the files, as a
 conversion reads; files in the page cache. Opening is timed apart. The checkpoints are written with torch.
 """
@@ -25,6 +26,7 @@ from checkpoint import SMALL, make_checkpoint
 
 from bridge.paged import paged
 from bridge.sources import Source, open_source
+from bridge.sources.scatter import read_rows_into
 
 ROOT = Path(__file__).parent.parent
 PIECE = 1 << 20
@@ -59,6 +61,9 @@ def main() -> None:
         share = statistics.median(rate / base for rate, base in zip(found, rates["safetensors"], strict=True))
         print(f"{name:12} median {statistics.median(found):5.2f} GB/s, {share:4.0%} of safetensors")
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB resident")
+    whole, *halves = (scattered(made["meta"] / "consolidated.00.pth", row) for row in (PIECE, 5632, 2048))
+    print(f"preadv alone: {whole:.0f} us a megabyte; halves of down's and o's rows {halves[0]:.0f} and {halves[1]:.0f}")
+    print(f"torch turns GPT-2's matrices in memory at {turned():.2f} GB/s")
 
 
 def read(source: Source) -> float:
@@ -79,6 +84,38 @@ def read(source: Source) -> float:
             out = buffer[: (end - begin) * row].view(np.uint16).reshape(end - begin, *spec.shape[1:])
             source.read_rows(name, begin, end, out)
     return total / (time.perf_counter() - start) / 1e9
+
+
+def scattered(path: Path, row: int) -> float:
+    """Microseconds a megabyte that `preadv` takes alone where runs of `row` bytes go to every other place.
+
+    Without gaps where a run is a piece; the best of six.
+    """
+    buffer, fd = paged((2 * PIECE,), np.uint8), os.open(path, os.O_RDONLY)
+    rows = buffer[: PIECE // row * row * 2].reshape(-1, 2 * row)[:, :row]
+    count, best = min(path.stat().st_size, 512 << 20) // rows.size, math.inf
+    for _ in range(6):
+        start = time.perf_counter()
+        for i in range(count):
+            read_rows_into(fd, rows, i * rows.size, path)
+        best = min(best, time.perf_counter() - start)
+    os.close(fd)
+    return best / (count * rows.size) * 1e12
+
+
+def turned() -> float:
+    """The rate at which torch makes contiguous transposes of matrices like GPT-2's, the best of three; GB/s."""
+    import torch
+
+    torch.set_num_threads(1)
+    width, best = GPT2["n_embd"], 0.0
+    matrices = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((3 * width, width), (4 * width, width))]
+    for _ in range(3):
+        start = time.perf_counter()
+        for matrix in matrices:
+            matrix.t().contiguous()
+        best = max(best, sum(matrix.nbytes for matrix in matrices) / (time.perf_counter() - start) / 1e9)
+    return best
 
 
 def make(work: Path, name: str, write: Callable[[Path, Path], None]) -> Path:

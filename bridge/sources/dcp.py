@@ -20,7 +20,7 @@ from bridge.sources.records import inert
 from bridge.sources.shards import listed, named, natural
 from bridge.sources.span import Extent, Folder, Span, row_order
 from bridge.sources.stored_tensor import StoredTensor
-from bridge.sources.torch_zip import Saved, open_saved
+from bridge.sources.torch_zip import Known, Saved, open_saved
 from bridge.sources.unpickle import LONGEST
 from bridge.values import TensorSpec
 
@@ -54,6 +54,7 @@ class Dcp:
         self.files = tuple(folder.files[name] for name in dict.fromkeys([".metadata", *held]))
         self._tiled: dict[str, Tiled] = {}
         self._extents: dict[tuple[str, tuple[int, ...]], Extent] = {}
+        self._known: Known = {}
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Fill `out` with elements `begin` to `end` of one tensor, from whichever chunks hold them."""
@@ -107,7 +108,7 @@ class Dcp:
     def _opened(self, name: str, chunk: Chunk, span: Span) -> Extent:
         at = f"{span.name}: {name} at {chunk.offsets}"
         try:
-            saved = open_saved(span)
+            saved = open_saved(span, known=self._known)
         except SourceError as error:
             raise SourceError(f"{at}: {error}") from error
         tensor = saved.value

@@ -16,7 +16,7 @@ from bridge.sources.unpickle import LONGEST
 EOCD, EOCD64, LOCATOR64, CENTRAL, LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 TAIL = 65557  # the end record with the longest comment
 MOST_MEMBERS = 1 << 18  # finding each is a read
-SHORT_TAIL = 4096  # torch writes no comment, and its directory of a few members lies in the same read
+SHORT = 4096  # of either end: torch writes no comment, and a tensor's item has its few headers in those
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,38 @@ class Member:
     crc: int
 
 
-def read_directory(fd: Handle, span: Span) -> dict[str, Member]:
-    """Parse the central directory of the zip that `span` is: the local headers that torch writes carry no sizes."""
-    tail_at = max(0, span.nbytes - SHORT_TAIL)
-    tail = span.at(fd, tail_at, SHORT_TAIL)
+class Ends:
+    """Bytes of a span, of which the first and last are read but once: they tell what a tensor's item holds."""
+
+    def __init__(self, fd: Handle, span: Span) -> None:
+        self._fd, self.span = fd, span
+        self.head = span.at(fd, 0, SHORT)
+        self.tail_at = max(0, span.nbytes - SHORT)
+        self.tail = span.at(fd, self.tail_at, SHORT) if self.tail_at else self.head
+
+    def at(self, begin: int, nbytes: int) -> bytes:
+        """Return bytes from `begin` on: fewer where the span ends before."""
+        end = min(begin + nbytes, self.span.nbytes)
+        if 0 <= begin < end <= len(self.head):
+            return self.head[begin:end]
+        if self.tail_at <= begin < end:
+            return self.tail[begin - self.tail_at : end - self.tail_at]
+        return self.span.at(self._fd, begin, nbytes)
+
+
+def read_directory(ends: Ends) -> dict[str, Member]:
+    """Parse the central directory of the zip that a span is: the local headers that torch writes carry no sizes."""
+    span, tail_at, tail = ends.span, ends.tail_at, ends.tail
     at = tail.rfind(EOCD)
     if at < 0 and tail_at:
         tail_at = max(0, span.nbytes - TAIL)
-        tail = span.at(fd, tail_at, TAIL)
+        tail = ends.at(tail_at, TAIL)
         at = tail.rfind(EOCD)
     if at < 0 or len(tail) < at + 22:
         raise SourceError("truncated: the zip has no end record; download it again")
     disks, (count, length, start) = tail[at + 4 : at + 8], struct.unpack_from("<HII", tail, at + 10)
     if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
-        count, length, start = _zip64(fd, span, tail, at)
+        count, length, start = _zip64(ends, tail, at)
     elif any(disks):
         raise SourceError("a part of a zip of several files, which torch.save never writes; save the file again")
     if count > MOST_MEMBERS:
@@ -50,12 +68,12 @@ def read_directory(fd: Handle, span: Span) -> dict[str, Member]:
         )
     if start + length > span.nbytes or length > LONGEST:
         raise SourceError("truncated: the zip's directory lies outside the file; download it again")
-    table = tail[start - tail_at : start - tail_at + length] if start >= tail_at else span.at(fd, start, length)
+    table = ends.at(start, length)
     members: dict[str, Member] = {}
     at = 0
     try:
         for _ in range(count):
-            name, member, at = _central(fd, span, table, at)
+            name, member, at = _central(ends, table, at)
             if name in members:
                 raise SourceError(f"the zip holds {name} twice; save the file again")
             members[name] = member
@@ -64,19 +82,19 @@ def read_directory(fd: Handle, span: Span) -> dict[str, Member]:
     return members
 
 
-def _zip64(fd: Handle, span: Span, tail: bytes, end: int) -> tuple[int, int, int]:
+def _zip64(ends: Ends, tail: bytes, end: int) -> tuple[int, int, int]:
     locator = end - 20
     if locator < 0 or tail[locator : locator + 4] != LOCATOR64:
         raise SourceError("the zip's 64-bit end record is missing; download it again")
     (at,) = struct.unpack_from("<Q", tail, locator + 8)
-    record = span.at(fd, at, 56)
+    record = ends.at(at, 56)
     if len(record) < 56 or record[:4] != EOCD64:
         raise SourceError("the zip's 64-bit end record is broken; download it again")
     count, length, start = struct.unpack_from("<QQQ", record, 32)
     return count, length, start
 
 
-def _central(fd: Handle, span: Span, table: bytes, at: int) -> tuple[str, Member, int]:
+def _central(ends: Ends, table: bytes, at: int) -> tuple[str, Member, int]:
     """Parse one entry of the central directory and the local header that it points to."""
     if table[at : at + 4] != CENTRAL:
         raise SourceError("the zip's directory is broken; download it again")
@@ -88,14 +106,14 @@ def _central(fd: Handle, span: Span, table: bytes, at: int) -> tuple[str, Member
         raise SourceError(f"{name}: compressed or encrypted, which torch.save never writes; save the file again")
     extra = table[at + 46 + n_name : at + 46 + n_name + n_extra]
     nbytes, packed, header = _wide(extra, [nbytes, packed, header])
-    local = span.at(fd, header, 30 + n_name)
+    local = ends.at(header, 30 + n_name)
     if len(local) < 30 or local[:4] != LOCAL:
         raise SourceError(f"truncated: {name} lies outside the file; download it again")
     local_name, local_extra = struct.unpack_from("<HH", local, 26)
     if local[30 : 30 + local_name] != table[at + 46 : at + 46 + n_name]:
         raise SourceError(f"{name} has another name where its bytes lie, so that readers differ; save the file again")
     offset = header + 30 + local_name + local_extra
-    if nbytes != packed or offset + nbytes > span.nbytes:
+    if nbytes != packed or offset + nbytes > ends.span.nbytes:
         raise SourceError(f"truncated: {name} lies outside the file; download it again")
     return name, Member(offset, nbytes, crc), at + 46 + n_name + n_extra + n_comment
 

@@ -14,7 +14,7 @@ import torch.utils.serialization
 from bridge.dcp.items import Item, object_item, tensor_item
 from bridge.dcp.opcodes import pickled
 from bridge.sources.span import Span, span_of
-from bridge.sources.zip_directory import read_directory
+from bridge.sources.zip_directory import Ends, read_directory
 from bridge.values import TensorSpec
 
 
@@ -67,5 +67,5 @@ def test_the_directory_is_read_back(tmp_path: Any) -> None:
     path.write_bytes(item.head + data.tobytes() + item.tail)
     span: Span = span_of(path)
     with span.opened() as fd:
-        member = read_directory(fd, span)["archive/data/0"]
+        member = read_directory(Ends(fd, span))["archive/data/0"]
     assert (member.offset, member.nbytes, member.crc) == (len(item.head), 140, 0)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from bridge.errors import SourceError
 from bridge.sources import dcp as ours
+from bridge.sources import torch_zip
 from bridge.sources.archive import open_folder
 from bridge.sources.dcp import Dcp
 from bridge.sources.dcp_safetensors import ShardedSafetensors
@@ -122,12 +123,24 @@ def test_opening_opens_no_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     save(tmp_path / "c", state)
     seen: list[Any] = []
     real = ours.open_saved
-    monkeypatch.setattr(ours, "open_saved", lambda span: seen.append(span) or real(span))
+    monkeypatch.setattr(ours, "open_saved", lambda span, **more: seen.append(span) or real(span, **more))
     container = opened(tmp_path / "c")
     assert not seen
     read(container, "w.7")
     read(container, "w.7")
     assert len(seen) == 1
+
+
+def test_items_with_one_pickle_keep_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w.{i}": torch.full((3,), i, dtype=torch.int32) for i in range(20)}
+    state["other"] = torch.arange(6, dtype=torch.int16)
+    loaded: list[bytes] = []
+    real = torch_zip.load_bytes
+    monkeypatch.setattr(torch_zip, "load_bytes", lambda data, table: loaded.append(data) or real(data, table))
+    container = opened(save(tmp_path / "c", state))
+    for name, tensor in state.items():
+        assert read(container, name).tolist() == tensor.tolist()
+    assert len(loaded) == 2
 
 
 def test_reading_in_pieces_takes_the_memory_of_pieces(tmp_path: Path) -> None:
