@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.errors import SourceError
 from bridge.remote.place import as_path
 from bridge.sources.hf import HfSource, holds_weights
 from bridge.sources.refuse import one_checkpoint
@@ -25,7 +26,7 @@ WRITTEN_BY = (
     ),
 )
 PARAMS = "params.json"
-EMBEDDING = "tok_embeddings.weight"
+EMBEDDING, OUT = "tok_embeddings.weight", "layers.0.attention.wo.weight"
 
 
 def recognizes(model: object) -> bool:
@@ -63,7 +64,27 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
         root, str(model), "meta", told, join, given_config(folder, config),
         lambda read: beside(folder, read.files, ("config.json", PARAMS)),
     )  # fmt: skip
-    return source_of(found, tokenizer)
+    try:
+        return source_of(found, tokenizer)
+    except SourceError as error:
+        count = _cut_into(params or {}, ranks)
+        if count > len(ranks):
+            raise SourceError(
+                f"{error}\n  it looks like {count} ranks' model, of which {len(ranks)} lie there; copy the other "
+                "consolidated.*.pth as well"
+            ) from error
+        raise
+
+
+def _cut_into(params: Mapping[str, Any], ranks: Mapping[Rank, Container]) -> int:
+    """How many ranks share the model by its params.json and the first of them, which has its part of wo's width."""
+    specs = next(iter(ranks.values())).specs
+    share = specs[OUT].shape[-1] if OUT in specs and specs[OUT].shape else 0
+    heads, dim = params.get("n_heads"), params.get("dim")
+    if not (share and isinstance(heads, int) and isinstance(dim, int) and heads > 0):
+        return 0
+    size = params.get("head_dim", dim // heads)
+    return heads * size // share if isinstance(size, int) else 0
 
 
 def _shared_along_in(ranks: Mapping[Rank, Container]) -> bool:

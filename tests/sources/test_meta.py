@@ -71,6 +71,12 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert refusal(root) == f"{root}: files of ranks are missing: tp 2 pp 0; copy them as well"
 
 
+def test_the_last_missing_rank_is_guessed_from_the_shapes(tmp_path: Path) -> None:
+    root = meta(tmp_path / "m", spelled(llama(), "meta"), 2)
+    (root / "consolidated.01.pth").unlink()
+    assert "it looks like 2 ranks' model, of which 1 lie there; copy the other" in refusal(root)
+
+
 def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
     root = meta(tmp_path / "m", spelled(llama(), "meta"), 2)
     state = torch.load(root / "consolidated.01.pth")
