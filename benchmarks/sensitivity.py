@@ -27,10 +27,10 @@ import torch
 from scipy.stats import spearmanr
 
 import bridge
-from bridge import api
 from bridge.costs.divergence import kl
 from bridge.costs.job import make_job
 from bridge.costs.measured import Bench, make_bench
+from bridge.opening import data_of
 from bridge.progress import quiet
 from bridge.quant.quantizers import numeric_cfg
 from bridge.quant.scheme import load_scheme
@@ -41,7 +41,7 @@ SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
 
 def bench(scheme: str, samples: int) -> Bench:
     job = make_job(MODEL, scheme, None, None, "kl", None, None, None)
-    return make_bench(job, api._data(job.source, None, samples, 128), None, quiet)
+    return make_bench(job, data_of(job.source, None, samples, 128), None, quiet)
 
 
 def alone(made: Bench) -> list[float]:

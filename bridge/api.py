@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge import __version__
-from bridge.conversion import Conversion
-from bridge.errors import CalibrationError, SourceError, TableError, UsageError, VerifyError
-from bridge.foreseen import foresee
+from bridge import converting
+from bridge.errors import TableError, UsageError, VerifyError
+from bridge.foreseen import Request
 from bridge.opening import data_of, open_model, plan_of, scheme_of, stored_of, structure_of
 from bridge.planning import CALIBRATION
 from bridge.progress import Progress, quiet
-from bridge.remote.address import is_remote
 
 if TYPE_CHECKING:
-    from bridge.finish import Manifest, Proof
     from bridge.planning import Plan
-    from bridge.portions import Spread
     from bridge.quant.calibration import Calibration
-    from bridge.quant.data import Data
     from bridge.quant.modelopt import FakeQuantized
     from bridge.quant.scheme import Scheme
-    from bridge.remote.outgoing import Outgoing
     from bridge.report import Report
-    from bridge.sources import Source
-    from bridge.values import Structure
-
-
-@dataclass
-class _Clock:
-    """Seconds by stage, in the order in which the stages ran."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def plan(
@@ -110,7 +84,7 @@ def calibrate(
     if scheme is None:
         raise UsageError("calibrate needs a scheme: quant='fp8', say")
     prepared = data_of(source, data, samples, sequence)
-    return _calibrate(source, structure, scheme, prepared, device, progress or quiet)
+    return converting.calibrate(source, structure, scheme, prepared, device, progress or quiet)
 
 
 def fake_quantize(
@@ -178,134 +152,13 @@ def convert(
     >>> report.passed, report.quantized
     (True, 35)
     """
-    arguments = {
-        "calib": calib, "kv": kv, "device": device, "config": config, "tokenizer": tokenizer, "verify": verify,
-        "overwrite": overwrite, "resume": resume, "progress": progress, "memory": memory, **options,
-    }  # fmt: skip
-    if not is_remote(out):
-        return convert_as(Manner(), model, target, quant, out, **arguments)
-    from bridge.remote.outgoing import sending
-
-    with sending(str(out), overwrite, progress or quiet) as outgoing:
-        here = arguments | {"overwrite": True}  # of what an earlier run made here and did not send
-        return convert_as(Manner(outgoing=outgoing), model, target, quant, outgoing.local, **here)
-
-
-@dataclass(frozen=True)
-class Manner:
-    """What a batch decides of a conversion beside its arguments: `spread` runs the stream in other processes.
-
-    `runs`: what was written is run even where the target alone would not load a framework for that. `outgoing`: where
-    the output is sent when it is finished.
-    """
-
-    spread: Spread | None = None
-    runs: bool = False
-    outgoing: Outgoing | None = None
-
-
-def convert_as(
-    manner: Manner,
-    /,
-    model: Any,
-    target: str,
-    quant: Any = None,
-    out: str | Path | None = None,
-    *,
-    calib: Any = None,
-    kv: str | None = None,
-    device: str | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
-    tokenizer: Any = None,
-    verify: bool = True,
-    overwrite: bool = False,
-    resume: bool = True,
-    progress: Progress | None = None,
-    memory: int | None = None,
-    **options: Any,
-) -> Report:
-    """`convert`, in the manner that a batch asks for."""
-    from bridge.finish import make_report, write
-    from bridge.output import output_directory
-
-    clock, tell, outgoing = _Clock(), progress or quiet, manner.outgoing
-    with clock.stage("plan"):
-        source = open_model(model, config, tokenizer)
-        job = _prepare(source, target, quant, out, calib, kv, device, overwrite, memory, verify, manner.runs, options)
-    if outgoing and resume and (kept := outgoing.kept(job.identity, verify)):
-        return kept
-    with output_directory(job.out, job.identity, overwrite=overwrite, resume=resume) as work:
-        calibration = job.given
-        if calibration is None and job.scheme and job.data and job.scheme.needs_calibration:
-            with clock.stage("calibrate"):
-                calibration = _calibrate_once(work.directory, job, device, tell)
-        elif calibration:
-            calibration.save(work.directory / CALIBRATION)
-        conversion = Conversion(
-            job.plan, job.source, calibration, job.scheme, job.memory, work, progress=tell, spread=manner.spread
+    return converting.run(
+        Request(
+            model, target, quant, out, calib=calib, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            verify=verify, overwrite=overwrite, resume=resume, progress=progress or quiet, memory=memory,
+            options=options,
         )
-        with clock.stage("write"):
-            manifest = write(conversion)
-        with clock.stage("verify") if verify else nullcontext():
-            proof = _prove(work.directory, job, manifest, calibration, tell) if verify else None
-        where = outgoing.where if outgoing else job.out
-        report = make_report(where, work.directory, manifest, job.source, calibration, proof, clock.seconds)
-        report.save(work.directory)
-        if outgoing:
-            outgoing.note_finished(work.directory, job.identity, verify)
-    return report
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A conversion that nothing speaks against: everything that is known before the first weight is read."""
-
-    source: Source
-    structure: Structure
-    scheme: Scheme | None
-    plan: Plan
-    out: Path
-    given: Calibration | None
-    data: Data | None
-    memory: int
-    identity: str
-    run: bool  # what was written, to compare outputs
-
-
-def _prepare(
-    source: Source,
-    target: str,
-    quant: Any,
-    out: str | Path | None,
-    calib: Any,
-    kv: str | None,
-    device: str | None,
-    overwrite: bool,
-    memory: int | None,
-    verify: bool,
-    runs: bool,
-    options: dict[str, Any],
-) -> _Job:
-    """Plan, and refuse what can be refused: output, disk, memory, CUDA, calibration, data."""
-    from bridge.output import check_disk
-    from bridge.quant.modelopt import check_device
-    from bridge.targets import load_target
-    from bridge.visible import check_free, settle
-
-    seen = foresee(source, target, quant, out, calib, kv, memory, options)
-    scheme, given = seen.scheme, seen.given
-    settle(seen.out)
-    check_free(seen.out, overwrite)
-    check_disk(seen.out, seen.disk)
-    if scheme and seen.uncalibrated:
-        check_device(scheme, device)
-    data = None
-    run = runs or seen.uncalibrated or load_target(target).runs
-    if seen.uncalibrated or (verify and run and source.can_run and (given is None or given.held_out is None)):
-        data = data_of(source, calib if given is None else None, None, None, seen.uncalibrated or calib is not None)
-    told = given.digest if given else data.digest if data else ""
-    identity = _digest(__version__, seen.plan.digest, source.fingerprint, told)
-    return _Job(source, seen.structure, scheme, seen.plan, seen.out, given, data, seen.memory, identity, run)
+    )  # fmt: skip
 
 
 def verify(
@@ -328,10 +181,10 @@ def verify(
     from bridge.quant.calibration import Calibration
     from bridge.remote.opening import written_at
 
-    clock, directory, source = _Clock(), written_at(out), open_model(against, None, tokenizer)
+    clock, directory, source = converting.Clock(), written_at(out), open_model(against, None, tokenizer)
     manifest = load_manifest(directory)
     if dict(source.specs) != manifest.plan.sources:
-        raise VerifyError(f"{out} was not made from {source.where}: their tensors differ in name, shape or dtype")
+        raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")
     saved = directory / CALIBRATION
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
@@ -357,43 +210,3 @@ def check() -> list[str]:
     except TableError as error:  # of two files with one name neither is checked
         return [str(error)]
     return [*check_tables(), *check_families(), *check_schemes()]
-
-
-def _prove(
-    directory: Path, job: _Job, manifest: Manifest, calibration: Calibration | None, progress: Progress
-) -> Proof:
-    from bridge.finish import prove
-
-    return prove(directory, manifest, job.source, calibration, job.data, progress, run=job.run, memory=job.memory)
-
-
-def _calibrate(
-    source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, progress: Progress
-) -> Calibration:
-    from bridge.quant.modelopt import fake_quantize as run
-
-    try:
-        return run(source, structure, scheme, data, device=device, progress=progress).calibration
-    except CalibrationError as error:
-        from bridge.stream import first_not_finite
-
-        if name := first_not_finite(source):  # what ModelOpt sees as a NaN among activations
-            raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
-        raise
-
-
-def _calibrate_once(directory: Path, job: _Job, device: str | None, progress: Progress) -> Calibration:
-    """Calibrate, or take up what a killed run of the same work saved before it began to write."""
-    from bridge.quant.calibration import Calibration
-
-    saved = directory / CALIBRATION
-    if saved.exists():
-        return Calibration.load(saved)
-    assert job.scheme and job.data
-    calibration = _calibrate(job.source, job.structure, job.scheme, job.data, device, progress)
-    calibration.save(saved)
-    return calibration
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -6,13 +6,15 @@ weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import CalibrationError, UsageError
 from bridge.opening import plan_of, scheme_of, stored_of, structure_of
-from bridge.remote.address import is_remote, shown
+from bridge.progress import Progress, quiet
+from bridge.remote.address import check_here
 from bridge.remote.place import remote
 
 if TYPE_CHECKING:
@@ -25,6 +27,27 @@ if TYPE_CHECKING:
 SIDECAR = 16 << 20  # bytes of a calibration with its held-out answers: 4.2 MB of tiny-llama, which has every answer
 # Bytes of card, page and settings, and of manifest, graph and report for each tensor: tiny-llama has 2.7 KB of them.
 TEXTS, TEXT = 256 << 10, 4 << 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks of `convert`: its arguments, by their names and with their defaults."""
+
+    model: Any
+    target: str
+    quant: Any = None
+    out: str | Path | None = None
+    calib: Any = None
+    kv: str | None = None
+    device: str | None = None
+    config: Mapping[str, Any] | str | Path | None = None
+    tokenizer: Any = None
+    verify: bool = True
+    overwrite: bool = False
+    resume: bool = True
+    progress: Progress = quiet
+    memory: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,28 +74,19 @@ class Foreseen:
         return self.scheme is not None and self.scheme.needs_calibration and self.given is None
 
 
-def foresee(
-    source: Source,
-    target: str,
-    quant: Any,
-    out: str | Path | None,
-    calib: Any,
-    kv: str | None,
-    memory: int | None,
-    options: dict[str, Any],
-) -> Foreseen:
+def foresee(source: Source, request: Request) -> Foreseen:
     """What `convert` would do, as far as it follows from its arguments and the headers of the source."""
     from bridge.budget import stream_memory
 
-    if is_remote(out):
-        raise UsageError(f"out={shown(str(out))}: a batch writes to directories of this machine; send them afterwards")
+    check_here(calib=request.calib)
+    out, target = request.out, request.target
     structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure) or stored_of(quant, source)
-    plan_ = plan_of(source, structure, target, scheme, options)
+    scheme = scheme_of(request.quant, request.kv, structure) or stored_of(request.quant, source)
+    plan_ = plan_of(source, structure, target, scheme, dict(request.options))
     directory = Path(out) if out is not None else Path(f"{source.name}-{plan_.scheme}-{target}")
     _check_apart(directory, source)
-    budget = stream_memory(plan_, memory)
-    given = _given_calibration(calib, source, structure, plan_, scheme)
+    budget = stream_memory(plan_, request.memory)
+    given = _given_calibration(request.calib, source, structure, plan_, scheme)
     return Foreseen(source, structure, scheme, plan_, directory, given, budget)
 
 

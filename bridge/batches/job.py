@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge.batches.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
+from bridge.converting import Manner, run
 from bridge.errors import BridgeError, disk_is_full, reason
+from bridge.foreseen import Request
+from bridge.progress import Progress, quiet
 from bridge.report import Report
 
 if TYPE_CHECKING:
     from bridge.portions import Spread
-    from bridge.progress import Progress
 
 CRASH = "Crash"  # the kind of a failure that is not in our words: a bug, or a worker that died
 
@@ -37,7 +39,7 @@ def run_job(job: Job, watch: Watch, spread: Spread | None = None) -> Outcome:
             _calibrate(job, progress)
             outcome = Outcome(job.name, DONE)
         else:
-            outcome = outcome_of(job.name, _convert(job, progress, spread))
+            outcome = outcome_of(job.name, run(request_of(job.row, progress), Manner(spread, job.runs)))
     except Exception as error:
         outcome = failure(job.name, error)
     return _timed(outcome, time.perf_counter() - begin)
@@ -54,6 +56,13 @@ def failure(name: str, error: Exception) -> Outcome:
         return Outcome(name, FAILED, _os_error(error), kind)
     said = "".join(traceback.format_exception(error)).strip()
     return Outcome(name, FAILED, f"unforeseen {type(error).__name__}, a bug, ours or below us\n{said}", CRASH)
+
+
+def overdue(job: Job, seconds: float) -> Outcome:
+    """What came of a job that was stopped at its timeout, after `seconds`."""
+    text = f"took longer than its timeout of {job.timeout:g} s; give it a longer one and run the batch again"
+    text += "" if job.calibrates else ": the row goes on from where it was"
+    return _timed(Outcome(job.name, FAILED, text, "TimeoutError"), seconds)
 
 
 def outcome_of(name: str, report: Report) -> Outcome:
@@ -74,19 +83,13 @@ def outcome_of(name: str, report: Report) -> Outcome:
     )
 
 
-def arguments(row: Row) -> dict[str, Any]:
+def request_of(row: Row, progress: Progress = quiet) -> Request:
     """What a row says, as `bridge.convert` takes it."""
-    return {
-        "model": row.model, "target": row.target, "quant": row.quant, "out": row.out, "calib": row.calib, "kv": row.kv,
-        "device": row.device, "config": row.config, "tokenizer": row.tokenizer, "verify": row.verify,
-        "overwrite": row.overwrite, "resume": row.resume, "memory": row.memory, **row.options,
-    }  # fmt: skip
-
-
-def _convert(job: Job, progress: Progress, spread: Spread | None) -> Report:
-    from bridge.api import Manner, convert_as
-
-    return convert_as(Manner(spread, job.runs), **arguments(job.row), progress=progress)
+    return Request(
+        row.model, row.target, row.quant, row.out, calib=row.calib, kv=row.kv, device=row.device, config=row.config,
+        tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite, resume=row.resume, progress=progress,
+        memory=row.memory, options=row.options,
+    )  # fmt: skip
 
 
 def _calibrate(job: Job, progress: Progress) -> None:
