@@ -3,8 +3,9 @@
     python benchmarks/batch.py [--rounds N] [--keep DIRECTORY]
 
 Twelve rows: two trained models, three targets, a scheme that needs a calibration and one that does not. The loop starts
-a process a row and calibrates in each; the batch keeps its workers and calibrates each model once. The ways take turns,
-and the medians are told. At the end outputs are compared: all ways must have written the same weights.
+a process a row and calibrates in each; the batch keeps its workers and calibrates each model once, and starts a cluster
+of its own where Ray runs it. The ways take turns, and the medians are told. At the end outputs are compared: all ways
+must have written the same weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +27,8 @@ MODELS = ("tiny-llama", "tiny-gpt2")
 TARGETS = ("hf", "tripy", "trt")
 SCHEMES = ("fp8", "int8_wo")
 QBRIDGE = [sys.executable, "-m", "bridge.cli"]
+LOOP, ONE, TWO, RAY = "loop", "batch, 1 at once", "batch, 2 at once", "batch on Ray, 2 at once"
+WAYS = {ONE: ["--workers", "1"], TWO: ["--workers", "2"], RAY: ["--workers", "2", "--engine", "ray"]}
 
 
 def manifest(work: Path) -> Path:
@@ -55,8 +59,8 @@ def loop(work: Path) -> None:
                 subprocess.run([*QBRIDGE, "convert", *arguments, "--quiet"], check=True)
 
 
-def batch(work: Path, workers: int) -> None:
-    subprocess.run([*QBRIDGE, "batch", str(manifest(work)), "--workers", str(workers), "--quiet"], check=True)
+def batch(work: Path, arguments: list[str]) -> None:
+    subprocess.run([*QBRIDGE, "batch", str(manifest(work)), *arguments, "--quiet"], check=True)
 
 
 def timed(work: Path, way: str) -> tuple[float, float]:
@@ -64,10 +68,10 @@ def timed(work: Path, way: str) -> tuple[float, float]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    if way == "loop":
+    if way == LOOP:
         loop(work)
     else:
-        batch(work, int(way.removeprefix("batch, ").removesuffix(" at once")))
+        batch(work, WAYS[way])
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return time.perf_counter() - start, spent
@@ -84,13 +88,13 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where to write; default: a temporary directory")
     given = parser.parse_args()
     work = given.keep or Path(tempfile.mkdtemp())
-    ways = ("loop", "batch, 1 at once", "batch, 2 at once")
+    ways = [LOOP, *(way for way in WAYS if way != RAY or find_spec("ray"))]
     spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     try:
         for _ in range(given.rounds):
             for way in ways:
                 spent[way].append(timed(work / way, way))
-        same = all(weights(work / way) == weights(work / "loop") for way in ways)
+        same = all(weights(work / way) == weights(work / LOOP) for way in ways)
     finally:
         if not given.keep:
             shutil.rmtree(work)
@@ -100,10 +104,9 @@ def main() -> None:
         f"{len(MODELS) * len(TARGETS) * len(SCHEMES)} rows, {cores} cores, median of {given.rounds}; same bytes: {same}"
     )
     for way, (wall, processor) in medians.items():
-        ratio = medians["loop"][0] / wall
-        print(f"{way:18}{wall:8.1f} s{processor:8.1f} s of processor   {ratio:5.2f} times the loop's rate")
-    one, two = (medians[way][0] for way in ways[1:])
-    print(f"two workers against one: {one / two:.2f}")
+        ratio = medians[LOOP][0] / wall
+        print(f"{way:24}{wall:8.1f} s{processor:8.1f} s of processor   {ratio:5.2f} times the loop's rate")
+    print(f"two workers against one: {medians[ONE][0] / medians[TWO][0]:.2f}")
     if not same:
         sys.exit("the ways wrote different bytes")
 

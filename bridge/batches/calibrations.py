@@ -7,8 +7,9 @@ same by the path that the manifest gives it, and torch, ModelOpt and this packag
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from bridge.batches.finished import file_digest
 from bridge.batches.naming import word
 from bridge.batches.planning import Planned, model_memory
 from bridge.batches.values import Job
+from bridge.errors import BridgeError
 from bridge.planning import CALIBRATION
+from bridge.remote.address import is_remote
+from bridge.remote.opening import written_at
+from bridge.remote.outgoing import made_at
 
 
 def calibration_file(folder: Path, key: str) -> Path:
@@ -35,11 +40,20 @@ def bring(pending: Sequence[Planned], every: Sequence[Planned], folder: Path, kn
     """Put into the folder what lies in a finished output of a row with the same key."""
     for key in {one.key for one in pending if one.key in known}:
         file = calibration_file(folder, key)
-        kept = (Path(one.row.out) / CALIBRATION for one in every if one.key == key)
-        found = next((path for path in kept if file_digest(path) == known[key]), None)
-        if found and not file.exists():
-            shutil.copyfile(found, file.with_suffix(".copy"))
+        if file.exists():
+            continue
+        kept = (content for one in every if one.key == key for content in _calibrations_in(one.row.out))
+        found = next((content for content in kept if hashlib.sha256(content).hexdigest() == known[key]), None)
+        if found is not None:
+            file.with_suffix(".copy").write_bytes(found)
             file.with_suffix(".copy").replace(file)
+
+
+def _calibrations_in(out: str) -> Iterator[bytes]:
+    """The calibration in an output: where it is made, and, if that is elsewhere, where it was sent."""
+    for place in (made_at, written_at) if is_remote(out) else (made_at,):
+        with suppress(BridgeError, OSError):
+            yield (place(out) / CALIBRATION).read_bytes()
 
 
 def make_jobs(pending: Sequence[Planned], folder: Path, memory: int | None) -> list[Job]:
@@ -53,15 +67,24 @@ def make_jobs(pending: Sequence[Planned], folder: Path, memory: int | None) -> l
             if not file.exists() and one.key not in jobs:
                 name = f"calibration of {word(row.model)} for {word(row.quant)}" + (f", kv {row.kv}" if row.kv else "")
                 takes = _at_most(model_memory(one.values), memory)
-                jobs[one.key] = Job(_unlike(name, jobs), row, takes, one.work, calibrates=str(file))
+                longest = _longest([other.row.timeout for other in pending if other.key == one.key])
+                jobs[one.key] = Job(_unlike(name, jobs), row, takes, one.work, calibrates=str(file), timeout=longest)
             after = (jobs[one.key].name,) if one.key in jobs else ()
             row = replace(row, calib=str(file))
-        jobs[f"row {row.name}"] = Job(row.name, row, _at_most(one.memory, memory), one.work, after=after, runs=one.runs)
+        jobs[f"row {row.name}"] = Job(
+            row.name, row, _at_most(one.memory, memory), one.work, after=after, runs=one.runs, timeout=row.timeout
+        )
     return list(jobs.values())
 
 
 def _at_most(need: int, memory: int | None) -> int:
     return need if memory is None else min(need, memory)
+
+
+def _longest(timeouts: Sequence[float | None]) -> float | None:
+    """The timeout of what several rows wait for: none where one of them has none."""
+    limits = [seconds for seconds in timeouts if seconds is not None]
+    return max(limits) if len(limits) == len(timeouts) else None
 
 
 def _unlike(name: str, jobs: Mapping[str, Job]) -> str:

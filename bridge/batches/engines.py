@@ -16,6 +16,8 @@ ENGINES = ("local", "ray")
 def make_settings(name: str, given: Mapping[str, Any]) -> Any:
     """The manifest's table `[NAME]` as the engine's `Settings`; UsageError for keys it has not, or of other types."""
     module = _module(name)
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{name} = {given!r}; it is written as a table: [{name}]")
     known = {field.name: field for field in dataclasses.fields(module.Settings)}
     types = get_type_hints(module.Settings)
     for key, value in given.items():

@@ -15,6 +15,10 @@ from bridge.errors import BridgeError
 from bridge.finish import versions
 from bridge.json_data import load_json
 from bridge.planning import CALIBRATION
+from bridge.remote.address import is_remote
+from bridge.remote.note import NOTE
+from bridge.remote.opening import written_at
+from bridge.remote.outgoing import made_at
 from bridge.report import Report, report_from_dict
 from bridge.targets import load_target
 
@@ -29,26 +33,52 @@ def finished(planned: Planned, calibrations: Mapping[str, str]) -> Outcome | Non
     """
     try:
         return _finished(planned, calibrations)
-    except (BridgeError, OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: it is not finished
+    except (BridgeError, OSError, ValueError, KeyError):  # damaged: it is not finished
         return None
 
 
 def _finished(planned: Planned, calibrations: Mapping[str, str]) -> Outcome | None:
-    out = Path(planned.row.out)
-    report = _report(out)
-    if report is None or not _same(planned, report):
+    out = written_at(planned.row.out)
+    outcome = None if (out / NOTE).is_file() else _outcome(planned, out)  # with a note it is still being sent
+    if outcome is None:
         return None
     if not _same_calibration(planned, calibrations, out / CALIBRATION):
         return None
     for name, digest in planned.side_files:
         if name != CARD and not ((out / name).is_file() and content_digest(out / name) == digest):
             return None
-    return replace(outcome_of(planned.row.name, report), kept=True)
+    return replace(outcome, kept=True)
 
 
-def _report(out: Path) -> Report | None:
-    said = load_json(out / "report.json") if (out / "report.json").is_file() else None
-    return report_from_dict(said) if isinstance(said, dict) else None
+def unsent(planned: Planned) -> bool:
+    """True where the row's output was made here and only was not sent to its end, so that it is not made again."""
+    out = planned.row.out
+    try:
+        return planned.row.resume and is_remote(out) and _outcome(planned, made_at(out)) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def _outcome(planned: Planned, out: Path) -> Outcome | None:
+    """What the report in `out` tells; None where it is of another run, or damaged, or where weights are gone."""
+    if not (out / "report.json").is_file():
+        return None
+    try:
+        report = report_from_dict(load_json(out / "report.json"))
+        if not _same(planned, report):
+            return None
+        outcome = outcome_of(planned.row.name, report)
+    except (KeyError, TypeError, AttributeError):  # of other keys and types than any report
+        return None
+    weights = sum(path.stat().st_size for glob in load_target(planned.row.target).loads for path in out.glob(glob))
+    return outcome if weights == report.bytes else None
+
+
+def _same(planned: Planned, report: Report) -> bool:
+    """True where plan, source and version are the row's, and it was compared if the row says so."""
+    made = (report.plan_digest, report.made_from.get("fingerprint of the source"), report.versions.get("qbridge"))
+    compared = report.parity is not None or not planned.row.verify
+    return made == (planned.digest, planned.fingerprint, __version__) and compared
 
 
 def _same_calibration(planned: Planned, calibrations: Mapping[str, str], file: Path) -> bool:
@@ -61,15 +91,6 @@ def _same_calibration(planned: Planned, calibrations: Mapping[str, str], file: P
     made, now = Calibration.load(file).provenance, versions()
     same = all(now.get(package) == version for package, version in made.versions.items())
     return same and (made.scheme_digest, made.data_digest) == planned.statistics
-
-
-def _same(planned: Planned, report: Report) -> bool:
-    """True where plan, source and version are the row's, it was compared if the row says so, and no weight is gone."""
-    out, loads = Path(planned.row.out), load_target(planned.row.target).loads
-    weights = sum(path.stat().st_size for glob in loads for path in out.glob(glob))
-    made = (report.plan_digest, report.made_from.get("fingerprint of the source"), report.versions.get("qbridge"))
-    compared = report.parity is not None or not planned.row.verify
-    return made == (planned.digest, planned.fingerprint, __version__) and compared and weights == report.bytes
 
 
 def file_digest(path: Path) -> str:

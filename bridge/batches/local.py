@@ -33,6 +33,7 @@ class Local:
     workers: int
     memory: int
     here: bool = True
+    sends: bool = True
 
     def run(self, jobs: Sequence[Job], watch: Watch) -> Generator[Outcome, None, None]:
         waiting = Waiting(jobs)

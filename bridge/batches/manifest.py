@@ -22,7 +22,6 @@ Paths are relative to the manifest. Everything that is wrong is told at once.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +29,16 @@ from typing import Any
 
 from bridge.arguments import byte_count
 from bridge.batches.engines import ENGINES, make_settings
+from bridge.batches.naming import LONGEST, beside
 from bridge.batches.rows import make_rows
 from bridge.batches.values import Limits, Row
 from bridge.errors import BridgeError, UsageError, nearest
+from bridge.paths import check_length
+from bridge.toml_data import load_toml
+from bridge.visible import work_directory
 
 KEYS = ("engine", "workers", "memory", "summary", "strict", "defaults", "row", "matrix")
-MOST = 16 << 20  # bytes of a manifest: a hundred thousand rows
+MOST = 16 << 20  # characters of a manifest: 1,600 for each row of the most that it may have
 
 
 @dataclass(frozen=True)
@@ -69,23 +72,20 @@ def read_manifest(path: str | Path) -> Manifest:
     if workers is not None and workers < 1:
         problems.add(f"workers = {workers}; expected 1 or more")
     memory = problems.take(_bytes, words.get("memory"))
-    summary = problems.take(_of, words, "summary", str, f"{path.stem}.batch.json")
+    summary = problems.take(_summary, words, path)
     strict = problems.take(_of, words, "strict", bool, False)
     rows, wrong = make_rows(words, path.absolute().parent)
     problems.lines += wrong
     problems.check(path)
-    summary_path = path.absolute().parent / Path(summary).expanduser()
-    return Manifest(path, tuple(rows), summary_path, engine, settings, Limits(workers, memory), strict)
+    return Manifest(path, tuple(rows), Path(summary), engine, settings, Limits(workers, memory), strict)
 
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MOST:
-            raise UsageError(f"{path}: {path.stat().st_size:,} bytes; a manifest has {MOST:,} at most")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return load_toml(path, MOST)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; give the path of a manifest") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: cannot be read as TOML: {error}") from error
 
 
@@ -110,6 +110,17 @@ class _Problems:
         if self.lines:
             head = f"{path}: {len(self.lines)} problem{'s' * (len(self.lines) > 1)}"
             raise UsageError("\n  ".join([head, *(line.replace("\n", "\n    ") for line in self.lines)]))
+
+
+def _summary(words: Mapping[str, Any], path: Path) -> str:
+    """The file that tells how rows ended, beside the manifest."""
+    found = _of(words, "summary", str, f"{path.stem}.batch.json")
+    if not found.isprintable() or len(found) > LONGEST:
+        raise UsageError(f"summary = {found[:100]!r}; expected a path, without control characters")
+    summary = Path(beside(found, path.absolute().parent))
+    check_length(summary)
+    check_length(work_directory(summary))  # where it is written first
+    return str(summary)
 
 
 def _of(words: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

@@ -10,14 +10,23 @@ from typing import Any
 from bridge.errors import UsageError, nearest
 from bridge.remote.address import is_remote, shown
 
+LONGEST = 4096  # characters of a text: no path is longer, and patterns multiply what they are filled with
+SHORT = 200  # characters of a text that are shown where it is wrong
 _FIELD = re.compile(r"\{(\w*)\}")
 _FILES = (".toml", ".nemo", ".txt", ".jsonl", ".json", ".md", ".csv", ".safetensors")  # suffixes of what is no hub id
 
 
 def filled(pattern: str, words: Mapping[str, str], key: str) -> str:
-    for name in _FIELD.findall(pattern):
+    """The pattern with each {key} replaced by its word; UsageError where there is none, or the text is no name."""
+    names = _FIELD.findall(pattern)
+    for name in names:
         if name not in words:
             raise UsageError(f"{key} = {told(pattern)!r}: {{{name}}} is no key of this row; {nearest(name, words)}")
+    if {"{", "}"} & {*_FIELD.sub("", pattern)}:
+        raise UsageError(f"{key} = {told(pattern)!r}: a brace without its other; a key of the row is written {{name}}")
+    if (length := len(pattern) + sum(len(words[name]) for name in names)) > LONGEST:  # with {}, so some too many
+        begin = told(pattern)[:SHORT]
+        raise UsageError(f"{key} = {begin!r}: comes to {length} characters; {LONGEST} at most, write it shorter")
     return _FIELD.sub(lambda found: words[found[1]], pattern)
 
 
@@ -39,15 +48,27 @@ def word(value: Any) -> str:
 
 
 def beside(value: str, folder: Path) -> str:
-    return str(folder / Path(value).expanduser())
+    """A path relative to the manifest, made absolute; UsageError where it names the home of a user who is not here."""
+    try:
+        return str(folder / Path(value).expanduser())
+    except RuntimeError as error:
+        raise UsageError(f"{value[:SHORT]!r}: nobody is called that here; write the path of the directory") from error
 
 
 def named(value: str, folder: Path, key: str) -> str:
     """A path beside the manifest where there is one; else what the hub, or a remote store, may know by that name."""
     if is_remote(value):
         return value
-    if (folder / Path(value).expanduser()).exists() or value[0] in "./~" or Path(value).suffix in _FILES:
-        return beside(value, folder)
-    if Path(value).exists():
+    path = beside(value, folder)
+    if _is_there(path) or value[0] in "./~" or Path(value).suffix in _FILES:
+        return path
+    if _is_there(value):
         raise UsageError(f"{key} = {value!r} is not there beside the manifest; paths are relative to {folder}")
     return value
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a name too long for a file
+        return False

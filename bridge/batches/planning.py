@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.batches.job import failure
-from bridge.batches.values import Outcome, Row
-from bridge.errors import CalibrationError
+from bridge.batches.job import failure, request_of
+from bridge.batches.values import Engine, Outcome, Row
+from bridge.errors import CalibrationError, UsageError
 from bridge.finish import RUN_BYTES_PER_VALUE, versions
 from bridge.foreseen import Foreseen, foresee
 from bridge.opening import data_of, open_model
+from bridge.remote.address import is_remote, shown
+from bridge.remote.outgoing import check_out, made_at
 from bridge.targets import load_target
 
 if TYPE_CHECKING:
@@ -55,12 +57,12 @@ class Planned:
     failed: Outcome | None = None
 
 
-def plan_rows(rows: Sequence[Row], here: bool) -> list[Planned]:
-    """Plan each row; one that cannot be planned is a failed one. `here`: it will run on this machine."""
+def plan_rows(rows: Sequence[Row], engine: Engine) -> list[Planned]:
+    """Plan each row; one that cannot be planned is a failed one."""
     opened, planned = _Opened(), []
     for row in rows:
         try:
-            planned.append(_plan(row, opened, here))
+            planned.append(_plan(row, opened, engine))
         except Exception as error:  # a bug costs its row, here as in a worker
             planned.append(Planned(row, failed=failure(row.name, error)))
     return planned
@@ -94,11 +96,11 @@ def _model_of(row: Row) -> str:
     return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
 
 
-def _plan(row: Row, opened: _Opened, here: bool) -> Planned:
+def _plan(row: Row, opened: _Opened, engine: Engine) -> Planned:
     source = opened.source(row)
     statistics: tuple[str, ...] = ()
-    seen = foresee(source, row.target, row.quant, row.out, row.calib, row.kv, row.memory, dict(row.options))
-    if here and seen.uncalibrated:
+    seen = foresee(source, replace(request_of(row), out=_made_at(row, engine)))
+    if engine.here and seen.uncalibrated:
         from bridge.quant.modelopt import check_device
 
         assert seen.scheme
@@ -124,6 +126,17 @@ def _plan(row: Row, opened: _Opened, here: bool) -> Planned:
         runs=seen.uncalibrated,
         side_files=tuple((name, content_digest(source.side_files[name])) for name in seen.plan.side_files),
     )
+
+
+def _made_at(row: Row, engine: Engine) -> Path:
+    """Where the row's output is made, if it can be sent where it says."""
+    if is_remote(row.out):
+        if not engine.sends:
+            raise UsageError(
+                f"out={shown(row.out)}: with Ray, rows go to a directory that all machines see; send it then"
+            )
+        check_out(row.out)
+    return made_at(row.out)
 
 
 def model_memory(values: int) -> int:

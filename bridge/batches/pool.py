@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import signal
 import socket
 import subprocess
@@ -12,13 +14,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
-from bridge.batches.job import CRASH, failure
+from bridge.batches.job import CRASH, failure, overdue
 from bridge.batches.values import FAILED, Event, Job, Outcome
 from bridge.batches.worker import Ended, Order
 
 KEEPS = 2 << 30  # bytes that a worker may keep between jobs: torch, transformers and ModelOpt take 0.9 GB
 PATIENCE = 30.0  # seconds that a worker gets to clean up before it is killed
+LONGEST = 3600.0  # seconds of one wait: the system takes no more than some weeks
+LOOKS = 50  # for processes that a worker started, with 0, 1, 2 ... ms between them
+STILL = b"TtZX"  # states of processes that start no others: stopped, or ended
+MOST = 10_000  # messages that are taken from a worker which is late, before it is
 LINES = 10  # of what a dead worker said
 MODULES = "Extension modules: "  # how faulthandler begins a line of some hundred names
 
@@ -83,13 +90,58 @@ class Worker:
         return Outcome(job.name, FAILED, "\n".join([text, *lines]), CRASH, seconds)
 
     @property
+    def left(self) -> float:
+        """Seconds until its job is overdue."""
+        if self.job is None or self.job.timeout is None:
+            return math.inf
+        return self.job.timeout - (time.perf_counter() - self.since)
+
+    @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End the process and all that it started, at once."""
+        for pid in _stopped(self.process.pid) if self.alive else ():
+            _signal(pid, signal.SIGKILL)
+        self.process.wait()
 
     def close(self) -> None:
         """Forget a process that has ended."""
         self.connection.close()
         self.said.close()
+
+
+def _stopped(pid: int) -> list[int]:
+    """A process and all that it started, stopped: who is starts no more, so a look that finds all stopped finds all."""
+    for turn in range(LOOKS):
+        family = _family(pid)
+        running = [one for one, state in family.items() if state not in STILL]
+        if not running:
+            break
+        for one in running:
+            _signal(one, signal.SIGSTOP)
+        time.sleep(turn / 1000)
+    return list(family)
+
+
+def _family(pid: int) -> dict[int, bytes]:
+    """The states of a process, those that it started, and those that these did, as far as the system tells."""
+    children, states = dict[int, list[int]](), dict[int, bytes]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            state, parent = stat.read_bytes().rpartition(b")")[2].split()[:2]
+            states[int(stat.parent.name)] = state
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return {one: states.get(one, b"") for one in found}
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _signal_name(number: int) -> str:
@@ -137,14 +189,34 @@ class Pool:
         return None
 
     def told(self) -> Iterator[Event | Outcome]:
-        """Wait until a worker has something to tell, and yield it."""
+        """Wait until a worker has something to tell, and yield it; so of one that is stopped, its job being overdue."""
         by_connection = {worker.connection: worker for worker in self.busy}
-        for connection in wait(list(by_connection)):
+        left = min((worker.left for worker in self.busy), default=math.inf)
+        for connection in wait(list(by_connection), min(max(left, 0), LONGEST)):
             worker = by_connection[connection]  # type: ignore[index]
-            told = worker.receive()
-            if isinstance(told, Outcome) and (worker.job or told.kind == CRASH or worker.resident > KEEPS):
-                self._end([worker], bool(worker.job))
-            yield told
+            yield self._receive(worker)
+        for worker in self.busy:
+            if worker.left <= 0:
+                yield from self._late(worker)
+
+    def _receive(self, worker: Worker) -> Event | Outcome:
+        told = worker.receive()
+        if isinstance(told, Outcome) and (worker.job or told.kind == CRASH or worker.resident > KEEPS):
+            self._end([worker], bool(worker.job))
+        return told
+
+    def _late(self, worker: Worker) -> list[Event | Outcome]:
+        """What a worker told while nobody looked; it is stopped unless its job has ended with that."""
+        assert worker.job
+        job, told = worker.job, list[Event | Outcome]()
+        while len(told) < MOST and worker.connection.poll():
+            told.append(self._receive(worker))
+            if isinstance(told[-1], Outcome):
+                return told
+        worker.kill()
+        worker.close()
+        self._workers.remove(worker)
+        return [*told, overdue(job, time.perf_counter() - worker.since)]
 
     def end_idle(self) -> None:
         """Give the memory of idle workers back."""
@@ -166,7 +238,6 @@ class Pool:
             try:
                 worker.process.wait(max(until - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+                worker.kill()
             worker.close()
             self._workers.remove(worker)

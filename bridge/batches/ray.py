@@ -21,12 +21,13 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bridge.batches.job import CRASH
+from bridge.batches.job import CRASH, overdue
 from bridge.batches.values import FAILED, Event, Job, Limits, Outcome, Watch
 from bridge.batches.waiting import Waiting
 from bridge.budget import available_memory, cores
@@ -84,6 +85,7 @@ class Ray:
     workers: int
     memory: int
     here: bool
+    sends: bool = False
 
     def run(self, jobs: Sequence[Job], watch: Watch) -> Iterator[Outcome]:
         if not jobs:
@@ -94,10 +96,18 @@ class Ray:
             from bridge.batches.ray_calls import Calls
             from bridge.batches.ray_rows import Board
 
-            waiting, running = Waiting(jobs), dict[str, Job]()
+            waiting, running, since = Waiting(jobs), dict[str, Job](), dict[str, float]()
             board = ray.remote(Board).options(num_cpus=0).remote()
 
+            def hear() -> None:
+                for event in _taken(board):
+                    if event.name in running:
+                        since.setdefault(event.name, time.monotonic())
+                        watch(event)
+
             def again(name: str) -> None:
+                hear()  # the last word of the try that died must not start the clock of the next
+                since.pop(name, None)
                 watch(Event(name, "again: its process died"))
 
             with closing(Calls(self.settings.retries, again)) as calls:
@@ -108,9 +118,11 @@ class Ray:
                     for ended in calls.ended():
                         del running[ended.key]
                         yield from waiting.told(_outcome(ended))
-                    for event in _taken(board):
-                        if event.name in running:
-                            watch(event)
+                    hear()
+                    for job, seconds in _overdue(running, since):
+                        calls.stop(job.name)
+                        del running[job.name]
+                        yield from waiting.told(overdue(job, seconds))
 
     def _start(self, waiting: Waiting, running: dict[str, Job], calls: Calls, board: Any) -> None:
         """Hand out what may start, as much as was allowed; where a job runs, and when, is Ray's.
@@ -133,6 +145,13 @@ class Ray:
                 "memory": min(job.memory, self.memory),
             }
             calls.start(job.name, run_here, job, board, self.settings.cpus, self.settings.retries, **resources)
+
+
+def _overdue(running: dict[str, Job], since: dict[str, float]) -> list[tuple[Job, float]]:
+    """Jobs that have run for longer than they may, and the seconds. `since`: when the first word of each came."""
+    now = time.monotonic()
+    ran = [(job, now - since[name]) for name, job in running.items() if name in since]
+    return [(job, seconds) for job, seconds in ran if job.timeout is not None and seconds >= job.timeout]
 
 
 def _charge(job: Job) -> int:

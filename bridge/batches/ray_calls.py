@@ -81,6 +81,13 @@ class Calls:
             except exceptions.RayError as error:
                 yield Ended(call.key, error=error, attempts=call.attempts)
 
+    def stop(self, key: str) -> None:
+        """Kill a call under way, and those that it made; nothing is told of it any more."""
+        for ref in [ref for ref, call in self._open.items() if call.key == key]:
+            del self._open[ref]
+            ray.cancel(ref, force=True)
+            ray.wait([ref], timeout=PATIENCE)
+
     def close(self) -> None:
         """Interrupt what runs, wait until it has cleaned up, and kill what has not."""
         open_ = list(self._open)

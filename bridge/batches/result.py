@@ -113,8 +113,8 @@ def _row(row: Row, outcome: Outcome | None) -> dict[str, Any]:
 
 
 def _said(row: Row) -> dict[str, Any]:
-    """What was asked for, without the passwords and signatures of addresses."""
-    said = {key: told(value) for key, value in asdict(row).items() if key not in ("where", "resume")}
+    """What was asked for, without the passwords and signatures of addresses, and without how it is to be run."""
+    said = {key: told(value) for key, value in asdict(row).items() if key not in ("where", "resume", "timeout")}
     return {key: value for key, value in said.items() if value is not None}
 
 

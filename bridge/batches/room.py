@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge.batches.finished import unsent
 from bridge.batches.job import failure
 from bridge.batches.planning import Planned
 from bridge.batches.values import FAILED, Outcome
 from bridge.errors import BridgeError
+from bridge.remote.address import is_remote
+from bridge.remote.outgoing import check_replaceable, made_at
 from bridge.show import size
 from bridge.visible import check_free, reserved
 
@@ -23,7 +26,10 @@ def refuse(planned: Planned, memory: int | None) -> Outcome | None:
             text += ", or calibrate on a larger machine and pass its calibration (`calib`)"
         return Outcome(row.name, FAILED, text, "BatchError")
     try:
-        check_free(Path(row.out), row.overwrite)
+        if is_remote(row.out):
+            check_replaceable(row.out, row.overwrite)
+        else:
+            check_free(Path(row.out), row.overwrite)
     except (BridgeError, OSError) as error:
         return failure(row.name, error)
     return None
@@ -35,8 +41,9 @@ def without_disk(pending: Sequence[Planned]) -> dict[str, Outcome]:
     refused = {}
     for one in pending:
         try:
-            place = next(path for path in Path(one.row.out).parents if path.exists())
-            disk, need = place.stat().st_dev, max(one.disk - reserved(Path(one.row.out)), 0)
+            out = made_at(one.row.out)
+            place = next(path for path in out.parents if path.exists())
+            disk, need = place.stat().st_dev, 0 if unsent(one) else max(one.disk - reserved(out), 0)
             free = left.setdefault(disk, shutil.disk_usage(place).free)
         except OSError as error:
             refused[one.row.name] = failure(one.row.name, error)

@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from bridge.arguments import byte_count
-from bridge.batches.naming import beside, filled, named, told, word
+from bridge.batches.naming import LONGEST, SHORT, beside, filled, named, told, word
 from bridge.batches.values import Row
 from bridge.errors import BridgeError, UsageError, nearest
 from bridge.quant.scheme import load_scheme
-from bridge.remote.address import is_remote
+from bridge.remote.address import ELSEWHERE, is_remote, shown
 from bridge.targets import load_target, make_options, target_names
 
 TEXTS = ("name", "model", "target", "quant", "out", "calib", "kv", "device", "tokenizer")
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
-OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory")  # other keys are options of targets
+HERE = ("quant", "calib", "config", "tokenizer")  # no addresses
+OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
 NAME, OUT = "{model}-{quant}-{target}", "{name}"
 _SHOWN = 3  # rows that a problem names
+MOST_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
 MOST = 10_000  # rows of a manifest: each is planned, seconds for so many; axes that come to more are a mistake
 
 
@@ -160,7 +162,10 @@ def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
 
 def _excluded(value: Any, where: str, made: _Rows) -> list[dict[str, Any]]:
     if isinstance(value, list) and all(isinstance(rule, dict) and rule for rule in value):
-        return value
+        if len(value) <= MOST_EXCLUDED:
+            return value
+        made.wrong(where, f"exclude has {len(value):,} tables; {MOST_EXCLUDED} at most, write several matrices")
+        return []
     made.wrong(where, f'exclude = {_quoted(value)}; expected tables: exclude = [{{ target = "trt", quant = "nvfp4" }}]')
     return []
 
@@ -189,19 +194,23 @@ def _add(asked: _Asked, defaults: Mapping[str, Any], made: _Rows) -> None:
 
 
 def _mistyped(key: str, value: Any) -> str:
-    """What is wrong with the type of a value, "" if nothing."""
+    """What is wrong with the type of a value, or with where it lies, "" if nothing."""
+    if key in HERE and is_remote(value):
+        return ELSEWHERE
     if key in FLAGS:
         return "" if isinstance(value, bool) else "expected true or false"
     if key == "config":
         return "" if isinstance(value, str | dict) and value and _is_json(value) else _CONFIG
     if key in COUNTS:
         return "" if type(value) is int and value > 0 else "expected 1 or more"
+    if key == "timeout":
+        return "" if type(value) in (int, float) and 0 < value < math.inf else "expected seconds, more than 0"
     if key == "memory":
         return "" if isinstance(value, str) or (type(value) is int and value > 0) else 'expected a size as "16GB"'
     if not isinstance(value, str) or not value.strip():
         return "expected a text in quotes"
-    if key == "out" and is_remote(value):
-        return "a row is written to a directory of this machine; send it afterwards, or use `qbridge convert`"
+    if len(value) > LONGEST:
+        return f"expected a text of {LONGEST} characters at most"
     return "expected a text without control characters" if not value.isprintable() else ""
 
 
@@ -217,8 +226,9 @@ def _is_json(value: Any) -> bool:
 
 
 def _quoted(value: Any) -> str:
-    """A value for a message."""
-    return repr(told(value))
+    """A value for a message, of a long text its beginning: one may stand in each of many rows."""
+    said = told(value)
+    return repr(f"{said[:SHORT]}..." if isinstance(said, str) and len(said) > SHORT else said)
 
 
 def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row:
@@ -244,7 +254,7 @@ def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row:
         where=asked.where,
         model=model,
         target=words["target"],
-        out=beside(out, made.folder),
+        out=out if is_remote(out) else beside(out, made.folder),
         quant=quant,
         calib=named(words["calib"], made.folder, "calib") if "calib" in words else None,
         kv=words.get("kv"),
@@ -257,6 +267,7 @@ def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row:
         samples=words.get("samples"),
         sequence=words.get("sequence"),
         shards=words.get("shards", 1),
+        timeout=words.get("timeout"),
         options=options,
     )
 
@@ -270,24 +281,26 @@ def _check_apart(made: _Rows) -> None:
         if row.name in names:
             made.wrong(row.where, f"the name {row.name!r} is that of {names[row.name].where} already; give it `name`")
         elif out in outs:
-            made.wrong(row.where, f"out {row.out} is that of {outs[out].name!r} already")
+            made.wrong(row.where, f"out {told(row.out)} is that of {outs[out].name!r} already")
         names.setdefault(row.name, row)
         outs.setdefault(out, row)
     for row in made.rows:
         above = next((outs[path] for path in _place(row.out).parents if path in outs), None)
         if above:
-            made.wrong(row.where, f"out {row.out} lies inside that of {above.name!r}")
-        if is_remote(row.model) or not Path(row.model).is_absolute():  # a hub id
+            made.wrong(row.where, f"out {told(row.out)} lies inside that of {above.name!r}")
+        if not is_remote(row.model) and not Path(row.model).is_absolute():  # a hub id
             continue
         model = _place(row.model)
         writer = next((outs[path] for path in (model, *model.parents) if path in outs), None)
         if writer:
-            made.wrong(row.where, f"model {row.model} is what {writer.name!r} writes; convert it in a batch of its own")
+            made.wrong(
+                row.where, f"model {told(row.model)} is what {writer.name!r} writes; convert it in a batch of its own"
+            )
 
 
 def _place(path: str) -> Path:
-    """Where a path leads, by whatever way it is written."""
-    return Path(os.path.realpath(path))
+    """Where a path or an address leads, by whatever way it is written."""
+    return Path(shown(path)) if is_remote(path) else Path(os.path.realpath(path))
 
 
 def _listed(text: str, where: list[str]) -> str:

@@ -24,6 +24,8 @@ from bridge.batches.values import PLANNED, Engine, Limits, Outcome, Row
 from bridge.batches.watching import Audience, Counted
 from bridge.errors import BatchError, UsageError, WriteError, nearest, reason
 from bridge.progress import Progress, quiet
+from bridge.remote.address import is_remote
+from bridge.remote.outgoing import made_at, tidy
 from bridge.visible import settle
 
 
@@ -95,8 +97,8 @@ def run(manifest: Manifest, asked: Asked, audience: Audience) -> BatchReport:
     known = dict(earlier.digests)
     for row in rows if not asked.dry_run else ():
         with suppress(ValueError):  # a journal that is no text: told where the row is run
-            settle(Path(row.out))
-    planned = plan_rows(rows, engine.here)
+            settle(made_at(row.out))
+    planned = plan_rows(rows, engine)
     with _folder(manifest.summary, asked.dry_run) as folder:
         digests = find_calibrations(planned, folder, known)
         settled = {one.row.name: end for one in planned if (end := _settled(one, digests, engine, asked))}
@@ -107,7 +109,7 @@ def run(manifest: Manifest, asked: Asked, audience: Audience) -> BatchReport:
         report = replace(report, outcomes=settled, digests=known | digests)
         audience.begin(report)
         if (manifest.strict if asked.strict is None else asked.strict) and report.failed:
-            raise BatchError(_refusals(report.failed))
+            raise BatchError(f"{manifest.path}: {_refusals(report.failed)}")
         if asked.dry_run:
             drawn = {one.row.name: _drawn(one) for one in pending}
             ends = {row.name: (settled | drawn)[row.name] for row in rows}
@@ -142,6 +144,8 @@ def _settled(planned: Planned, digests: dict[str, str], engine: Engine, asked: A
         return planned.failed
     try:
         kept = finished(planned, digests) if asked.resume else None
+        if kept and is_remote(planned.row.out) and not asked.dry_run:
+            tidy(planned.row.out)
         return kept or refuse(planned, engine.memory)
     except Exception as error:  # a bug costs its row, here as in a worker
         return failure(planned.row.name, error)

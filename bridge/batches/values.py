@@ -16,7 +16,7 @@ class Row:
 
     `where` is its place in the manifest, for messages. `memory` is the stream's byte budget, None for what the plan
     says. `samples` and `sequence` are those of `bridge.calibrate`. `shards`: in how many parts an engine of several
-    machines makes the output; 1 makes it in one process.
+    machines makes the output; 1 makes it in one process. `timeout`: seconds that the conversion may take.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Row:
     sequence: int | None = None
     memory: int | None = None
     shards: int = 1
+    timeout: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +48,8 @@ class Job:
     `calibrates`: the file that a calibration of `row` goes to; "" for a conversion, whose `row.calib` is such a file
     where it shares one. `memory`: bytes that its process takes at most, as planned. `work`: how long it takes beside
     other jobs, in bytes read and written. `after`: names of the jobs that must have ended well before this one starts.
-    `runs`: what it writes is run, as a conversion that calibrates for itself does.
+    `runs`: what it writes is run, as a conversion that calibrates for itself does. `timeout`: seconds from its start
+    after which the engine stops it as a kill would: what it has written is left to be resumed.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Job:
     calibrates: str = ""
     after: tuple[str, ...] = ()
     runs: bool = False
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ Watch = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `error` is the message, `kind` the class of it: a `BridgeError`'s name, or "Crash".
+    """How a job ended. `error` is the message, `kind` the class of it: an error's name, "TimeoutError" say, or "Crash".
 
     `cosine` and `norm_ratio` are the worst of all tensors, `relative_l2` that of the outputs where they were run.
     `kept`: a finished output of an earlier run was found and left as it is. `because`: the job without which this one
@@ -123,6 +126,10 @@ class Engine(Protocol):
     @property
     def here(self) -> bool:
         """Whether jobs run on this machine: then its devices and its disk are checked before work starts."""
+
+    @property
+    def sends(self) -> bool:
+        """Whether outputs may be remote: they are made in the current directory, where a row that died goes on."""
 
     def run(self, jobs: Sequence[Job], watch: Watch) -> Generator[Outcome, None, None]:
         """Run every job, each after those it names, and yield each outcome when it is there; never raises for a job.

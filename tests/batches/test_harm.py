@@ -27,6 +27,7 @@ from bridge.quant.calibration import Calibration, Provenance
 from bridge.terminal import console
 
 TINY = Path("examples/models/tiny-llama").absolute()
+HERE = Local(1, 16 << 30)
 
 
 def written(tmp_path: Path, *quants: str, more: str = "") -> Path:
@@ -68,10 +69,10 @@ def test_a_name_too_long_for_the_disk_fails_its_row(tmp_path: Path) -> None:
 def test_a_bug_while_a_row_is_planned_costs_that_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planning.foresee
 
-    def broken(source: Any, target: str, quant: str, *more: Any) -> Any:
-        if quant == "int8_wo":
+    def broken(source: Any, request: Any) -> Any:
+        if request.quant == "int8_wo":
             raise KeyError("bug")
-        return plan(source, target, quant, *more)
+        return plan(source, request)
 
     monkeypatch.setattr(planning, "foresee", broken)
     report = bridge.batch(written(tmp_path, "int8_wo", "int4_wo"), dry_run=True)
@@ -157,10 +158,10 @@ def test_a_calibration_of_another_version_of_torch_is_not_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = read_manifest(written(tmp_path, "fp8")).rows
-    now = planning.plan_rows(rows, here=True)[0]
-    assert now.key and now.key == planning.plan_rows(rows, here=True)[0].key
+    now = planning.plan_rows(rows, HERE)[0]
+    assert now.key and now.key == planning.plan_rows(rows, HERE)[0].key
     monkeypatch.setattr(planning, "versions", lambda: {"torch": "0.1"})
-    assert planning.plan_rows(rows, here=True)[0].key != now.key
+    assert planning.plan_rows(rows, HERE)[0].key != now.key
 
 
 @pytest.mark.parametrize(("data", "torch", "same"), [("d", "2", True), ("e", "2", False), ("d", "1", False)])
@@ -176,8 +177,8 @@ def test_without_a_summary_the_calibration_in_the_output_decides(
 
 
 def test_samples_and_sequence_reach_the_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 4\nsequence = 64")).rows, True)
-    more = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 5\nsequence = 64")).rows, True)
+    planned = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 4\nsequence = 64")).rows, HERE)
+    more = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 5\nsequence = 64")).rows, HERE)
     assert planned[0].key != more[0].key
     calibrating = calibrations.make_jobs(planned, tmp_path, None)[0]
     given: dict[str, Any] = {}

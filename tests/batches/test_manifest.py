@@ -169,7 +169,9 @@ FIVE = ("shards", "memory", "samples", "sequence", "tp")  # axes: 777 million ro
         (f'{HF}out = "o"\n{TRT}out = "link/p"', "lies inside"),
         (f'{HF}out = "o"\n[[row]]\nmodel = "./q/../o"\ntarget = "trt"', "a batch of its own"),
         (f'{HF}out = "o"\n[[row]]\nmodel = "./o/part"\ntarget = "trt"', "a batch of its own"),
-        (f'{HF}out = "s3://bucket/o"', "a directory of this machine"),
+        (f'{HF}out = "s3://me:key@b/o"\n{TRT}out = "s3://b/o/"', "out s3://b/o is that of 'llama-none-hf'"),
+        (f'{HF}out = "s3://b/o"\n[[row]]\nmodel = "s3://b/o/part"\ntarget = "trt"', "a batch of its own"),
+        (f'{HF}out = "o/{{name"', "a brace without its other"),
         (f'{HF}out = "a\\u0000b"', "without control characters"),
         (f"{HF}samples = 0", "expected 1 or more"),
         (f"{HF}config = {{ a = nan }}", "as config.json has them"),
@@ -207,13 +209,22 @@ SECRET = "http://me:hunter2@host/models/m?X-Amz-Signature=s3cr3t"
 
 
 def test_no_password_or_signature_is_shown_or_names_anything(tmp_path: Path) -> None:
-    row = f'model = "{SECRET}"\ntokenizer = "{SECRET}"\ncalib = "{SECRET}"\ntarget = "hf"\nquant = "fp8"\n'
+    row = f'model = "{SECRET}"\ntarget = "hf"\nquant = "fp8"\n'
     made = read(tmp_path, f"[[row]]\n{row}")
     assert (made.rows[0].name, made.rows[0].model) == ("m-fp8-hf", SECRET)
     saved = BatchReport("", "local", 1, made.rows).to_json()
-    wrong = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = ["fp8"]\nexclude = [{{ model = "{SECRET}" }}]')
+    wrong = refused(tmp_path, f'[[row]]\n{row}tokenizer = "{SECRET}"\ncalib = "{SECRET}"\n')
+    wrong += refused(tmp_path, f'{MATRIX}target = "hf"\nquant = ["fp8"]\nexclude = [{{ model = "{SECRET}" }}]')
     wrong += refused(tmp_path, f'[[row]]\ntarget = "hf"\nmodel = {{ a = "{SECRET}" }}')
-    wrong += refused(tmp_path, f'[[row]]\ntarget = "hf"\nmodel = "llama"\nout = "{SECRET}"')
+    wrong += refused(tmp_path, f'[[row]]\ntarget = "hf"\nmodel = "llama"\nout = "{SECRET}"\nname = "a"\n' * 2)
     for text in (saved, "\n".join(wrong)):
         assert "http://host/models/m" in text
         assert "hunter2" not in text and "s3cr3t" not in text
+
+
+@pytest.mark.parametrize("length", [245, 300, 4000])
+def test_a_summary_whose_name_no_system_takes_is_told_with_the_rest(length: int, tmp_path: Path) -> None:
+    text = f'summary = "{"x" * length}.json"\nstrikt = true\n[[row]]\nmodel = "llama"\ntarget = "hf"\n'
+    first, *problems = refused(tmp_path, text)
+    assert first.endswith("2 problems") and "key `strikt` is unknown" in problems[0]
+    assert "characters are too long for a path here" in problems[1] and len(problems) == 2

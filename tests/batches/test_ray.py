@@ -29,12 +29,12 @@ from bridge.batches.job import CRASH
 from bridge.batches.ray import Ray, Settings
 from bridge.batches.values import BELOW, DONE, FAILED, Event, Job, Limits, Outcome, Row
 from bridge.errors import SourceError, UsageError
+from tests.faults.struck import contents
 
 CONFIG = SMALL | {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5, "vocab_size": 3000}
 CONFIG |= {"num_attention_heads": 12, "rope_theta": 10000.0}
 MEMORY = 400 << 20  # bytes that a row of the test's models takes
 NODE = 1 << 30
-REPORTS = ("report.json", "report.html")  # they tell of seconds and memory
 
 slow = pytest.mark.slow
 
@@ -72,11 +72,6 @@ def outcomes(engine: Ray, *jobs: Job, watch: Callable[[Event], None] = lambda ev
     return {outcome.name: outcome for outcome in engine.run(jobs, watch)}
 
 
-def bytes_of(directory: Path) -> dict[str, bytes]:
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name not in REPORTS]
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
-
-
 def processes(title: str) -> list[int]:
     """Ids of Ray's processes that run a function: Ray writes its name where the command line was."""
     found = []
@@ -88,10 +83,14 @@ def processes(title: str) -> list[int]:
 
 
 class Killer(threading.Thread):
-    """Kills processes that run the function `title`, as many as `times`, once `out` has begun to be written."""
+    """Kills processes that run the function `title`, as many as `times`, once `out` has begun to be written.
 
-    def __init__(self, title: str, out: Path, times: int = 1) -> None:
+    `number`: the signal, SIGSTOP for a process that hangs.
+    """
+
+    def __init__(self, title: str, out: Path, times: int = 1, number: int = signal.SIGKILL) -> None:
         super().__init__(daemon=True)
+        self.number = number
         self.title, self.times, self.journal = title, times, out.parent / f".{out.name}.partial/journal.jsonl"
         self.killed: set[int] = set()
         self.over = threading.Event()
@@ -101,7 +100,7 @@ class Killer(threading.Thread):
             with suppress(OSError):
                 lines = self.journal.read_bytes().count(b"\n")
                 for pid in [pid for pid in processes(self.title) if lines > 1 and pid not in self.killed][:1]:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, self.number)
                     self.killed.add(pid)
 
     def __enter__(self) -> Killer:
@@ -144,14 +143,14 @@ def test_a_manifest_gives_the_same_bytes_on_a_cluster_and_on_one_machine(
         """)
     names = ("plain", "blocks", "items", "int8")
     local = bridge.batch(tmp_path / "batch.toml", engine="local")
-    one = {name: bytes_of(tmp_path / name) for name in names}
+    one = {name: contents(tmp_path / name) for name in names}
     assert {outcome.status for outcome in local.outcomes.values()} == {DONE}
     for name in names:
         (tmp_path / name).rename(tmp_path / f"{name}-local")
     cluster = bridge.batch(tmp_path / "batch.toml", engine="ray")
     assert {outcome.status for outcome in cluster.outcomes.values()} == {DONE}
     for name in names:
-        assert bytes_of(tmp_path / name) == one[name], name
+        assert contents(tmp_path / name) == one[name], name
 
 
 @slow
@@ -160,7 +159,7 @@ def test_a_graph_is_made_while_others_write_its_weights(address: str, tmp_path: 
     bridge.convert(tiny, target="trt", quant="int8_wo", out=tmp_path / "one")
     told = outcomes(engine(address), job("graph", tiny, tmp_path / "several", "trt", "int8_wo", shards=2))
     assert told["graph"].status in (DONE, BELOW), told
-    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "several")
+    assert contents(tmp_path / "one") == contents(tmp_path / "several")
 
 
 @slow
@@ -175,7 +174,7 @@ def test_a_row_whose_process_is_killed_in_the_middle_goes_on_to_the_same_bytes(
     assert len(killer.killed) == 1
     assert (told["row"].status, told["row"].attempts) == (DONE, 2)
     assert "again: its process died" in said
-    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "out")
+    assert contents(tmp_path / "one") == contents(tmp_path / "out")
     assert not (tmp_path / ".out.partial").exists()
 
 
@@ -188,7 +187,7 @@ def test_a_shard_whose_process_is_killed_in_the_middle_is_written_again(
         told = outcomes(engine(address), job("row", model, tmp_path / "out", quant="int8_wo", shards=2))
     assert len(killer.killed) == 1
     assert (told["row"].status, told["row"].attempts) == (DONE, 1), told
-    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "out")
+    assert contents(tmp_path / "one") == contents(tmp_path / "out")
 
 
 @slow
@@ -211,6 +210,35 @@ def test_a_row_that_dies_every_time_or_fails_in_our_words_harms_no_other(
     assert (told["broken"].status, told["broken"].kind, told["broken"].attempts) == (FAILED, "SourceError", 1)
     assert told["well"].status == DONE
     assert not (tmp_path / "never").exists()
+
+
+@slow
+def test_a_row_that_hangs_is_killed_at_its_timeout_and_not_run_again(address: str, model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")  # nobody writes into it
+    hangs = job("hangs", model, tmp_path / "never", config=str(tmp_path / "config.json"))
+    told = outcomes(engine(address), replace(hangs, timeout=2.0), job("well", model, tmp_path / "well"))
+    assert told["well"].status == DONE
+    assert (told["hangs"].status, told["hangs"].kind, told["hangs"].attempts) == (FAILED, "TimeoutError", 1)
+    assert "took longer than its timeout of 2 s" in told["hangs"].error
+    assert processes("run_here") == []
+
+
+@slow
+def test_a_row_whose_shard_hangs_is_killed_at_its_timeout_with_all_that_it_called(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    hangs = job("hangs", model, tmp_path / "out", quant="int8_wo", shards=2)
+    with Killer("write_portion", tmp_path / "out", number=signal.SIGSTOP) as killer:
+        told = outcomes(engine(address, workers=1), replace(hangs, timeout=15.0))
+    assert len(killer.killed) == 1
+    assert (told["hangs"].status, told["hangs"].kind, told["hangs"].attempts) == (FAILED, "TimeoutError", 1), told
+    until = time.monotonic() + 30
+    while (left := processes("run_here") + processes("write_portion")) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+    assert not (tmp_path / "out").exists()
+    again = outcomes(engine(address), job("again", model, tmp_path / "out", quant="int8_wo", shards=2))
+    assert again["again"].status == DONE  # the CPUs are free, and what was written is nobody's any more
 
 
 class Interrupt(BaseException):

@@ -24,9 +24,9 @@ from bridge.batches.result import BatchReport
 from bridge.batches.run import Asked, run
 from bridge.batches.values import BELOW, DONE, FAILED, PLANNED, Event, Outcome
 from bridge.errors import BatchError, UsageError, WriteError
+from tests.faults.struck import contents
 
 TINY = Path("examples/models/tiny-llama").absolute()
-TIMES = ("report.json", "report.html", "README.md")  # they tell seconds and memory
 
 
 class Spectator:
@@ -52,11 +52,6 @@ def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "batch.toml"
     path.write_text(text)
     return path
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    files = (path for path in out.rglob("*") if path.is_file() and path.name not in TIMES)
-    return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
 def leftovers(directory: Path) -> list[str]:

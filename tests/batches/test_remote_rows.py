@@ -1,0 +1,168 @@
+"""Rows whose outputs go to a bucket: the bytes of a local row, finished ones left alone, cut-off ones gone on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge
+from bridge.batches import finished
+from bridge.batches.values import DONE, PLANNED
+from bridge.errors import BatchError, WriteError
+from bridge.planning import CALIBRATION
+from bridge.remote import outgoing
+from bridge.remote.holding import held
+from bridge.remote.note import NOTE
+from bridge.remote.outgoing import made_at
+from tests.faults.struck import contents, differing, timeless
+from tests.remote.conftest import s3, s3_server
+
+__all__ = ["s3", "s3_server"]
+TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+OUT = "s3://bucket/nightly"
+CALIBRATED = '[[row]]\nname = "fp8"\nquant = "fp8"\nsamples = 2\nsequence = 32\n'
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def manifest(rows: str = "", out: str = f"{OUT}/{{name}}") -> str:
+    text = f"""
+    [defaults]
+    model = "{TINY}"
+    target = "hf"
+    out = "{out}"
+    verify = false
+    {rows}
+    [[row]]
+    name = "eight"
+    quant = "int8_wo"
+    """
+    Path("nightly.toml").write_text(text)
+    return "nightly.toml"
+
+
+def there(s3: Any, name: str) -> dict[str, bytes]:
+    root = f"bucket/nightly/{name}/"
+    return {path.removeprefix(root): s3.cat_file(path) for path in s3.find(root)}
+
+
+def test_a_row_is_sent_and_left_alone_when_it_is_there(s3: Any, tmp_path: Path) -> None:
+    report = bridge.batch(manifest(), workers=1)
+    assert report.passed and not report.outcomes["eight"].kept
+    bridge.convert(TINY, "hf", "int8_wo", "near", verify=False)
+    assert differing(timeless(there(s3, "eight")), contents(Path("near"))) == []
+    assert not made_at(f"{OUT}/eight").parent.exists()
+
+    tags = {path: info["ETag"] for path, info in s3.find("bucket", detail=True).items()}
+    again = bridge.batch("nightly.toml", workers=1)
+    assert again.passed and again.outcomes["eight"].kept
+    assert tags == {path: info["ETag"] for path, info in s3.find("bucket", detail=True).items()}
+
+
+def test_what_was_not_sent_whole_is_no_finished_row(s3: Any) -> None:
+    bridge.batch(manifest(), workers=1)
+    s3.pipe_file(f"bucket/nightly/eight/{NOTE}", b'{"run": "other", "sender": "there", "sent": {}}')
+    report = bridge.batch("nightly.toml", workers=1)
+    assert "is being sent by there" in report.outcomes["eight"].error
+
+
+def test_an_output_of_another_row_is_refused_and_replaced_if_asked(s3: Any) -> None:
+    bridge.batch(manifest(), workers=1)
+    text = Path("nightly.toml").read_text().replace("int8_wo", "fp8_pc_pt")
+    Path("nightly.toml").write_text(text)
+    assert "exists already" in bridge.batch("nightly.toml", workers=1).outcomes["eight"].error
+    Path("nightly.toml").write_text(text + "overwrite = true\n")
+    assert bridge.batch("nightly.toml", workers=1).passed
+    assert json.loads(s3.cat_file("bucket/nightly/eight/bridge.json"))["plan"]["scheme"] == "fp8_pc_pt"
+
+
+def test_where_nothing_can_be_sent_only_that_row_fails(s3: Any) -> None:
+    rows = '[[row]]\nname = "web"\nquant = "int8_wo"\nout = "https://me:secret@host/{name}"\n'
+    report = bridge.batch(manifest(rows), workers=1)
+    assert not report.outcomes["eight"].error and "a web server takes no files" in report.outcomes["web"].error
+    assert "secret" not in Path("nightly.batch.json").read_text()
+
+
+def test_ray_refuses_in_words(s3: Any) -> None:
+    pytest.importorskip("ray")
+    report = bridge.batch(manifest(), engine="ray", dry_run=True)
+    assert "a directory that all machines see" in report.outcomes["eight"].error
+
+
+def test_a_calibrated_row_is_found_finished_without_a_summary(s3: Any) -> None:
+    bridge.batch(manifest(CALIBRATED), workers=1, only="fp8")
+    Path("nightly.batch.json").unlink()
+    assert bridge.batch("nightly.toml", workers=1, only="fp8").outcomes["fp8"].kept
+
+
+def test_a_new_row_takes_the_calibration_of_one_that_was_sent(s3: Any) -> None:
+    assert bridge.batch(manifest(CALIBRATED), workers=1, only="fp8").passed
+    manifest(CALIBRATED + CALIBRATED.replace('"fp8"', '"again"', 1))
+    report = bridge.batch("nightly.toml", workers=1, only=("fp8", "again"))
+    assert report.outcomes["fp8"].kept and report.outcomes["again"].status == DONE and not report.calibrations
+    far = [there(s3, name)[CALIBRATION] for name in ("fp8", "again")]
+    assert far[0] == far[1]
+
+
+def test_what_a_killed_row_left_here_goes_when_it_is_found_sent(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as once:
+        once.setattr(outgoing.Outgoing, "_tidy", lambda self: None)  # as after a kill
+        bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
+    left = made_at(f"{OUT}/eight")
+    assert (left / "bridge.json").is_file()
+    assert bridge.batch(manifest(), dry_run=True).outcomes["eight"].kept and left.is_dir()
+    with held(left.parent, "elsewhere"):
+        assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kept and left.is_dir()
+    assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kept
+    assert not left.parent.exists()
+
+
+def test_a_finished_output_is_sent_where_no_disk_is_left(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
+        once.setattr(outgoing.Outgoing, "_send", interrupted)
+        bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
+    (full := list(shutil.disk_usage(".")))[2] = 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(*full))  # type: ignore[attr-defined]
+    rows = '[[row]]\nname = "four"\nquant = "int4_wo"\n'
+    ends = bridge.batch(manifest(rows), dry_run=True).outcomes
+    assert ends["eight"].status == PLANNED and "needs" in ends["four"].error and "of disk" in ends["four"].error
+    assert bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False).out == f"{OUT}/eight"
+    with pytest.raises(WriteError, match="GB free, the plan needs"):
+        bridge.convert(TINY, "hf", "int4_wo", f"{OUT}/four", verify=False)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_strict_and_a_dry_run_see_what_lies_there(s3: Any, tmp_path: Path) -> None:
+    bridge.convert(TINY, "hf", "fp8_pc_pt", f"{OUT}/eight", verify=False)
+    s3.pipe_file(f"bucket/nightly/sent/{NOTE}", b'{"run": "other", "sender": "there", "sent": {}}')
+    rows = '[[row]]\nname = "four"\nquant = "int4_wo"\n[[row]]\nname = "sent"\nquant = "int4_wo"\n'
+    before = s3.find("bucket")
+    ends = bridge.batch(manifest(rows), dry_run=True).outcomes
+    assert "exists already" in ends["eight"].error and "is being sent by there" in ends["sent"].error
+    assert ends["four"].status == PLANNED
+    with pytest.raises(BatchError, match=r"(?s)2 rows cannot run.*is being sent by there.*exists already"):
+        bridge.batch("nightly.toml", strict=True)
+    assert s3.find("bucket") == before and [path.name for path in tmp_path.iterdir()] == ["nightly.toml"]
+
+
+@pytest.mark.parametrize("damage", [b"[]", b'{"parity": 3}', b'{"findings": 3}', b"{", b"\xff"])
+def test_a_damaged_report_is_no_finished_row(damage: bytes, s3: Any) -> None:
+    bridge.batch(manifest(), workers=1)
+    s3.pipe_file("bucket/nightly/eight/report.json", damage)
+    assert "exists already" in bridge.batch("nightly.toml", workers=1).outcomes["eight"].error
+
+
+def test_a_bug_that_looks_at_what_is_there_is_told(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge.batch(manifest(), workers=1)
+    monkeypatch.setattr(finished, "_same_calibration", lambda *_: None + 1)  # type: ignore[operator]
+    assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kind == "Crash"
