@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,17 @@ def lock(journal: IO[str], work: Path) -> None:
         raise busy(work) from error
     if here.st_ino != os.fstat(journal.fileno()).st_ino:
         raise busy(work)
+
+
+def remove_unbegun(work: Path) -> None:
+    """Remove a work directory whose journal says nothing; one that holds anything, or that a run owns, stays."""
+    with suppress(OSError, ValueError, WriteError):
+        if (work / JOURNAL).exists():
+            with (work / JOURNAL).open("r+") as journal:
+                lock(journal, work)
+                if not journal.read(1):
+                    (work / JOURNAL).unlink()
+        work.rmdir()
 
 
 def busy(work: Path) -> WriteError:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from bridge.errors import UsageError, WriteError, disk_is_full
-from bridge.journal import JOURNAL, begin, busy, left, lock, void
+from bridge.journal import JOURNAL, begin, busy, left, lock, remove_unbegun, void
+from bridge.paths import check_length
 from bridge.scratch import surely
 from bridge.visible import MARK, check_free, make_visible, reserved, settle, work_directory
 
@@ -44,6 +45,7 @@ class Work:
 
 def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None:
     """UsageError where no file, `what`, can be written to `path`: to be asked before minutes of work, not after."""
+    check_length(path)
     if path.suffix != suffix:
         raise UsageError(f"{path}: {what} ends in {suffix}: name it {path.with_suffix(suffix)}")
     if not path.absolute().parent.is_dir():
@@ -128,14 +130,8 @@ def _close(journal: IO[str] | None) -> None:
 
 def _remove_unbegun(work: Path, made: list[Path]) -> None:
     """Remove a work directory whose journal says nothing, and the parents `made` for it; what holds anything stays."""
-    with suppress(OSError, ValueError, WriteError):
-        if work.exists():
-            if (work / JOURNAL).exists():
-                with (work / JOURNAL).open("r+") as journal:
-                    lock(journal, work)
-                    if not journal.read(1):
-                        (work / JOURNAL).unlink()
-            work.rmdir()
+    remove_unbegun(work)
+    with suppress(OSError):
         for parent in made:
             parent.rmdir()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bridge.errors import WriteError
 from bridge.journal import JOURNAL, lock, read_record
+from bridge.paths import check_length
 from bridge.scratch import surely
 
 MARK = "bridge.json"  # in every model that bridge wrote
@@ -27,6 +28,8 @@ def reserved(out: Path) -> int:
 
 def check_free(out: Path, overwrite: bool, mark: str = MARK) -> None:
     """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace."""
+    check_length(out)
+    check_length(work_directory(out.absolute()))
     if out.is_symlink() and not out.exists():
         raise WriteError(f"{out} is a symbolic link to nothing; remove it, or choose another directory")
     if out.exists() and not overwrite:

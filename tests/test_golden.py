@@ -106,11 +106,12 @@ def test_tensors_that_came_and_went_are_told(out: Path, golden: Path, tmp_path: 
     assert kinds(moved) == [("missing", "model.norm.weight"), ("added", "model.extra")]
 
 
-def test_a_missing_weight_file_is_told_by_its_tensors(out: Path, golden: Path, tmp_path: Path) -> None:
+def test_a_missing_weight_file_is_told_before_its_tensors(out: Path, golden: Path, tmp_path: Path) -> None:
     shutil.copytree(out, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").unlink()
     moved = bridge.golden.check(golden, tmp_path / "out")
     assert {move.kind for move in moved.moves} == {"missing", "file"} and len(moved.moves) == moved.tensors + 1
+    assert moved.moves[0].kind == "file" and str(moved).splitlines()[1].startswith("  file     model.safetensors: ")
 
 
 def test_files_beside_the_weights_are_held_too(out: Path, golden: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def record(
     golden: Kept,
     reason: Annotated[str, typer.Option(help="why an existing golden changes; it is kept")] = "",
     against: Annotated[str | None, typer.Option(help="verify OUT against this model first")] = None,
-    quant: Annotated[Path | None, typer.Option(help="the recipe that OUT was converted by, if it was one")] = None,
+    quant: Annotated[str | None, typer.Option(help="the recipe that OUT was converted by, if it was one")] = None,
     tolerance: Annotated[float | None, typer.Option(help="how far outputs may be off later, relative L2")] = None,
     no_run: Annotated[bool, typer.Option("--no-run", help="keep bytes alone, run nothing")] = False,
     as_json: Json = False,
@@ -84,8 +84,10 @@ def check(
 
 @app.command(epilog=EXITS)
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="a golden, or a directory that `convert` wrote")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="a golden, or a directory that `convert` wrote, or its address")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="another one")],
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import GoldenError
+from bridge.errors import GoldenError, UsageError
 from bridge.golden.store import CALIBRATION, Golden
 from bridge.golden.values import Rerun
+from bridge.paths import check_length
 from bridge.planning import CALIBRATION as BESIDE
 from bridge.planning import Plan
 from bridge.progress import Progress
 from bridge.quant.calibration import Calibration
 from bridge.quant.scheme import kv_names, load_scheme, scheme_names
 from bridge.quant.stored import NAME as STORED
+from bridge.remote.address import check_here
 from bridge.scratch import scratch
 
 ENGINE = "engine"  # is built by TensorRT from the file that the golden is about
@@ -28,6 +30,7 @@ def arguments(plan: Plan, directory: Path, quant: str | Path | None = None) -> t
     Args:
         quant: the recipe that it was converted by; schemes that ship are found by their digest.
     """
+    check_here(quant=quant)
     beside: dict[str, bytes] = {}
     if (directory / BESIDE).is_file():
         beside[CALIBRATION] = replace(Calibration.load(directory / BESIDE), held_out=None).to_bytes()
@@ -70,6 +73,9 @@ def converted(
     if again.refused:
         raise GoldenError(f"this golden cannot be converted again: {again.refused}")
     options = {name: value for name, value in made.options.items() if name != ENGINE and value is not None}
+    check_length(work)
+    if work is not None and not Path(work).is_dir():
+        raise UsageError(f"work={str(work)!r} is no directory; make it first, or leave it out")
     with scratch(work) as here:
         for name, content in golden.beside.items():
             (here / name).write_bytes(content)

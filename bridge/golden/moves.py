@@ -82,10 +82,9 @@ class Moved:
 
 
 def compare(before: Snapshot, after: Snapshot, sides: tuple[Side, Side]) -> list[Move]:
-    """Everything that differs in bytes, layout or plan, the plan first."""
+    """Everything that differs in bytes, layout or plan: the plan first, then files, then what is in them."""
     pairs, missing, added = _paired(before, after)
-    moves = [*_plan(before, after)]
-    moves += [_alone("missing", before, tensor, "is not written any more") for tensor in missing]
+    moves = [_alone("missing", before, tensor, "is not written any more") for tensor in missing]
     moves += [_alone("added", after, tensor, "was not written before") for tensor in added]
     differing = {a.key: b.key for a, b in pairs if a.hash != b.hash and (a.shape, a.dtype) == (b.shape, b.dtype)}
     known = sides[0].statistics(differing), sides[1].statistics(differing.values())
@@ -100,7 +99,8 @@ def compare(before: Snapshot, after: Snapshot, sides: tuple[Side, Side]) -> list
             moves.append(replace(move, measure=measure, before=found[0], after=found[1]))
         elif not said and before.origin(one) != after.origin(other):
             moves.append(_tensor_move("made", before, after, one, other))
-    return [*moves, *_files(before, after, {move.file for move in moves if move.kind in SHAPING})]
+    shaped = {move.file for move in moves if move.kind in SHAPING}
+    return [*_plan(before, after), *_files(before, after, shaped), *moves]
 
 
 def outputs_moved(before: Reference, after: Reference) -> list[Move]:

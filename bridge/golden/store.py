@@ -29,6 +29,7 @@ from bridge.golden.values import Change, File, Key, Made, Origin, Reference, Rer
 from bridge.journal import JOURNAL
 from bridge.json_data import parse_json
 from bridge.output import output_directory
+from bridge.paths import check_length
 from bridge.values import plain
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class Golden:
 
 def is_golden(directory: Path) -> bool:
     """Whether `directory` is meant to be one."""
+    check_length(directory / MARK)
     return (directory / MARK).is_file()
 
 

@@ -10,7 +10,7 @@ from bridge.golden.moves import Measure, Move, Moved
 from bridge.golden.values import Statistics
 from bridge.show import grouped, pattern
 
-ORDER = ("plan", "missing", "added", "layout", "scales", "codes", "weights", "made", "file", "outputs")
+ORDER = ("plan", "file", "missing", "added", "layout", "scales", "codes", "weights", "made", "outputs")
 OUTPUTS = 4  # of the places that a run was looked at; the first that moved tells where it began
 
 
@@ -23,7 +23,8 @@ def told(moved: Moved) -> str:
     else:
         counts = Counter(move.kind for move in moved.moves)
         said = ", ".join(f"{kind} {counts[kind]:,}" for kind in ORDER if counts[kind])
-        head += f"{len(of):,} of {moved.tensors:,} tensors moved ({said})"
+        now = moved.tensors + counts["added"]
+        head += f"{len(of):,} of {now:,} tensors moved ({said})"
     return "\n".join([head, *(f"  {line}" for line in lines(moved.moves)), *(f"  note     {n}" for n in moved.notes)])
 
 

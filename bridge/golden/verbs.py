@@ -63,7 +63,7 @@ def record(
     tell, directory, place = progress or quiet, Path(directory), written_at(out)
     written = Written(place, tell)
     if against is not None:
-        _verify(out, against, tell)
+        _verify(out, place, against, tell)
     settle(directory, MARK)
     old = load(directory) if is_golden(directory) else None
     snapshot = written.snapshot(statistics=True)
@@ -77,7 +77,7 @@ def record(
         if _kept_alike(old, new):
             return old
     if old and not reason:
-        told = Moved(str(directory), str(out), len(snapshot.tensors), tuple(moves))
+        told = Moved(str(directory), str(place), len(snapshot.tensors), tuple(moves))
         raise GoldenError(f"{directory} would change; say why: reason=, --reason TEXT\n{told}")
     if reason:
         new = replace(new, history=(*new.history, _change(old, reason, moves)))
@@ -127,7 +127,7 @@ def check(
     moves += outputs_moved(golden.reference, ran) if ran.values else []
     notes = _notes(golden.versions, _versions(written, ran))
     notes += [f"outputs were not compared: {ran.not_run}"] if ran.not_run else []
-    after = str(out) if out is not None else "a new conversion"
+    after = str(written.directory) if out is not None else "a new conversion"
     return Moved(str(directory), after, len(golden.snapshot.tensors), tuple(moves), tuple(notes))
 
 
@@ -140,7 +140,8 @@ def diff(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> M
     >>> bridge.golden.diff("one", "other").passed
     False
     """
-    sides = [load(Path(x)) if is_golden(Path(x)) else Written(Path(x), progress or quiet) for x in (a, b)]
+    places = written_at(a), written_at(b)
+    sides = [load(place) if is_golden(place) else Written(place, progress or quiet) for place in places]
     before, after = (side.snapshot if isinstance(side, Golden) else side.snapshot() for side in sides)
     moves, notes = compare(before, after, (sides[0], sides[1])), []
     if isinstance(sides[0], Golden) and isinstance(sides[1], Golden):
@@ -150,7 +151,7 @@ def diff(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> M
             moves += outputs_moved(one, other)
         else:
             notes.append("outputs were not compared: the two were not run, or not on the same inputs")
-    return Moved(str(a), str(b), len(before.tensors), tuple(moves), tuple(notes))
+    return Moved(str(places[0]), str(places[1]), len(before.tensors), tuple(moves), tuple(notes))
 
 
 def _moves(old: Golden, new: Golden) -> list[Move]:
@@ -182,14 +183,14 @@ def _same_inputs(one: Reference, other: Reference) -> bool:
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
-def _verify(out: str | Path, against: Any, progress: Progress) -> None:
+def _verify(out: str | Path, place: Path, against: Any, progress: Progress) -> None:
     import bridge
 
     report = bridge.verify(out, against, progress=progress)
     if not report.passed:
         from bridge.show import verdict
 
-        raise GoldenError(f"{out} is not near enough to its source to be a golden: {verdict(report)}")
+        raise GoldenError(f"{place} is not near enough to its source to be a golden: {verdict(report)}")
 
 
 def _change(old: Golden | None, reason: str, moves: list[Move]) -> Change:

@@ -20,6 +20,7 @@ from bridge.container import SafetensorsFile, file_bytes
 from bridge.errors import BridgeError, CalibrationError, WriteError, fold_layers, reason
 from bridge.json_data import parse_json
 from bridge.quant.scheme import is_calibrated, is_static
+from bridge.remote.place import as_path
 from bridge.values import Format, Numeric
 
 VERSION = "1"
@@ -167,7 +168,7 @@ class Calibration:
 
         >>> Calibration.load("fp8.safetensors").input_amax["model.layers.0.mlp.down_proj"]  # doctest: +SKIP
         """
-        path = Path(path)
+        path = as_path(path)
         try:
             file = SafetensorsFile(path)
             arrays = {name: file.read(name) for name in file.specs}

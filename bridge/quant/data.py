@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, CalibrationError, UsageError
 from bridge.json_data import parse_json
+from bridge.paths import check_length
 
 if TYPE_CHECKING:
     from bridge.sources import Source
@@ -96,6 +97,7 @@ def documents(data: str | Path | None, load_tokenizer: Callable[[], Any], sample
     """
     if data is None:
         return [_DEFAULT.read_text(encoding="utf-8")]
+    check_length(data)
     path = Path(data)
     if path.is_dir():
         raise CalibrationError(f"{path}: a directory; give a text or JSONL file")

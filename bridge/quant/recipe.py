@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.errors import SchemeError, UsageError
+from bridge.paths import check_length
 from bridge.quant.grammar import Gate, Parity, check_keys, parse_options, parse_parity, parse_policies, read_toml
 from bridge.quant.scheme import Rule, Scheme, load_scheme, read_scheme, with_kv
 
@@ -34,6 +35,7 @@ _RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
 
 def load_recipe(path: Path) -> Scheme:
     """Read a recipe, or a whole scheme of the user's own (a file with [[weight]] tables instead of `base`)."""
+    check_length(path)
     if not path.is_file():
         raise UsageError(f"quant={str(path)!r}: no such file; schemes are given by name, recipes by path")
     words = read_toml(path)

@@ -26,6 +26,7 @@ from bridge.quant.grammar import (
     parse_policies,
     read_toml,
 )
+from bridge.remote.address import check_here
 from bridge.tables.files import find_table_file, mappings, shown, table_files
 from bridge.values import Format, Numeric, Site
 
@@ -255,6 +256,7 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
     """
     if not isinstance(quant, str | Path | Scheme):
         raise UsageError(f"quant takes a scheme's name, a recipe's path or a Scheme, not {type(quant).__name__}")
+    check_here(quant=quant)
     if isinstance(quant, Scheme):
         scheme = quant
     elif isinstance(quant, Path) or str(quant).endswith(".toml") or "/" in str(quant):

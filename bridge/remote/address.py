@@ -11,6 +11,7 @@ from bridge.errors import UsageError
 
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 WEB = ("http", "https")
+ELSEWHERE = "only a model and an output may lie at an address; download it, and give its path"
 
 
 class Look(NamedTuple):
@@ -72,6 +73,13 @@ def shown(url: str) -> str:
     return f"{scheme}://{rest.rstrip('/')}"
 
 
+def check_here(**places: object) -> None:
+    """UsageError where a caller's word for what is read from a path alone is an address; said by the word's name."""
+    for word, place in places.items():
+        if is_remote(place):
+            raise UsageError(f"{word}={shown(str(place))}: {ELSEWHERE}")
+
+
 def checked(url: str) -> str:
     """The address, its scheme in small letters and the rest spelled as servers take it; UsageError where it is none."""
     url = f"{scheme_of(url)}://{url.partition('://')[2]}"
@@ -79,7 +87,7 @@ def checked(url: str) -> str:
         parts = urlsplit(url)
         if not url.partition("://")[2].strip("/"):
             raise ValueError("nothing follows ://")
-        return url if parts.scheme not in WEB else urlunsplit(_web(parts))
+        return url if parts.scheme not in WEB else urlunsplit(spelled(parts))
     except ValueError as error:
         why = re.split(r" as '| '|\"", str(error), maxsplit=1)[0]  # what is quoted may be a part of a password
         raise UsageError(
@@ -88,8 +96,8 @@ def checked(url: str) -> str:
         ) from None
 
 
-def _web(parts: SplitResult) -> SplitResult:
-    """ValueError where no server can be asked for it."""
+def spelled(parts: SplitResult) -> SplitResult:
+    """An address of the web as servers take it; ValueError where none can be asked for it."""
     try:
         host = (parts.hostname or "").encode("idna").decode()
     except UnicodeError:

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from bridge.errors import SourceError
 from bridge.remote.client import GIVEN_UP
 from bridge.remote.threads import Fetchers
@@ -61,7 +63,8 @@ class Blocks:
             try:
                 block.came.result()
                 part = block.data[inside : inside + len(out) - done]
-                out[done : done + len(part)] = part
+                # NumPy lets other threads run while it copies, and these fetch; a memoryview does not.
+                np.frombuffer(out, np.uint8)[done : done + len(part)] = np.frombuffer(part, np.uint8)
                 done += len(part)
             finally:
                 with self._changed:

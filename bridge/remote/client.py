@@ -42,6 +42,8 @@ class Client:
                 if answer.status in MISSING:
                     return None
                 nbytes, ranges = answer.total(), answer.status != 200
+                if ranges and nbytes:  # of an empty file no range can be had
+                    answer.check_range()
                 head = bytearray(min(nbytes, HEAD))
                 if ranges or nbytes <= HEAD:
                     answer.fill(memoryview(head))
@@ -51,6 +53,8 @@ class Client:
 
     def fetch(self, address: Address, begin: int, out: memoryview, known: Look) -> None:
         """Fill `out` with the bytes of a file from `begin` on; SourceError where it is not the `known` one any more."""
+        if not len(out):  # no range says that
+            return
         done = 0
 
         def once() -> None:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import socket
 import ssl
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from email.errors import FirstHeaderLineIsContinuationDefect, MissingHeaderBodySeparatorDefect
+from email.message import Message
 from types import TracebackType
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from typing import Any
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit, urlunsplit
 
 from bridge.errors import SourceError
-from bridge.remote.address import Address
+from bridge.remote.address import WEB, Address, spelled
 
 STEP = 1 << 20  # bytes a call; what a connection that is reset had brought of the last one is asked for again
 REDIRECTS = 5
@@ -29,6 +33,8 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 AGENT = "qbridge"
 PROXY = "the proxy refuses; give it a user in the environment: HTTPS_PROXY=http://user:password@host:port"
 LONGEST = 18  # digits of a length that a server tells
+UNREAD = (MissingHeaderBodySeparatorDefect, FirstHeaderLineIsContinuationDefect)  # no header after it was taken in
+MOST_LINES = 1 << 20  # bytes of lines in a row, those of heads and between chunks, without a byte of the file
 
 
 class RefusedError(SourceError):
@@ -116,7 +122,37 @@ class Connections:
                 made.set_tunnel(parts.hostname or "", parts.port, dict(proxy_headers(proxy)))
         else:
             made = http.client.HTTPConnection(near.hostname or "", near.port, timeout=self._timeout)
+        made.response_class = _Answer
         return made
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that ends: http.client takes any number of `100 Continue`, and of lines after the last chunk."""
+
+    def __init__(self, sock: socket.socket, *more: Any, **named: Any) -> None:
+        super().__init__(sock, *more, **named)
+        self.fp = _Lines(self.fp.detach())  # nothing was read of it
+
+
+class _Lines(io.BufferedReader):
+    """What arrives; HTTPException where lines follow lines without end."""
+
+    _bytes = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(size)
+        self._bytes += len(line)
+        if self._bytes > MOST_LINES:
+            raise http.client.LineTooLong("head")
+        return line
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._bytes = 0
+        return super().read(size)
+
+    def readinto(self, out: Any, /) -> int:
+        self._bytes = 0
+        return super().readinto(out)
 
 
 def proxy_of(parts: SplitResult) -> SplitResult | None:
@@ -207,12 +243,16 @@ class Exchange:
 
     def _onward(self, url: str) -> str:
         try:
-            onward = urljoin(url, self._answer.getheader("Location") or "")
-            _ = urlsplit(onward).port
+            onward = urlsplit(urljoin(url, self._answer.getheader("Location") or ""))
+            if onward.scheme not in WEB:
+                raise ValueError("another protocol")
+            alone = onward.netloc.rpartition("@")[2]  # the user in it is none of ours
+            return urlunsplit(spelled(onward._replace(netloc=alone)))
         except ValueError:
             self._drop()
-            raise SourceError(f"{self._address.where}: the server sends on to what is no address") from None
-        return onward
+            raise SourceError(
+                f"{self._address.where}: the server sends on to what is no address of a web server; check the address"
+            ) from None
 
     def _drop(self) -> None:
         self._answer.close()
@@ -248,6 +288,8 @@ class Exchange:
             raise PassingError(f"the server answers {said}", float(pause or 0))
         if self.status not in (200, 206, 416, *MISSING):
             raise SourceError(f"{where}: the server answers {said}; check the address")
+        if self.status not in MISSING and _is_malformed(self._answer.headers):
+            raise SourceError(f"{where}: the head of the server's answer is malformed; use another server")
         if (self._answer.getheader("Content-Encoding") or "identity") != "identity":
             raise SourceError(f"{where}: the server compresses it, so that no part can be read; serve it as it is")
 
@@ -279,8 +321,16 @@ class Exchange:
             )
         if self.total() != nbytes or (tag and self.tag != tag):
             raise SourceError(f"{where}: changed since it was opened; nothing was kept, run again")
-        if not whole and not (self._answer.getheader("Content-Range") or "").startswith(f"bytes {self._begin}-"):
-            raise SourceError(f"{where}: the server answers another range than it was asked for; use another server")
+        if not whole:
+            self.check_range()
+
+    def check_range(self) -> None:
+        """SourceError where the answer's bytes are not those from where it was asked for."""
+        said = self._answer.getheader("Content-Range") or ""
+        if self.status != 206 or not said.startswith(f"bytes {self._begin}-"):
+            raise SourceError(
+                f"{self._address.where}: the server answers another range than it was asked for; use another server"
+            )
 
     def pieces(self, out: memoryview) -> Iterator[int]:
         """Fill `out` with the answer's bytes; yields how many more came, as they come."""
@@ -300,6 +350,13 @@ class Exchange:
         """Fill `out`, all of it."""
         for _ in self.pieces(out):
             pass
+
+
+def _is_malformed(head: Message) -> bool:
+    """True where http.client would take for the file's bytes what is none: a line or a coding it does not know."""
+    unread = any(isinstance(defect, UNREAD) for defect in head.defects)
+    coding = [value.strip().lower() for value in head.get_all("Transfer-Encoding", [])]
+    return unread or coding not in ([], ["chunked"])
 
 
 def _number(text: str | None) -> int | None:

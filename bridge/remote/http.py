@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from bridge.errors import SourceError
 from bridge.json_data import parse_json
+from bridge.planning import CALIBRATION
 from bridge.remote.address import Look, shown
 from bridge.remote.client import Client
 from bridge.remote.exchange import RefusedError
@@ -20,6 +21,7 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 META = "params.json"
 MANIFEST = "bridge.json"  # of our own outputs
+OURS = ("report.json", CALIBRATION)  # beside a manifest, which does not name them
 WRITTEN = re.compile(rb'"file": ?"([^"\\]{1,255})"')  # of a manifest: not parsed, since it may have 10**7 values
 MOST_JSON = 1 << 28
 MOST_FILES = 10_000  # that an index or a manifest names; the largest models are some hundred
@@ -105,8 +107,8 @@ class HttpStore:
             found |= self._ask(sorted(self._written(found[MANIFEST]) - found.keys()))
         if META in found:
             found |= self._ranks(found[META])
-        if found.keys() <= {*BESIDE, *INDICES, META}:
-            self._tell_refused(sorted(self._refused.keys() - {*BESIDE}))
+        if found.keys() <= {*BESIDE, *OURS, *INDICES, META}:
+            self._tell_refused(sorted(self._refused.keys() - {*BESIDE, *OURS}))
         if not found:
             raise SourceError(
                 f"{self.where}: none of the files of a model is there (config.json, {SINGLE[0]}, {INDICES[0]}, ...); "
@@ -125,7 +127,7 @@ class HttpStore:
     def _written(self, look: Look) -> set[str]:
         """The files that a plan of ours says were written."""
         names = {match[1].decode(errors="replace") for match in WRITTEN.finditer(self._content(MANIFEST, look))}
-        return {"report.json", *self._few(MANIFEST, {name for name in names if ".." not in name.split("/")})}
+        return {*OURS, *self._few(MANIFEST, {name for name in names if ".." not in name.split("/")})}
 
     def _tell_refused(self, names: list[str]) -> None:
         """Say that weights may not be read, where none are there that may."""

@@ -69,14 +69,16 @@ class HubStore:
                 raise SourceError(f"{self.where}: no model of the hub; give hf://org/name")
             hub = HfApi()
             info = hub.model_info(at.repo_id, revision=at.revision, files_metadata=True)
+            if not isinstance(info.sha, str) or not info.sha:
+                raise SourceError(f"{self.where}: the hub names no commit of it; check HF_ENDPOINT, and run again")
+            looks = {str(file.rfilename): Look(file.size or 0, _tag(file, info.sha)) for file in info.siblings or ()}
         except SourceError:
             raise
         except Exception as error:  # any of the hub's library
             raise _problem(self.where, error) from error
         below = f"{at.path_in_repo}/" if at.path_in_repo else ""
-        looks = {file.rfilename: Look(file.size or 0, _tag(file, info.sha)) for file in info.siblings or ()}
         self.only = ""
-        if at.path_in_repo in looks:
+        if at.path_in_repo and at.path_in_repo in looks:
             below, _, self.only = at.path_in_repo.rpartition("/")
             below = f"{below}/" if below else ""
             self.where = self.where.rpartition("/")[0]
@@ -111,10 +113,10 @@ class HubStore:
         self._client.go_on()
 
 
-def _tag(file: Any, commit: str | None) -> str:
+def _tag(file: Any, commit: str) -> str:
     """What changes with a file from one commit to another: the next run may meet a branch that has moved on."""
     stored = file.lfs.sha256 if file.lfs else file.blob_id
-    return stored or commit or ""
+    return str(stored or commit)
 
 
 def _problem(where: str, error: BaseException) -> SourceError:

@@ -117,7 +117,10 @@ class ObjectStore:
             root, _, self.only = root.rpartition("/")
             self.where = self.where.rpartition("/")[0]
         self._root = root
-        names = {path.removeprefix(f"{root}/"): info for path, info in found.items() if path != f"{root}/"}
+        below = f"{root}/"  # a store may list what nobody asked for
+        names = {
+            path.removeprefix(below): info for path, info in found.items() if path.startswith(below) and path != below
+        }
         self.files: Mapping[str, Look] = {
             name: Look(int(info["size"]), tag_of(info)) for name, info in names.items() if not name.endswith("/")
         }

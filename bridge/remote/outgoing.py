@@ -20,10 +20,10 @@ from bridge.errors import BridgeError, UsageError, WriteError
 from bridge.journal import JOURNAL
 from bridge.json_data import parse_json
 from bridge.progress import Progress
-from bridge.remote.address import checked, scheme_of, shown
-from bridge.remote.holding import Holding, held
+from bridge.remote.address import checked, is_remote, scheme_of, shown
+from bridge.remote.holding import Holding, held, seen
 from bridge.remote.note import NOTE, Note, Sent, parse_note
-from bridge.remote.objects import file_system, problem, tag_of
+from bridge.remote.objects import S3, file_system, problem, tag_of
 from bridge.report import Report, report_from_dict
 from bridge.visible import MARK, check_free
 
@@ -46,15 +46,8 @@ REFUSED = {
 @contextmanager
 def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]:
     """Convert into `local` while the block runs; then it is sent. No other run has `local` until that has ended."""
-    where = shown(url)
-    if (scheme := scheme_of(url)) in REFUSED:
-        raise UsageError(f"out={where}: {REFUSED[scheme]}")
-    fs, root = file_system(checked(url))
-    parts = root.strip("/").split("/")
-    if {"", ".", ".."} & {*parts} or (scheme in BUCKETS and len(parts) < 2):
-        raise UsageError(f"out={where}: give a directory in it: {scheme}://{parts[0] or 'place'}/name")
-    name = f".{where.rpartition('/')[2]}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.sending"
-    with held(Path(name).absolute(), where) as holding:
+    where, (fs, root) = shown(url), check_out(url)
+    with held(made_at(url).parent, where) as holding:
         outgoing = Outgoing(where, fs, root, holding)
         try:
             outgoing.begin(overwrite)
@@ -65,12 +58,48 @@ def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]
         outgoing.send(progress)
 
 
+def check_out(url: str) -> tuple[Any, str]:
+    """The file system of an address, and a directory's path in it; UsageError where no output can be sent."""
+    where, scheme = shown(url), scheme_of(url)
+    if scheme in REFUSED:
+        raise UsageError(f"out={where}: {REFUSED[scheme]}")
+    fs, root = file_system(checked(url))
+    parts = root.strip("/").split("/")
+    if {"", ".", ".."} & {*parts} or (scheme in BUCKETS and len(parts) < 2):
+        raise UsageError(f"out={where}: give a directory in it: {scheme}://{parts[0] or 'place'}/name")
+    return fs, root
+
+
+def made_at(out: str | Path) -> Path:
+    """Where an output is made: there itself, or, before it is sent, in a hidden directory of the current one."""
+    if not is_remote(out):
+        return Path(out)
+    where = shown(str(out))
+    name = f".{where.rpartition('/')[2]}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.sending"
+    return Path(name).absolute() / "made"
+
+
+def check_replaceable(url: str, overwrite: bool) -> None:
+    """Refuse what `sending` would refuse to write to, by what lies there: one listing, and one note; writes nothing."""
+    where, (fs, root) = shown(url), check_out(url)
+    Outgoing(where, fs, root, seen(made_at(url).parent)).look(overwrite)
+
+
+def tidy(url: str) -> None:
+    """Remove what a killed run left here of an output that is whole there, unless another run has it now."""
+    directory = made_at(url).parent
+    if directory.is_dir():
+        where, (fs, root) = shown(url), check_out(url)
+        with suppress(WriteError, OSError), held(directory, where) as holding:
+            Outgoing(where, fs, root, holding).tidy()
+
+
 class Outgoing:
     """The output of one conversion: `local` is where it is made, inside the hidden directory that `holding` owns."""
 
     def __init__(self, where: str, fs: Any, root: str, holding: Holding) -> None:
         self.where, self._fs, self._root, self._holding = where, fs, root, holding
-        self.local = holding.directory / "made"
+        self.local = made_at(where)
         self._sender = f"{socket.gethostname()}:{self.local}"
         self._sent: dict[str, Sent] = {}
         self._stale: list[str] = []
@@ -78,10 +107,8 @@ class Outgoing:
 
     def begin(self, overwrite: bool) -> None:
         """Refuse what cannot be written to, before any work: the note that is left there shows that it can be."""
-        check_free(self.local, overwrite=True)
-        found = self._listing()
-        note = self._read_note() if NOTE in found else None
-        self._check(found, note, overwrite)
+        self.tidy()
+        found, note = self.look(overwrite)
         self._sent = dict(note.sent) if note else {}
         self._stale = sorted({*found} - {NOTE})
         ours = note is not None and note.run == self._holding.run
@@ -95,8 +122,32 @@ class Outgoing:
                 bucket = self._root.partition("/")[0]
                 raise WriteError(f"{self.where}: no bucket is called {bucket}; make it, or check its name") from error
             raise
+        except BaseException as error:  # an interrupt: what was asked of the store may yet be done
+            error.add_note(
+                f"a note, {NOTE}, may be at {self.where}; {self._holding.directory} is kept, by which the next run "
+                "here knows it. Run again, or remove both"
+            )
+            raise
         # What lost its mark to a run that was cut off is nobody's without the note, and could not be replaced.
         self._note_stays = bool(self._sent) or (bool(self._stale) and MARK not in self._stale)
+
+    def look(self, overwrite: bool) -> tuple[Mapping[str, Any], Note | None]:
+        """What lies there, and its note; WriteError where that is in the way."""
+        found, note = self._found()
+        check_free(self.local, overwrite=True)
+        self._check(found, note, overwrite)
+        return found, note
+
+    def tidy(self) -> None:
+        """Remove what an earlier run made here, if the output is whole there."""
+        if self._holding.remembered:
+            found, note = self._found()
+            if not note and MARK in found:
+                self._tidy()
+
+    def _found(self) -> tuple[Mapping[str, Any], Note | None]:
+        found = self._listing()
+        return found, self._read_note() if NOTE in found else None
 
     def _check(self, found: Mapping[str, Any], note: Note | None, overwrite: bool) -> None:
         """Refuse to write over what is there, unless it is ours and may be replaced, or to be gone on with."""
@@ -142,20 +193,32 @@ class Outgoing:
         try:
             self._check_ours()
             sums = {name: _checksum(path) for name, path in files.items()}
+            self._check_ours()  # that took minutes
             self._unmake(sums)
             for name in order:
+                if _last(name) >= 0:
+                    self._clear(files)
                 if name not in self._sent:
                     self._send(name, files[name], sums[name])
                 progress(done := done + files[name].stat().st_size, total, "send")
             self._compare(files)
-            self._remove([name for name in self._stale if name not in files])
+            self._end_uploads()
             self._remove([NOTE])
-        except BridgeError as error:
-            raise WriteError(
-                f"{error}\n  {len(self._sent)} of {len(files)} files are at {self.where}, and nothing takes them for a "
-                f"model; the finished one is kept in {self.local}. Run again to send the rest"
-            ) from error
-        shutil.rmtree(self.local)
+        except BaseException as error:
+            rest = (
+                f"{len(self._sent)} of {len(files)} files are at {self.where}, and nothing takes them for a model; the "
+                f"finished one is kept in {self.local}. Run again to send the rest"
+            )
+            if isinstance(error, BridgeError):
+                raise WriteError(f"{error}\n  {rest}") from error
+            error.add_note(rest)  # an interrupt, which its reader tells
+            raise
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what was made here once all is there and the note is gone, whichever run has sent the last of it."""
+        if self.local.exists():
+            shutil.rmtree(self.local)
         self._holding.forget()
 
     def give_up(self) -> None:
@@ -188,6 +251,22 @@ class Outgoing:
         self._leave_note()
         self._remove(sorted((name for name in found if _last(name) >= 0), key=_last, reverse=True))
 
+    def _clear(self, files: Collection[str]) -> None:
+        """Remove what is not of this output: old weights in one file would be read instead of new ones in many."""
+        self._remove([name for name in self._stale if name not in files])
+        self._stale = []
+
+    def _end_uploads(self) -> None:
+        """End uploads in parts that a kill has cut off: S3 keeps the parts, and bills them, until somebody does."""
+        if scheme_of(self.where) not in S3:
+            return
+        bucket, _, key = self._root.partition("/")
+        with suppress(Exception):  # any of a store's library; who may not list them has a whole output all the same
+            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/").get("Uploads", [])
+            for upload in found:
+                one = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, **one)
+
     def _check_ours(self) -> None:
         """WriteError where another run took the place meanwhile: files of both would be mixed."""
         note = self._read_note()
@@ -204,8 +283,9 @@ class Outgoing:
         self._leave_note()
 
     def _compare(self, files: Mapping[str, Path]) -> None:
-        """WriteError where what is there is not what was sent."""
+        """WriteError where what is there is not what was sent, or another run took the place."""
         found, wrong = self._listing(), []
+        self._check_ours()
         for name, path in files.items():
             there, sent = found.get(name), self._sent[name]
             if not there or (there["size"], tag_of(there)) != (path.stat().st_size, sent.tag):

@@ -17,7 +17,7 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast, overload
 
 from bridge.errors import SourceError
 from bridge.remote.address import Look
@@ -76,6 +76,12 @@ class Tree:
 
     def __post_init__(self) -> None:
         check_names(self.store.files, self.store.where)
+        sizes = ((name, look.nbytes) for name, look in self.store.files.items())
+        for name, nbytes in sizes:
+            if type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
+                raise SourceError(
+                    f"{self.store.where}/{name}: listed with {nbytes!r} bytes, which no file has; ask its server"
+                )
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -304,6 +310,14 @@ def held_ahead(source: object) -> int:
     """Bytes of weights that a source holds beside those of running steps: none unless it is read remotely."""
     far = remote(getattr(source, "root", None))
     return far.tree.memory if far else 0
+
+
+@overload
+def as_path(model: str | Path) -> Path: ...
+
+
+@overload
+def as_path(model: object) -> Path | None: ...
 
 
 def as_path(model: object) -> Path | None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from bridge.errors import UsageError
-from bridge.remote.address import is_remote
+from bridge.paths import check_length
+from bridge.remote.address import check_here, is_remote
 from bridge.values import LazyTensor, Program, TensorSpec
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source
         return cast(Source, model)
     if isinstance(model, str) and not model.strip():
         raise UsageError("model is an empty string; give a directory or a hub id")
+    check_length(model)
+    check_here(config=config, tokenizer=tokenizer)
     for kind in _entered():
         if kind.recognizes(model):
             return kind.open_model(model, config, tokenizer)

@@ -1,8 +1,12 @@
-"""A directory over HTTP in this process, with what goes wrong with servers: counts what it was asked for and sent."""
+"""A directory over HTTP in this process, with what goes wrong with servers: counts what it was asked for and sent.
+
+And a server of S3.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -11,6 +15,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+S3 = {"AWS_ACCESS_KEY_ID": "akey", "AWS_SECRET_ACCESS_KEY": "asecret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @dataclass
@@ -144,3 +150,18 @@ def serving(root: Path, **manners: object) -> Iterator[tuple[str, Manners]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serving_s3() -> Iterator[str]:
+    """The address of a server that knows no bucket yet; it is asked with `S3` in the environment."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge import finish
+from bridge import finish, terminal
 from bridge.errors import UsageError, WriteError
 from bridge.progress import quiet
 from bridge.remote import outgoing
@@ -64,6 +64,21 @@ def test_the_bytes_are_those_of_a_local_output_and_nothing_else_is_left(s3: Any,
     for name in ("model.safetensors", "config.json", "hf_quant_config.json", "bridge.json", "tokenizer.json"):
         assert s3.cat_file(f"bucket/out/tiny/{name}") == (tmp_path / "near" / name).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["near"]
+
+
+def test_an_interrupt_while_sending_tells_what_is_there(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    def put_file(self: Any, here: str, to: str, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "put_file", put_file)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        convert()
+    problem, code = terminal._stopped(caught.value)
+    assert code == 130 and "files are at s3://bucket/out/tiny, and nothing takes them for a model" in problem
+    assert "0 of " in problem and "nothing half-written" not in problem and NOTE in there(s3)
 
 
 def test_weights_are_sent_first_and_what_makes_a_model_last(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +173,54 @@ def test_what_another_scheme_had_sent_never_lies_beside_new_weights_as_a_model(
     assert bridge.verify(OUT, TINY).passed and NOTE not in there(s3)
 
 
+def test_old_weights_in_one_file_never_lie_beside_what_makes_new_ones_a_model(
+    s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaders take model.safetensors before the shards that an index names."""
+    convert(verify=False)
+    breaking(monkeypatch, "config.json")
+    with pytest.raises(WriteError):
+        convert(shard_size="100KB", overwrite=True, verify=False)
+    assert "model.safetensors.index.json" in there(s3) and "model.safetensors" not in there(s3)
+
+
+def test_uploads_in_parts_that_a_kill_cut_off_are_ended_and_those_of_others_are_not(s3: Any) -> None:
+    mine, other = "out/tiny/model.safetensors", "out/tiny-2/model.safetensors"
+    for key in (mine, other):
+        s3.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    convert(verify=False)
+    open_ones = s3.list_multipart_uploads("bucket")
+    assert [upload["Key"] for upload in open_ones] == [other]
+    s3.abort_mpu("bucket", other, open_ones[0]["UploadId"])
+
+
+def test_who_may_not_list_uploads_has_a_whole_output(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    asked: list[str] = []
+
+    def refusing(_: Any, method: str, **__: Any) -> Any:
+        asked.append(method)
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", refusing)
+    s3fs.S3FileSystem.clear_instance_cache()
+    convert(verify=False)
+    assert "list_multipart_uploads" in asked and "bridge.json" in there(s3) and NOTE not in there(s3)
+
+
+def test_what_a_kill_left_here_after_all_was_sent_is_removed_by_the_next_run(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as once:
+        once.setattr(outgoing.Outgoing, "_tidy", lambda self: (self.local / "bridge.json").unlink())
+        convert(verify=False)
+    assert list(tmp_path.iterdir())
+    with pytest.raises(WriteError, match="exists already"):
+        convert(verify=False)
+    assert not list(tmp_path.iterdir()) and "bridge.json" in there(s3)
+
+
 def test_two_runs_here_do_not_share_an_output(s3: Any, tmp_path: Path) -> None:
     with sending(OUT, False, quiet) as first:
         for overwrite in (False, True):
@@ -226,6 +289,28 @@ def test_a_run_whose_place_is_taken_while_it_sends_stops_there(s3: Any, monkeypa
 
         monkeypatch.setattr(mine, "_check_ours", taken)
     assert sent == ["model.safetensors"] and s3.cat_file(f"bucket/out/tiny/{NOTE}") == other
+
+
+@pytest.mark.parametrize("at", ["_checksum", "_listing"])
+def test_a_run_whose_place_is_taken_unseen_leaves_note_and_uploads_of_the_other(
+    at: str, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, key = json.dumps({"run": "1", "sender": "elsewhere:/a", "sent": {}}).encode(), "out/tiny/other"
+    with pytest.raises(WriteError, match="elsewhere:/a took"), sending(OUT, False, quiet) as mine:
+        bridge.convert(TINY, "hf", "int8_wo", mine.local, verify=False)
+        owner = mine if at == "_listing" else outgoing
+        real = getattr(owner, at)
+
+        def taken(*given: Any) -> Any:
+            if at == "_checksum" or "bridge.json" in there(s3):  # all was sent
+                s3.pipe_file(f"bucket/out/tiny/{NOTE}", other)
+            return real(*given)
+
+        monkeypatch.setattr(owner, at, taken)
+        s3.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    assert s3.cat_file(f"bucket/out/tiny/{NOTE}") == other
+    (upload,) = s3.list_multipart_uploads("bucket")
+    s3.abort_mpu("bucket", key, upload["UploadId"])
 
 
 def test_what_failed_takes_back_no_note_of_another(s3: Any) -> None:

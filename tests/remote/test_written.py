@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from bridge.errors import SourceError
 from bridge.remote.opening import open_remote
 from bridge.sources import open_source
 from bridge.sources.loading import gathered_tokenizer
+from tests.golden_made import calibration
 from tests.remote.server import serving
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
@@ -56,6 +58,40 @@ def test_a_golden_is_checked_and_recorded_there(written: Path, tmp_path: Path) -
     assert bridge.golden.check(tmp_path / "golden", written).passed
     with serving(damaged(written, tmp_path)) as (url, _):
         assert not bridge.golden.check(tmp_path / "golden", url).passed
+
+
+def test_a_golden_is_compared_with_what_lies_there(written: Path, tmp_path: Path) -> None:
+    bridge.golden.record(written, tmp_path / "golden", run=False)
+    with serving(damaged(written, tmp_path)) as (url, _):
+        moved = bridge.golden.diff(tmp_path / "golden", url)
+        far = CliRunner().invoke(app, ["golden", "diff", url, url])
+    assert not moved.passed and moved.after == url and far.exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = replace(calibration(), held_out=None)
+    out = tmp_path_factory.mktemp("calibrated") / "out"
+    bridge.convert(TINY, "hf", "fp8", out, calib=made, verify=False)
+    return out
+
+
+def test_a_calibration_lies_where_its_output_does(calibrated: Path, s3: Any, tmp_path: Path) -> None:
+    near = bridge.golden.record(calibrated, tmp_path / "near", run=False)
+    s3.put(f"{calibrated}/", "bucket/m/", recursive=True)
+    with serving(calibrated) as (url, _):
+        for number, place in enumerate((url, "s3://bucket/m")):
+            far = bridge.golden.record(place, tmp_path / f"{number}", run=False)
+            assert near.rerun.calibrated and far.rerun == near.rerun and far.beside == near.beside
+            report = bridge.verify(place, TINY)
+            assert report.passed and report.made_from == bridge.verify(calibrated, TINY).made_from
+
+
+def test_weights_that_may_not_be_read_are_told_before_a_calibration(calibrated: Path) -> None:
+    refused = dict.fromkeys(("model.safetensors", "bridge/calibration.safetensors"), 403)
+    with serving(calibrated, status=refused) as (url, _), pytest.raises(SourceError) as caught:
+        bridge.verify(url, TINY)
+    assert f"{url}/model.safetensors: access refused (403" in str(caught.value)
 
 
 def test_the_command_takes_addresses(written: Path, tmp_path: Path) -> None:
