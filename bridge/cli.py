@@ -30,7 +30,7 @@ from bridge.arguments import (
     takes_target_options,
 )  # fmt: skip
 from bridge.commands import batch, golden, sensitivity
-from bridge.terminal import BELOW, FAILED, Exit, Terminal, guarded, keep_pages, load_kernels, session
+from bridge.terminal import BELOW, FAILED, Exit, Terminal, guarded, keep_pages, load_kernels, open_streams, session
 
 if TYPE_CHECKING:
     from bridge.report import Report
@@ -50,6 +50,7 @@ EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity below its t
 
 def main() -> None:
     """Entry point of the console command."""
+    open_streams()
     with guarded():
         keep_pages()
         app()

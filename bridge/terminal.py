@@ -111,18 +111,33 @@ def guarded() -> Iterator[None]:
         raise Exit(code) from None
 
 
+def open_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr (`>&-`) what they lead to elsewhere: nothing.
+
+    The next file to be opened would take their place, and get what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 -- for as long as the process lives
+
+
 def _stopped(stop: BaseException) -> tuple[str, int]:
     """What is said of a signal, and the exit code."""
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-    return f"stopped by {signal.Signals(number).name}; nothing half-written is left", 128 + number
+    left = "; ".join(getattr(stop, "__notes__", ())) or "nothing half-written is left"
+    return f"stopped by {signal.Signals(number).name}; {left}", 128 + number
 
 
 def console(stream: TextIO) -> Console:
     """A console on `stream`: a terminal's own width; in a pipe or file as wide as the content."""
     from rich.console import Console
 
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process through stdout, which is redirected while a verb runs
+
     width = None if stream.isatty() else 1000
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    return Plain(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def _unforeseen(error: Exception, chatter: TextIO, debug: bool) -> str:

@@ -130,7 +130,7 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
     assert given.pop("args") == (str(MODEL), "trt", "fp8", "o")
     assert callable(given.pop("progress"))
     assert given == {
-        "calib": "c", "kv": "fp8", "device": "cpu", "config": Path("f.json"), "tokenizer": "t", "verify": False,
+        "calib": "c", "kv": "fp8", "device": "cpu", "config": "f.json", "tokenizer": "t", "verify": False,
         "overwrite": True, "resume": False, "memory": 3 << 29, "opset": 23,
     }  # fmt: skip
 
@@ -234,6 +234,26 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "LlamaForCausalLM" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "verb", ["show schemes", "show llama --all", "check --json", f"plan {MODEL} --target hf --json"]
+)
+def test_a_reader_that_is_gone_ends_a_verb_without_a_word(verb: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "bridge.cli", *verb.split()]
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_without_a_stdout_no_file_takes_its_place() -> None:
+    tell = "print(os.readlink('/proc/self/fd/1'), file=sys.stderr)"
+    show = "from bridge.cli import main; sys.argv[1:] = ['show', 'schemes']; main()"
+    script = f'{sys.executable} -c "import atexit, os, sys; atexit.register(lambda: {tell}); {show}" >&-'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "/dev/null\n")
 
 
 def test_check_without_a_path_is_bridge_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,9 @@ def read_model(path: Path, custom_ops: bool | None) -> Model:
     if path.is_dir():
         path = path / "model.onnx"
     if not path.is_file():
-        raise VerifyError(f"{path}: no such file; lint reads an .onnx file or a directory with model.onnx")
+        raise VerifyError(
+            f"{path}: no such file; give a directory that bridge wrote, one with model.onnx, or an .onnx file"
+        )
     try:
         proto = onnx.load(path, load_external_data=False)
     except DecodeError as error:
