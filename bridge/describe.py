@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge.errors import BridgeError, TableError, UsageError, VerifyError, nearest
+from bridge.errors import BridgeError, SourceError, TableError, UsageError, VerifyError, fold_layers, nearest
 from bridge.json_data import parse_json
+from bridge.paths import check_length
+from bridge.remote.address import is_remote, shown
 from bridge.remote.opening import written_at
 from bridge.report import report_from_dict
 from bridge.show import Columns, fold, grouped, pattern, plan_table, report_table
@@ -16,6 +19,7 @@ from bridge.values import Numeric
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from bridge.finite import File
     from bridge.quant.calibration import Calibration
     from bridge.quant.grammar import Gate
     from bridge.quant.scheme import Scheme
@@ -39,6 +43,7 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Said
         return _merged(what, dialect, every)
     if what in LISTS:
         return {"schemes": _schemes, "targets": _targets, "architectures": _architectures}[what]()
+    check_length(what)
     path = written_at(what)
     if path.is_dir():
         return _model(path, every)
@@ -50,11 +55,17 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Said
         return data, [calibration_table(calibration)]
     if path.suffix in (".onnx", ".json") and path.is_file():
         return _model(path.parent, every)
+    if is_remote(what):
+        raise UsageError(f"{path}: neither a written model nor a calibration")
     return _table(what) or _scheme(what)
 
 
-def check_path(path: Path) -> list[Problem]:
+def check_path(path: str | Path) -> list[Problem]:
     """What is wrong with a written model or .onnx file (lint), a recipe, a scheme or a table."""
+    if is_remote(path):
+        raise UsageError(f"{shown(str(path))}: check reads what lies here; download it first")
+    check_length(path)
+    path = Path(path)
     if path.is_dir() or path.suffix == ".onnx":
         return [Problem(finding, finding.startswith("error")) for finding in _lint(path)]
     if path.suffix != ".toml":
@@ -69,25 +80,45 @@ def check_path(path: Path) -> list[Problem]:
 
 
 def _lint(path: Path) -> list[str]:
-    """What breaks the rules of the runtime that loads it: of our own target, else of what its files look like."""
+    """What breaks the rules of the runtime that loads it: of our own target, else of what its files look like.
+
+    Float tensors of a model that is a directory are read whole.
+    """
     if (path / "bridge.json").is_file():
         from bridge.finish import load_manifest
         from bridge.targets import load_target
+        from bridge.written import open_written
 
         plan = load_manifest(path).plan
         target = load_target(plan.target)
-        return [*target.lint(path, plan), *target.audit(path)]
+        found = [*target.lint(path, plan), *target.audit(path)]
+        return _with_values(found, (open_written(path / name, plan) for name in plan.files))
+    from bridge.container import SafetensorsFile
+
     if (path / "rank0.safetensors").is_file():
         from bridge.trtllm.lint import lint as lint_ranks
 
-        return lint_ranks(path)
+        return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
     if any(path.glob("model*.safetensors")) and not (path / "model.onnx").is_file():
         from bridge.unified.lint import lint as lint_checkpoint
 
-        return lint_checkpoint(path)
+        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob("model*.safetensors"))))
     from bridge.graph.lint import lint
 
     return [str(finding) for finding in lint(path)]
+
+
+def _with_values(found: list[str], files: Iterable[File]) -> list[str]:
+    """Findings, and the tensors that hold NaN or infinity; a file that cannot be read is told once."""
+    from bridge.finite import not_finite
+
+    bad: list[str] = []
+    try:
+        for name in not_finite(files):
+            bad.append(name)
+    except SourceError as error:
+        found += [line for line in [f"error [files] {error}"] if line not in found]
+    return [*found, *(f"error [values] {name}: holds NaN or infinity" for name in fold_layers(bad))]
 
 
 def _check_toml(path: Path) -> None:

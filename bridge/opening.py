@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, UsageError
+from bridge.remote.address import check_here
 
 if TYPE_CHECKING:
     from bridge.planning import Plan
     from bridge.quant.data import Data
     from bridge.quant.scheme import Scheme
     from bridge.sources import Source
+    from bridge.targets import Target
     from bridge.values import Structure
 
 
@@ -64,17 +66,34 @@ def structure_of(source: Source) -> Structure:
 def plan_of(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
     """The plan of a conversion; UsageError, PlanError or SchemeError where it cannot be."""
     from bridge.planning import make_plan
+
+    chosen, resolved = _resolved(source, structure, target, scheme, options)
+    return make_plan(source, structure, chosen, scheme, resolved)
+
+
+def misfits_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> dict[str, str]:
+    """What a plan without options would refuse, see `bridge.planning.misfits`."""
+    from bridge.planning import misfits
+
+    chosen, resolved = _resolved(source, structure, target, scheme, {})
+    return misfits(source, structure, chosen, scheme, resolved)
+
+
+def _resolved(
+    source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]
+) -> tuple[Target, Any]:
+    """The target, and its options as this model needs them."""
     from bridge.targets import load_target, make_options
 
     chosen = load_target(target)
-    resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
-    return make_plan(source, structure, chosen, scheme, resolved)
+    return chosen, chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
 
 
 def data_of(source: Source, data: Any, samples: int | None, sequence: int | None, asked: bool = True) -> Data:
     """Prepare data; where they would only serve the comparison at the end, what is wrong with them waits until then."""
     from bridge.quant.data import Data, prepare
 
+    check_here(data=data)
     try:
         return prepare(data, source, samples=samples, sequence=sequence)
     except BridgeError as error:

@@ -219,11 +219,40 @@ def make_plan(source: Source, structure: Structure, target: Target, scheme: Sche
         options: an instance of `target.Options`.
     """
     structure = _own_heads(apart(structure, scheme))
+    formats, refused = _formats(structure, target, scheme, options)
+    _check_formats(structure, target, scheme, formats, refused)
+    drafted = _drafted(source, structure, target, scheme, options, formats)
+    if drafted.problems:
+        where = f"{structure.architecture} to {target.name}, scheme {scheme and scheme.name}"
+        raise PlanError(_all(drafted.problems, where))
+    plan = _sized(source, structure, target, scheme, options, drafted.steps, drafted.dropped)
+    return dataclasses.replace(plan, notes=(*plan.notes, *drafted.notes))
+
+
+def misfits(source: Source, structure: Structure, target: Target, scheme: Scheme, options: Any) -> dict[str, str]:
+    """What `make_plan` would refuse: module -> why, or what is no module (a tensor, the KV cache) -> why."""
+    structure = _own_heads(apart(structure, scheme))
+    formats, refused = _formats(structure, target, scheme, options)
+    found = {module: reason for reason, modules in refused.items() for module in modules}
+    formats |= {site.weight: found[site.module] for site in structure.sites if site.module in found}
+    for problem in _drafted(source, structure, target, scheme, options, formats).problems:
+        what, _, why = problem.partition(": ")
+        found.setdefault(what, why)
+    return found
+
+
+def _drafted(
+    source: Source,
+    structure: Structure,
+    target: Target,
+    scheme: Scheme | None,
+    options: Any,
+    formats: Mapping[str, Format | str],
+) -> Drafted:
+    """What the target made of it, carried over where the source is quantized, with all that has no place."""
     untold = {name: why for name, why in source.dropped.items() if name not in structure.tied}
     dropped = {**untold, **structure.ignored}
-    formats = _formats(structure, target, scheme, options)
-    draft = Draft(source.specs, source.config, structure, scheme, formats, dropped, options)
-    drafted = target.draft(draft)
+    drafted = target.draft(Draft(source.specs, source.config, structure, scheme, formats, dropped, options))
     dropped |= drafted.dropped
     steps, kept_from = carry(drafted.steps, source.quantized, scheme)
     problems = drafted.problems + kept_from
@@ -232,10 +261,7 @@ def make_plan(source: Source, structure: Structure, target: Target, scheme: Sche
     read = {part.source for step in steps for part in step.inputs}
     lost = [name for name in source.specs if name not in read and name not in structure.tied and name not in dropped]
     problems += [f"{name}: target {target.name} has no place for it" for name in lost]
-    if problems:
-        raise PlanError(_all(problems, f"{structure.architecture} to {target.name}, scheme {scheme and scheme.name}"))
-    plan = _sized(source, structure, target, scheme, options, steps, dropped)
-    return dataclasses.replace(plan, notes=(*plan.notes, *drafted.notes))
+    return Drafted(steps, dropped, problems, drafted.notes)
 
 
 def _own_heads(structure: Structure) -> Structure:
@@ -296,13 +322,14 @@ def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...
     return ()
 
 
-def _formats(structure: Structure, target: Target, scheme: Scheme | None, options: Any) -> dict[str, Format | str]:
-    """Weight name -> its format, or the reason why it is kept."""
-    if scheme is None:
-        return {}
+def _formats(
+    structure: Structure, target: Target, scheme: Scheme | None, options: Any
+) -> tuple[dict[str, Format | str], dict[str, list[str]]]:
+    """Weight name -> its format, or the reason why it is kept; why the target has no such format -> the modules."""
     formats: dict[str, Format | str] = {}
     refused: dict[str, list[str]] = {}
-    for site in structure.sites:
+    for site in structure.sites if scheme else ():
+        assert scheme
         format_: Format | str = scheme.format_of(site)
         if isinstance(format_, Format):
             kept = target.keeps(format_, site)
@@ -313,6 +340,19 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
                 refused.setdefault(reason, []).append(site.module)
             format_ = kept or format_
         formats[site.weight] = format_
+    return formats, refused
+
+
+def _check_formats(
+    structure: Structure,
+    target: Target,
+    scheme: Scheme | None,
+    formats: Mapping[str, Format | str],
+    refused: Mapping[str, list[str]],
+) -> None:
+    """SchemeError where the target refuses a format, or where nothing has one."""
+    if scheme is None:
+        return
     if refused:
         carried = isinstance(scheme, StoredScheme)
         stacked = [name for reason, names in refused.items() if STACKED in reason for name in names]
@@ -331,7 +371,6 @@ def _formats(structure: Structure, target: Target, scheme: Scheme | None, option
             f"  The model has {len(structure.sites)} quantizable modules"
             + "".join(f"\n  {m}" for m in fold_layers(site.module for site in structure.sites)[:8])
         )
-    return formats
 
 
 def _kept_by(modules: list[str]) -> str:

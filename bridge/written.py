@@ -32,7 +32,7 @@ ROUNDINGS = 4  # smoothed and again for the group's mean; the mean and what is s
 
 
 class WrittenTensors:
-    """The tensors of a plan in the files of a directory; VerifyError where one is not there."""
+    """The tensors of a plan in the files of a directory; VerifyError where one is not there, or one more is."""
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self._plan = plan
@@ -40,10 +40,11 @@ class WrittenTensors:
         for name, file in self._files.items():
             planned = {spec.name: spec for spec in plan.files[name]}
             missing = [tensor for tensor in planned if tensor not in file.specs]
-            if missing:
-                raise VerifyError(
-                    f"{directory / name} lacks {', '.join(fold_layers(missing)[:8])}: not what the plan wrote"
-                )
+            more = [tensor for tensor in file.specs if tensor not in planned]
+            if missing or more:
+                both = {"lacks": missing, "also holds": more}
+                said = [f"{verb} {', '.join(fold_layers(names)[:8])}" for verb, names in both.items() if names]
+                raise VerifyError(f"{directory / name} {' and '.join(said)}: not what the plan wrote")
         self._folded = {module: step for step in plan.steps for module in step.folded}
 
     def read(self, output: Output) -> Array:

@@ -112,6 +112,17 @@ def test_verify_passes_on_what_was_written_and_sees_what_was_changed(
     assert [t.name for t in report.parity.tensors if not t.passed] == ["model.layers.2.mlp.up_proj.weight"]
 
 
+def test_verify_refuses_a_tensor_that_no_plan_wrote(converted: tuple[Path, Any], tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(converted[0], tmp_path / "more")
+    file = tmp_path / "more/model.safetensors"
+    save_file({**load_file(file), "extra": torch.zeros(2)}, file)
+    with pytest.raises(VerifyError, match=r"model.safetensors also holds extra: not what the plan wrote"):
+        bridge.verify(tmp_path / "more", LLAMA)
+
+
 def test_verify_refuses_another_source_and_another_directory(converted: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="was not made from"):
         bridge.verify(converted[0], MODELS / "tiny-gpt2")

@@ -13,7 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 mtq = pytest.importorskip("modelopt.torch.quantization")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 from typer.testing import CliRunner  # noqa: E402
 
 import bridge  # noqa: E402
@@ -23,12 +27,12 @@ from bridge.costs.divergence import Variant, kl, measure  # noqa: E402
 from bridge.costs.job import make_job  # noqa: E402
 from bridge.costs.measured import Bench, make_bench  # noqa: E402
 from bridge.costs.prefix import Prefix  # noqa: E402
-from bridge.errors import BridgeError, CalibrationError, SchemeError  # noqa: E402
+from bridge.errors import BridgeError, CalibrationError, PlanError, SchemeError  # noqa: E402
 from bridge.progress import quiet  # noqa: E402
 from bridge.quant.modelopt import fake_quantize  # noqa: E402
 from bridge.quant.scheme import load_scheme  # noqa: E402
 from bridge.sources import open_source  # noqa: E402
-from tests.export_families import build, tokens  # noqa: E402
+from tests.export_families import GPT2, build, tokens  # noqa: E402
 from tests.modelopt_oracle import ask  # noqa: E402
 
 SLOW = pytest.mark.slow
@@ -300,3 +304,39 @@ def test_the_command_writes_a_recipe_once(tmp_path: Path) -> None:
     assert bridge.plan(MODEL, target="hf", quant=out)
     done = runner.invoke(app, [*words, "--budget", "8bits"])
     assert (done.exit_code, "exists already" in done.stderr) == (2, True)
+
+
+def narrow(n_inner: int) -> Any:
+    """A GPT-2 whose matrices have in = 96, but for `mlp.c_proj`."""
+    model = GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_embd": 96, "n_inner": n_inner}))
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def test_what_no_target_takes_is_told_and_kept_out_of_a_recipe_that_plans(tmp_path: Path) -> None:
+    model = narrow(384)
+    found = bridge.sensitivity(model, "int4_wo", tokens(), budget="kl=1")
+    fits = {f"transformer.h.{n}.mlp.c_proj" for n in (0, 1)}
+    assert {name for layer in found.layers for name in layer.modules} == fits
+    assert found.notes[0] == "6 more stay unquantized: target hf does not take them in int4_wo"
+    assert "transformer.h.{0..1}.mlp.c_fc: in = 96 does not divide into blocks of 128" in found.notes[1]
+    plan = bridge.plan(model, "hf", quant=found.save(tmp_path / "recipe.toml"))
+    assert {step.site.module for step in plan.quantized if step.site} == fits
+
+
+def test_a_scheme_that_no_target_takes_at_all_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(SchemeError, match=r"no target takes GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 96 does"):
+        make_job(narrow(200), "int4_wo", None, None, "kl", None, None, None)
+
+
+def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(SchemeError, match=r"fallback int4_wo does not fit target hf; choose another:\n.*in = 96 does"):
+        make_job(narrow(384), "int8_wo", None, "int4_wo", "kl", None, None, None)
+
+
+def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.costs.run.recipe", lambda *_: 'base = "int4_wo"\n')
+    with pytest.raises(PlanError, match="in = 96 does not divide"):
+        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")

@@ -210,6 +210,34 @@ def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one()
             make_job(MODEL, **words, budget=None, method="kl", kv=None, config=None, tokenizer=None)  # type: ignore[arg-type]
 
 
+def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is_not_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def misfits_of(source: Any, structure: Any, target: str, scheme: Any) -> dict[str, str]:
+        name = "model.layers.1.self_attn.k_proj"
+        return {name: "is odd"} if name in {site.module for site in structure.sites} else {}
+
+    monkeypatch.setattr("bridge.opening.misfits_of", misfits_of)
+    job = make_job(MODEL, "int4_wo", "6bits", "fp8", "kl", None, None, None)
+    assert [unit.name for unit in job.fitted.kept] == ["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"]
+    why = "model.layers.1.self_attn.q_proj, model.layers.1.self_attn.v_proj: gets one format with "
+    assert f"{why}model.layers.1.self_attn.k_proj" in job.fitted.why
+    (tmp_path / "base.toml").write_text(job.base)
+    read = load_scheme(tmp_path / "base.toml").bound(job.structure.sites)
+    for site in job.structure.sites:
+        assert isinstance(read.format_of(site), Format) == isinstance(job.scheme.format_of(site), Format), site.module
+    assert len(job.units) == 19
+
+
+def test_what_hf_refuses_and_another_target_takes_is_planned_for_that_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.opening.misfits_of", lambda *words: {} if words[2] == "trt" else {"KV cache": "no"})
+    job = make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
+    assert (job.fitted.target, job.fitted.kept) == ("trt", ())
+    monkeypatch.setattr("bridge.opening.misfits_of", lambda *_: {"KV cache": "no"})
+    with pytest.raises(SchemeError, match=r"hf:\n  KV cache: no"):
+        make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
+
+
 def test_a_source_that_cannot_be_run_is_refused() -> None:
     with pytest.raises(CalibrationError, match="cannot be run here"):
         make_job(made_llama(), "int8_wo", None, None, "kl", None, None, None)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from bridge import opening
 from bridge.costs.choice import Budget, parse_budget
-from bridge.costs.recipe import recipe_base
+from bridge.costs.fitting import Fitting, check_fallback, fitting
+from bridge.costs.recipe import recipe, recipe_base
 from bridge.costs.result import METHODS
-from bridge.costs.units import Unit, units_of, with_format
+from bridge.costs.units import Unit, with_format
 from bridge.errors import CalibrationError, SchemeError, UsageError, nearest
+from bridge.quant.recipe import NONE
 from bridge.quant.scheme import Scheme, load_scheme
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 class Job:
     """Units in the scheme, and `lifted`: the same in the fallback or as they are.
 
-    `base` is the recipe's text without a choice, "" without a budget.
+    `base` is the recipe's text without a choice, "" without a budget. `fitted`: what is not up for choice, and why.
     """
 
     source: Source
@@ -36,6 +38,7 @@ class Job:
     budget: Budget | None
     base: str
     method: str
+    fitted: Fitting
 
     @property
     def rest(self) -> int:
@@ -79,11 +82,15 @@ def make_job(
     if not source.can_run:
         raise CalibrationError(f"{source.where}: cannot be run here; `pip install 'qbridge[calibrate]'`")
     _check_simulated(scheme, second)
-    units = units_of(structure, scheme, source.specs)
+    fitted = fitting(source, structure, scheme)
+    units = fitted.units
+    if second:
+        check_fallback(source, structure, fitted, second)
     plain = tuple(replace(unit, bytes=unit.plain) for unit in units)
     lifted = tuple(with_format(structure, unit, second, source.specs) for unit in units) if second else plain
-    base = recipe_base(quant, kv) if asked else ""
-    job = Job(source, structure, scheme, second, units, lifted, asked, base, method)
+    names = [site.module for site in structure.sites]
+    base = recipe(recipe_base(quant, kv), [], fitted.kept, NONE, names) if asked else ""
+    job = Job(source, structure, fitted.scheme, second, units, lifted, asked, base, method, fitted)
     _check_method(job)
     _check_size(job)
     return job

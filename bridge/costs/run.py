@@ -8,6 +8,7 @@ from typing import Any
 
 from bridge import opening
 from bridge.costs.choice import Item, expected, within_bytes, within_cost
+from bridge.costs.fitting import check_recipe
 from bridge.costs.job import Job, make_job
 from bridge.costs.measured import Bench, Costs, costs, make_bench
 from bridge.costs.recipe import recipe
@@ -135,11 +136,17 @@ def _recipe(job: Job, choice: Choice, tokens: int) -> str:
         f"Layers chosen by what quantizing each costs: budget {choice.budget}, {choice.bits:.2f} bits a weight,",
         f"divergence {choice.measured:.3g} {NATS} measured on {tokens:,} held-out tokens.",
     ]
+    if job.fitted.kept:
+        said.append(f"Besides, {len(job.fitted.kept)} stay unquantized that do not fit {job.scheme.name}.")
     lifted = [unit for unit in job.units if unit.name in choice.lifted]
     quant = job.fallback.name if job.fallback else NONE
-    return recipe(job.base, said, lifted, quant, [site.module for site in job.structure.sites])
+    text = recipe(job.base, said, lifted, quant, [site.module for site in job.structure.sites])
+    check_recipe(job.source, job.structure, job.fitted.target, text)
+    return text
 
 
 def _notes(job: Job) -> tuple[str, ...]:
-    why = job.structure.ungrouped
-    return (f"a target may refuse the recipe: who reads the same input is not known ({why})",) if why else ()
+    why, fitted = job.structure.ungrouped, job.fitted
+    notes = (f"a target may refuse the recipe: who reads the same input is not known ({why})",) if why else ()
+    kept = f"{len(fitted.kept)} more stay unquantized: target {fitted.target} does not take them in {job.scheme.name}"
+    return (*notes, *([kept] if fitted.kept else []), *(f"  {line}" for line in fitted.why))

@@ -1,0 +1,91 @@
+"""`qbridge check` of a written model tells NaN and infinity by tensor, wherever they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import bridge
+from bridge.budget import PIECE
+from bridge.cli import app
+from bridge.container import SafetensorsFile
+from bridge.dtypes import DTYPES
+from bridge.finite import not_finite
+from bridge.values import TensorSpec
+
+MODEL = "examples/models/tiny-llama"
+CHECKED = ("hf", "trt", "tripy", "trtllm", "megatron")
+
+
+class Held:
+    """One tensor in memory, read as a file is."""
+
+    def __init__(self, bits: np.ndarray, dtype: str) -> None:
+        self.specs = {"w": TensorSpec("w", bits.shape, dtype)}
+        self._bytes = bits.view(np.uint8)
+
+    def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
+        out[:] = self._bytes[begin:end]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word", "largest", "bad"),
+    [
+        ("float64", "uint64", 0x7FEF << 48, (0x7FF0 << 48, 0x7FF8 << 48, 0xFFF0 << 48)),
+        ("float32", "uint32", 0x7F7FFFFF, (0x7F800000, 0x7FC00000, 0xFF800000)),
+        ("float16", "uint16", 0x7BFF, (0x7C00, 0x7E00, 0xFC00)),
+        ("bfloat16", "uint16", 0xFF7F, (0x7F80, 0x7FC0, 0xFF80)),
+        ("float8_e4m3fn", "uint8", 0x7E, (0x7F, 0xFF)),
+        ("float8_e5m2", "uint8", 0x7B, (0x7C, 0x7F, 0xFC)),
+        ("float8_e8m0fnu", "uint8", 0xFE, (0xFF,)),
+    ],
+)
+def test_every_float_dtype_is_read_to_its_last_element(dtype: str, word: str, largest: int, bad: Any) -> None:
+    size = PIECE // np.dtype(word).itemsize + 1  # the last element is the second piece
+    for last, found in ((largest, []), *((value, ["w"]) for value in bad)):
+        bits = np.zeros(size, word)
+        bits[-1] = last
+        assert list(not_finite([Held(bits.view(DTYPES[dtype].storage), dtype)])) == found, hex(last)
+
+
+def check(out: Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["check", str(out)])
+    return done.exit_code, done.stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize("target", CHECKED)
+def test_a_nan_in_an_unquantized_weight_is_told_by_name(target: str, tmp_path: Path) -> None:
+    quant = None if target == "megatron" else "int8_wo"
+    bridge.convert(MODEL, target, quant, tmp_path / "out", verify=False)
+    assert check(tmp_path / "out")[0] == 0
+    source = SafetensorsFile(next(Path(MODEL).glob("*.safetensors"))).read("model.norm.weight")
+    written = source.astype(np.float16) if target == "trtllm" else source
+    good = written.tobytes()
+    written[3] = np.nan
+    bad = written.tobytes()
+    held = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and good in path.read_bytes()]
+    for path in held:
+        path.write_bytes(path.read_bytes().replace(good, bad))
+    code, said = check(tmp_path / "out")
+    assert code == 1, said
+    assert "norm" in said or "ln_f" in said
+    assert "holds NaN or infinity" in said
+    assert len(held) == 1
+
+
+def test_a_nan_among_codes_of_fp8_is_told_without_a_manifest(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bridge.convert(MODEL, "hf", "fp8_block", out, verify=False)
+    path = out / "model.safetensors"
+    name = "model.layers.2.mlp.down_proj.weight"
+    with path.open("r+b") as file:
+        file.seek(SafetensorsFile(path).offset(name) + 7)
+        file.write(b"\xff")
+    (out / "bridge.json").unlink()
+    code, said = check(out)
+    assert (code, f"{name}: holds NaN or infinity" in said) == (1, True), said
