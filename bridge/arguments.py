@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a directory or a hub id")]
 Paths = Annotated[
-    list[Path] | None, typer.Argument(metavar="[PATH]...", help="written models, .onnx files, recipes, tables")
+    list[str] | None, typer.Argument(metavar="[PATH]...", help="written models, .onnx files, recipes, tables")
 ]
 What = Annotated[
     str,
@@ -30,7 +29,7 @@ What = Annotated[
 Target = Annotated[str, typer.Option(help="what loads the result: see `qbridge show targets`")]
 Quant = Annotated[str | None, typer.Option(help="a scheme (`qbridge show schemes`) or a recipe's path; none: plain")]
 Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4")]
-Config = Annotated[Path | None, typer.Option(help="JSON whose entries replace those of config.json")]
+Config = Annotated[str | None, typer.Option(help="JSON whose entries replace those of config.json")]
 Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
 Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
@@ -90,7 +89,7 @@ def byte_count(text: str | None, name: str = "--memory") -> int | None:
     """2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes; `name` is who says so, for the error."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
     if not found or not float(found[1]):
         raise UsageError(f"{name} {text!r} is no size; write 2GB, 512MiB or a number of bytes")
     power = " kmgt".index(found[2] or " ")

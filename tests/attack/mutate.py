@@ -201,6 +201,23 @@ def _text(tree: Any) -> str:
     return json.dumps(tree)
 
 
+def toml_text(tree: Any) -> bytes:
+    """A tree as TOML, tables written in line, with what a file may say wrongly: a null, a name that stands twice."""
+    held = tree.items() if isinstance(tree, dict) else [("", tree)]
+    lines = [f"{json.dumps(str(key))} = {_line(value)}\n" for key, value in held]
+    return "".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, Raw):
+        return value.text
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_line(held)}" for key, held in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_line, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value)
+
+
 def jsons(tree: Any, values: Sequence[Any] = VALUES) -> SearchStrategy[bytes]:
     """`tree`, changed, as JSON; sometimes the text is damaged as well."""
     whole = trees(tree, values).map(json_text)

@@ -52,20 +52,51 @@ def test_malicious_files_do_nothing() -> None:
     assert found["entries"] > 700
 
 
-@pytest.mark.parametrize("what", MISBEHAVING)
-def test_cage_notices_what_a_reader_must_not_do(what: str, tmp_path: Path) -> None:
-    program = (
+def ran(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, in `folder`: an audit hook stays for good."""
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def caged(what: str, seconds: float, loose: bool = False) -> str:
+    """A program that does something in a cage, and prints what that noticed."""
+    return (
         "from tests.attack import cage\n"
-        "cage.SECONDS = 0.3\n"
-        "held = cage.Cage()\n"
+        f"cage.SECONDS = {seconds}\n"
+        f"held = cage.Cage(loose={loose})\n"
         "try:\n"
         "    with held.holds(0):\n"
-        f"        exec({MISBEHAVING[what]!r})\n"
+        f"        exec({what!r})\n"
         "except AssertionError as error:\n"
         "    print('noticed:', error)\n"
     )
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+
+
+@pytest.mark.parametrize("what", MISBEHAVING)
+def test_cage_notices_what_a_reader_must_not_do(what: str, tmp_path: Path) -> None:
+    done = ran(caged(MISBEHAVING[what], 0.3), tmp_path)
     assert done.stdout.startswith("noticed:"), done.stderr[-2000:]
+
+
+def test_first_cases_are_held_as_all_others(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from hypothesis import strategies as st\n"
+        "from tests.attack import worker\n"
+        "from tests.attack.case import Target\n"
+        "def make(root): (root / 'a').write_bytes(b'valid')\n"
+        "def read(root):\n"
+        "    if (root / 'a').read_bytes() != b'valid': open(root / 'b', 'w').close()\n"
+        "cases = lambda root: st.binary().map(lambda data: {'a': data})\n"
+        "aim = Target('x', make, cases, read, lambda root, found: None, 'a')\n"
+        "root = Path('model'); root.mkdir(); make(root)\n"
+        "print(worker.run(aim, root, worker.WARM, 0, Path('kept'))[2])\n"
+    )
+    done = ran(program, tmp_path)
+    assert "did what reading never does" in done.stdout, done.stderr[-2000:]
+
+
+def test_loose_cage_ends_what_computes_for_ever(tmp_path: Path) -> None:
+    done = ran(caged(MISBEHAVING["computes for ever"], 0.1, loose=True), tmp_path)
+    assert done.stdout.startswith("noticed: took more than"), done.stderr[-2000:]

@@ -6,6 +6,7 @@ What fails is shrunk to a small case and kept, as a folder, where `--keep` says.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from tests.attack.targets import target
 
 ROUND = 500  # cases that Hypothesis is asked for at once: what it learns in a round is forgotten after it
 SHOWN = 3000  # characters of a failure at its beginning and at its end: a message may be as long as a file
-WARM = 40  # cases before the cage is closed: what they import and compile for the first time is not the file's doing
+WARM = 40  # cases that run twice: held loosely, since they import and compile, and then as all others are
 
 
 def main() -> None:
@@ -61,14 +62,18 @@ def run(aim: Target, root: Path, cases: int, seed: int, into: Path) -> tuple[Cou
     assert attack(aim, root, {}, _Open()) == READ, "the valid artefact is not read"  # type: ignore[arg-type]
     counts: Counter[str] = Counter()
     last: list[Case] = []
-    for number, (size, cage) in enumerate(_rounds(cases)):
+    cage = Cage(loose=True)
+    for number, size in _rounds(cases):
         test = _test(aim, root, cage, counts, last, size)
         try:
             hypothesis.seed(seed * 1_000_003 + number)(test)()
         except Exception as error:
             where = keep(root, last[0], into / aim.name)
             return counts, cage.most, [*_shown(error), f"{aim.name}: the last case is kept in {where}"]
-        if counts.total() >= cases:
+        if cage.loose:
+            cage.tighten()
+            counts.clear()
+        elif counts.total() >= cases:
             return counts, cage.most, []
     raise AssertionError("rounds do not end")
 
@@ -89,12 +94,11 @@ def _test(
     )(given)  # fmt: skip
 
 
-def _rounds(cases: int) -> Iterator[tuple[int, Cage]]:
-    """First a round to import everything, which nobody watches; then as many as are needed, watched."""
-    yield min(WARM, cases), _Open()  # type: ignore[misc]
-    cage = Cage()
-    while True:
-        yield min(ROUND, cases), cage
+def _rounds(cases: int) -> Iterator[tuple[int, int]]:
+    """What decides the cases of a round, and how many they are: the first one comes twice, then as many as needed."""
+    yield 0, min(WARM, cases)
+    for number in itertools.count():
+        yield number, min(ROUND if number else WARM, cases)
 
 
 def _shown(error: BaseException) -> list[str]:

@@ -30,6 +30,10 @@ SHARES = {
     "manifests": 1,
     "quantized": 1,
     "graphs": 3,
+    "batches": 1,
+    "servers": 3,
+    "listings": 3,
+    "notes": 3,
 }
 NAMES = tuple(SHARES)
 

@@ -57,7 +57,7 @@ def read(root: Path) -> dict[str, np.ndarray]:
 
 
 def agree(root: Path, found: dict[str, np.ndarray]) -> None:
-    agree_or_known(lambda: torch.load(root / FILE, weights_only=True), found, state())
+    agree_or_known(lambda: torch.load(root / FILE, "cpu", weights_only=True), found, state())
 
 
 TARGET = Target("legacy", make, cases, read, agree, FILE)

@@ -1,0 +1,101 @@
+"""Servers without a network: what they answer goes through `http.client` as from a socket; must never connect.
+
+A server that falls silent is one that timed out, and time that would be waited for is counted, not spent.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import SplitResult
+
+from bridge.remote.client import Client
+from bridge.remote.exchange import Connections
+
+MOST = 4 << 20  # bytes that one connection brings: who reads more reads without end
+Answer = Callable[[bytes], tuple[bytes, bool]]  # what is said to a request, and whether the connection ends with it
+
+
+class Socket(socket.socket):
+    """One that is never connected; `http.client` uses no more of it than this."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._answer = answer
+        self.left, self.ends = bytearray(), False
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        if b"\r\n\r\n" in data:
+            said, self.ends = self._answer(bytes(data))
+            self.left += said
+
+    def makefile(self, *mode: Any) -> io.BufferedReader:  # type: ignore[override]
+        return io.BufferedReader(_Raw(self))
+
+    def setsockopt(self, *option: Any) -> None:
+        """Nothing is sent."""
+
+    def close(self) -> None:
+        self.ends = True
+        super().close()
+
+
+class _Raw(io.RawIOBase):
+    """What arrives; a server that says no more while the connection stands is not waited for."""
+
+    def __init__(self, said: Socket) -> None:
+        self._socket = said
+        self._read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int:
+        left = self._socket.left
+        if not left and not self._socket.ends:
+            raise TimeoutError("timed out")
+        count = min(len(out), len(left))
+        out[:count] = left[:count]
+        del left[:count]
+        self._read += count
+        assert self._read <= MOST, f"reads on after {MOST} bytes of one answer"
+        return count
+
+
+class Wire(Connections):
+    """Connections to a server that is a function."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(timeout=1.0)
+        self._answer = answer
+
+    def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
+        made = super()._made(parts._replace(scheme="http"))
+
+        def connect(address: tuple[str, int], *more: Any) -> Socket:
+            address[0].encode("idna")  # as `socket.create_connection` does
+            return Socket(self._answer)
+
+        made._create_connection = connect  # type: ignore[attr-defined]
+        return made
+
+
+class Clock(threading.Event):
+    """An event that is never waited for."""
+
+    seconds = 0.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds += timeout or 0.0
+        return self.is_set()
+
+
+def client(answer: Answer, tries: int = 2) -> Client:
+    """A client of bridge's own that asks `answer`."""
+    made = Client(tries=tries)
+    made._connections, made.given_up = Wire(answer), Clock()
+    return made
