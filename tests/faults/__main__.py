@@ -42,7 +42,7 @@ def _struck(stand: Stand, kind: str, names: list[str] | None, points: int, seed:
     failed = 0
     for command in COMMANDS:
         if struck_by(kind, command) and command.name in (names or [command.name]):
-            begin, share = time.perf_counter(), shares(points)[command.name]
+            begin, share = time.perf_counter(), shares(points, kind)[command.name]
             wrong = KINDS[kind](command, stand, share, seed)
             line = f"{kind:<14} {command.name:<32} {share:>4} points {time.perf_counter() - begin:>6.1f} s"
             print("\n".join([line + ("  FAILED" if wrong else ""), *wrong]), flush=True)

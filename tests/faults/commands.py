@@ -18,7 +18,9 @@ TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 class Command:
     """A command line, with `{given}` for the folder that all share. `before`: what of it lies at `out` already.
 
-    `weight`: its share of the points. `manifest`: written beside `out`. `parts`: what becomes visible by itself.
+    `far`: its output, `{out}`, is an address in a bucket, and nothing of it lies here.
+    `weight`: its share of the points. `manifest`: of a batch, written beside `out`, which starts so many `workers`.
+    `parts`: what becomes visible by itself.
     `kinds`: of faults, where not all are worth their time.
     """
 
@@ -29,19 +31,26 @@ class Command:
     manifest: str = ""
     parts: tuple[str, ...] = ("out",)
     kinds: tuple[str, ...] = ()
+    far: bool = False
+    workers: int = 0
 
-    def prepared(self, place: Path, given: Path) -> list[str]:
+    def prepared(self, place: Path, given: Path, out: str = "out") -> list[str]:
         """Make the folder in which it runs; return its arguments."""
         place.mkdir()
-        if self.before:
+        if self.before and out == "out":
             shutil.copytree(given / self.before, place / "out")
         if self.manifest:
-            (place / "batch.toml").write_text(self.manifest.format(given=given, tiny=TINY))
-        return [text.format(given=given) for text in self.argv]
+            (place / "batch.toml").write_text(self.manifest.format(given=given, tiny=TINY, out=out))
+        return [text.format(given=given, out=out) for text in self.argv]
 
 
 def _convert(name: str, weight: int, *more: str, model: str = "{given}/llama", before: str = "") -> Command:
     return Command(name, ("convert", model, "--out", "out", "--quiet", *more), weight, before)
+
+
+def _send(name: str, weight: int, *more: str, before: str = "") -> Command:
+    argv = ("convert", "{given}/llama", "--target", "hf", "--quant", "int8_wo", "--out", "{out}", "--quiet", *more)
+    return Command(name, argv, weight, before, kinds=("kill", "signal"), far=True)
 
 
 RECORD = ("golden", "record", "{given}/written", "out", "--no-run", "--quiet")
@@ -57,11 +66,16 @@ row = [
 ]
 defaults.out = "out/{{target}}"
 """
+TO_A_BUCKET = """
+workers = 1
+summary = "out/summary.json"
+row = [{{model = "{given}/llama", target = "hf", quant = "int8_wo", shard_size = "200KB", out = "{out}"}}]
+"""
 ONE_CALIBRATION = """
 workers = 1
 summary = "out/summary.json"
 matrix = [{{model = "{tiny}", target = ["hf", "trtllm"], quant = "fp8"}}]
-defaults = {{out = "out/{{target}}", verify = false}}
+defaults = {{out = "out/{{target}}", verify = false, samples = 4, sequence = 64}}
 """
 COMMANDS = (
     _convert("hf", 33, "--target", "hf", "--quant", "nvfp4_wo", "--shard-size", "100KB", "--no-verify"),
@@ -76,15 +90,27 @@ COMMANDS = (
     Command("golden record", RECORD, 15),
     Command("golden record over an old one", (*RECORD, "--reason", "int8"), 15, "old golden"),
     Command("golden check of a new conversion", CHECK, 10),
-    Command("batch", BATCH, 12, manifest=ROWS, parts=("out/hf", "out/torchtitan", "out/tripy")),
+    Command("batch", BATCH, 12, manifest=ROWS, parts=("out/hf", "out/torchtitan", "out/tripy"), workers=2),
     Command(
         "batch with one calibration",
         BATCH,
-        6,
+        4,
         manifest=ONE_CALIBRATION,
         parts=("out/hf", "out/trtllm"),
-        kinds=("kill",),
+        kinds=("kill", "kill a worker"),
+        workers=1,
     ),
+    Command(
+        "batch to a bucket",
+        BATCH,
+        8,
+        manifest=TO_A_BUCKET,
+        kinds=("kill",),
+        far=True,
+        workers=1,
+    ),
+    _send("hf to a bucket", 40, "--shard-size", "200KB"),
+    _send("hf to a bucket over an old one", 30, "--shard-size", "200KB", "--overwrite", before="old"),
 )
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import errno
 import json
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bridge.journal import JOURNAL
+from bridge.remote.note import NOTE
+from bridge.remote.outgoing import LAST
 from tests.faults.commands import COMMANDS, Command
 from tests.faults.stand import Calm, Stand
 from tests.faults.struck import Ended, complaints, contents, differing, left, left_over
@@ -23,17 +26,18 @@ FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk is full", errn
 WORKER = "was killed by SIGKILL in the middle"
 
 
-def shares(points: int) -> dict[str, int]:
-    """How many points each command gets, so that all together have `points` at least."""
-    whole = sum(command.weight for command in COMMANDS)
-    return {command.name: -(-points * command.weight // whole) for command in COMMANDS}
+def shares(points: int, kind: str) -> dict[str, int]:
+    """How many points each command that the kind strikes gets, so that all together have `points` at least."""
+    struck = [command for command in COMMANDS if struck_by(kind, command)]
+    whole = sum(command.weight for command in struck)
+    return {command.name: -(-points * command.weight // whole) for command in struck}
 
 
 def killed(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
     """kill -9; the same command again ends with the bytes of an undisturbed run, and nothing is left over.
 
-    A quarter by time, the rest before, or inside, a call that changes the disk; among them the last ones, which rename
-    and remove. Every third point has a second kill, of the run that goes on.
+    A quarter by time, the rest before, or inside, a call that changes the disk or talks to a store; among them the last
+    ones, which rename and remove. Every third point has a second kill, of the run that goes on.
     """
     calm, drawn = stand.calm(command), random.Random(f"{seed} {command.name}")
     timed, ends = points // 4, [calm.calls, calm.calls - 1, calm.calls - 2][: max(points // 5, 1)]
@@ -50,13 +54,13 @@ def killed(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
 
 def _killed(command: Command, stand: Stand, faults: list[Fault], calm: Calm) -> list[str]:
     place, argv = stand.place(command)
-    old, wrong = _visible(place, command), list[str]()
+    old, wrong = _visible(stand, place, command), list[str]()
     for fault in faults:
-        seen = _visible(place, command)
+        seen = _visible(stand, place, command)
         died = stand.run(command, place, argv, **fault)
         ended = died.code in (-9, 0) or _found_finished(command, seen, died)
         wrong += [] if ended else [f"ended with {died.code}: {died.said}"]
-        wrong += _outlived(died) + _halves(command, place, calm, old)
+        wrong += _outlived(died) + _halves(command, stand, place, calm, old)
         if died.code == 0:
             break
     return wrong + _again(command, stand, place, argv, calm)
@@ -64,12 +68,13 @@ def _killed(command: Command, stand: Stand, faults: list[Fault], calm: Calm) -> 
 
 def _again(command: Command, stand: Stand, place: Path, argv: list[str], calm: Calm) -> list[str]:
     """Run it once more in the same place; what is wrong then. It may find that all was finished."""
-    seen = _visible(place, command)
+    seen = _visible(stand, place, command)
     again = stand.run(command, place, argv)
     ended = again.code == 0 or _found_finished(command, seen, again)
     wrong = [] if ended else [f"again it ended with {again.code}: {again.said}"]
-    wrong += [f"other bytes in {names}"] if (names := differing(contents(place / "out"), calm.out)) else []
+    wrong += [f"other bytes in {names}"] if (names := differing(stand.found(command, place), calm.out)) else []
     wrong += [f"left over: {over}"] if (over := left_over(place)) else []
+    wrong += [f"not ended: {open}"] if command.far and (open := stand.store.uploads(place.name)) else []
     return wrong + _outlived(again)
 
 
@@ -79,26 +84,43 @@ def _found_finished(command: Command, seen: dict[str, dict[str, bytes]], ended: 
 
 
 def worker_killed(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
-    """kill -9 of one worker of a batch: one row fails, no other; the batch again ends with the same bytes."""
-    calm, drawn = stand.calm(command), random.Random(f"{seed} {command.name}")
+    """kill -9 of one worker of a batch: its job fails, no other; the batch again ends with the same bytes.
+
+    A quarter by time, the rest before, or inside, a call of the worker that changes the disk. Which job it has then
+    differs from run to run, and it may end before.
+    """
+    drawn, workers = random.Random(f"{seed} {command.name}"), range(command.workers)
+    calls, seconds = [stand.calm(command, worker=n).calls for n in workers], stand.calm(command).seconds
+    faults: list[Fault] = []
+    for number in range(points):
+        worker = drawn.choice(workers)
+        by_time = {"after": drawn.uniform(0, 0.5) * seconds}
+        by_count = {"at": drawn.randint(1, calls[worker]), "action": "kill"}
+        faults.append({"worker": worker} | (by_time if number % 4 == 3 else by_count))
     wrong, struck = [], 0
-    for _ in range(points):
-        fault = {"after": drawn.uniform(0, 0.5) * calm.seconds, "worker": drawn.randrange(2)}
+    for fault in faults:
         place, argv = stand.place(command)
         ended = stand.run(command, place, argv, **fault)
-        told, failed = _outlived(ended), _failed_rows(place)
+        told, failed = _outlived(ended), _failed_rows(place, ended)
         struck += bool(failed)
-        if ended.code != bool(failed) or len(failed) > 1 or any(WORKER not in error for error in failed):
+        alone = [row for row in failed if not row["because"]]  # the rest waited for a calibration that failed
+        if ended.code != bool(failed) or len(alone) > 1 or any(WORKER not in row["error"] for row in failed):
             told.append(f"ended with {ended.code}: {ended.said}, {failed}")
-        told += _halves(command, place, calm, {}) + _again(command, stand, place, argv, calm)
+        told += _halves(command, stand, place, stand.calm(command), {})
+        told += _again(command, stand, place, argv, stand.calm(command))
         wrong += [f"{fault}: {text}" for text in told]
-    return wrong if struck else [*wrong, "no worker was killed in the middle of a row"]
+    return (
+        wrong if 2 * struck >= points else [*wrong, f"of {points} workers {struck} were killed in the middle of a job"]
+    )
 
 
-def _failed_rows(place: Path) -> list[str]:
-    """Why rows of a batch failed."""
-    rows = json.loads((place / "out" / "summary.json").read_text())["rows"]
-    return [row["error"] for row in rows if row["status"] == "failed"]
+def _failed_rows(place: Path, ended: Ended) -> list[dict[str, str]]:
+    """What the summary of a batch says about rows that failed; where there is none, what the batch said."""
+    summary = place / "out" / "summary.json"
+    if not summary.exists():
+        return [{"error": f"no summary: {ended.said}", "because": ""}]
+    rows = json.loads(summary.read_text())["rows"]
+    return [row for row in rows if row["status"] == "failed"]
 
 
 def signalled(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
@@ -111,12 +133,47 @@ def signalled(command: Command, stand: Stand, points: int, seed: int) -> list[st
         faults.append({"after": drawn.uniform(0.1, 0.9) * calm.seconds, "signals": [_number(drawn)] * (1 + again % 2)})
     wrong = []
     for fault in faults:
+        number = fault["number"] if "number" in fault else fault["signals"][0]
+        if command.far:
+            wrong += [f"{fault}: {text}" for text in _stopped_sending(command, stand, fault, number)]
+            continue
         place, argv = stand.place(command)
         old = contents(place / "out")
         ended = stand.run(command, place, argv, **fault)
-        number = fault["number"] if "number" in fault else fault["signals"][0]
         wrong += [f"{fault}: {text}" for text in _half_written(command, place, ended, number, old, calm.out)]
     return wrong
+
+
+def _stopped_sending(command: Command, stand: Stand, fault: Fault, number: int) -> list[str]:
+    """Run a far command with a signal; what is wrong then. It tells what it has sent, or else has sent nothing.
+
+    The same command again ends with the bytes of an undisturbed run.
+    """
+    place, argv = stand.place(command)
+    old, there, calm = _visible(stand, place, command), left(place), stand.calm(command)
+    ended = stand.run(command, place, argv, **fault)
+    seen, name = _visible(stand, place, command), signal.Signals(number).name
+    wrong = [] if ended.code in (128 + number, 0) else [f"ended with {ended.code}"]
+    sent = re.fullmatch(
+        rf"stopped by {name}; (\d+) of (\d+) files are at {re.escape(stand.store.address(place.name))}, and nothing "
+        r"takes them for a model; the finished one is kept in (.*)\. Run again to send the rest\n",
+        ended.said,
+    )
+    if sent:
+        wrong += [] if int(sent[1]) <= int(sent[2]) == len(calm.out) and Path(sent[3]).is_dir() else [f"said {sent[0]}"]
+    elif ended.said.startswith(f"stopped by {name}; a note, {NOTE}, may be at"):
+        wrong += [f"more than a note: {sorted(seen['out'])}"] if _but_note(seen) != _but_note(old) else []
+    elif ended.code and ended.said != f"stopped by {name}; nothing half-written is left\n":
+        wrong.append(f"said {ended.said}")
+    elif ended.code and seen != _visible(stand, calm.place, command):
+        wrong += [f"sent {sorted(seen['out'])}, and does not say so"] if seen != old else []
+        wrong += [f"left, and does not say so: {left(place)}"] if left(place) != there else []
+    wrong += _outlived(ended) + _halves(command, stand, place, calm, old)
+    return wrong + _again(command, stand, place, argv, calm)
+
+
+def _but_note(seen: dict[str, dict[str, bytes]]) -> dict[str, bytes]:
+    return {name: content for name, content in seen["out"].items() if name != NOTE}
 
 
 def _number(drawn: random.Random) -> signal.Signals:
@@ -178,18 +235,31 @@ def _failed(
     wrong += [f"names no file: {ended.said}"] if names and not any(name in ended.said for name in names) else []
     if command.manifest:
         calm = stand.calm(command)
-        return wrong + _halves(command, place, calm, {}) + _again(command, stand, place, argv, calm)
+        return wrong + _halves(command, stand, place, calm, {}) + _again(command, stand, place, argv, calm)
     wrong += [f"changed: {changed}"] if (changed := differing(contents(place), before)) else []
     return wrong + ([f"left: {left(place)}"] if left(place) != there else [])
 
 
-def _halves(command: Command, place: Path, calm: Calm, old: dict[str, dict[str, bytes]]) -> list[str]:
+def _halves(command: Command, stand: Stand, place: Path, calm: Calm, old: dict[str, dict[str, bytes]]) -> list[str]:
     """What is seen and is neither nothing nor what lay there nor what an undisturbed run writes."""
-    whole, wrong = _visible(calm.place, command), []
-    for part, seen in _visible(place, command).items():
-        if seen not in ({}, old.get(part), whole[part]):
+    whole, wrong = _visible(stand, calm.place, command), []
+    for part, seen in _visible(stand, place, command).items():
+        versions = ({}, old.get(part), whole[part])
+        if seen not in versions and not (command.far and _is_no_model(seen, versions)):
             wrong.append(f"half of {part} is visible: {sorted(seen)}")
     return wrong
+
+
+def _is_no_model(seen: dict[str, bytes], versions: tuple[dict[str, bytes] | None, ...]) -> bool:
+    """True where a note tells of sending, and what makes a model, where some of it is there, is of all the rest."""
+
+    def rest(files: dict[str, bytes]) -> dict[str, bytes]:
+        return {name: files[name] for name in files if Path(name).name not in (*LAST, NOTE)}
+
+    marks = {name: seen[name] for name in seen if Path(name).name in LAST}
+    return NOTE in seen and (
+        not marks or any(rest(seen) == rest(files) and marks.items() <= files.items() for files in versions if files)
+    )
 
 
 def _outlived(ended: Ended) -> list[str]:
@@ -197,9 +267,10 @@ def _outlived(ended: Ended) -> list[str]:
     return wrong + ([f"left in shared memory: {ended.shared}"] if ended.shared else [])
 
 
-def _visible(place: Path, command: Command) -> dict[str, dict[str, bytes]]:
+def _visible(stand: Stand, place: Path, command: Command) -> dict[str, dict[str, bytes]]:
     """What is seen of each part; a journal that was not removed yet is nobody's."""
-    found = {part: contents(place / part) for part in command.parts}
+    found = {part: contents(place / part) for part in command.parts if not command.far}
+    found |= {"out": stand.found(command, place)} if command.far else {}
     return {part: {name: seen[name] for name in seen if name != JOURNAL} for part, seen in found.items()}
 
 

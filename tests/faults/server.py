@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import signal
@@ -24,6 +25,8 @@ from typing import Any
 PR_SET_CHILD_SUBREAPER = 36
 ACTIONS = {"count": 0, "kill": 1, "fail": 2, "signal": 3, "clock": 4}
 CLASSES = {"change": 1, "space": 2, "read": 4, "rename": 8}
+PART = 32 << 10  # bytes of an upload in parts: of 50 MiB, no model here would have two
+WORKER = "bridge.batches.worker"  # in the command line of each
 GRACE = 10.0  # seconds that a child of a killed run has to notice it
 
 
@@ -44,6 +47,7 @@ def main() -> None:
 def _warm() -> None:
     """Import what any command imports: a fork then starts in milliseconds."""
     import onnxruntime  # noqa: F401
+    import s3fs.core
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -54,6 +58,7 @@ def _warm() -> None:
     import bridge.quant.modelopt  # noqa: F401
     from bridge.terminal import load_kernels
 
+    s3fs.core.calculate_chunksize = lambda *_, **__: PART
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
     load_kernels()
 
@@ -152,6 +157,7 @@ def _child(asked: dict[str, Any], place: Path, number: int, begun: int) -> None:
         os.chdir(place)
         from bridge.cli import main
 
+        os.environ.update(asked.get("env", {}))
         _arm(asked, place)
         sys.argv = ["qbridge", *asked["argv"]]
         os.close(begun)
@@ -161,7 +167,8 @@ def _child(asked: dict[str, Any], place: Path, number: int, begun: int) -> None:
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 0
         sys.stdout.flush()
-        _said(place, number, "calls").write_text(str(ctypes.CDLL(None).fault_calls()))
+        if "worker" not in asked:
+            _said(place, number, "calls").write_text(str(ctypes.CDLL(None).fault_calls()))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -170,10 +177,28 @@ def _child(asked: dict[str, Any], place: Path, number: int, begun: int) -> None:
 
 
 def _arm(asked: dict[str, Any], place: Path) -> None:
+    """Arm this process, or with `worker` the process of that number among the workers that it starts."""
     which = sum(CLASSES[name] for name in asked.get("classes", ["change"]))
-    folder = str(asked.get("folder", place)).encode()
-    action, at = ACTIONS[asked.get("action", "count")], ctypes.c_long(asked.get("at", 0))
-    ctypes.CDLL(None).fault_arm(folder, which, at, action, asked.get("number", 0), int(asked.get("lasting", False)))
+    action, at, number = ACTIONS[asked.get("action", "count")], asked.get("at", 0), asked.get("number", 0)
+    folder, lasting = str(asked.get("folder", place)), int(asked.get("lasting", False))
+    if "worker" not in asked:
+        ctypes.CDLL(None).fault_arm(folder.encode(), which, ctypes.c_long(at), action, number, lasting)
+    elif "after" not in asked:
+        words = f"{which} {at} {action} {number} {lasting} {folder}\n{_said(place, 0, 'calls')}"
+        _arm_worker(asked["worker"], words)
+
+
+def _arm_worker(worker: int, words: str) -> None:
+    """Start that worker with FAULT_ARM, which `shim.c` looks for, and everything else without."""
+    started = itertools.count()
+
+    def starts(event: str, about: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            os.environ.pop("FAULT_ARM", None)
+            if any(WORKER in str(word) for word in about[1]) and next(started) == worker:
+                os.environ["FAULT_ARM"] = words
+
+    sys.addaudithook(starts)
 
 
 def _orphans(thread: int) -> list[str]:

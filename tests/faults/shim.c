@@ -1,5 +1,6 @@
-/* Preloaded into a process under test: counts its calls that touch files in one folder, and at the n-th of them kills the
-   process, signals it, lets calls fail, or sets the clock. It must do nothing before fault_arm() is called.
+/* Preloaded into a process under test: counts its calls that touch files in one folder or talk over the network, and at
+   the n-th of them kills the process, signals it, lets calls fail, or sets the clock. It must do nothing before
+   fault_arm() is called, or FAULT_ARM is found where it is loaded.
 
    A write that is struck is torn: half of its bytes reach the file first, as on a disk that fills up. */
 #define _GNU_SOURCE
@@ -11,7 +12,9 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -35,6 +38,32 @@ void fault_arm(const char *path, int which, long at, int what, int number, int f
 }
 
 long fault_calls(void) { return atomic_load(&calls); }
+
+/* FAULT_ARM is for the one process that is started with it: "classes at action number lasting folder\ntold", and into the
+   file `told` goes how many calls it made when it ends by itself. */
+static char told[PATH_MAX];
+
+__attribute__((constructor)) static void arm_by_environment(void) {
+    int which, what, number, from_then_on, begin = 0;
+    long at;
+    const char *words = getenv("FAULT_ARM");
+    if (!words || sscanf(words, "%d %ld %d %d %d %n", &which, &at, &what, &number, &from_then_on, &begin) < 5) return;
+    char path[2 * PATH_MAX];
+    snprintf(path, sizeof path, "%s", words + begin);
+    char *end = strchr(path, '\n');
+    if (!begin || !end) return;
+    *end = 0;
+    snprintf(told, sizeof told, "%s", end + 1);
+    unsetenv("FAULT_ARM");
+    fault_arm(path, which, at, what, number, from_then_on);
+}
+
+__attribute__((destructor)) static void tell_calls(void) {
+    FILE *file = told[0] && atomic_exchange(&armed, 0) ? fopen(told, "w") : NULL;
+    if (!file) return;
+    fprintf(file, "%ld", fault_calls());
+    fclose(file);
+}
 
 static int within(const char *path) {
     return !strncmp(path, folder, folder_length) && (path[folder_length] == '/' || !path[folder_length]);
@@ -111,6 +140,28 @@ READER(pread64, (int fd, void *data, size_t size, off64_t at), (fd, data, size, 
 READER(readv, (int fd, const struct iovec *parts, int count), (fd, parts, count))
 READER(preadv64, (int fd, const struct iovec *parts, int count, off64_t at), (fd, parts, count, at))
 READER(preadv64v2, (int fd, const struct iovec *parts, int count, off64_t at, int how), (fd, parts, count, at, how))
+
+/* What is sent changes what lies elsewhere; an answer that is not read any more belongs to a change that was made. */
+static int far(int fd) {
+    struct sockaddr_storage peer;
+    socklen_t size = sizeof peer;
+    int family = getpeername(fd, (struct sockaddr *)&peer, &size) ? AF_UNSPEC : peer.ss_family;
+    return family == AF_INET || family == AF_INET6;
+}
+
+ssize_t send(int fd, const void *data, size_t size, int flags) {
+    REAL(send);
+    int found = atomic_load(&armed) ? struck(CHANGE, far(fd), size > 1, 0) : 0;
+    if (found < 0) return -1;
+    if (!found) return real(fd, data, size, flags);
+    ssize_t done = real(fd, data, size / 2, flags);
+    struck(CHANGE, 1, 0, 1);
+    return done;
+}
+#define TALKER(name, params, args)                                                                                    \
+    ssize_t name params { REAL(name); return FAILS(CHANGE, far(fd)) ? -1 : real args; }
+TALKER(sendmsg, (int fd, const struct msghdr *message, int flags), (fd, message, flags))
+TALKER(recv, (int fd, void *data, size_t size, int flags), (fd, data, size, flags))
 
 #define CHANGER(name, kind, params, inside, args)                                                                     \
     int name params { REAL(name); return FAILS(kind, inside) ? -1 : real args; }

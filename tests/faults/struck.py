@@ -94,11 +94,15 @@ def left_over(place: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of an output; a report without its times, and its page only if it is the page of that report."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file of an output, as `timeless`."""
+    return timeless({str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+
+
+def timeless(found: dict[str, bytes]) -> dict[str, bytes]:
+    """Files of an output; a report without its times, and its page only if it is the page of that report."""
     for name in [name for name in found if name.endswith("report.json")]:
         report, page = report_from_dict(json.loads(found[name])), name.replace(".json", ".html")
-        if found[page].decode() == html(report):
+        if found.get(page, b"").decode() == html(report):
             found[page] = b"the page of report.json"
         found[name] = dataclasses.replace(report, out="", **TIMES).to_json().encode()
     if "summary.json" in found:

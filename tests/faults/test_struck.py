@@ -12,20 +12,23 @@ import sys
 
 import pytest
 
+from bridge.remote.note import NOTE
+from bridge.visible import MARK
+from tests.faults import kinds
 from tests.faults.commands import COMMANDS, Command, named
 from tests.faults.kinds import KINDS, shares, struck_by
 from tests.faults.stand import Stand
 from tests.faults.struck import complaints, contents, differing, left_over
 
 SEED = 6
-POINTS = {"kill": 60, "kill a worker": 30, "signal": 30, "full disk": 30, "read error": 30}  # of all commands together
+POINTS = {"kill": 60, "kill a worker": 6, "signal": 30, "full disk": 30, "read error": 30}  # of all commands together
 BOTH = [(command, kind) for command in COMMANDS for kind in KINDS if struck_by(kind, command)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "kind"), BOTH, ids=[f"{kind}-{command.name}" for command, kind in BOTH])
 def test_a_command_that_is_struck_leaves_whole_outputs_only(command: Command, kind: str, stand: Stand) -> None:
-    wrong = KINDS[kind](command, stand, shares(POINTS[kind])[command.name], SEED)
+    wrong = KINDS[kind](command, stand, shares(POINTS[kind], kind)[command.name], SEED)
     assert not wrong, f"seed {SEED}:\n" + "\n".join(wrong)
 
 
@@ -52,8 +55,20 @@ def test_a_signal_before_a_verb_begins_ends_the_command_like_one_during_it(numbe
     assert (done.returncode, done.stderr) == (128 + number, f"stopped by {name}; nothing half-written is left\n")
 
 
+def test_marks_of_another_version_than_the_weights_make_a_wrong_model() -> None:
+    old, new = ({"config.json": text, "model.safetensors": text, MARK: text} for text in (b"old", b"new"))
+    versions = (None, old, new)
+    told = {NOTE: b"{}"}
+    assert kinds._is_no_model(told | {"model.safetensors": b"half"}, versions)
+    assert kinds._is_no_model(told | new, versions)
+    assert not kinds._is_no_model(told | new | {"config.json": b"old"}, versions)
+    assert not kinds._is_no_model(told | old | {MARK: b"new"}, versions)
+    assert not kinds._is_no_model(new, versions)
+
+
 def test_every_command_gets_points_of_every_number() -> None:
-    for points in (1, 60, 200):
-        given = shares(points)
-        assert sum(given.values()) >= points
-        assert min(given.values()) >= 1
+    for kind in KINDS:
+        for points in (1, 60, 200):
+            given = shares(points, kind)
+            assert sum(given.values()) >= points
+            assert min(given.values()) >= 1
