@@ -307,15 +307,18 @@ def test_a_pretrained_encoder_answers_as_modelopts(tp: Any, scheme: str, tmp_pat
     keep = feeds["attention_mask"].bool()
     far = apart(run(tp, made.directory, feeds)[keep], theirs[keep])
     print(f"MiniLM {scheme}: {far:.1e}, floor {floor(made, feeds):.1e}")
-    assert far <= (4 * floor(made, feeds) if scheme == "fp8" else EXACT)
+    assert far <= (2 * floor(made, feeds) if scheme == "fp8" else EXACT)
 
 
 def floor(made: Pair, feeds: Mapping[str, torch.Tensor]) -> float:
-    """How far ModelOpt's model gets from itself when what each Linear reads differs by a rounding or two of float32."""
+    """How far ModelOpt's model gets from itself when what each Linear reads differs by some roundings of float32.
+
+    By half as much, two runs of three flip not a single code of float8; from the first flip on it is 4 to 6 %.
+    """
     generator, keep = torch.Generator().manual_seed(0), feeds["attention_mask"].bool()
 
     def rounded(_: Any, args: Any) -> Any:
-        return args[0] * (1 + 1e-7 * torch.randn(args[0].shape, generator=generator))
+        return args[0] * (1 + 3e-7 * torch.randn(args[0].shape, generator=generator))
 
     with torch.no_grad():
         before = made.answer.model(**feeds)[0][keep]
