@@ -3,9 +3,9 @@
     python benchmarks/remote.py --nginx nginx     five rounds, in turn, each a share of the plain client's rate
 
 The server is nginx in a process of its own (sendfile, files in the page cache), which hands out bytes as fast as the
-loopback takes them. `plain`: urllib3, one connection, whole files in pieces of a megabyte.
-`read`: every tensor through `Source.read_rows`, a megabyte at a time, on every core, as a conversion
-reads. curl: whole files to /dev/null.
+loopback takes them; with `--limit 100m` so many a second to each connection, as an object store does. `plain`: urllib3,
+one connection, whole files in pieces of a megabyte. `read`: every tensor through `Source.read_rows`, a megabyte at a
+time, on every core, as a conversion reads. curl: whole files to /dev/null.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "out/bench-remote")
     parser.add_argument("--nginx", default=shutil.which("nginx"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", default="0", help="bytes a second of a connection, as nginx writes them: 100m")
     args = parser.parse_args()
     if not args.nginx:
         sys.exit("nginx is not installed; give --nginx PATH")
@@ -50,7 +51,7 @@ def main() -> None:
         make_checkpoint(checkpoint, SMALL)
     files = sorted(checkpoint.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
-    with served(args.nginx, checkpoint) as url:
+    with served(args.nginx, checkpoint, args.limit) as url:
         addresses = [f"{url}/{file.name}" for file in files]
         ways: dict[str, Callable[[], None]] = {
             "plain": lambda: plain(addresses),
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 @contextmanager
-def served(nginx: str, root: Path) -> Iterator[str]:
+def served(nginx: str, root: Path, limit: str = "0") -> Iterator[str]:
     """An nginx that serves a directory."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as scratch:
         free.bind(("127.0.0.1", 0))
@@ -90,7 +91,8 @@ def served(nginx: str, root: Path) -> Iterator[str]:
             f"daemon off; master_process off; error_log {scratch}/error.log; pid {scratch}/pid; events {{}}\n"
             f"http {{ access_log off; sendfile on; keepalive_requests 100000; client_body_temp_path {scratch}/a;"
             f" proxy_temp_path {scratch}/b; fastcgi_temp_path {scratch}/c; uwsgi_temp_path {scratch}/d;"
-            f" scgi_temp_path {scratch}/e; server {{ listen 127.0.0.1:{port}; root {root.resolve()}; }} }}\n"
+            f" scgi_temp_path {scratch}/e; server {{ listen 127.0.0.1:{port}; root {root.resolve()};"
+            f" limit_rate {limit}; }} }}\n"
         )
         server = subprocess.Popen([nginx, "-c", str(config), "-p", scratch], stderr=subprocess.DEVNULL)
         try:
