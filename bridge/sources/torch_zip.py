@@ -162,6 +162,8 @@ def _open_zip(ends: Ends, table: Table, known: Known) -> Saved:
     )
     if root is None:
         raise SourceError("a zip file, but not one of torch.save: it has no data.pkl")
+    if outside := [name for name in members if not name.startswith(root)]:
+        raise SourceError(f"{outside[0][:80]!r} lies beside {root} in the zip, so that readers differ; save it again")
     if f"{root}constants.pkl" in members or any(name.startswith(f"{root}code/") for name in members):
         raise SourceError("a TorchScript program, not weights; save the model's state_dict() as safetensors")
     order = members.get(f"{root}byteorder")

@@ -224,6 +224,16 @@ def test_compressed_member_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_member_beside_the_only_folder_is_refused_as_torch_does(tmp_path: Path) -> None:
+    path = tmp_path / "m.bin"
+    torch.save({"w": torch.zeros(3)}, path)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("elsewhere/data.pkl", b"N.")
+    assert "'elsewhere/data.pkl' lies beside m/ in the zip" in refusal(path)
+    with pytest.raises(RuntimeError, match="is not in a subdirectory"):
+        torch.load(path)
+
+
 def test_member_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.bin"
     with zipfile.ZipFile(path, "w") as file:
