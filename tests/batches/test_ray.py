@@ -83,14 +83,10 @@ def processes(title: str) -> list[int]:
 
 
 class Killer(threading.Thread):
-    """Kills processes that run the function `title`, as many as `times`, once `out` has begun to be written.
+    """Kills processes that run the function `title`, as many as `times`, once `out` has begun to be written."""
 
-    `number`: the signal, SIGSTOP for a process that hangs.
-    """
-
-    def __init__(self, title: str, out: Path, times: int = 1, number: int = signal.SIGKILL) -> None:
+    def __init__(self, title: str, out: Path, times: int = 1) -> None:
         super().__init__(daemon=True)
-        self.number = number
         self.title, self.times, self.journal = title, times, out.parent / f".{out.name}.partial/journal.jsonl"
         self.killed: set[int] = set()
         self.over = threading.Event()
@@ -100,7 +96,7 @@ class Killer(threading.Thread):
             with suppress(OSError):
                 lines = self.journal.read_bytes().count(b"\n")
                 for pid in [pid for pid in processes(self.title) if lines > 1 and pid not in self.killed][:1]:
-                    os.kill(pid, self.number)
+                    os.kill(pid, signal.SIGKILL)
                     self.killed.add(pid)
 
     def __enter__(self) -> Killer:
@@ -221,24 +217,6 @@ def test_a_row_that_hangs_is_killed_at_its_timeout_and_not_run_again(address: st
     assert (told["hangs"].status, told["hangs"].kind, told["hangs"].attempts) == (FAILED, "TimeoutError", 1)
     assert "took longer than its timeout of 2 s" in told["hangs"].error
     assert processes("run_here") == []
-
-
-@slow
-def test_a_row_whose_shard_hangs_is_killed_at_its_timeout_with_all_that_it_called(
-    address: str, model: Path, tmp_path: Path
-) -> None:
-    hangs = job("hangs", model, tmp_path / "out", quant="int8_wo", shards=2)
-    with Killer("write_portion", tmp_path / "out", number=signal.SIGSTOP) as killer:
-        told = outcomes(engine(address, workers=1), replace(hangs, timeout=15.0))
-    assert len(killer.killed) == 1
-    assert (told["hangs"].status, told["hangs"].kind, told["hangs"].attempts) == (FAILED, "TimeoutError", 1), told
-    until = time.monotonic() + 30
-    while (left := processes("run_here") + processes("write_portion")) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
-    assert not (tmp_path / "out").exists()
-    again = outcomes(engine(address), job("again", model, tmp_path / "out", quant="int8_wo", shards=2))
-    assert again["again"].status == DONE  # the CPUs are free, and what was written is nobody's any more
 
 
 class Interrupt(BaseException):

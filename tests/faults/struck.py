@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,9 +89,13 @@ def left(place: Path) -> list[str]:
     )  # fmt: skip
 
 
+TRIAL = re.compile(r"tmp/[a-z0-9_]{8}")  # see tempfile._get_default_tempdir
+
+
 def left_over(place: Path) -> list[str]:
-    """What is neither the command's output nor its manifest."""
-    return [name for name in left(place) if not name.startswith("out/") and name != "batch.toml"]
+    """What is neither the command's output, its manifest, nor the file with which Python tries a directory."""
+    found = [name for name in left(place) if not name.startswith("out/") and name != "batch.toml"]
+    return [name for name in found if not (TRIAL.fullmatch(name) and (place / name).read_bytes() in (b"", b"blat"))]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
