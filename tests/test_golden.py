@@ -104,6 +104,7 @@ def test_tensors_that_came_and_went_are_told(out: Path, golden: Path, tmp_path: 
     path.write_bytes(file_bytes(kept | {"model.extra": np.zeros(3, np.float32)}, {"format": "pt"}))
     moved = bridge.golden.check(golden, tmp_path / "out")
     assert kinds(moved) == [("missing", "model.norm.weight"), ("added", "model.extra")]
+    assert f"2 of {moved.tensors + 1} tensors moved (missing 1, added 1)" in str(moved)
 
 
 def test_a_missing_weight_file_is_told_before_its_tensors(out: Path, golden: Path, tmp_path: Path) -> None:

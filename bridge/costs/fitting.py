@@ -56,7 +56,7 @@ def fitting(source: Source, structure: Structure, scheme: Scheme) -> Fitting:
     names = [name for unit in kept for name in globs(unit, [site.module for site in structure.sites])]
     rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
     fused = {
-        name: f"gets one format with {next(iter(_modules(unit) & found.keys()))}"
+        name: f"gets one format with {min(_modules(unit) & found.keys())}"
         for unit in kept
         for name in sorted(_modules(unit) - found.keys())
     }

@@ -76,11 +76,10 @@ class Tree:
 
     def __post_init__(self) -> None:
         check_names(self.store.files, self.store.where)
-        sizes = ((name, look.nbytes) for name, look in self.store.files.items())
-        for name, nbytes in sizes:
-            if type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
+        for name, look in self.store.files.items():
+            if type(look.nbytes) is not int or not 0 <= look.nbytes < 1 << 63:
                 raise SourceError(
-                    f"{self.store.where}/{name}: listed with {nbytes!r} bytes, which no file has; ask its server"
+                    f"{self.store.where}/{name}: listed with {look.nbytes!r} bytes, which no file has; ask its server"
                 )
 
     @cached_property

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 # What a process does that the cage must notice; each runs in one, since nothing takes an audit hook out again.
 MISBEHAVING = {
     "writes": "open('x', 'w')",
-    "removes": "import os; os.remove('/tmp/no-such-file')",
+    "removes": "import os; os.remove('no-such-file')",
     "runs": "import os; os.system('true')",
     "starts": "import subprocess; subprocess.run(['true'])",
     "fills the memory": "bytearray(200 << 20)",

@@ -2,7 +2,7 @@
 
 It is asked by lines of JSON. It must run nothing by itself that leaves threads working: a fork has none of them.
 
-    {"argv": ["convert", ...], "place": "/tmp/x", "at": 17, "action": "kill", ...}  ->  {"code": -9, "calls": 17, ...}
+    {"argv": ["convert", ...], "place": "/place", "at": 17, "action": "kill", ...}  ->  {"code": -9, "calls": 17, ...}
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _deflated(size: int) -> bytes:
 TARS: dict[str, bytes] = {
     "parent": _tar(_member("../attacked")),
     "parent in the middle": _tar(_member("./a/../../attacked")),
-    "absolute": _tar(_member("/tmp/attacked")),
+    "absolute": _tar(_member("/attacked")),
     "parent by pax": _tar(_member("a", pax={"path": "../attacked"}), kind=tarfile.PAX_FORMAT),
     "link to the outside": _tar(_member("./weights", tarfile.SYMTYPE, "/etc"), _member("./weights/passwd")),
     "config that is a link": _tar(_member("./tokenizer.model", tarfile.SYMTYPE, "/etc/passwd")),

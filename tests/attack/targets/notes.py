@@ -21,7 +21,7 @@ from tests.attack.case import Case, Target
 from tests.attack.mutate import VALUES, WORDS, jsons, one_file
 
 RUN = "0123456789abcdef" * 2
-WHOLE = Note(RUN, "here:/tmp/made", {f"{at}.safetensors": Sent("0" * 64, at * 10**6, f'"{at}"') for at in range(3)})
+WHOLE = Note(RUN, "here:/made", {f"{at}.safetensors": Sent("0" * 64, at * 10**6, f'"{at}"') for at in range(3)})
 
 
 @dataclass
