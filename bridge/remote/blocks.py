@@ -1,7 +1,9 @@
-"""Blocks of remote files that are held for a while, and the next ones, asked for ahead; never more than was promised.
+"""Blocks of remote files that are held for a while, and the next ones, asked for ahead; no more than was promised.
 
 A stream reads a megabyte at a time, often twice (amax, then codes): one request each would wait for the network as
-often. Blocks are fetched by threads of their own, several at once, and the least recently read makes room.
+often. Blocks are fetched by threads of their own; the slower a connection, the more of them at once. Until a block is
+asked for that had to make room, the room of what was just read to its end is used first: that memory is still in the
+processor's cache. From then on all is kept that may be, and the least recently read makes room.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from functools import partial
 import numpy as np
 
 from bridge.errors import SourceError
+from bridge.paged import paged
 from bridge.remote.client import GIVEN_UP
 from bridge.remote.threads import Fetchers
 
@@ -24,16 +27,18 @@ BLOCK = 8 << 20  # bytes a request: at 100 MB/s a connection, 80 ms, some times 
 CONNECTIONS = 16  # one brings 50 to 100 MB/s from an object store, whatever the machine
 
 ENOUGH = 1e9  # bytes a second for each reader: where one connection brings them, more only take each other's time
+FEW = 4  # blocks that may come at once and still tell what one connection brings
 
 Fetch = Callable[[str, int, memoryview], None]  # fills the view with bytes of the file from an offset on
 
 
 @dataclass
 class _Block:
-    data: memoryview
+    room: memoryview
+    data: memoryview  # as much of the room as the file has
     came: Future[None] = field(default_factory=Future)
     readers: int = 0
-    read: bool = False  # not only asked for ahead
+    nbytes_read: int = 0  # those that were read twice are counted twice
 
 
 class Blocks:
@@ -44,10 +49,11 @@ class Blocks:
     ) -> None:
         self._fetch, self._block = fetch, block
         self._most = max(held // block, 2)
-        # Fewer at first: memory that was just in use is faster. All once a block that made room is asked for again.
         self._limit = max(self._most // 2, 2)
+        self._read_once = ahead  # until a block that made room is asked for again
         self._ahead = min(connections, self._limit // 4) if ahead else 0
-        self._seconds = 1.0  # that a block took lately
+        self._seconds = 0.0  # that a block took lately which came with few others: many take each other's time
+        self._coming = 0
         self._gone: set[tuple[str, int]] = set()
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()  # the least recently read first
         self._changed = threading.Condition()
@@ -59,17 +65,19 @@ class Blocks:
         done = 0
         while done < len(out):
             at, inside = divmod(begin + done, self._block)
-            block = self._take(name, nbytes, at)
+            block, count = self._take(name, nbytes, at), 0
             try:
                 block.came.result()
                 part = block.data[inside : inside + len(out) - done]
                 # NumPy lets other threads run while it copies, and these fetch; a memoryview does not.
                 np.frombuffer(out, np.uint8)[done : done + len(part)] = np.frombuffer(part, np.uint8)
-                done += len(part)
+                count = len(part)
             finally:
                 with self._changed:
                     block.readers -= 1
+                    block.nbytes_read += count
                     self._changed.notify_all()
+            done += count
 
     def give_up(self) -> None:
         """Fail what somebody waits for, and whatever is asked for until `go_on`."""
@@ -94,14 +102,18 @@ class Blocks:
                     raise SourceError(f"{name}: {GIVEN_UP}")
                 self._changed.wait()
             block.readers += 1
-            block.read = True
             self._blocks.move_to_end((name, at))
             last = (nbytes - 1) // self._block
-            ahead = min(self._ahead, max(1, round(self._seconds * ENOUGH / self._block)))
-            for next_ in range(at + 1, min(at + ahead, last) + 1):
+            for next_ in range(at + 1, min(at + self._ahead_now(), last) + 1):
+                if self._read_once and (name, next_) in self._gone:
+                    break
                 if self._ask(name, nbytes, next_, wanted=False) is None:
                     break
         return block
+
+    def _ahead_now(self) -> int:
+        """How many blocks are asked for ahead of a reader: 1 where one connection keeps up with it."""
+        return min(self._ahead, max(1, round(self._seconds * ENOUGH / self._block)))
 
     def _ask(self, name: str, nbytes: int, at: int, wanted: bool) -> _Block | None:
         """The block, being fetched if it was not there; None where there is no room."""
@@ -109,42 +121,53 @@ class Blocks:
         if found is not None:
             return found
         if (name, at) in self._gone:
-            self._limit = self._most
+            self._limit, self._read_once = self._most, False
         room = self._room(wanted)
         if room is None:
             return None
-        block = _Block(room[: min(self._block, nbytes - at * self._block)])
+        block = _Block(room, room[: min(self._block, nbytes - at * self._block)])
         self._blocks[name, at] = block
         self._fetchers.submit(partial(self._bring, (name, at), block))
         return block
 
     def _room(self, wanted: bool) -> memoryview | None:
-        """A buffer: a new one while there may be more, else that of the block that was read longest ago.
+        """A buffer: that of a block that was read to its end, a new one while there may be more, or the oldest.
 
         What was only asked for ahead makes room for what somebody waits for, not for more of its kind.
         """
+        free = [(key, block) for key, block in self._blocks.items() if block.came.done() and not block.readers]
+        spent = [key for key, block in free if block.nbytes_read >= len(block.data)]
+        if len(spent) > FEW and self._read_once and self._ahead_now() <= FEW:  # asked for again, it would soon be here
+            return self._let_go(spent[-1])
         if len(self._blocks) < self._limit:
-            return memoryview(bytearray(self._block))
-        for key, block in self._blocks.items():
-            if block.came.done() and not block.readers and (block.read or wanted):
-                del self._blocks[key]
-                self._gone.add(key)
-                return memoryview(block.data.obj)
-        return None
+            return paged((self._block,), np.uint8).data
+        oldest = next((key for key, block in free if block.nbytes_read or wanted), None)
+        return self._let_go(oldest) if oldest else None
+
+    def _let_go(self, key: tuple[str, int]) -> memoryview:
+        self._gone.add(key)
+        return self._blocks.pop(key).room
 
     def _bring(self, key: tuple[str, int], block: _Block) -> None:
+        with self._changed:
+            self._coming += 1
+            few = self._coming <= FEW
         begin = time.perf_counter()
         try:
             self._fetch(key[0], key[1] * self._block, block.data)
         except BaseException as error:
             with self._changed:
+                self._coming -= 1
                 if not block.came.done():
                     del self._blocks[key]  # another reader asks anew
                     block.came.set_exception(error)
                 self._changed.notify_all()
             return
+        seconds = time.perf_counter() - begin
         with self._changed:
             if not block.came.done():
                 block.came.set_result(None)
-            self._seconds += (time.perf_counter() - begin - self._seconds) / 4
+            if not self._seconds or (few and self._coming <= FEW):
+                self._seconds += (seconds - self._seconds) / (4 if self._seconds else 1)
+            self._coming -= 1
             self._changed.notify_all()

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from bridge.errors import SourceError
 from bridge.remote.address import Address, Look
-from bridge.remote.exchange import MISSING, Connections, Exchange, PassingError, StaleError
+from bridge.remote.connections import Connections
+from bridge.remote.exchange import MISSING, Exchange, PassingError, StaleError
 
 HEAD = 65536  # one request tells size, tag and the header of all but the largest shards
 TRIES = 6  # in a row that bring next to nothing

@@ -1,27 +1,22 @@
-"""One request for a byte range and its answer, over connections that are kept open; what is wrong becomes a sentence.
+"""One request for a byte range and its answer; what is wrong becomes a sentence.
 
 It never retries and never says what was signed: messages name the file as the user did.
 """
 
 from __future__ import annotations
 
-import base64
 import http.client
-import io
 import socket
 import ssl
-import threading
-import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from email.errors import FirstHeaderLineIsContinuationDefect, MissingHeaderBodySeparatorDefect
 from email.message import Message
 from types import TracebackType
-from typing import Any
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import urljoin, urlsplit, urlunsplit
 
 from bridge.errors import SourceError
 from bridge.remote.address import WEB, Address, spelled
+from bridge.remote.connections import LATE, Connections, proxy_headers
 
 STEP = 1 << 20  # bytes a call; what a connection that is reset had brought of the last one is asked for again
 REDIRECTS = 5
@@ -34,7 +29,6 @@ AGENT = "qbridge"
 PROXY = "the proxy refuses; give it a user in the environment: HTTPS_PROXY=http://user:password@host:port"
 LONGEST = 18  # digits of a length that a server tells
 UNREAD = (MissingHeaderBodySeparatorDefect, FirstHeaderLineIsContinuationDefect)  # no header after it was taken in
-MOST_LINES = 1 << 20  # bytes of lines in a row, those of heads and between chunks, without a byte of the file
 
 
 class RefusedError(SourceError):
@@ -63,111 +57,6 @@ class StaleError(PassingError):
     def told(self, where: str, times: str) -> SourceError:
         """A refusal like any other."""
         return RefusedError(f"{where}: {self}; {self._hint}")
-
-
-class Connections:
-    """Open connections by server, for any number of threads; a proxy that the environment names is used."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
-        self._busy: set[http.client.HTTPConnection] = set()
-        self._lock = threading.Lock()
-        self._trusted: ssl.SSLContext | None = None
-
-    def take(self, parts: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection to the server of an address, and whether it was idle: such a one may be closed by now."""
-        with self._lock:
-            idle = self._idle.get((parts.scheme, parts.netloc))
-            found = idle.pop() if idle else self._made(parts)
-            self._busy.add(found)
-        return found, found.sock is not None
-
-    def give(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
-        """Keep a connection whose answer was read to its end."""
-        with self._lock:
-            self._busy.discard(connection)
-            self._idle.setdefault((parts.scheme, parts.netloc), []).append(connection)
-
-    def drop(self, connection: http.client.HTTPConnection) -> None:
-        """Close one that is of no more use."""
-        connection.close()
-        with self._lock:
-            self._busy.discard(connection)
-
-    def forget(self, parts: SplitResult) -> None:
-        """Close those to a server that are idle: it has closed one of them, so most likely all."""
-        with self._lock:
-            for connection in self._idle.pop((parts.scheme, parts.netloc), []):
-                connection.close()
-
-    def hang_up(self) -> None:
-        """End what is being said on any of them: who reads is told at once, and closes it."""
-        with self._lock:
-            for connection in self._busy:
-                if connection.sock is not None:
-                    with suppress(OSError):  # not the method of an SSL socket, which takes apart what its reader uses
-                        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-
-    def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
-        if parts.scheme == "https" and self._trusted is None:
-            self._trusted = ssl.create_default_context()
-        proxy = proxy_of(parts)
-        near = proxy or parts
-        if parts.scheme == "https":
-            made: http.client.HTTPConnection = http.client.HTTPSConnection(
-                near.hostname or "", near.port, timeout=self._timeout, context=self._trusted
-            )
-            if proxy:
-                made.set_tunnel(parts.hostname or "", parts.port, dict(proxy_headers(proxy)))
-        else:
-            made = http.client.HTTPConnection(near.hostname or "", near.port, timeout=self._timeout)
-        made.response_class = _Answer
-        return made
-
-
-class _Answer(http.client.HTTPResponse):
-    """An answer that ends: http.client takes any number of `100 Continue`, and of lines after the last chunk."""
-
-    def __init__(self, sock: socket.socket, *more: Any, **named: Any) -> None:
-        super().__init__(sock, *more, **named)
-        self.fp = _Lines(self.fp.detach())  # nothing was read of it
-
-
-class _Lines(io.BufferedReader):
-    """What arrives; HTTPException where lines follow lines without end."""
-
-    _bytes = 0
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        line = super().readline(size)
-        self._bytes += len(line)
-        if self._bytes > MOST_LINES:
-            raise http.client.LineTooLong("head")
-        return line
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._bytes = 0
-        return super().read(size)
-
-    def readinto(self, out: Any, /) -> int:
-        self._bytes = 0
-        return super().readinto(out)
-
-
-def proxy_of(parts: SplitResult) -> SplitResult | None:
-    """The proxy that the environment names for an address."""
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
-        return None
-    return urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-
-
-def proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
-    """What tells a proxy who asks, where its address has a user."""
-    user = proxy.netloc.rpartition("@")[0]
-    said = base64.b64encode(unquote(user).encode()).decode()
-    return {"Proxy-Authorization": f"Basic {said}"} if user else {}
 
 
 class Exchange:
@@ -223,7 +112,7 @@ class Exchange:
             "Host": self._parts.netloc, "Range": f"bytes={self._begin}-{self._end - 1}", "Accept-Encoding": "identity",
             "User-Agent": AGENT, **headers,
         }  # fmt: skip
-        if self._parts.scheme == "http" and (proxy := proxy_of(self._parts)):
+        if self._parts.scheme == "http" and (proxy := self._connections.proxy(self._parts)):
             target, asked = url, {**asked, **proxy_headers(proxy)}
         while True:
             self._connection, used = self._connections.take(self._parts)
@@ -236,7 +125,7 @@ class Exchange:
                 if not used:
                     raise self._why(error) from error
                 self._connections.forget(self._parts)
-                if isinstance(error, TimeoutError):  # it stands, and says nothing
+                if isinstance(error, LATE):  # it stands, and says nothing
                     raise self._why(error) from error
         self.status = self._answer.status
         self._left = self._answer.length if self._answer.length is not None else -1
@@ -268,11 +157,13 @@ class Exchange:
                 f"{self._address.where}: the certificate of {host} is not trusted ({error.verify_message}); "
                 "SSL_CERT_FILE names the authorities to trust"
             )
-        if isinstance(error, TimeoutError):
+        if isinstance(error, LATE):
             return PassingError("no answer in time")
         if str(error).startswith("Tunnel connection failed: 4"):  # http.client's words
             return SourceError(f"{self._address.where}: {PROXY} ({str(error).rpartition(': ')[2]})")
-        return PassingError(f"the connection broke ({getattr(error, 'strerror', None) or type(error).__name__})")
+        proxy = self._connections.proxy(self._parts)
+        to = f" to the proxy {proxy.hostname}:{proxy.port}" if proxy else ""
+        return PassingError(f"the connection{to} broke ({getattr(error, 'strerror', None) or type(error).__name__})")
 
     def _refuse(self, url: str) -> None:
         """Raise what the status says; 404 is left to who asks, for it may be an answer."""

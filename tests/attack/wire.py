@@ -6,7 +6,6 @@ A server that falls silent is one that timed out, and time that would be waited 
 from __future__ import annotations
 
 import http.client
-import io
 import socket
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 from urllib.parse import SplitResult
 
 from bridge.remote.client import Client
-from bridge.remote.exchange import Connections
+from bridge.remote.connections import Connections
 
 MOST = 4 << 20  # bytes that one connection brings: who reads more reads without end
 Answer = Callable[[bytes], tuple[bytes, bool]]  # what is said to a request, and whether the connection ends with it
@@ -26,15 +25,24 @@ class Socket(socket.socket):
     def __init__(self, answer: Answer) -> None:
         super().__init__()
         self._answer = answer
-        self.left, self.ends = bytearray(), False
+        self.left, self.ends, self._read = bytearray(), False, 0
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         if b"\r\n\r\n" in data:
             said, self.ends = self._answer(bytes(data))
             self.left += said
+            self._read = 0
 
-    def makefile(self, *mode: Any) -> io.BufferedReader:  # type: ignore[override]
-        return io.BufferedReader(_Raw(self))
+    def recv_into(self, out: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """A server that says no more while the connection stands is not waited for."""
+        if not self.left and not self.ends:
+            raise TimeoutError("timed out")
+        count = min(len(out), len(self.left))
+        out[:count] = self.left[:count]
+        del self.left[:count]
+        self._read += count
+        assert self._read <= MOST, f"reads on after {MOST} bytes of one answer"
+        return count
 
     def setsockopt(self, *option: Any) -> None:
         """Nothing is sent."""
@@ -42,28 +50,6 @@ class Socket(socket.socket):
     def close(self) -> None:
         self.ends = True
         super().close()
-
-
-class _Raw(io.RawIOBase):
-    """What arrives; a server that says no more while the connection stands is not waited for."""
-
-    def __init__(self, said: Socket) -> None:
-        self._socket = said
-        self._read = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, out: Any) -> int:
-        left = self._socket.left
-        if not left and not self._socket.ends:
-            raise TimeoutError("timed out")
-        count = min(len(out), len(left))
-        out[:count] = left[:count]
-        del left[:count]
-        self._read += count
-        assert self._read <= MOST, f"reads on after {MOST} bytes of one answer"
-        return count
 
 
 class Wire(Connections):

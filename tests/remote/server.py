@@ -31,6 +31,8 @@ class Manners:
     fail: list[int] = field(default_factory=list)  # a status for each of the next requests of weights
     status: dict[str, int] = field(default_factory=dict)  # by name, always
     stall: float = 0.0  # seconds before a body
+    stall_at: int = 0  # or after so many bytes of it
+    drip: float = 0.0  # seconds before each byte of a body
     deaf: int = 0  # says nothing, ever, to who asks for bytes beyond this one
     deafened: threading.Event = field(default_factory=threading.Event)
     keep: float | None = None  # seconds of silence, then the connection is closed
@@ -117,13 +119,20 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if manners.stall and name.endswith(".safetensors"):
+            self.wfile.write(body[: manners.stall_at])
             threading.Event().wait(manners.stall)
+            body = body[manners.stall_at :]
         cut = len(body)
         with manners.lock:
             if manners.drop_after and manners.drops and cut > max(manners.drop_after, manners.drop_at_least):
                 cut, manners.drops = max(manners.drop_after, 0), manners.drops - 1
             if name:
                 manners.sent[name] = manners.sent.get(name, 0) + cut
+        if manners.drip and name.endswith(".safetensors"):
+            for at in range(cut):
+                threading.Event().wait(manners.drip)
+                self.wfile.write(body[at : at + 1])
+            return
         self.wfile.write(body[:cut])
         if cut < len(body):
             self.close_connection = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -61,6 +62,69 @@ def test_a_file_read_forward_is_fetched_once() -> None:
     for at in range(0, len(DATA), 100):
         read(blocks, at, min(at + 100, len(DATA)))
     assert sorted(store.asked) == list(range(0, len(DATA), 1000))
+
+
+def test_memory_of_what_was_read_is_used_again_until_something_is_read_twice() -> None:
+    asked, size, out = list[int](), 60 << 20, memoryview(bytearray(1 << 19))
+    blocks = Blocks(lambda name, begin, room: asked.append(begin), held=200 << 20, block=1 << 20)
+    passes = []
+    for _ in range(3):
+        for at in range(0, size, len(out)):
+            blocks.read("a", size, at, out)
+        passes.append((len(asked), len(blocks._blocks)))
+    assert passes[0][0] == 60 and passes[0][1] <= 10
+    assert passes[1][0] <= 120 and passes[2] == (passes[1][0], 60)
+
+
+def test_blocks_of_which_more_is_to_be_read_are_kept_longer() -> None:
+    store = Store()
+    blocks = Blocks(store.fetch, held=16_000, block=1000)
+    read(blocks, 0, 500)
+    for at in range(1000, 60_000, 500):
+        read(blocks, at, at + 500)
+    read(blocks, 500, 1000)
+    assert store.asked.count(0) == 1
+
+
+class Slow(Store):
+    """Takes its time; `most`: fetches that were under way at once."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.now, self.most = seconds, 0, 0
+
+    def fetch(self, name: str, begin: int, out: memoryview) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self.seconds)
+        super().fetch(name, begin, out)
+        with self.lock:
+            self.now -= 1
+
+
+@pytest.mark.parametrize("readers", [1, 4, 6])
+def test_a_server_that_takes_its_time_is_asked_for_more_at_once(readers: int) -> None:
+    store = Slow(0.005)
+    blocks = Blocks(store.fetch, held=200_000, block=1000)
+
+    def walk(reader: int) -> None:
+        for at in range(reader * 16_000, (reader + 1) * 16_000, 500):
+            read(blocks, at, at + 500)
+
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(walk, range(readers)))
+    assert store.most >= (8 if readers == 1 else 14)
+
+
+def test_blocks_that_nobody_came_for_do_not_end_the_asking_ahead() -> None:
+    store = Slow(0.002)
+    blocks = Blocks(store.fetch, held=16_000, block=1000)
+    for part in range(12):
+        store.most = 0
+        for at in range(part * 8000, part * 8000 + 5000, 500):  # what follows is asked for, and skipped
+            read(blocks, at, at + 500)
+    assert store.most >= 2
 
 
 def test_what_fits_is_fetched_once_though_it_is_read_twice() -> None:

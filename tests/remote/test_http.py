@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +142,39 @@ def test_connections_are_kept(served: tuple[str, Manners]) -> None:
     assert manners.connections == before
 
 
+def test_a_short_answer_follows_a_long_one_at_once(served: tuple[str, Manners], sharded: Path) -> None:
+    url, _ = served
+    client = Client(timeout=20.0)
+    store = HttpStore(url, client)
+    store.fetch(SHARDS[0], 0, memoryview(bytearray(3 << 20)))
+    idle = [one.sock for kept in client._connections._idle.values() for one in kept if one.sock]
+    assert idle and all(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1 for sock in idle)
+
+
+def test_a_server_that_falls_silent_in_the_middle_is_left_after_one_timeout(
+    served: tuple[str, Manners], sharded: Path
+) -> None:
+    url, manners = served
+    once, often, out = HttpStore(url, Client(timeout=1.0, tries=1)), HttpStore(url, Client(1.0)), bytearray(3 << 20)
+    manners.stall, manners.stall_at = 5.0, 100_000
+    begin = time.monotonic()
+    with pytest.raises(SourceError, match="no answer in time, 1 times in a row"):
+        once.fetch(SHARDS[0], 0, memoryview(out))
+    assert time.monotonic() - begin < 1.8
+    threading.Timer(0.5, lambda: setattr(manners, "stall", 0.0)).start()
+    often.fetch(SHARDS[0], 0, memoryview(out))
+    assert bytes(out) == (sharded / SHARDS[0]).read_bytes()[: 3 << 20]
+
+
+def test_a_slow_answer_that_came_whole_is_taken(served: tuple[str, Manners], sharded: Path) -> None:
+    url, manners = served
+    store, out = HttpStore(url, Client(timeout=0.5, tries=1)), bytearray(900)
+    manners.stall, manners.stall_at = 0.4, 450
+    begin = time.monotonic()
+    store.fetch(SHARDS[0], 0, memoryview(out))
+    assert time.monotonic() - begin >= 0.4 and bytes(out) == (sharded / SHARDS[0]).read_bytes()[:900]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -149,6 +185,7 @@ def test_connections_are_kept(served: tuple[str, Manners]) -> None:
         ({"status": {SHARDS[0]: 403}}, "access refused (403 Forbidden); give an address that may be read"),
         ({"status": {SHARDS[0]: 400}}, "the server answers 400 Bad Request; check the address"),
         ({"stall": 2.0}, "no answer in time, 3 times in a row"),
+        ({"drip": 0.05}, "no answer in time, 3 times in a row"),
         ({"drop_after": -1}, "the connection ended after 0 of 100 bytes, 3 times in a row"),
         ({"headers_said": {"Content-Range": "bytes 0-99/²"}}, "the server does not say how long it is"),
     ],

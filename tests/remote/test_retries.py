@@ -181,6 +181,8 @@ def test_a_proxy_learns_who_asks_and_the_server_does_not(monkeypatch: pytest.Mon
         with pytest.raises(SourceError, match="the proxy refuses; give it a user"):
             Client().look(address)
         assert manners.headers
+    with pytest.raises(SourceError, match=r"the connection to the proxy 127.0.0.1:\d+ broke \(Connection refused\)"):
+        Client(tries=1).look(address)
 
 
 def open_files() -> int:
