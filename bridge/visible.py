@@ -13,6 +13,7 @@ from bridge.paths import check_length
 from bridge.scratch import surely
 
 MARK = "bridge.json"  # in every model that bridge wrote
+REPLACING = "pass overwrite=True (--overwrite)"  # how a caller has an output replaced
 
 
 def work_directory(out: Path) -> Path:
@@ -26,14 +27,17 @@ def reserved(out: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in work.glob("**/*") if path.is_file())
 
 
-def check_free(out: Path, overwrite: bool, mark: str = MARK) -> None:
-    """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace."""
+def check_free(out: Path, overwrite: bool, mark: str = MARK, replacing: str = REPLACING) -> None:
+    """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace.
+
+    `replacing`: what the caller does to have it replaced, for the message.
+    """
     check_length(out)
     check_length(work_directory(out.absolute()))
     if out.is_symlink() and not out.exists():
         raise WriteError(f"{out} is a symbolic link to nothing; remove it, or choose another directory")
     if out.exists() and not overwrite:
-        raise WriteError(f"{out} exists already; choose another directory, or pass overwrite=True (--overwrite)")
+        raise WriteError(f"{out} exists already; choose another directory, or {replacing}")
     if out.exists() and overwrite and not (out / mark).exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise WriteError(
             f"{out} was not written by bridge (no {mark} in it): it is not overwritten; remove it yourself"

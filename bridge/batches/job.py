@@ -84,7 +84,10 @@ def outcome_of(name: str, report: Report) -> Outcome:
 
 
 def request_of(row: Row, progress: Progress = quiet) -> Request:
-    """What a row says, as `bridge.convert` takes it."""
+    """What a row says, as `bridge.convert` takes it.
+
+    A remote model or output is listed once more than planning did: another process runs the row, hours later perhaps.
+    """
     return Request(
         row.model, row.target, row.quant, row.out, calib=row.calib, kv=row.kv, device=row.device, config=row.config,
         tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite, resume=row.resume, progress=progress,

@@ -30,9 +30,10 @@ from typing import Any
 from bridge.arguments import byte_count
 from bridge.batches.engines import ENGINES, make_settings
 from bridge.batches.naming import LONGEST, beside
+from bridge.batches.problems import Problems
 from bridge.batches.rows import make_rows
 from bridge.batches.values import Limits, Row
-from bridge.errors import BridgeError, UsageError, nearest
+from bridge.errors import UsageError, nearest, number
 from bridge.paths import check_length
 from bridge.toml_data import load_toml
 from bridge.visible import work_directory
@@ -45,7 +46,7 @@ MOST = 16 << 20  # characters of a manifest: 1,600 for each row of the most that
 class Manifest:
     """Rows, and how to run them. `settings`: engine -> its table. `summary`: the JSON file that tells how rows ended.
 
-    `strict`: nothing runs if one row cannot.
+    `strict`: nothing runs if one row cannot. `notes`: combinations of matrices that came to the same row.
     """
 
     path: Path
@@ -55,12 +56,13 @@ class Manifest:
     settings: Mapping[str, Any]
     limits: Limits
     strict: bool
+    notes: tuple[str, ...] = ()
 
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read and check a manifest; one UsageError tells everything that is wrong with it."""
     path = Path(path)
-    words, problems = _toml(path), _Problems()
+    words, problems = _toml(path), Problems()
     for key in words:
         if key not in (*KEYS, *ENGINES):
             problems.add(f"key `{key}` is unknown; {nearest(key, (*KEYS, *ENGINES))}")
@@ -74,10 +76,11 @@ def read_manifest(path: str | Path) -> Manifest:
     memory = problems.take(_bytes, words.get("memory"))
     summary = problems.take(_summary, words, path)
     strict = problems.take(_of, words, "strict", bool, False)
-    rows, wrong = make_rows(words, path.absolute().parent)
-    problems.lines += wrong
-    problems.check(path)
-    return Manifest(path, tuple(rows), Path(summary), engine, settings, Limits(workers, memory), strict)
+    rows, wrong, notes = make_rows(words, path.absolute().parent)
+    if lines := [*problems.lines(), *wrong]:
+        head = f"{path}: {number(len(lines), 'problem')}"
+        raise UsageError("\n  ".join([head, *(line.replace("\n", "\n    ") for line in lines)]))
+    return Manifest(path, tuple(rows), Path(summary), engine, settings, Limits(workers, memory), strict, tuple(notes))
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -87,29 +90,6 @@ def _toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; give the path of a manifest") from error
     except ValueError as error:
         raise UsageError(f"{path}: cannot be read as TOML: {error}") from error
-
-
-class _Problems:
-    """What is wrong, collected."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def take(self, make: Any, *arguments: Any) -> Any:
-        """What `make` returns, None where it raises."""
-        try:
-            return make(*arguments)
-        except BridgeError as error:
-            self.add(str(error))
-            return None
-
-    def check(self, path: Path) -> None:
-        if self.lines:
-            head = f"{path}: {len(self.lines)} problem{'s' * (len(self.lines) > 1)}"
-            raise UsageError("\n  ".join([head, *(line.replace("\n", "\n    ") for line in self.lines)]))
 
 
 def _summary(words: Mapping[str, Any], path: Path) -> str:

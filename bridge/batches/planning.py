@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from bridge.batches.job import failure, request_of
 from bridge.batches.values import Engine, Outcome, Row
-from bridge.errors import CalibrationError, UsageError
+from bridge.errors import BridgeError, CalibrationError, SourceError, UsageError
 from bridge.finish import RUN_BYTES_PER_VALUE, versions
 from bridge.foreseen import Foreseen, foresee
 from bridge.opening import data_of, open_model
-from bridge.remote.address import is_remote, shown
+from bridge.remote.address import is_remote, server_of, shown
+from bridge.remote.opening import is_unreachable
 from bridge.remote.outgoing import check_out, made_at
 from bridge.targets import load_target
 
@@ -70,15 +71,35 @@ def plan_rows(rows: Sequence[Row], engine: Engine) -> list[Planned]:
 
 @dataclass
 class _Opened:
-    """What rows share while they are planned: headers are read once, and data are made into batches once."""
+    """What rows share while they are planned: headers are read once, and data are made into batches once.
+
+    `failed`: why a model cannot be opened. `dead`: a server that does not answer, which is waited for once -> the
+    address that was asked for, and why it could not be opened.
+    """
 
     sources: dict[str, Source] = field(default_factory=dict)
+    failed: dict[str, BridgeError] = field(default_factory=dict)
+    dead: dict[str, tuple[str, BridgeError]] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
 
     def source(self, row: Row) -> Source:
-        name = _model_of(row)
+        name, server = _model_of(row), server_of(row.model)
         if name not in self.sources:
-            self.sources[name] = open_model(row.model, row.config, row.tokenizer)
+            if name in self.failed:
+                raise self.failed[name]
+            if server in self.dead:
+                first, why = self.dead[server]
+                raise SourceError(
+                    f"{shown(row.model)}: its server does not answer, as for {first}; check the address and the "
+                    "network, and run again"
+                ) from why
+            try:
+                self.sources[name] = open_model(row.model, row.config, row.tokenizer)
+            except BridgeError as error:
+                self.failed[name] = error
+                if server and is_unreachable(error):
+                    self.dead[server] = shown(row.model), error
+                raise
         return self.sources[name]
 
     def data_digest(self, row: Row) -> str:

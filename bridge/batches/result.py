@@ -37,7 +37,7 @@ class BatchReport:
 
     `calibrations`: how those that rows share ended. `digests`: what decides a calibration -> its digest. `every`: all
     rows of the manifest where only `rows` were asked for, and `before` how the others ended in an earlier run: the
-    summary has them too.
+    summary has them too. `notes`: what is worth knowing about the manifest.
     """
 
     manifest: str
@@ -51,6 +51,7 @@ class BatchReport:
     summary: str = ""
     every: tuple[Row, ...] = ()
     before: Mapping[str, Outcome] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def failed(self) -> tuple[Outcome, ...]:
@@ -81,6 +82,7 @@ class BatchReport:
             "workers": self.workers,
             "seconds": round(self.seconds, 3),
             "passed": self.passed,
+            "notes": list(self.notes),
             "rows": [_row(row, self.outcomes.get(row.name)) for row in self.rows],
             "calibrations": [asdict(outcome) for outcome in self.calibrations],
             "digests": dict(sorted(self.digests.items())),

@@ -16,6 +16,8 @@ from bridge.remote.outgoing import check_replaceable, made_at
 from bridge.show import size
 from bridge.visible import check_free, reserved
 
+REPLACING = "set `overwrite = true` in the row or in [defaults]"  # how a manifest has an output replaced
+
 
 def refuse(planned: Planned, memory: int | None) -> Outcome | None:
     """Why a row cannot run, None where it can. `memory`: bytes that one job may have."""
@@ -27,9 +29,9 @@ def refuse(planned: Planned, memory: int | None) -> Outcome | None:
         return Outcome(row.name, FAILED, text, "BatchError")
     try:
         if is_remote(row.out):
-            check_replaceable(row.out, row.overwrite)
+            check_replaceable(row.out, row.overwrite, REPLACING)
         else:
-            check_free(Path(row.out), row.overwrite)
+            check_free(Path(row.out), row.overwrite, replacing=REPLACING)
     except (BridgeError, OSError) as error:
         return failure(row.name, error)
     return None

@@ -8,24 +8,26 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bridge.arguments import byte_count
 from bridge.batches.naming import LONGEST, SHORT, beside, filled, named, told, word
+from bridge.batches.problems import SHOWN, Problems
 from bridge.batches.values import Row
-from bridge.errors import BridgeError, UsageError, nearest
+from bridge.errors import BridgeError, UsageError, first_of, nearest, number
 from bridge.quant.scheme import load_scheme
-from bridge.remote.address import ELSEWHERE, is_remote, shown
+from bridge.remote.address import ELSEWHERE, HERE, is_remote, shown
 from bridge.targets import load_target, make_options, target_names
 
 TEXTS = ("name", "model", "target", "quant", "out", "calib", "kv", "device", "tokenizer")
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
-HERE = ("quant", "calib", "config", "tokenizer")  # no addresses
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
+PLACES = ("model", "calib", "tokenizer")  # beside the manifest, or elsewhere by a name
+GIVEN = ("kv", "device", "verify", "overwrite", "samples", "sequence", "shards", "timeout")  # to a row as they are
 NAME, OUT = "{model}-{quant}-{target}", "{name}"
-_SHOWN = 3  # rows that a problem names
 MOST_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
 MOST = 10_000  # rows of a manifest: each is planned, seconds for so many; axes that come to more are a mistake
 
@@ -45,67 +47,81 @@ class _Asked:
 
 @dataclass
 class _Rows:
-    """Rows made so far, what is wrong, and which keys had a meaning for a row.
+    """Rows made so far, what is wrong, and which options had a meaning for a row.
 
-    `alike`: what tells a row from others. `schemes`: what is wrong with each that was loaded, "" if nothing.
+    `alike`: what tells a row from others. `merged`: where and why combinations came to a row that was there -> its
+    name for each of them. `schemes`: what is wrong with each that was loaded, "" if nothing. `whole`: of every table it
+    is known which rows it asks for.
     """
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
     alike: set[str] = field(default_factory=set)
+    merged: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     schemes: dict[tuple[str, str | None], str] = field(default_factory=dict)
     known: frozenset[str] = field(default_factory=lambda: frozenset({*OWN, *options_of_targets()}))
     asked: int = 0
-    problems: dict[str, list[str]] = field(default_factory=dict)
+    whole: bool = True
+    problems: Problems = field(default_factory=Problems)
     used: set[tuple[str, str]] = field(default_factory=set)
 
     def wrong(self, where: str, text: str) -> None:
-        self.problems.setdefault(text, []).append(where)
+        self.problems.add(text, where)
+
+    def leave_out(self, where: str, text: str) -> None:
+        """Note what is wrong with a table whose rows cannot be told."""
+        self.whole = False
+        self.wrong(where, text)
 
     def ask(self, where: str, rows: int) -> bool:
         """Count rows that are asked for, before they are made; False, and noted, where they are too many."""
         self.asked += rows
         if self.asked > MOST:
-            self.wrong(where, f"makes {rows:,} rows; a manifest has {MOST:,} at most")
+            self.leave_out(where, f"makes {rows:,} rows; a manifest has {MOST:,} at most")
         return self.asked <= MOST
 
     def check_scheme(self, quant: str, kv: str | None) -> None:
-        """UsageError where a scheme cannot be loaded, which is tried once."""
-        if (quant, kv) not in self.schemes:
-            try:
-                load_scheme(quant, kv)
-                self.schemes[quant, kv] = ""
-            except BridgeError as error:
-                self.schemes[quant, kv] = str(error)
-        if problem := self.schemes[quant, kv]:
-            raise UsageError(problem)
+        """UsageError where a scheme cannot be loaded, which is tried once; with a KV cache, where it can without."""
+        for pair in dict.fromkeys([(quant, None), (quant, kv)]):
+            if pair not in self.schemes:
+                try:
+                    load_scheme(*pair)
+                    self.schemes[pair] = ""
+                except BridgeError as error:
+                    self.schemes[pair] = str(error)
+            if problem := self.schemes[pair]:
+                raise UsageError(problem)
 
 
-def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str]]:
-    """The rows that a manifest in `folder` asks for, and every problem of them."""
+def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str], list[str]]:
+    """The rows that a manifest in `folder` asks for, every problem of them, and notes on which were merged."""
     made = _Rows(folder)
     defaults = _table(words.get("defaults", {}), "[defaults]", made)
     for key, value in defaults.items():
         if isinstance(value, list):
-            made.wrong("[defaults]", f"{key} is a list, which is an axis: it belongs into a [[matrix]]")
+            made.leave_out("[defaults]", f"{key} is a list, which is an axis: it belongs into a [[matrix]]")
     kinds = {"row": _asked_rows, "matrix": _asked_matrices}
     asked = [one for key in words if key in kinds for one in kinds[key](words, made)]  # as they stand in the file
     for one in asked:
+        if made.problems.enough:
+            made.leave_out(one.where, "these problems are enough; what follows was not looked at")
+            break
         _add(one, defaults, made)
     if not asked and not made.problems:
         made.wrong("", "there are no rows; write a [[row]] or a [[matrix]] with model and target")
     overridden = {("[defaults]", key) for one in asked for key in one.words}
     said = {("[defaults]", key) for key in defaults} | {(one.where, key) for one in asked for key in one.words}
-    for where, key in sorted(() if made.problems else said - made.used - overridden):
+    idle = {(where, key) for where, key in said - made.used - overridden if key not in OWN}
+    for where, key in sorted(idle if made.whole else ()):
         made.wrong(where, f"no row's target has the option {key!r}")
     _check_apart(made)
-    return made.rows, [_listed(text, where) for text, where in made.problems.items()]
+    return made.rows, made.problems.lines(), [_merged(*key, names) for key, names in made.merged.items()]
 
 
 def _table(value: Any, where: str, made: _Rows) -> dict[str, Any]:
     """A table whose keys are known; what is wrong is noted."""
     if not isinstance(value, dict):
-        made.wrong(where, "is written as a table")
+        made.leave_out(where, "is written as a table")
         return {}
     for key in [key for key in value if key not in made.known]:
         made.wrong(where, f"key `{key}` is unknown; {nearest(key, made.known)}")
@@ -120,22 +136,22 @@ def options_of_targets() -> set[str]:
 def _asked_rows(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
     tables = words.get("row", [])
     if not isinstance(tables, list):
-        made.wrong("", "`row` is written as [[row]] tables")
+        made.leave_out("", "`row` is written as [[row]] tables")
         return
-    for number, table in enumerate(tables, 1):
-        where = f"[[row]] {number}"
+    for at, table in enumerate(tables, 1):
+        where = f"[[row]] {at}"
         own = _table(table, where, made)
         lists = [key for key, value in own.items() if isinstance(value, list)]
         for key in lists:
-            made.wrong(where, f"{key} is a list; a [[matrix]] makes a row of each")
+            made.leave_out(where, f"{key} is a list; a [[matrix]] makes a row of each")
         if not lists and made.ask(where, 1):
             yield _Asked(where, own, strict=frozenset(own))
 
 
 def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
     tables = words.get("matrix", [])
-    for number, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
-        where = f"[[matrix]] {number}"
+    for at, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
+        where = f"[[matrix]] {at}"
         table = dict(table) if isinstance(table, dict) else table
         excluded = _excluded(table.pop("exclude", []) if isinstance(table, dict) else [], where, made)
         own = _table(table, where, made)
@@ -144,9 +160,9 @@ def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
             made.wrong(where, "no key has a list: there is nothing to combine; write a [[row]]")
         for key in axes:
             if key in ("name", "out"):
-                made.wrong(where, f"{key} is a pattern, not an axis: {key} = {NAME!r}, say")
+                made.leave_out(where, f"{key} is a pattern, not an axis: {key} = {NAME!r}, say")
             elif not own[key] or any(isinstance(value, list) for value in own[key]):
-                made.wrong(where, f"{key} = {_quoted(own[key])}; expected a list of values that is not empty")
+                made.leave_out(where, f"{key} = {_quoted(own[key])}; expected a list of values that is not empty")
         if not made.ask(where, math.prod(len(own[key]) for key in axes)):
             continue
         hit = set()
@@ -171,25 +187,24 @@ def _excluded(value: Any, where: str, made: _Rows) -> list[dict[str, Any]]:
 
 
 def _add(asked: _Asked, defaults: Mapping[str, Any], made: _Rows) -> None:
-    """Make one row; what is wrong with it is noted."""
+    """Make one row; all that is wrong with it is noted."""
     words = {key: value for key, value in defaults.items() if not isinstance(value, list)} | asked.words
-    lacks = [key for key in ("model", "target") if key not in words]
-    wrong = [
-        f"{key} = {_quoted(words[key])}; {why}" for key in OWN if key in words and (why := _mistyped(key, words[key]))
-    ]
-    wrong += [f"{key} is missing" for key in lacks]
-    for line in wrong:
-        made.wrong(asked.where, line)
-    if wrong:
-        return
-    try:
-        row = _row(asked, words, made)
-    except BridgeError as error:
-        made.wrong(asked.where, str(error))
+    mistyped = {key: why for key in OWN if key in words and (why := _mistyped(key, words[key]))}
+    for key, why in mistyped.items():
+        made.wrong(asked.where, f"{key} = {_quoted(words[key])}; {why}")
+    for key in ("model", "target"):
+        if key not in words:
+            made.wrong(asked.where, f"{key} is missing")
+    row = _row(asked, {key: value for key, value in words.items() if key not in mistyped}, made)
+    if row is None or mistyped:
         return
     alike = json.dumps({**asdict(row), "where": ""}, sort_keys=True, default=str)
-    if not asked.axes or alike not in made.alike:
-        made.rows.append(row)
+    if asked.axes and alike in made.alike:
+        idle = [repr(key) for key in asked.axes if key not in OWN and key not in row.options]
+        why = f"target {row.target} has no option {', '.join(idle)}" if idle else "asked for already"
+        made.merged.setdefault((asked.where, why), []).append(row.name)
+        return
+    made.rows.append(row)
     made.alike.add(alike)
 
 
@@ -231,45 +246,44 @@ def _quoted(value: Any) -> str:
     return repr(f"{said[:SHORT]}..." if isinstance(said, str) and len(said) > SHORT else said)
 
 
-def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row:
-    target = load_target(words["target"])
-    own = {entry.name for entry in fields(target.Options)}
+def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row | None:
+    """The row, though something may be wrong with it, which is noted; None where its names are not known."""
+    take = partial(made.problems.take, where=asked.where)
+    target = take(load_target, words["target"]) if "target" in words else None
+    own = {entry.name for entry in fields(target.Options)} if target else made.known
     made.used |= {
-        (asked.where if key in asked.words else "[defaults]", key) for key in words if key in OWN or key in own
+        (asked.where if key in asked.words else "[defaults]", key)
+        for key in words
+        if key in own or key in asked.strict  # what a [[row]] says in vain is told of that row
     }
     options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in asked.strict)}
-    make_options(target, dict(options))
-    quant = words.get("quant")
-    quant = beside(quant, made.folder) if quant and ("/" in quant or quant.endswith(".toml")) else quant
+    if target:
+        take(make_options, target, dict(options))
+    quant, config, memory = words.get("quant"), words.get("config"), words.get("memory")
+    if quant and ("/" in quant or quant.endswith(".toml")):
+        quant = take(beside, quant, made.folder)
     if quant and quant != "none":
-        made.check_scheme(quant, words.get("kv"))
+        take(made.check_scheme, quant, words.get("kv"))
+    places = {key: take(named, words[key], made.folder, key) for key in PLACES if key in words}
+    if isinstance(config, str):
+        config = take(beside, config, made.folder)
+    if isinstance(memory, str):
+        memory = take(byte_count, memory, "memory")
+    if not target or not places.get("model"):
+        return None
     axes = [key for key in asked.axes if key in OWN or key in options]
     shown = {"quant": "none", **{key: word(words[key]) for key in [*words] if key in OWN or key in options}}
     more = "".join(f"-{key}-{{{key}}}" for key in axes if key not in ("model", "quant", "target"))
-    name = shown["name"] = filled(words.get("name", NAME + more), shown, "name")
-    out, model = filled(words.get("out", OUT), shown, "out"), named(words["model"], made.folder, "model")
-    memory, config = words.get("memory"), words.get("config")
+    name = shown["name"] = take(filled, words.get("name", NAME + more), shown, "name")
+    out = name and take(filled, words.get("out", OUT), shown, "out")
+    out = out if not out or is_remote(out) else take(beside, out, made.folder)
+    if not out:
+        return None
+    given = {key: words[key] for key in GIVEN if key in words}
     return Row(
-        name=name,
-        where=asked.where,
-        model=model,
-        target=words["target"],
-        out=out if is_remote(out) else beside(out, made.folder),
-        quant=quant,
-        calib=named(words["calib"], made.folder, "calib") if "calib" in words else None,
-        kv=words.get("kv"),
-        device=words.get("device"),
-        config=beside(config, made.folder) if isinstance(config, str) else config,
-        tokenizer=named(words["tokenizer"], made.folder, "tokenizer") if "tokenizer" in words else None,
-        verify=words.get("verify", True),
-        overwrite=words.get("overwrite", False),
-        memory=byte_count(memory, "memory") if isinstance(memory, str) else memory,
-        samples=words.get("samples"),
-        sequence=words.get("sequence"),
-        shards=words.get("shards", 1),
-        timeout=words.get("timeout"),
-        options=options,
-    )
+        name=name, where=asked.where, target=words["target"], out=out, quant=quant, config=config, memory=memory,
+        options=options, **places, **given,
+    )  # fmt: skip
 
 
 def _check_apart(made: _Rows) -> None:
@@ -303,7 +317,7 @@ def _place(path: str) -> Path:
     return Path(shown(path)) if is_remote(path) else Path(os.path.realpath(path))
 
 
-def _listed(text: str, where: list[str]) -> str:
-    shown = list(dict.fromkeys(place for place in where if place))
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return f"{', '.join(shown[:_SHOWN])}{more}: {text}" if shown else text
+def _merged(where: str, why: str, names: list[str]) -> str:
+    """A note on combinations that came to rows which were there."""
+    rows = [repr(name) for name in dict.fromkeys(names)]
+    return f"{where}: {number(len(names), 'combination')} merged into {first_of(rows, SHOWN)}: {why}"

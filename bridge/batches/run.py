@@ -22,7 +22,7 @@ from bridge.batches.result import BatchReport, read_earlier
 from bridge.batches.room import refuse, without_disk
 from bridge.batches.values import PLANNED, Engine, Limits, Outcome, Row
 from bridge.batches.watching import Audience, Counted
-from bridge.errors import BatchError, UsageError, WriteError, nearest, reason
+from bridge.errors import BatchError, UsageError, WriteError, nearest, number, reason
 from bridge.progress import Progress, quiet
 from bridge.remote.address import is_remote
 from bridge.remote.outgoing import made_at, tidy
@@ -93,6 +93,7 @@ def run(manifest: Manifest, asked: Asked, audience: Audience) -> BatchReport:
     report = BatchReport(
         str(manifest.path), name, engine.workers, tuple(rows), summary=str(manifest.summary), every=manifest.rows,
         before={row.name: end for row in manifest.rows if (end := earlier.outcome(row))} if asked.only else {},
+        notes=manifest.notes,
     )  # fmt: skip
     known = dict(earlier.digests)
     for row in rows if not asked.dry_run else ():
@@ -173,7 +174,7 @@ def _positive(value: int | None) -> int | None:
 
 def _refusals(failed: Sequence[Outcome]) -> str:
     lines = [f"{outcome.name}: {outcome.error}".replace("\n", "\n    ") for outcome in failed]
-    return "\n  ".join([f"{len(failed)} row{'s' * (len(failed) > 1)} cannot run, so none was started", *lines])
+    return "\n  ".join([f"{number(len(failed), 'row')} cannot run, so none was started", *lines])
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.batches.result import BatchReport
 from bridge.batches.values import DONE, PLANNED, Event, Outcome
-from bridge.batches.watching import WORDS, line, number
+from bridge.batches.watching import WORDS, line
+from bridge.errors import number
 from bridge.progress import BYTES
 from bridge.show import Columns, size
 
@@ -20,7 +21,7 @@ RUNNING = ("running", "stage", "done", "seconds")
 
 
 def report_table(report: BatchReport) -> RenderableType:
-    """Every row with how it ended, the messages of those that failed, and totals."""
+    """Every row with how it ended, the messages of those that failed, notes on the manifest, and totals."""
     from rich.console import Group
 
     rows = [_cells(row.name, row, report.outcomes.get(row.name)) for row in report.rows]
@@ -28,7 +29,7 @@ def report_table(report: BatchReport) -> RenderableType:
     for outcome in report.failures:
         if not outcome.because:  # else that is told already
             parts += ["", f"{outcome.name}: {outcome.kind}: {outcome.error}"]
-    return Group(*parts, "", _totals(report))
+    return Group(*parts, "", *(f"note: {note}" for note in report.notes), _totals(report))
 
 
 def _cells(name: str, row: Any, outcome: Outcome | None) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def _cells(name: str, row: Any, outcome: Outcome | None) -> tuple[str, ...]:
         return (*what, "not run", "", "", "", "")
     ended = "planned" if outcome.status == PLANNED else WORDS[outcome.status]
     ended += " before" if outcome.kept else ""
-    seconds = f"{outcome.seconds:.1f}" if outcome.seconds else ""
+    seconds = f"{outcome.seconds:.1f}" if outcome.seconds and not outcome.kept else ""  # else an earlier run's
     cosine = "" if outcome.cosine is None else f"{outcome.cosine:.6f}"
     loss = "" if outcome.relative_l2 is None else f"{outcome.relative_l2:.2e}"
     return (*what, ended, seconds, size(outcome.bytes) if outcome.bytes else "", cosine, loss)

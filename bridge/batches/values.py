@@ -80,8 +80,8 @@ class Outcome:
     """How a job ended. `error` is the message, `kind` the class of it: an error's name, "TimeoutError" say, or "Crash".
 
     `cosine` and `norm_ratio` are the worst of all tensors, `relative_l2` that of the outputs where they were run.
-    `kept`: a finished output of an earlier run was found and left as it is. `because`: the job without which this one
-    could not start.
+    `kept`: a finished output of an earlier run was found and left as it is; `seconds` are what that run took.
+    `because`: the job without which this one could not start.
     """
 
     name: str

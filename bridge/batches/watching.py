@@ -8,6 +8,7 @@ from typing import Protocol
 
 from bridge.batches.result import BatchReport
 from bridge.batches.values import BELOW, DONE, FAILED, Event, Outcome
+from bridge.errors import number
 from bridge.progress import Progress
 from bridge.show import size
 
@@ -77,21 +78,17 @@ class Lines:
         self._write(f"{time.monotonic() - self._begin:8.1f} s  {text}")
 
 
-def line(outcome: Outcome) -> str:
-    """An outcome in one line."""
+def line(outcome: Outcome, whole: bool = False) -> str:
+    """An outcome in one line; `whole`: with all lines of an error, indented."""
     if outcome.because:
         return f"{outcome.name}: FAILED: {outcome.because} failed"
     if outcome.status == FAILED:
-        return f"{outcome.name}: FAILED: {outcome.kind}: {first_line(outcome.error)}"
+        said = outcome.error.replace("\n", "\n    ") if whole else first_line(outcome.error)
+        return f"{outcome.name}: FAILED: {outcome.kind}: {said}"
     written = f", {size(outcome.bytes)}" if outcome.bytes else ""
     if outcome.kept:
         return f"{outcome.name}: {WORDS[outcome.status]} by an earlier run{written}"
     return f"{outcome.name}: {WORDS[outcome.status]} in {outcome.seconds:.1f} s{written}"
-
-
-def number(count: int, word: str) -> str:
-    """A count of things by their name."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def first_line(text: str) -> str:

@@ -59,9 +59,10 @@ def batch(
 
 def _failures(report: BatchReport) -> str:
     """What stderr gets where nothing else is printed."""
-    from bridge.batches.watching import line, number
+    from bridge.batches.watching import line
+    from bridge.errors import number
 
-    lines = [line(outcome) for outcome in report.failures]
+    lines = [line(outcome, whole=True) for outcome in report.failures]
     return "\n  ".join([f"{len(report.failed)} of {number(len(report.rows), 'row')} failed", *lines])
 
 

@@ -11,6 +11,9 @@ from bridge.errors import UsageError
 
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 WEB = ("http", "https")
+UNTOLD = "..."  # in place of a server that cannot be told from a password
+ALIASES = {"s3a": "s3", "gcs": "gs"}  # of one store
+HERE = ("quant", "calib", "data", "config", "tokenizer")  # words for what is read from a path alone
 ELSEWHERE = "only a model and an output may lie at an address; download it, and give its path"
 
 
@@ -68,14 +71,40 @@ def shown(url: str) -> str:
         server, slash, path = rest.partition("/")
         server = server.rpartition("@")[2]
         if scheme in WEB and not re.fullmatch(r"[^:]*(:\d*)?|\[.*", server):
-            return f"{scheme}://..."  # a password with a slash in it, say
+            return f"{scheme}://{UNTOLD}"  # a password with a slash in it, say
         rest = f"{server}{slash}{path}"
     return f"{scheme}://{rest.rstrip('/')}"
 
 
+def store_of(url: str) -> str:
+    """The scheme of an address, one for each store.
+
+    >>> store_of("s3a://bucket/a"), store_of("https://host/a")
+    ('s3', 'https')
+    """
+    return ALIASES.get(scheme_of(url), scheme_of(url))
+
+
+def server_of(url: str) -> str:
+    """The server, or the bucket, that an address is asked of; "" where it is no address, or none can be told.
+
+    >>> server_of("https://me:secret@Host:8080/models/a"), server_of("s3a://bucket/a"), server_of("hf://org/name")
+    ('https://host:8080', 's3://bucket', 'hf://')
+    >>> server_of("org/name"), server_of("https://me:se/cret@host/a")
+    ('', '')
+    """
+    store, server = store_of(url), shown(url).partition("://")[2].partition("/")[0]
+    if not is_remote(url) or server in ("", UNTOLD):
+        return ""
+    if store == "hf":  # one server has all models
+        return "hf://"
+    return f"{store}://{server.lower() if store in WEB else server}"
+
+
 def check_here(**places: object) -> None:
-    """UsageError where a caller's word for what is read from a path alone is an address; said by the word's name."""
+    """UsageError where the place of one of the words `HERE` is an address; said by the word's name."""
     for word, place in places.items():
+        assert word in HERE, f"{word} is no word for what is read from a path alone"
         if is_remote(place):
             raise UsageError(f"{word}={shown(str(place))}: {ELSEWHERE}")
 

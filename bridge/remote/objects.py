@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.errors import BridgeError, SourceError, UsageError
-from bridge.remote.address import Look, scheme_of, shown
+from bridge.remote.address import Look, scheme_of, shown, store_of
 from bridge.remote.client import GIVEN_UP, TRIES, Client
 
 SIGNED = 3600  # seconds that a signed address answers
-S3 = ("s3", "s3a")
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+S3 = "s3"
+BUCKETS = (S3, "gs")  # extras of this package are called so too
 REFUSALS = (  # of the libraries of clouds, which are no PermissionError
     "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "DefaultCredentialsError", "RefreshError",
 )  # fmt: skip
@@ -29,18 +29,17 @@ CREDENTIALS = {
 
 def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for an address, and the path in it; UsageError where what serves it is not installed."""
-    scheme = scheme_of(url)
+    scheme, store = scheme_of(url), store_of(url)
     try:
         from fsspec.config import conf
         from fsspec.core import url_to_fs
 
         options: dict[str, Any] = {"use_listings_cache": False}
-        if scheme in S3:  # newer buckets take no other signature in an address
+        if store == S3:  # newer buckets take no other signature in an address
             options["config_kwargs"] = {"signature_version": "s3v4", **conf.get("s3", {}).get("config_kwargs", {})}
         fs, path = url_to_fs(url, **options)
     except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        install = f"pip install 'qbridge[{extra}]'" if extra else f"fsspec says: {error}"
+        install = f"pip install 'qbridge[{store}]'" if store in BUCKETS else f"fsspec says: {error}"
         raise UsageError(f"{shown(url)}: what reads {scheme}:// is not installed; {install}") from error
     except ValueError as error:
         raise UsageError(f"{shown(url)}: nothing here knows {scheme}://; known: s3, gs, hf, https") from error
@@ -55,7 +54,7 @@ def said(error: BaseException) -> str:
 
 def problem(url: str, doing: str, error: BaseException, kind: type[BridgeError]) -> BridgeError:
     """What a store said, as one sentence that tells what to do."""
-    scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme_of(url), scheme_of(url))
+    scheme = store_of(url)
     if isinstance(error, PermissionError) or type(error).__name__ in REFUSALS:
         return kind(f"{shown(url)}: access refused ({said(error)}); {CREDENTIALS.get(scheme, 'check the credentials')}")
     if isinstance(error, FileNotFoundError):
@@ -104,7 +103,7 @@ class ObjectStore:
 
     def __init__(self, url: str, client: Client | None = None) -> None:
         self._fs, root = file_system(url)
-        self._scheme, self.where = scheme_of(url), shown(url)
+        self._store, self.where = store_of(url), shown(url)
         self._client = client or Client()
         try:
             found = self._fs.find(root, detail=True)
@@ -131,7 +130,7 @@ class ObjectStore:
 
     def fetch(self, name: str, begin: int, out: memoryview) -> None:
         """Fill `out` with bytes of an object."""
-        if self._scheme in S3:
+        if self._store == S3:
             self._client.fetch(self._signed[name], begin, out, self.files[name])
         else:
             self._cat(name, begin, out)

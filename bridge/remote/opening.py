@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -10,6 +12,9 @@ from bridge.remote.place import RemotePath, Tree
 
 if TYPE_CHECKING:
     from bridge.remote.place import Store
+
+# Of the clients of S3 (botocore) and the hub (httpx), which name no cause.
+UNREACHED = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectError", "ConnectTimeout")
 
 
 def open_remote(url: str) -> Path:
@@ -26,6 +31,23 @@ def open_remote(url: str) -> Path:
 def written_at(out: str | Path) -> Path:
     """A directory that `convert` wrote, here or at an address."""
     return open_remote(str(out)) if is_remote(out) else Path(out)
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """True where an error came of a server that nobody reaches: no such host, no route, refused, or no answer in time.
+
+    >>> is_unreachable(TimeoutError()), is_unreachable(FileNotFoundError())
+    (True, False)
+    """
+    while error:
+        if isinstance(error, ConnectionRefusedError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
+            return True
+        if type(error).__name__ in UNREACHED:
+            return True
+        error = error.__cause__  # no `__context__`: what was tried before is no reason
+    return False
 
 
 def _store(url: str) -> Store:

@@ -20,12 +20,12 @@ from bridge.errors import BridgeError, UsageError, WriteError
 from bridge.journal import JOURNAL
 from bridge.json_data import parse_json
 from bridge.progress import Progress
-from bridge.remote.address import checked, is_remote, scheme_of, shown
+from bridge.remote.address import checked, is_remote, scheme_of, shown, store_of
 from bridge.remote.holding import Holding, held, seen
 from bridge.remote.note import NOTE, Note, Sent, parse_note
-from bridge.remote.objects import S3, file_system, problem, tag_of
+from bridge.remote.objects import BUCKETS, S3, file_system, problem, tag_of
 from bridge.report import Report, report_from_dict
-from bridge.visible import MARK, check_free
+from bridge.visible import MARK, REPLACING, check_free
 
 IDENTITY = ".qbridge-identity"  # in a finished output that is to be sent: of which run it is
 TRIES = 4
@@ -34,7 +34,6 @@ LAST = (
     "model.safetensors.index.json", ".metadata", "metadata.json", "common.pt", "model.engine", "model.onnx",
     "config.json", MARK,
 )  # fmt: skip
-BUCKETS = ("s3", "s3a", "gs", "gcs")
 MOST_VALUES = 64 << 20  # of a report, some tens for a tensor
 REFUSED = {
     "http": "a web server takes no files; write to a directory, s3:// or gs://",
@@ -65,7 +64,7 @@ def check_out(url: str) -> tuple[Any, str]:
         raise UsageError(f"out={where}: {REFUSED[scheme]}")
     fs, root = file_system(checked(url))
     parts = root.strip("/").split("/")
-    if {"", ".", ".."} & {*parts} or (scheme in BUCKETS and len(parts) < 2):
+    if {"", ".", ".."} & {*parts} or (store_of(url) in BUCKETS and len(parts) < 2):
         raise UsageError(f"out={where}: give a directory in it: {scheme}://{parts[0] or 'place'}/name")
     return fs, root
 
@@ -79,10 +78,13 @@ def made_at(out: str | Path) -> Path:
     return Path(name).absolute() / "made"
 
 
-def check_replaceable(url: str, overwrite: bool) -> None:
-    """Refuse what `sending` would refuse to write to, by what lies there: one listing, and one note; writes nothing."""
+def check_replaceable(url: str, overwrite: bool, replacing: str = REPLACING) -> None:
+    """Refuse what `sending` would refuse to write to, by what lies there: one listing, and one note; writes nothing.
+
+    `replacing`: see `bridge.visible.check_free`.
+    """
     where, (fs, root) = shown(url), check_out(url)
-    Outgoing(where, fs, root, seen(made_at(url).parent)).look(overwrite)
+    Outgoing(where, fs, root, seen(made_at(url).parent)).look(overwrite, replacing)
 
 
 def tidy(url: str) -> None:
@@ -118,7 +120,7 @@ class Outgoing:
         except WriteError as error:
             if not ours:
                 self._holding.forget()
-            if isinstance(error.__cause__, FileNotFoundError) and scheme_of(self.where) in BUCKETS:
+            if isinstance(error.__cause__, FileNotFoundError) and store_of(self.where) in BUCKETS:
                 bucket = self._root.partition("/")[0]
                 raise WriteError(f"{self.where}: no bucket is called {bucket}; make it, or check its name") from error
             raise
@@ -131,11 +133,11 @@ class Outgoing:
         # What lost its mark to a run that was cut off is nobody's without the note, and could not be replaced.
         self._note_stays = bool(self._sent) or (bool(self._stale) and MARK not in self._stale)
 
-    def look(self, overwrite: bool) -> tuple[Mapping[str, Any], Note | None]:
+    def look(self, overwrite: bool, replacing: str = REPLACING) -> tuple[Mapping[str, Any], Note | None]:
         """What lies there, and its note; WriteError where that is in the way."""
         found, note = self._found()
         check_free(self.local, overwrite=True)
-        self._check(found, note, overwrite)
+        self._check(found, note, overwrite, replacing)
         return found, note
 
     def tidy(self) -> None:
@@ -149,7 +151,7 @@ class Outgoing:
         found = self._listing()
         return found, self._read_note() if NOTE in found else None
 
-    def _check(self, found: Mapping[str, Any], note: Note | None, overwrite: bool) -> None:
+    def _check(self, found: Mapping[str, Any], note: Note | None, overwrite: bool, replacing: str) -> None:
         """Refuse to write over what is there, unless it is ours and may be replaced, or to be gone on with."""
         untouched = MARK in found and not (note and note.sent)
         if not found or (note and note.run == self._holding.run and not untouched):
@@ -157,12 +159,10 @@ class Outgoing:
         if note and note.run != self._holding.run and not overwrite:
             raise WriteError(
                 f"{self.where} is being sent by {note.sender}, or that run was cut off; run it "
-                "there again, or pass overwrite=True (--overwrite) to take its place"
+                f"there again, or {replacing} to take its place"
             )
         if not overwrite:
-            raise WriteError(
-                f"{self.where} exists already; choose another directory, or pass overwrite=True (--overwrite)"
-            )
+            raise WriteError(f"{self.where} exists already; choose another directory, or {replacing}")
         if note is None and MARK not in found:
             raise WriteError(
                 f"{self.where} was not written by bridge (no {MARK} in it): it is not overwritten; remove it yourself"
@@ -258,7 +258,7 @@ class Outgoing:
 
     def _end_uploads(self) -> None:
         """End uploads in parts that a kill has cut off: S3 keeps the parts, and bills them, until somebody does."""
-        if scheme_of(self.where) not in S3:
+        if store_of(self.where) != S3:
             return
         bucket, _, key = self._root.partition("/")
         with suppress(Exception):  # any of a store's library; who may not list them has a whole output all the same

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast, overload
 
-from bridge.errors import SourceError
+from bridge.errors import SourceError, first_of
 from bridge.remote.address import Look
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ def check_names(names: Iterable[str], where: str) -> None:
     """SourceError where files are named so that one written below a directory would lie elsewhere, or nowhere."""
     wrong = sorted(name for name in names if re.search(r"[\\\0]", name) or {"", ".", ".."} & {*name.split("/")})
     if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise SourceError(
-            f"{where}: files are named {', '.join(map(repr, wrong[:4]))}{more}; a name must not hold `..`, `.`, "
+            f"{where}: files are named {first_of([*map(repr, wrong)], 4)}; a name must not hold `..`, `.`, "
             "an empty part, a backslash or a zero byte: rename or remove them there"
         )
 

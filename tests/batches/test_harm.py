@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import bridge
 from bridge.batches import calibrations, finished, planning, pool, result
@@ -22,7 +23,8 @@ from bridge.batches.table import report_table
 from bridge.batches.values import DONE, FAILED, PLANNED, Job, Outcome, Row
 from bridge.batches.waiting import Waiting
 from bridge.batches.watching import line
-from bridge.errors import CalibrationError
+from bridge.cli import app
+from bridge.errors import CalibrationError, PlanError
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.terminal import console
 
@@ -47,7 +49,8 @@ def test_a_damaged_report_is_no_finished_row(text: str, tmp_path: Path) -> None:
     (tmp_path / "int8_wo" / "report.json").write_bytes(text.encode("latin1"))
     report = bridge.batch(written(tmp_path, "int8_wo", "int4_wo"), dry_run=True)
     assert [outcome.status for outcome in report.outcomes.values()] == [FAILED, PLANNED]
-    assert "exists already" in report.outcomes["int8_wo"].error
+    told = report.outcomes["int8_wo"].error
+    assert "exists already; choose another directory, or set `overwrite = true` in the row or in [defaults]" in told
 
 
 def test_a_journal_that_is_no_text_fails_its_row(tmp_path: Path) -> None:
@@ -192,10 +195,21 @@ def test_samples_and_sequence_reach_the_calibration(tmp_path: Path, monkeypatch:
     assert (given["samples"], given["sequence"]) == (4, 64)
 
 
+def test_a_quiet_command_tells_all_lines_of_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    row = f'[[row]]\nname = "odd"\nmodel = "{TINY}"\ntarget = "trtllm"\nquant = "int8_wo"\ntp = 7\n'
+    path.write_text(path.read_text() + row)
+    done = CliRunner().invoke(app, ["batch", str(path), "--dry-run", "-q"])
+    with pytest.raises(PlanError) as error:
+        bridge.plan(TINY, "trtllm", "int8_wo", tp=7)
+    lines = str(error.value).splitlines()
+    assert len(lines) > 1 and done.exit_code == 1 and [line for line in lines if line.strip() not in done.stderr] == []
+
+
 def test_a_quiet_command_tells_failures_on_stderr(tmp_path: Path) -> None:
     path = written(tmp_path, "int8_wo")
     path.write_text(path.read_text() + '[[row]]\nname = "gone"\nmodel = "./nowhere"\n')
-    command = [sys.executable, "-m", "bridge.cli", "batch", str(path), "--dry-run"]
+    command = [sys.executable, "-m", "bridge", "batch", str(path), "--dry-run"]
     done = subprocess.run([*command, "-q"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "1 of 2 rows failed" in done.stderr and "gone: FAILED: SourceError: " in done.stderr

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import bridge
 from bridge.batches import rows as manifest_rows
 from bridge.batches.manifest import Manifest, read_manifest
+from bridge.batches.problems import MOST
 from bridge.batches.result import BatchReport
+from bridge.batches.values import DONE, Outcome
 from bridge.errors import UsageError
+from bridge.terminal import console
 
 
 def read(tmp_path: Path, text: str) -> Manifest:
@@ -96,6 +102,35 @@ def test_an_axis_that_a_target_has_not_makes_one_row_of_it(tmp_path: Path) -> No
     assert names == ["llama-none-hf", "llama-none-trtllm-tp-1", "llama-none-trtllm-tp-2"]
 
 
+def test_combinations_that_come_to_one_row_are_told(tmp_path: Path) -> None:
+    text = '[[row]]\nmodel = "llama"\ntarget = "hf"\nquant = "fp8"\n'
+    text += '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trtllm"]\ntp = [1, 2, 4]\n'
+    text += '[[matrix]]\nmodel = "llama"\ntarget = "hf"\nquant = ["fp8", "int8_wo", "int8_wo"]\n'
+    made = read(tmp_path, text)
+    assert len(made.rows) == 6 and made.notes == (
+        "[[matrix]] 1: 2 combinations merged into 'llama-none-hf': target hf has no option 'tp'",
+        "[[matrix]] 2: 2 combinations merged into 'llama-fp8-hf', 'llama-int8_wo-hf': asked for already",
+    )
+    report = BatchReport("", "local", 1, made.rows, notes=made.notes)
+    assert json.loads(report.to_json())["notes"] == list(made.notes)
+    assert all(f"note: {note}\n" in shown(report) for note in made.notes)
+    assert bridge.batch(tmp_path / "batch.toml", dry_run=True).notes == made.notes
+
+
+def shown(report: BatchReport) -> str:
+    with Path("/dev/null").open("w") as nowhere, (screen := console(nowhere)).capture() as captured:
+        screen.print(report)
+    return captured.get()
+
+
+def test_the_seconds_of_an_earlier_run_are_not_shown_as_this_ones(tmp_path: Path) -> None:
+    rows = read(tmp_path, '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trt"]').rows
+    before, now = (Outcome(row.name, DONE, seconds=12.5) for row in rows)
+    ends = {before.name: replace(before, kept=True), now.name: now}
+    first, second = shown(BatchReport("", "local", 1, rows, ends)).splitlines()[1:3]
+    assert "done before" in first and "12.5" not in first and "12.5" in second
+
+
 def test_paths_are_relative_to_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "here").mkdir(parents=True)
@@ -153,6 +188,59 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert any(needle in line for line in lines), needle
 
 
+def test_a_recipe_that_is_missing_hides_no_other_problem(tmp_path: Path) -> None:
+    lines = refused(
+        tmp_path,
+        """
+        [defaults]
+        model = "llama"
+        tp = 2
+        [[row]]
+        target = "hf"
+        quant = "gone.toml"
+        memory = "lots"
+        name = "{modle}"
+        [[row]]
+        target = "hf"
+        quant = "gone.toml"
+        verify = "no"
+        config = "~nobody-of-that-name/config.json"
+        [[row]]
+        target = "hf"
+        quant = "gone.toml"
+        name = "same"
+        [[row]]
+        target = "hf"
+        name = "same"
+        [[matrix]]
+        target = ["hf", "trtt"]
+        quant = ["gone.toml"]
+        """,
+    )
+    for needle in (
+        "[[row]] 1, [[row]] 2, [[row]] 3 and 1 more: quant=", "[[row]] 1: memory 'lots' is no size",
+        "[[row]] 1: name = '{modle}'", "[[row]] 2: verify = 'no'", "[[row]] 2: '~nobody-of-that-name/config.json'",
+        "[[row]] 4: the name 'same' is that of [[row]] 3", "[[matrix]] 1: target 'trtt' is unknown",
+    ):  # fmt: skip
+        assert any(needle in line for line in lines), needle
+    assert len(lines) == 1 + 7, "\n".join(lines)
+    alone = refused(tmp_path, '[defaults]\ntp = 2\n[[row]]\nmodel = "llama"\ntarget = "hf"\nquant = "gone.toml"\n')
+    assert "no row's target has the option 'tp'" in alone[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('[defaults]\ntp = [1, 2]\n[[row]]\nmodel = "llama"\ntarget = "trtllm"\n', "[defaults]: tp is a list"),
+        ('row = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[row]] 1: is written as a table"),
+        ('matrix = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[matrix]] 1: is written as a table"),
+    ],
+)
+def test_no_option_is_said_to_be_idle_where_a_table_cannot_be_read(text: str, wrong: str, tmp_path: Path) -> None:
+    lines = refused(tmp_path, text)
+    assert any(wrong in line for line in lines) and not any("no row's target" in line for line in lines), lines
+
+
 HF, TRT = '[[row]]\nmodel = "llama"\ntarget = "hf"\n', '[[row]]\nmodel = "llama"\ntarget = "trt"\n'
 MATRIX = '[[matrix]]\nmodel = "llama"\n'
 FIVE = ("shards", "memory", "samples", "sequence", "tp")  # axes: 777 million rows of 60 values each
@@ -203,6 +291,26 @@ def test_each_scheme_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = f'{MATRIX}target = "hf"\nquant = ["fp8", "int8_wo"]\nsamples = {list(range(1, 101))}'
     assert len(read(tmp_path, text).rows) == 200
     assert loaded == ["fp8", "int8_wo"]
+
+
+ENOUGH = "[[matrix]] 1: these problems are enough; what follows was not looked at"
+
+
+def test_after_many_problems_the_rest_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(quant: str, kv: str | None) -> None:
+        loaded.append(quant)
+        raise UsageError(f"{quant} is unknown")
+
+    monkeypatch.setattr(manifest_rows, "load_scheme", load)
+    lines = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = {[f"q{n}" for n in range(3000)]}\n[defaults]\ntp = 2')
+    assert len(loaded) == MOST and "q99 is unknown" in "\n".join(lines)
+    assert ENOUGH in lines[-1]
+    assert not any("no row's target" in line for line in lines)  # one of the rest may have it
+    loaded.clear()
+    lines = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = ["q"]\nsamples = {list(range(1, 6000))}')
+    assert loaded == ["q"] and ENOUGH in lines[-1]
 
 
 SECRET = "http://me:hunter2@host/models/m?X-Amz-Signature=s3cr3t"

@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bridge
 from benchmarks.checkpoint import SMALL, make_checkpoint
+from bridge.batches import ray as engine_of_ray
 from bridge.batches.engines import make_engine, make_settings
 from bridge.batches.job import CRASH
 from bridge.batches.ray import Ray, Settings
@@ -79,6 +81,14 @@ def processes(title: str) -> list[int]:
         with suppress(OSError):
             if path.read_bytes().startswith(f"ray::{title}".encode()):
                 found.append(int(path.parent.name))
+    return found
+
+
+def within(seconds: float, true: Callable[[], bool]) -> bool:
+    """Wait for something to become true."""
+    until = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < until:
+        time.sleep(0.05)
     return found
 
 
@@ -217,6 +227,43 @@ def test_a_row_that_hangs_is_killed_at_its_timeout_and_not_run_again(address: st
     assert (told["hangs"].status, told["hangs"].kind, told["hangs"].attempts) == (FAILED, "TimeoutError", 1)
     assert "took longer than its timeout of 2 s" in told["hangs"].error
     assert processes("run_here") == []
+
+
+@slow
+def test_a_spread_row_is_killed_at_its_timeout_with_its_shards(
+    address: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row reads its config from a pipe. Its shards read it, too, and wait; only then does the clock run out."""
+    pipe, said = tmp_path / "config.json", (model / "config.json").read_bytes()
+    os.mkfifo(pipe)
+    hung, over, hanging = threading.Event(), threading.Event(), set[int]()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 10_000 * hung.is_set())
+    monkeypatch.setattr(engine_of_ray, "time", clock)
+
+    def answer() -> None:
+        while not hung.is_set():
+            with pipe.open("wb") as end:  # waits for who reads
+                os.mkfifo(tmp_path / "next")
+                (tmp_path / "next").rename(pipe)  # who reads next is not who reads now
+                if not processes("write_portion"):
+                    end.write(said)
+                    continue
+                within(60, lambda: len(processes("write_portion")) == 2)
+                hanging.update(processes("write_portion"))
+                hung.set()
+                over.wait(120)
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        row = job("hangs", model, tmp_path / "never", config=str(pipe), shards=2)
+        with closing(engine(address).run([replace(row, timeout=9_000.0)], lambda event: None)) as ends:
+            told = next(ends)  # the batch is still connected: at its end all of its processes end
+            assert within(60, lambda: not processes("run_here") and not processes("write_portion"))
+    finally:
+        over.set()
+    assert (told.status, told.kind, told.attempts) == (FAILED, "TimeoutError", 1)
+    assert "took longer than its timeout of 9000 s" in told.error
+    assert len(hanging) == 2 and not (tmp_path / "never").exists()
 
 
 class Interrupt(BaseException):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bridge
-from bridge.batches import finished
+from bridge.batches import finished, planning
 from bridge.batches.values import DONE, PLANNED
-from bridge.errors import BatchError, WriteError
+from bridge.errors import BatchError, SourceError, WriteError
+from bridge.opening import open_model
 from bridge.planning import CALIBRATION
 from bridge.remote import outgoing
+from bridge.remote.client import Client
 from bridge.remote.holding import held
 from bridge.remote.note import NOTE
 from bridge.remote.outgoing import made_at
 from tests.faults.struck import contents, differing, timeless
 from tests.remote.conftest import s3, s3_server
+from tests.remote.server import serving
 
 __all__ = ["s3", "s3_server"]
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
@@ -77,7 +81,8 @@ def test_an_output_of_another_row_is_refused_and_replaced_if_asked(s3: Any) -> N
     bridge.batch(manifest(), workers=1)
     text = Path("nightly.toml").read_text().replace("int8_wo", "fp8_pc_pt")
     Path("nightly.toml").write_text(text)
-    assert "exists already" in bridge.batch("nightly.toml", workers=1).outcomes["eight"].error
+    told = bridge.batch("nightly.toml", workers=1).outcomes["eight"].error
+    assert "exists already; choose another directory, or set `overwrite = true` in the row or in [defaults]" in told
     Path("nightly.toml").write_text(text + "overwrite = true\n")
     assert bridge.batch("nightly.toml", workers=1).passed
     assert json.loads(s3.cat_file("bucket/nightly/eight/bridge.json"))["plan"]["scheme"] == "fp8_pc_pt"
@@ -134,7 +139,7 @@ def test_a_finished_output_is_sent_where_no_disk_is_left(s3: Any, monkeypatch: p
     ends = bridge.batch(manifest(rows), dry_run=True).outcomes
     assert ends["eight"].status == PLANNED and "needs" in ends["four"].error and "of disk" in ends["four"].error
     assert bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False).out == f"{OUT}/eight"
-    with pytest.raises(WriteError, match="GB free, the plan needs"):
+    with pytest.raises(WriteError, match=" free, the plan needs"):
         bridge.convert(TINY, "hf", "int4_wo", f"{OUT}/four", verify=False)
 
 
@@ -166,3 +171,81 @@ def test_a_bug_that_looks_at_what_is_there_is_told(s3: Any, monkeypatch: pytest.
     bridge.batch(manifest(), workers=1)
     monkeypatch.setattr(finished, "_same_calibration", lambda *_: None + 1)  # type: ignore[operator]
     assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kind == "Crash"
+
+
+def unused_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that are opened, in their order."""
+    found: list[str] = []
+
+    def opening(model: str, *more: Any) -> Any:
+        found.append(model)
+        return open_model(model, *more)
+
+    monkeypatch.setattr(planning, "open_model", opening)
+    monkeypatch.setattr(Client, "_wait", lambda *_: 0.0)
+    return found
+
+
+def errors_of(*urls: str) -> list[str]:
+    """What is said of rows with these models."""
+    rows = [f'[[row]]\nname = "{n}"\nmodel = "{url}"\nquant = "int8_wo"\n' for n, url in enumerate(urls)]
+    report = bridge.batch(manifest("".join(rows), out="{name}"), dry_run=True)
+    assert report.outcomes["eight"].status == PLANNED
+    return [report.outcomes[str(n)].error for n in range(len(urls))]
+
+
+def test_a_server_that_is_dead_is_waited_for_once(tmp_path: Path, opened: list[str]) -> None:
+    host = f"localhost:{unused_port()}"
+    dead = f"http://{host}"
+    with serving(tmp_path) as (alive, _):
+        urls = (f"{dead}/a", f"{dead}/a", f"http://me:key@{host.upper()}/b", f"{alive}/a", f"{alive}/b", f"{alive}/a")
+        errors = errors_of(*urls)
+    assert "Connection refused" in errors[0] and errors[0] == errors[1]
+    assert errors[2].startswith(f"http://{host.upper()}/b: its server does not answer, as for {dead}/a; check")
+    assert f"{alive}/a: none of the files" in errors[3] and errors[3] == errors[5] and f"{alive}/b: none" in errors[4]
+    assert opened == [f"{dead}/a", f"{alive}/a", f"{alive}/b", str(TINY)]
+
+
+def test_a_store_that_is_dead_is_waited_for_once_a_bucket(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, opened: list[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    type(s3).clear_instance_cache()
+    errors = errors_of("s3://one/a", "s3a://one/b", "s3://two/a")
+    assert opened == ["s3://one/a", "s3://two/a", str(TINY)]
+    assert errors[0].startswith("s3://one/a: cannot be listed") and errors[2].startswith("s3://two/a: cannot be listed")
+    assert errors[1].startswith("s3a://one/b: its server does not answer, as for s3://one/a; check")
+
+
+def test_a_hub_that_is_dead_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, opened: list[str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{unused_port()}")
+    errors = errors_of("hf://org/a", "hf://org/b")
+    assert opened == ["hf://org/a", str(TINY)]
+    assert errors[1].startswith("hf://org/b: its server does not answer, as for hf://org/a; check")
+
+
+def test_an_error_that_an_answer_led_to_is_no_dead_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def failing(model: str, *_: Any) -> Any:
+        asked.append(model)
+        try:
+            raise TimeoutError  # of a proxy that was tried first, say
+        except TimeoutError:
+            raise SourceError(f"{model}: access refused")  # noqa: B904 -- as others raise it
+
+    monkeypatch.setattr(planning, "open_model", failing)
+    urls = ["https://host/a", "https://host/b"]
+    rows = [f'[[row]]\nname = "{url[-1]}"\nmodel = "{url}"\n' for url in urls]
+    report = bridge.batch(manifest("".join(rows), out="{name}"), dry_run=True)
+    assert asked == [*urls, str(TINY)] and report.outcomes["b"].error == f"{urls[1]}: access refused"

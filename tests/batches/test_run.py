@@ -250,7 +250,7 @@ def test_a_batch_that_is_stopped_leaves_no_worker_and_goes_on(
 ) -> None:
     text = f'[[matrix]]\nmodel = "{slow_model}"\ntarget = "hf"\nquant = ["nvfp4_wo", "int4_wo"]\nverify = false\n'
     manifest = written(tmp_path, text)
-    command = [sys.executable, "-m", "bridge.cli", "batch", str(manifest), "--workers", "2"]
+    command = [sys.executable, "-m", "bridge", "batch", str(manifest), "--workers", "2"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
@@ -285,7 +285,7 @@ def test_the_command_says_how_rows_ended_by_its_exit_code(tmp_path: Path) -> Non
     recipe.write_text(f'base = "int8_wo"\n[parity]\ntensor = {gate}\noutput = {gate}\n')
 
     def code(text: str, *more: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "bridge.cli", "batch", str(written(tmp_path, text)), *more]
+        command = [sys.executable, "-m", "bridge", "batch", str(written(tmp_path, text)), *more]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 

@@ -9,7 +9,7 @@ import pytest
 
 import bridge
 from bridge.errors import SourceError, UsageError
-from bridge.remote.address import Look, checked, is_remote, shown
+from bridge.remote.address import Look, checked, is_remote, server_of, shown
 from bridge.remote.place import RemotePath, Tree
 
 NAMES = (
@@ -109,6 +109,19 @@ def test_a_missing_file_is_an_os_error_as_it_is_here(both: tuple[Path, RemotePat
 )
 def test_addresses_are_shown_without_secrets(url: str, wanted: str) -> None:
     assert shown(url) == wanted
+
+
+@pytest.mark.parametrize(
+    ("url", "wanted"),
+    [
+        ("https://me:key@Host:81/a?sig=1", "https://host:81"), ("HTTPS://host/b", "https://host"),
+        ("s3a://Bucket/a", "s3://Bucket"), ("s3://Bucket/a", "s3://Bucket"), ("s3://other/a", "s3://other"),
+        ("gcs://b/a", "gs://b"), ("hf://org/name@v1", "hf://"), ("org/name", ""), ("/a/b", ""),
+        ("https://me:a/b@one/c", ""), ("https://me:a/b@two/c", ""), ("s3://", ""),
+    ],
+)  # fmt: skip
+def test_one_server_has_one_name_and_what_none_can_be_told_of_has_none(url: str, wanted: str) -> None:
+    assert server_of(url) == wanted
 
 
 @pytest.mark.parametrize("model", ["org/name", "org/name@v1", "C:/models", "/a/b", Path("s3://b"), None, 3])

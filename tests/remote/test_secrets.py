@@ -9,8 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
+from bridge.batches.manifest import read_manifest
+from bridge.batches.rows import OWN
 from bridge.cli import app
 from bridge.errors import BridgeError, GoldenError, UsageError, VerifyError
+from bridge.remote.address import HERE, check_here
 from tests.remote.server import serving
 
 MODELS = Path(__file__).parents[2] / "examples/models"
@@ -70,6 +73,18 @@ def test_what_lies_at_no_address_is_refused_in_words(word: str, suffix: str, tmp
     assert "only a model and an output may lie at an address" in str(caught.value)
     assert "secret" not in str(caught.value) and "veiled" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["batch.toml"]
+
+
+def test_every_word_for_what_is_read_from_a_path_alone_is_known_to_manifests_too(tmp_path: Path) -> None:
+    for word in HERE:
+        with pytest.raises(UsageError, match=f"{word}=https://127.0.0.1:1/a: only a model"):
+            check_here(**{word: ADDRESS})
+    for word in {*HERE} & {*OWN}:
+        (tmp_path / "batch.toml").write_text(f'[[row]]\nmodel = "m"\ntarget = "hf"\n{word} = "{ADDRESS}"\n')
+        with pytest.raises(UsageError, match=f"{word} = .*only a model and an output may lie at an address"):
+            read_manifest(tmp_path / "batch.toml")
+    with pytest.raises(AssertionError, match="recipe"):
+        check_here(recipe=None)
 
 
 @pytest.mark.parametrize(
