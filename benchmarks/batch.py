@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("tiny-llama", "tiny-gpt2")
 TARGETS = ("hf", "tripy", "trt")
 SCHEMES = ("fp8", "int8_wo")
-QBRIDGE = [sys.executable, "-m", "bridge.cli"]
+QBRIDGE = [sys.executable, "-m", "bridge"]
 LOOP, ONE, TWO, RAY = "loop", "batch, 1 at once", "batch, 2 at once", "batch on Ray, 2 at once"
 WAYS = {ONE: ["--workers", "1"], TWO: ["--workers", "2"], RAY: ["--workers", "2", "--engine", "ray"]}
 

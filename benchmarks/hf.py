@@ -45,7 +45,7 @@ with torch.no_grad():
 def bridge(source: Path, scheme: str, out: Path, verify: bool) -> list[str]:
     """The command line that converts `source`."""
     words = ["convert", str(source), "--target", "hf", "--quant", scheme, "--out", str(out), "--quiet"]
-    return [sys.executable, "-m", "bridge.cli", *words, *([] if verify else ["--no-verify"])]
+    return [sys.executable, "-m", "bridge", *words, *([] if verify else ["--no-verify"])]
 
 
 def main() -> None:

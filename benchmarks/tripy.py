@@ -56,7 +56,7 @@ def bridge(source: Path, scheme: str, dtype: str, out: Path, calibration: Path |
     """The command line that converts `source`."""
     words = ["convert", str(source), "--target", "tripy", "--quant", scheme, "--dtype", dtype, "--out", str(out)]
     given = ["--calib", str(calibration)] if calibration else []
-    return [sys.executable, "-m", "bridge.cli", *words, *given, "--quiet", "--no-verify"]
+    return [sys.executable, "-m", "bridge", *words, *given, "--quiet", "--no-verify"]
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def main() -> None:
     if not calibration.exists():
         make_calibration(checkpoint, calibration)
     ours, theirs, copy = args.work / "bridge", args.work / "peer", args.work / "copy"
-    command = [sys.executable, "-m", "bridge.cli", "convert", str(checkpoint), "--target", "trt", "--quant", "fp8"]
+    command = [sys.executable, "-m", "bridge", "convert", str(checkpoint), "--target", "trt", "--quant", "fp8"]
     command += ["--out", str(ours), "--calib", str(calibration), "--no-verify", "--quiet"]
     for _ in range(args.rounds):
         for path in (ours, theirs, copy):

@@ -30,6 +30,7 @@ from bridge.arguments import (
     takes_target_options,
 )  # fmt: skip
 from bridge.commands import batch, golden, sensitivity
+from bridge.errors import number
 from bridge.terminal import BELOW, FAILED, Exit, Terminal, guarded, keep_pages, load_kernels, open_streams, session
 
 if TYPE_CHECKING:
@@ -48,8 +49,23 @@ app = typer.Typer(
 EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity below its threshold."
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"qbridge {bridge.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Take the options that belong to no verb; their callbacks have done what they ask for."""
+
+
 def main() -> None:
-    """Entry point of the console command."""
+    """Run the verb that the command line names; `bridge.__main__` is where the console command begins."""
     open_streams()
     with guarded():
         keep_pages()
@@ -190,7 +206,7 @@ def check(
             print_json(terminal, [problem._asdict() for problem in problems])
         else:
             where = ", ".join(map(str, paths or [])) or "tables and schemes"
-            count = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "all is well"
+            count = number(len(problems), "problem") if problems else "all is well"
             terminal.print(*(problem.text for problem in problems), f"{where}: {count}")
         if any(problem.fatal for problem in problems):
             raise Exit(FAILED)

@@ -229,8 +229,69 @@ app({CONVERT!r})
     assert [path.name for path in tmp_path.iterdir()] == ["ready"]
 
 
+@pytest.mark.parametrize("module", ["bridge.cli", "typing", "typer", "bridge.terminal"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_the_command_is_imported_is_one_line(module: str, number: signal.Signals, code: int) -> None:
+    script = f"""
+import os, sys
+class Strike:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+assert {module!r} not in sys.modules
+sys.meta_path.insert(0, Strike)
+sys.argv[1:] = ["show", "schemes"]
+from bridge.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    said = f"stopped by {number.name}; nothing half-written is left\n"
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
+@pytest.mark.parametrize("verb", ["show schemes", "show nothing-of-that-name"])
+def test_a_ctrl_c_after_the_verb_disturbs_no_callback_and_no_exit_code(verb: str) -> None:
+    script = f"""
+import atexit, os, sys
+def callback(name, number):
+    if number:
+        os.kill(os.getpid(), number)
+    print(name, file=sys.stderr)
+atexit.register(callback, "last", 0)
+atexit.register(callback, "struck", {signal.SIGINT.value})
+sys.argv[1:] = {verb.split()!r}
+from bridge.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if "nothing" in verb else 0)
+    assert done.stderr.splitlines()[-2:] == ["struck", "last"] and "Traceback" not in done.stderr
+
+
+def test_a_sigterm_after_the_verb_ends_the_process_as_any_other() -> None:
+    script = f"""
+import atexit, os, sys
+atexit.register(lambda: os.kill(os.getpid(), {signal.SIGTERM.value}))
+sys.argv[1:] = ["show", "schemes"]
+from bridge.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+
+
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "bridge", "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Usage: python -m bridge ")
+
+
+def test_the_version_is_told_and_nothing_else() -> None:
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"qbridge {bridge.__version__}\n")
+
+
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
-    command = f"{sys.executable} -m bridge.cli plan {MODEL} --target trt --quant fp8 --all | head -n 1"
+    command = f"{sys.executable} -m bridge plan {MODEL} --target trt --quant fp8 --all | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "LlamaForCausalLM" in done.stdout
     assert done.stderr == ""
@@ -242,7 +303,7 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
 def test_a_reader_that_is_gone_ends_a_verb_without_a_word(verb: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "bridge.cli", *verb.split()]
+    command = [sys.executable, "-m", "bridge", *verb.split()]
     with os.fdopen(writer, "w") as pipe:
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")

@@ -45,6 +45,12 @@ def test_importing_bridge_loads_no_framework_and_no_numpy() -> None:
     assert not loaded("import bridge") & (FRAMEWORKS | {"numpy", "rich", "typer"})
 
 
+def test_nothing_is_loaded_before_signals_are_handled() -> None:
+    code = "import sys; before = {*sys.modules}; import bridge.__main__; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["__future__", "bridge", "bridge.__main__"], done.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["convert", "--help"]])
 def test_help_loads_no_framework_and_no_numpy(words: list[str]) -> None:
     assert not loaded(command(*words)) & (FRAMEWORKS | {"numpy", "rich"})

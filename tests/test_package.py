@@ -60,7 +60,7 @@ def test_the_wheel_carries_the_licences_and_the_command(wheel: Path) -> None:
     info = next(name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
     assert "Python Software Foundation" in archive.read(f"{info}/licenses/NOTICE").decode()
-    assert "qbridge = bridge.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "qbridge = bridge.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
 
 
 def test_the_installed_package_finds_its_own_tables_and_kernels(installed: Path) -> None:
@@ -76,7 +76,7 @@ print(len(bridge.quant.scheme.scheme_names()))
 
 def test_the_installed_command_plans(installed: Path) -> None:
     model = ROOT / "examples" / "models" / "tiny-llama"
-    said = run(installed, "-m", "bridge.cli", "plan", str(model), "--target", "trt", "--quant", "int4_awq")
+    said = run(installed, "-m", "bridge", "plan", str(model), "--target", "trt", "--quant", "int4_awq")
     assert "35 of 36 matrices quantized" in said
 
 
