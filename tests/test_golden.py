@@ -271,3 +271,66 @@ def test_outputs_from_zeros_or_to_nan_have_moved() -> None:
         found = outputs_moved(Reference(values={"output": before}, tolerance=0.01), Reference(values={"output": after}))
         assert [move.name for move in found] == ["output"]
     assert not outputs_moved(Reference(values={"o": ones}, tolerance=0.01), Reference(values={"o": 1.001 * ones}))
+
+
+def test_a_number_that_is_none_any_more_is_told_apart_from_those_that_moved(
+    out: Path, golden: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    file = SafetensorsFile(path)
+    tensors = {name: file.read(name) for name in file.specs}
+    norm = tensors["model.norm.weight"]
+    for at, value, said in (
+        (3, np.nan, r"1 of 47 samples (2%) to or from NaN or infinity; 0.8891 .. 1.623"),
+        (
+            5,
+            norm[5] + 0.25,
+            "2 of 47 samples (4%) by at most 0.25, relative L2 0.026, 1 of them to or from NaN or infinity; ",
+        ),
+    ):
+        norm = tensors["model.norm.weight"] = np.array(norm)
+        norm[at] = value
+        path.write_bytes(file_bytes(tensors, {"format": "pt"}))
+        moved = bridge.golden.check(golden, tmp_path / "out")
+        assert f"model.norm.weight: {said}" in str(moved) and "and 1 not finite" in str(moved)
+        json.loads(moved.to_json())
+
+
+def test_outputs_that_stay_what_is_no_number_have_not_moved() -> None:
+    ones = np.ones(64, np.float32)
+    (nan := ones.copy())[3] = np.nan
+    (both := nan.copy())[5] = 1.5
+
+    def told(before: np.ndarray, after: np.ndarray) -> list[str]:
+        kept = Reference(values={"o": before}, tolerance=0.01)
+        return lines(outputs_moved(kept, Reference(values={"o": after})))
+
+    assert told(nan, nan) == []
+    assert told(ones, nan) == ["outputs  o: 1 of 64 samples (2%) to or from NaN or infinity; tolerance 0.01"]
+    assert told(nan, both) == ["outputs  o: by at most 0.5, relative L2 0.063; tolerance 0.01"]
+    assert told(0 * ones, ones) == ["outputs  o: by at most 1; tolerance 0.01"]
+
+
+def test_beside_what_is_no_number_the_numbers_are_compared_by_the_tolerance() -> None:
+    before = np.ones(64, np.float32)
+    before[:3] = np.nan, np.inf, -np.inf
+
+    def told(**changes: float) -> list[str]:
+        after = 1.001 * before
+        for at, value in changes.items():
+            after[int(at[1:])] = value
+        kept = Reference(values={"o": before}, tolerance=0.01)
+        return lines(outputs_moved(kept, Reference(values={"o": after})))
+
+    assert told() == [] and told(_0=-np.nan) == []
+    assert "by at most 0.5, relative L2 0.064" in told(_9=1.5)[0] and "NaN" not in told(_9=1.5)[0]
+    for changes in ({"_0": 1.0}, {"_0": np.inf}, {"_1": -np.inf}, {"_2": np.nan}, {"_9": np.nan}, {"_9": np.inf}):
+        assert "1 of them to or from NaN or infinity" in told(**changes)[0]
+
+
+def test_samples_that_are_no_number_before_and_now_have_not_moved_to_it() -> None:
+    zeros, gone = np.zeros(4, np.float32), np.full(4, np.nan, np.float32)
+    kept = Reference(values={"o": gone}, tolerance=0.01)
+    assert outputs_moved(kept, Reference(values={"o": -gone})) == []
+    assert "4 of 4 samples (100%) to or from NaN" in lines(outputs_moved(kept, Reference(values={"o": zeros})))[0]

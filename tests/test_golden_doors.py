@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import bridge
 from bridge.cli import app
+from bridge.container import SafetensorsFile, file_bytes
 from bridge.golden.store import load
 from tests.golden_made import LLAMA, Q, changed, written
 from tests.test_imports import FRAMEWORKS, loaded, modules
@@ -53,6 +55,28 @@ def test_exit_codes_and_words(golden: Path, tmp_path: Path) -> None:
     assert run("record", other, tmp_path / "golden", "--no-run", "--reason", "new")[0] == 0
     assert run("check", tmp_path / "golden")[0] == 2
     assert run("check", tmp_path / "nowhere", out)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model.norm.weight"], "note: 1 tensor holds values that are not finite: model.norm.weight (1)"),
+        ([f"model.layers.{at}.input_layernorm.weight" for at in range(4)], "note: 4 tensors hold values that are"),
+    ],
+)
+def test_values_that_are_not_finite_are_noted(names: list[str], said: str, golden: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(golden.parent / "out", out)
+    file = SafetensorsFile(out / "model.safetensors")
+    tensors = {name: np.array(file.read(name)) for name in file.specs}
+    for name in names:
+        tensors[name].reshape(-1)[2] = np.nan
+    (out / "model.safetensors").write_bytes(file_bytes(tensors, {"format": "pt"}))
+    code, told = run("record", out, tmp_path / "golden", "--no-run")
+    assert code == 0 and said in told and ("and 1 more" in told) == (len(names) > 3)
+    data = json.loads(run("record", out, tmp_path / "golden", "--no-run", "--json")[1])
+    assert data["not_finite"] == dict.fromkeys(names, 1)
+    assert "note: " not in run("record", golden.parent / "out", tmp_path / "well", "--no-run")[1]
 
 
 class Suite:

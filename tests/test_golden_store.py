@@ -15,7 +15,7 @@ import xxhash
 
 import bridge
 from bridge.dtypes import DTYPES
-from bridge.errors import GoldenError
+from bridge.errors import GoldenError, VerifyError
 from bridge.golden import digests
 from bridge.golden.digests import digest_tensor, positions
 from bridge.golden.store import load
@@ -155,6 +155,16 @@ def test_what_is_no_golden_is_told_with_the_command(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(GoldenError, match="qbridge golden record OUT"):
             load(place)
+
+
+def test_a_written_model_in_the_place_of_a_golden_is_told_apart(golden: Path) -> None:
+    with pytest.raises(GoldenError, match="a written model, no golden; the golden comes first: `qbridge golden check"):
+        bridge.golden.check(golden.parent / "out", golden)
+
+
+def test_a_model_that_is_not_there_is_no_such_directory(golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(VerifyError, match=r"nowhere: no such directory; name one that `convert` wrote$"):
+        bridge.golden.check(golden, tmp_path / "nowhere")
 
 
 def test_a_directory_with_other_files_is_left_alone(golden: Path, tmp_path: Path) -> None:

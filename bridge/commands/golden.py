@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.arguments import Config, Debug, Json, Quiet, Tokenizer, print_json
+from bridge.errors import first_of
 from bridge.terminal import FAILED, Exit, Terminal, load_kernels, session
 
 if TYPE_CHECKING:
-    from bridge.golden import Moved
+    from bridge.golden import Golden, Moved
 
+NAMED = 3  # tensors that a note names
 EXITS = "Exit codes: 0 nothing moved, 1 something moved or failed, 2 usage."
 
 app = typer.Typer(
@@ -45,12 +47,17 @@ def record(
             out, golden, reason=reason, against=against, quant=quant, tolerance=tolerance, run=not no_run,
             progress=terminal.progress,
         )  # fmt: skip
-        count, not_run = len(made.snapshot.tensors), made.reference.not_run
+        count, not_run, bad = len(made.snapshot.tensors), made.reference.not_run, _not_finite(made)
         if as_json:
-            print_json(terminal, {"golden": str(golden), "digest": made.digest, "tensors": count, "not_run": not_run})
+            said = {"golden": str(golden), "digest": made.digest, "tensors": count, "not_run": not_run}
+            print_json(terminal, {**said, "not_finite": bad})
         elif not quiet:
             terminal.print(f"{golden}: {count:,} tensors, digest {made.digest[:12]}")
             terminal.print(*([f"not run: {not_run}"] if not_run else []))
+            if bad:
+                named = first_of([f"{name} ({values:,})" for name, values in bad.items()], NAMED)
+                hold = "tensor holds" if len(bad) == 1 else "tensors hold"
+                terminal.print(f"note: {len(bad):,} {hold} values that are not finite: {named}")
 
 
 @app.command(epilog=EXITS)
@@ -97,6 +104,15 @@ def diff(
         import bridge
 
         _tell(terminal, bridge.golden.diff(a, b, progress=terminal.progress), as_json, quiet)
+
+
+def _not_finite(golden: Golden) -> dict[str, int]:
+    """The tensors that hold NaN or infinity, and how many of their values are such."""
+    counts: dict[str, int] = {}
+    for tensor in golden.snapshot.tensors.values():
+        if tensor.statistics and tensor.statistics.nonfinite:
+            counts[tensor.name] = counts.get(tensor.name, 0) + tensor.statistics.nonfinite  # of all ranks
+    return counts
 
 
 def _tell(terminal: Terminal, moved: Moved, as_json: bool, quiet: bool) -> None:

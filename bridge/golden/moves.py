@@ -29,13 +29,15 @@ class Side(Protocol):
 class Measure:
     """How far samples lie from each other: how many differ of how many, the largest difference, relative L2.
 
-    `most` and `relative` are those of what the bits stand for; None where one is not finite, or all were zero.
+    `most` and `relative` are those of what the bits stand for, where it is finite before and now; `relative` is None
+    where all were zero. `broken`: how many became or were NaN or an infinity, and are not the same now.
     """
 
     changed: int
     samples: int
     most: float | None
     relative: float | None
+    broken: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def outputs_moved(before: Reference, after: Reference) -> list[Move]:
             found.append(Move("outputs", name, "is not computed any more, or has another shape"))
             continue
         measure = _measured(expected, values, "float32")
-        if measure.relative is None or measure.relative > before.tolerance:
+        if measure.broken or measure.relative is None or measure.relative > before.tolerance:
             found.append(Move("outputs", name, f"tolerance {before.tolerance:g}", measure=measure))
     return found
 
@@ -172,12 +174,18 @@ def _tensor_move(kind: str, before: Snapshot, after: Snapshot, one: Tensor, othe
 
 def _measured(one: Array, other: Array, dtype: str) -> Measure:
     kind = f"u{np.dtype(DTYPES[dtype].storage).itemsize}"
-    changed = int((one.view(kind) != other.view(kind)).sum())
+    changed = one.view(kind) != other.view(kind)
     a, b = as_floats(one, dtype), as_floats(other, dtype)
-    with np.errstate(invalid="ignore"):
-        most, relative = float(np.abs(b - a).max(initial=0.0)), relative_l2(b, a) if a.any() or not b.any() else np.inf
-    finite = bool(np.isfinite([most, relative]).all())
-    return Measure(changed, one.size, most if finite else None, relative if finite else None)
+    finite = np.isfinite(a) & np.isfinite(b)
+    broken = ~finite & (a != b) & ~(np.isnan(a) & np.isnan(b))  # a NaN is what it was, whatever its sign
+    a, b = a[finite], b[finite]
+    with np.errstate(over="ignore"):
+        most = float(np.abs(b - a).max(initial=0.0))
+        relative = relative_l2(b, a) if a.any() or not b.any() else np.inf
+    return Measure(
+        int(changed.sum()), one.size, most if np.isfinite(most) else None, relative if np.isfinite(relative) else None,
+        int(broken.sum()),
+    )  # fmt: skip
 
 
 def _origin_moved(was: Origin, now: Origin) -> list[str]:

@@ -55,13 +55,14 @@ class Written:
         """Read the whole directory once."""
         digests = self._digest(self._specs, statistics)
         origins = {key: self.origins[key] if key in self.origins else Origin(key[1]) for key in self._specs}
+        ids = {origin: origin.id for origin in dict.fromkeys(origins.values())}
         tensors = {
-            key: Tensor(spec.name, key[0], spec.shape, spec.dtype, digest.hash, origins[key].id, digest.statistics)
+            key: Tensor(spec.name, key[0], spec.shape, spec.dtype, digest.hash, ids[origins[key]], digest.statistics)
             for key, spec in self._specs.items()
             for digest in [digests[key]]
         }
         samples = {key: digest.sample for key, digest in digests.items()}
-        return Snapshot(self.made, tensors, self._beside(), {o.id: o for o in origins.values()}, samples)
+        return Snapshot(self.made, tensors, self._beside(), {id_: origin for origin, id_ in ids.items()}, samples)
 
     def statistics(self, keys: Iterable[Key]) -> dict[Key, Statistics]:
         """Statistics of some tensors, which are read once more."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import CannotRun
-from bridge.finish import check_fits, check_here
+from bridge.finish import check_fits, check_on_disk
 from bridge.golden.digests import positions
 from bridge.golden.values import Reference
 from bridge.planning import Plan, Step
@@ -33,7 +33,7 @@ def reference(
 ) -> Reference:
     """Run what `directory` holds on `inputs`, by default on ones that only its config decides."""
     try:
-        check_here(directory)
+        check_on_disk(directory)
         check_fits(plan, "the golden holds bytes alone")
         feeds = dict(inputs) if inputs else _inputs(directory)
         values, ran = _run(directory, plan, feeds)

@@ -31,6 +31,7 @@ from bridge.json_data import parse_json
 from bridge.output import output_directory
 from bridge.paths import check_length
 from bridge.values import plain
+from bridge.visible import MARK as WRITTEN
 
 T = TypeVar("T")
 
@@ -104,6 +105,11 @@ def is_golden(directory: Path) -> bool:
 def load(directory: Path) -> Golden:
     """Read a golden; GoldenError says why `directory` is none, or what is wrong with it."""
     if not is_golden(directory):
+        if (directory / WRITTEN).is_file():
+            raise GoldenError(
+                f"{directory}: a written model, no golden; the golden comes first: "
+                f"`qbridge golden check GOLDEN {directory}`"
+            )
         what = "no golden (no golden.json in it)" if directory.is_dir() else "no directory"
         raise GoldenError(f"{directory}: {what}; `qbridge golden record OUT {directory}` makes one")
     try:

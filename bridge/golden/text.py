@@ -60,15 +60,25 @@ def _group(group: Sequence[Move]) -> list[str]:
 
 def _measured(kind: str, measures: Sequence[Measure]) -> str:
     changed, samples = sum(m.changed for m in measures), sum(m.samples for m in measures)
-    worst = max(measures, key=lambda m: float("inf") if m.relative is None else m.relative)
-    far = "from zeros alone, or to or from a number that is not finite"
-    if worst.most is not None and worst.relative is not None:
-        far = f"by at most {worst.most:.3g}, relative L2 {worst.relative:.2g}"
-    if kind == "outputs":
-        return far
-    if not changed:
+    broken = sum(m.broken for m in measures)
+    if not changed and kind != "outputs":
         return f"other bytes, none of them among {samples:,} samples"
-    return f"{changed:,} of {samples:,} samples ({changed / samples:.0%}) {far}"
+    count = f"{changed:,} of {samples:,} samples ({changed / samples:.0%})"
+    broke = "to or from NaN or infinity"
+    if broken == changed:
+        return f"{count} {broke}"
+    if broken:
+        return f"{count} {_far(measures)}, {broken:,} of them {broke}"
+    return _far(measures) if kind == "outputs" else f"{count} {_far(measures)}"
+
+
+def _far(measures: Sequence[Measure]) -> str:
+    """The largest differences of numbers: of all tensors, each by its own measure."""
+    most = max((m.most for m in measures if m.most is not None), default=None)
+    relative = max((m.relative for m in measures if m.relative is not None), default=None)
+    if most is None:
+        return "by more than a number can tell"
+    return f"by at most {most:.3g}" + ("" if relative is None else f", relative L2 {relative:.2g}")
 
 
 def _ranges(group: Sequence[Move]) -> str:

@@ -63,7 +63,7 @@ def record(
     tell, directory, place = progress or quiet, Path(directory), written_at(out)
     written = Written(place, tell)
     if against is not None:
-        _verify(out, place, against, tell)
+        _verify(out, against, tell)
     settle(directory, MARK)
     old = load(directory) if is_golden(directory) else None
     snapshot = written.snapshot(statistics=True)
@@ -183,14 +183,14 @@ def _same_inputs(one: Reference, other: Reference) -> bool:
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
-def _verify(out: str | Path, place: Path, against: Any, progress: Progress) -> None:
+def _verify(out: str | Path, against: Any, progress: Progress) -> None:
     import bridge
 
     report = bridge.verify(out, against, progress=progress)
     if not report.passed:
         from bridge.show import verdict
 
-        raise GoldenError(f"{place} is not near enough to its source to be a golden: {verdict(report)}")
+        raise GoldenError(f"{report.out} is not near enough to its source to be a golden: {verdict(report)}")
 
 
 def _change(old: Golden | None, reason: str, moves: list[Move]) -> Change:
