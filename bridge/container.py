@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge.dtypes import DTYPES, FROM_SAFETENSORS
-from bridge.errors import SourceError
+from bridge.errors import SourceError, first_of
 from bridge.json_data import parse_json
 from bridge.paged import paged
 from bridge.remote.place import Handle, remote
@@ -167,8 +167,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = sorted(name for name, count in counts.items() if count > 1)
-        more = f" and {len(twice) - SHOWN} more" if len(twice) > SHOWN else ""
-        raise _BadHeaderError(f"header names {', '.join(twice[:SHOWN])}{more} twice")
+        raise _BadHeaderError(f"header names {first_of(twice, SHOWN)} twice")
     return found
 
 

@@ -86,7 +86,7 @@ def calibrate(
     try:
         return fake_quantize(source, structure, scheme, data, device=device, progress=progress).calibration
     except CalibrationError as error:
-        from bridge.stream import first_not_finite
+        from bridge.finite import first_not_finite
 
         if name := first_not_finite(source):  # what ModelOpt sees as a NaN among activations
             raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error

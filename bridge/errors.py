@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 LONGEST = 16_384  # characters of a message: names come from files, and one may be as long as its file
 NAMED = 100  # characters of a name that are compared with others: difflib takes their product
@@ -103,6 +103,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     short = [known for known in names if len(known) <= NAMED]
     close = difflib.get_close_matches(name[:NAMED], short, n=1, cutoff=0.5)
     return f"known: {', '.join(names)}" + (f"; nearest: {close[0]}" if close else "")
+
+
+def number(count: int, word: str) -> str:
+    """A count of things by their name.
+
+    >>> number(1, "row"), number(2, "row")
+    ('1 row', '2 rows')
+    """
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first of many names, and how many more there are.
+
+    >>> first_of(["a", "b", "c"], 2), first_of(["a", "b"], 2)
+    ('a, b and 1 more', 'a, b')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def fold_layers(names: Iterable[str]) -> list[str]:

@@ -70,6 +70,8 @@ def load_manifest(directory: Path) -> Manifest:
         said = {name: data[name] for name in ("plan", "gates", "output_gate", "written")}
         return typed(Manifest, said)
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not directory.is_dir():
+            raise VerifyError(f"{directory}: no such directory; name one that `convert` wrote") from error
         raise VerifyError(
             f"{directory} holds no readable {MANIFEST}: not a model that bridge wrote ({error})"
         ) from error
@@ -146,7 +148,7 @@ def prove(
     try:
         if not run:
             raise CannotRun("this conversion built no model; `qbridge verify` runs it")
-        check_here(directory)
+        check_on_disk(directory)
         held = _held_out(source, plan, calibration, data, ask_again)
         runtime = target.runtime(directory)
         gate, quantized = manifest.output_gate, bool(plan.quantized)
@@ -199,7 +201,7 @@ def _held_out(
         raise CannotRun(str(error)) from error
 
 
-def check_here(directory: Path) -> None:
+def check_on_disk(directory: Path) -> None:
     """CannotRun where a written model lies at an address."""
     if remote(directory):
         raise CannotRun("the model lies elsewhere, and runtimes read files; copy it here to run it")

@@ -1,19 +1,24 @@
-"""NaN and infinity in files that were written, tensor by tensor; must never hold more than a piece of one."""
+"""NaN and infinity among stored tensors, tensor by tensor; must never read one whole that can be read in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from bridge.budget import PIECE
 from bridge.dtypes import DTYPES
 from bridge.golden.digests import as_floats
+from bridge.planning import Step
 from bridge.quant.bits import Array
-from bridge.reading import Buffers
+from bridge.reading import Buffers, Rows
 from bridge.tally import is_finite
-from bridge.values import TensorSpec
+from bridge.values import Slice, TensorSpec
+
+if TYPE_CHECKING:
+    from bridge.sources import Source
 
 
 class File(Protocol):
@@ -33,18 +38,41 @@ def not_finite(files: Iterable[File]) -> Iterator[str]:
     buffers = Buffers()
     for file in files:
         for name, spec in file.specs.items():
-            if DTYPES[spec.dtype].floating and not _is_finite(file, spec, buffers):
+            if _has_bad(spec, _in_file(file, spec, buffers)):
                 yield name
 
 
-def _is_finite(file: File, spec: TensorSpec, buffers: Buffers) -> bool:
-    kind = np.dtype(DTYPES[spec.dtype].storage)
-    codes = np.arange(256, dtype=np.uint8)
-    known = np.isfinite(as_floats(codes, spec.dtype)) if kind.itemsize == 1 else None
+def first_not_finite(source: Source) -> str:
+    """The first float tensor of a source that holds NaN or infinity, "" where none does."""
+    buffers = Buffers()
+    found = (name for name, spec in source.specs.items() if _has_bad(spec, _in_source(source, spec, buffers)))
+    return next(found, "")
+
+
+def _in_file(file: File, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:
     for begin in range(0, spec.nbytes, PIECE):
         out = buffers.take("piece", (min(PIECE, spec.nbytes - begin),), np.uint8)
-        bits = file.read_bytes(spec.name, begin, begin + out.size, out).view(kind)
-        good = is_finite(bits, spec.dtype) if known is None else bool(known[bits].all())
-        if not good or (spec.dtype == "float64" and not np.isfinite(bits).all()):
-            return False
-    return True
+        yield file.read_bytes(spec.name, begin, begin + out.size, out).view(DTYPES[spec.dtype].storage)
+
+
+def _in_source(source: Source, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:
+    for _, parts in Rows(Step((Slice(spec.name),), ()), source, buffers).pieces():
+        yield from (part.bits for part in parts)
+
+
+def _has_bad(spec: TensorSpec, pieces: Iterable[Array]) -> bool:
+    """True for a float tensor of which some piece is not finite; others are not read."""
+    return DTYPES[spec.dtype].floating and not all(_is_finite(bits, spec.dtype) for bits in pieces)
+
+
+def _is_finite(bits: Array, dtype: str) -> bool:
+    if bits.itemsize == 1:
+        return bool(_finite_codes(dtype)[bits].all())
+    return bool(np.isfinite(bits).all()) if dtype == "float64" else is_finite(bits, dtype)
+
+
+@cache
+def _finite_codes(dtype: str) -> Array:
+    """Which of the 256 codes of a byte are finite; it is the same for every tensor, so it is decoded once."""
+    finite: Array = np.isfinite(as_floats(np.arange(256, dtype=np.uint8), dtype))
+    return finite

@@ -71,7 +71,7 @@ def plan_of(source: Source, structure: Structure, target: str, scheme: Scheme | 
     return make_plan(source, structure, chosen, scheme, resolved)
 
 
-def misfits_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> dict[str, str]:
+def misfits_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:
     """What a plan without options would refuse, see `bridge.planning.misfits`."""
     from bridge.planning import misfits
 

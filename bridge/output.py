@@ -22,6 +22,7 @@ from bridge.errors import UsageError, WriteError, disk_is_full
 from bridge.journal import JOURNAL, begin, busy, left, lock, remove_unbegun, void
 from bridge.paths import check_length
 from bridge.scratch import surely
+from bridge.show import size
 from bridge.visible import MARK, check_free, make_visible, reserved, settle, work_directory
 
 
@@ -59,9 +60,7 @@ def check_disk(out: Path, need: int) -> None:
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free = shutil.disk_usage(parent).free + reserved(out)
     if free < need:
-        raise WriteError(
-            f"{parent} has {free / 1e9:.2f} GB free, the plan needs {need / 1e9:.2f} GB: free some, or use another disk"
-        )
+        raise WriteError(f"{parent} has {size(free)} free, the plan needs {size(need)}: free some, or use another disk")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from bridge.budget import working_set
 from bridge.errors import PlanError, SchemeError, fold_layers, fold_problems
 from bridge.quant.stored import OTHERWISE, StoredScheme, apart, carry, told
 from bridge.remote.place import held_ahead
-from bridge.values import Coding, Format, Numeric, Site, Slice, Structure, TensorSpec, plain
+from bridge.values import CACHE, Coding, Format, Numeric, Site, Slice, Structure, TensorSpec, plain
 
 if TYPE_CHECKING:
     from bridge.quant.scheme import Scheme
@@ -143,8 +143,8 @@ class Plan:
 
         Where the source lies and whose names it has do not: memory is more for what is read from afar.
         """
-        decides = self.to_dict() | {"memory": 0, "dialect": ""}
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        decides = vars(self) | {"memory": 0, "dialect": ""}
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, see `bridge.plan_json`."""
@@ -201,12 +201,12 @@ class Drafted:
     """What a target made of a draft: steps, source tensors that have no place in the output and why, what is wrong,
     and sentences for the plan that need the source's config.
 
-    A problem begins with the module or tensor it is about, then a colon.
+    `problems`: the module or tensor that each is about, "" for none, and what is wrong with it.
     """
 
     steps: list[Step] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -229,16 +229,16 @@ def make_plan(source: Source, structure: Structure, target: Target, scheme: Sche
     return dataclasses.replace(plan, notes=(*plan.notes, *drafted.notes))
 
 
-def misfits(source: Source, structure: Structure, target: Target, scheme: Scheme, options: Any) -> dict[str, str]:
-    """What `make_plan` would refuse: module -> why, or what is no module (a tensor, the KV cache) -> why."""
+def misfits(
+    source: Source, structure: Structure, target: Target, scheme: Scheme, options: Any
+) -> list[tuple[str, str]]:
+    """What `make_plan` would refuse: the module, or what is none (a tensor, the KV cache), and why."""
     structure = _own_heads(apart(structure, scheme))
     formats, refused = _formats(structure, target, scheme, options)
     found = {module: reason for reason, modules in refused.items() for module in modules}
     formats |= {site.weight: found[site.module] for site in structure.sites if site.module in found}
-    for problem in _drafted(source, structure, target, scheme, options, formats).problems:
-        what, _, why = problem.partition(": ")
-        found.setdefault(what, why)
-    return found
+    problems = _drafted(source, structure, target, scheme, options, formats).problems
+    return [*found.items(), *((what, why) for what, why in problems if what not in found)]
 
 
 def _drafted(
@@ -257,10 +257,10 @@ def _drafted(
     steps, kept_from = carry(drafted.steps, source.quantized, scheme)
     problems = drafted.problems + kept_from
     if scheme and scheme.kv:
-        problems += [reason for reason in [target.refuse_kv(scheme.kv, structure, options)] if reason]
+        problems += [(CACHE, why) for why in [target.refuse_kv(scheme.kv, structure, options)] if why]
     read = {part.source for step in steps for part in step.inputs}
     lost = [name for name in source.specs if name not in read and name not in structure.tied and name not in dropped]
-    problems += [f"{name}: target {target.name} has no place for it" for name in lost]
+    problems += [(name, f"target {target.name} has no place for it") for name in lost]
     return Drafted(steps, dropped, problems, drafted.notes)
 
 
@@ -360,7 +360,7 @@ def _check_formats(
         what = "hold what the quantized source stores" if carried else f"express scheme {scheme.name}"
         raise SchemeError(
             _all(
-                [f"{', '.join(fold_layers(modules))}: {reason}" for reason, modules in refused.items()],
+                [(module, reason) for reason, modules in refused.items() for module in modules],
                 f"target {target.name} cannot {what}",
             )
             + (f"\n  {hint}" if hint else "")
@@ -379,7 +379,6 @@ def _kept_by(modules: list[str]) -> str:
     return f'a recipe keeps them: [[rule]], modules = {globs}, quant = "none"'
 
 
-def _all(problems: list[str], where: str) -> str:
+def _all(problems: list[tuple[str, str]], where: str) -> str:
     """One message for all problems of the stage; modules that repeat with the layer are folded into one line."""
-    told = [(module if text else "", text or module) for module, _, text in (p.partition(": ") for p in problems)]
-    return "\n".join([f"{where}:", *(f"  {line}" for line in fold_problems(told))])
+    return "\n".join([f"{where}:", *(f"  {line}" for line in fold_problems(problems))])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
-from bridge.errors import fold_layers
+from bridge.errors import fold_layers, number
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -124,7 +124,7 @@ def verdict(report: Report) -> str:
     """One line on parity: passed, below (by what), broken by what lint found, weights only, or not compared."""
     broken = sum(finding.startswith("error") for finding in report.findings)
     if broken:
-        return f"BROKEN: {broken} error{'s' * (broken > 1)} among the findings"
+        return f"BROKEN: {number(broken, 'error')} among the findings"
     if report.parity is None:
         return "not compared"
     low = [t.name for t in report.parity.tensors if not t.passed]

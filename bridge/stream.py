@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.budget import PIECE, cores, working_set
-from bridge.dtypes import DTYPES
 from bridge.errors import SourceError, WriteError
 from bridge.journal import check_joined
-from bridge.making import Emit, Maker, finite_amax
+from bridge.making import Emit, Maker
 from bridge.planning import Output, Step
 from bridge.portions import cut
 from bridge.progress import BYTES
 from bridge.quant.bits import Array
 from bridge.quant.scheme import has_tensor_scale
 from bridge.remote.threads import readers
-from bridge.sources import lazy
 from bridge.targets import load_target
 from bridge.tensor_file import TensorFile
 from bridge.values import TensorSpec
@@ -281,14 +279,3 @@ def _equal(source: Source, one: TensorSpec, other: TensorSpec) -> bool:
         if a.tobytes() != b.tobytes():
             return False
     return True
-
-
-def first_not_finite(source: Source) -> str:
-    """The first float tensor of a source that holds NaN or infinity, "" where none does."""
-    for name, spec in source.specs.items():
-        try:
-            if DTYPES[spec.dtype].floating:
-                finite_amax(lazy(source, name).read(), spec)
-        except SourceError:
-            return name
-    return ""

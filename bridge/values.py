@@ -40,6 +40,7 @@ class TensorSpec:
         return (self.size * DTYPES[self.dtype].bits + 7) // 8
 
 
+CACHE = "KV cache"  # what it is called where modules are named: it is none
 MOST_AXES = 64  # NumPy's
 
 

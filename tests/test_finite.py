@@ -1,4 +1,4 @@
-"""`qbridge check` of a written model tells NaN and infinity by tensor, wherever they lie."""
+"""NaN and infinity are told by tensor, wherever they lie: in a written model, in a source."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
+from bridge import finite
 from bridge.budget import PIECE
 from bridge.cli import app
 from bridge.container import SafetensorsFile
 from bridge.dtypes import DTYPES
-from bridge.finite import not_finite
+from bridge.errors import SourceError
+from bridge.finite import first_not_finite, not_finite
+from bridge.golden.digests import as_floats
 from bridge.values import TensorSpec
+from tests.sources_made import MadeSource
 
 MODEL = "examples/models/tiny-llama"
 CHECKED = ("hf", "trt", "tripy", "trtllm", "megatron")
@@ -31,6 +35,18 @@ class Held:
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         out[:] = self._bytes[begin:end]
         return out
+
+
+class Rowwise(MadeSource):
+    """A source that is asked for rows alone, a piece at a time."""
+
+    def read(self, name: str) -> np.ndarray:
+        raise AssertionError(f"{name} is read whole")
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        rows = self.arrays[name][begin:end]
+        assert 0 < rows.nbytes <= PIECE
+        return rows
 
 
 @pytest.mark.parametrize(
@@ -50,7 +66,38 @@ def test_every_float_dtype_is_read_to_its_last_element(dtype: str, word: str, la
     for last, found in ((largest, []), *((value, ["w"]) for value in bad)):
         bits = np.zeros(size, word)
         bits[-1] = last
-        assert list(not_finite([Held(bits.view(DTYPES[dtype].storage), dtype)])) == found, hex(last)
+        held = Held(bits.view(DTYPES[dtype].storage), dtype)
+        assert list(not_finite([held])) == found, hex(last)
+        source = Rowwise({"w": bits.view(DTYPES[dtype].storage)}, held.specs)
+        assert first_not_finite(source) == "".join(found), hex(last)
+
+
+def test_a_source_is_asked_for_float_tensors_alone_and_tells_the_first() -> None:
+    arrays = {
+        "codes": np.full((3, 2), -1, np.int8),
+        "scalar": np.array(1, np.float32),
+        "none": np.zeros((0, 5), np.float32),
+        "good": np.ones((6, 10), np.float32),
+        "bad": np.array([[1, np.inf]], np.float32),
+        "worse": np.array([np.nan], np.float32),
+    }
+    source = MadeSource(arrays, {name: TensorSpec(name, a.shape, str(a.dtype)) for name, a in arrays.items()})
+    assert first_not_finite(source) == "bad"
+
+
+def test_what_cannot_be_read_is_told_as_that_and_not_as_a_bad_number() -> None:
+    specs = {"w": TensorSpec("w", (6, 10), "float32")}
+    with pytest.raises(SourceError, match="the shard vanished"):
+        first_not_finite(MadeSource({}, specs, broken=frozenset(specs)))
+
+
+def test_the_codes_of_a_byte_are_decoded_once_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    monkeypatch.setattr(finite, "as_floats", lambda bits, dtype: decoded.append(dtype) or as_floats(bits, dtype))
+    finite._finite_codes.cache_clear()
+    held = Held(np.zeros(5, np.uint8), "float8_e5m2")
+    assert list(not_finite([held] * 3)) == []
+    assert decoded == ["float8_e5m2"]
 
 
 def check(out: Path) -> tuple[int, str]:

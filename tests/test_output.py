@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,8 +111,14 @@ def test_somebody_elses_directory_is_not_wiped(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_is_known_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match="GB free"):
+    with pytest.raises(WriteError, match=r" free, the plan needs 1\.15e\+06 TB: "):
         check_disk(tmp_path / "model", 1 << 60)
+
+
+def test_a_small_disk_is_told_in_its_own_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_500))
+    with pytest.raises(WriteError, match=r" has 1\.5 kB free, the plan needs 2\.36 MB: "):
+        check_disk(tmp_path / "model", 2_360_000)
 
 
 def test_a_journal_torn_twice_is_still_read(tmp_path: Path) -> None:

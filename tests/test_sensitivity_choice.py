@@ -213,9 +213,9 @@ def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one()
 def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is_not_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def misfits_of(source: Any, structure: Any, target: str, scheme: Any) -> dict[str, str]:
+    def misfits_of(source: Any, structure: Any, target: str, scheme: Any) -> list[tuple[str, str]]:
         name = "model.layers.1.self_attn.k_proj"
-        return {name: "is odd"} if name in {site.module for site in structure.sites} else {}
+        return [(name, "is odd")] if name in {site.module for site in structure.sites} else []
 
     monkeypatch.setattr("bridge.opening.misfits_of", misfits_of)
     job = make_job(MODEL, "int4_wo", "6bits", "fp8", "kl", None, None, None)
@@ -230,10 +230,10 @@ def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is
 
 
 def test_what_hf_refuses_and_another_target_takes_is_planned_for_that_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.opening.misfits_of", lambda *words: {} if words[2] == "trt" else {"KV cache": "no"})
+    monkeypatch.setattr("bridge.opening.misfits_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt"))
     job = make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
     assert (job.fitted.target, job.fitted.kept) == ("trt", ())
-    monkeypatch.setattr("bridge.opening.misfits_of", lambda *_: {"KV cache": "no"})
+    monkeypatch.setattr("bridge.opening.misfits_of", lambda *_: [("KV cache", "no")])
     with pytest.raises(SchemeError, match=r"hf:\n  KV cache: no"):
         make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
 

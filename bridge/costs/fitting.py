@@ -7,7 +7,7 @@ something that another target takes whole.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,22 +46,23 @@ def fitting(source: Source, structure: Structure, scheme: Scheme) -> Fitting:
     found = opening.misfits_of(source, structure, FIRST, scheme)
     other = next((name for name in target_names() if _takes(name, source, structure, scheme)), "") if found else ""
     if other or not found:
-        why = _lines({**found, "": f"planned for target {other}, since {FIRST} does not take it"}) if other else ()
+        why = _lines([*found, ("", f"planned for target {other}, since {FIRST} does not take it")]) if other else ()
         return Fitting(other or FIRST, scheme, units, (), why)
-    kept = tuple(unit for unit in units if _modules(unit) & found.keys())
-    others = {what: why for what, why in found.items() if not any(what in _modules(unit) for unit in kept)}
+    refused = {what for what, _ in found}
+    kept = tuple(unit for unit in units if _modules(unit) & refused)
+    others = [(what, why) for what, why in found if not any(what in _modules(unit) for unit in kept)]
     if others or len(kept) == len(units):
         lines = "".join(f"\n  {line}" for line in _lines(others or found))
         raise SchemeError(f"no target takes {structure.architecture} in scheme {scheme.name}; {FIRST}:{lines}")
     names = [name for unit in kept for name in globs(unit, [site.module for site in structure.sites])]
     rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
-    fused = {
-        name: f"gets one format with {min(_modules(unit) & found.keys())}"
+    fused = [
+        (name, f"gets one format with {min(_modules(unit) & refused)}")
         for unit in kept
-        for name in sorted(_modules(unit) - found.keys())
-    }
+        for name in sorted(_modules(unit) - refused)
+    ]
     chosen = tuple(unit for unit in units if unit not in kept)
-    return Fitting(FIRST, replace(scheme, rules=(*scheme.rules, rule)), chosen, kept, _lines(found | fused))
+    return Fitting(FIRST, replace(scheme, rules=(*scheme.rules, rule)), chosen, kept, _lines([*found, *fused]))
 
 
 def check_fallback(source: Source, structure: Structure, fitted: Fitting, fallback: Scheme) -> None:
@@ -92,5 +93,5 @@ def _modules(unit: Unit) -> set[str]:
     return {site.module for site in unit.sites}
 
 
-def _lines(found: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(fold_problems(found.items()))
+def _lines(found: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(fold_problems(found))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bridge.costs.divergence import Divergence, Variant, measure, next_token_loss
 from bridge.costs.job import Job
-from bridge.costs.switches import CACHE, Switches, turned_on
+from bridge.costs.switches import Switches, turned_on
 from bridge.progress import Progress
 from bridge.quant.modelopt import FakeQuantized, check_device, fake_quantize, gradient_scores
+from bridge.values import CACHE
 
 if TYPE_CHECKING:
     from bridge.quant.data import Data

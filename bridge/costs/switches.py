@@ -15,8 +15,8 @@ from typing import Any
 from bridge.costs.units import Unit
 from bridge.errors import CalibrationError
 from bridge.quant.modelopt import FakeQuantized
+from bridge.values import CACHE
 
-CACHE = "KV cache"
 Turn = Callable[[bool], None]
 
 

@@ -67,7 +67,8 @@ class Drafting:
         for row, layer in rows:
             self._place(row, layer, stacked)
         self._unsaid({role for row, _ in rows for role in row.roles})
-        self._drafted.problems += departures(self.draft.config, self.matched.table, self.matched.architecture)
+        said = departures(self.draft.config, self.matched.table, self.matched.architecture)
+        self._drafted.problems += [("", text) for text in said]
         if stacked:
             self._drafted.problems += _unlike(self._drafted.steps)
         return self._drafted
@@ -129,14 +130,14 @@ class Drafting:
             if role in self.dialect.absent and role not in said:
                 for block in blocks:
                     self._drafted.dropped[block.source] = self.dialect.absent[role]
-                    self._drafted.problems.append(f"{block.source}: {self.dialect.absent[role]}")
+                    self._drafted.problems.append((block.source, self.dialect.absent[role]))
 
     def _problem(self, name: str, row: DialectRow, layer: int | None, text: str) -> None:
         """Note what is wrong with a row; its tensors are not missed besides."""
         for (role, at, _), blocks in self._roles.items():
             if at == layer and role in row.roles:
                 self._drafted.dropped |= {block.source: text for block in blocks}
-        self._drafted.problems.append(f"{name}: {text}")
+        self._drafted.problems.append((name, text))
 
 
 def alike(rows: Iterable[Placed], layers: int) -> bool:
@@ -148,14 +149,14 @@ def alike(rows: Iterable[Placed], layers: int) -> bool:
     return len(names) == layers and all(found == names[0] for found in names.values())
 
 
-def _unlike(steps: Iterable[Step]) -> list[str]:
+def _unlike(steps: Iterable[Step]) -> list[tuple[str, str]]:
     """Layers that are one tensor and differ in dtype."""
     found: dict[str, set[str]] = {}
     for step in steps:
         spec = step.outputs[0].spec
         found.setdefault(slab_of(spec.name).whole, set()).add(spec.dtype)
     return [
-        f"{name}: is one tensor here, but its layers are {' and '.join(sorted(dtypes))}; give dtype="
+        (name, f"is one tensor here, but its layers are {' and '.join(sorted(dtypes))}; give dtype=")
         for name, dtypes in found.items()
         if len(dtypes) > 1
     ]

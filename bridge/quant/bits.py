@@ -74,8 +74,8 @@ def check_finite(values: Array, name: str, what: str) -> None:
     nan = int(np.isnan(values).sum())
     raise SourceError(
         f"{name}: {nan} of {values.size} blocks of {what} hold NaN and {int(bad.sum()) - nan} hold infinity, the first "
-        f"of them block {tuple(int(i) for i in np.argwhere(bad)[0])}; such weights cannot be quantized: repair the "
-        "checkpoint, or leave this tensor out by a recipe"
+        f"of them block {tuple(int(i) for i in np.argwhere(bad)[0])}; such weights are refused, quantized or not: "
+        "repair the checkpoint, or download it again"
     )
 
 

@@ -78,7 +78,9 @@ def apart(structure: Structure, scheme: Scheme | None) -> Structure:
     return dataclasses.replace(structure, sites=sites, groups=(), ungrouped="")
 
 
-def carry(steps: list[Step], quantized: Quantized | None, scheme: Scheme | None) -> tuple[list[Step], list[str]]:
+def carry(
+    steps: list[Step], quantized: Quantized | None, scheme: Scheme | None
+) -> tuple[list[Step], list[tuple[str, str]]]:
     """The steps as they carry a quantized source over, and what stands in the way."""
     if quantized is None or not isinstance(scheme, StoredScheme):
         return steps, []
@@ -98,12 +100,12 @@ def told(quantized: Quantized | None, scheme: Scheme | None, steps: list[Step]) 
     return (f"written dequantized, for they are no quantizable matrices here: {', '.join(lost)}",) if lost else ()
 
 
-def _carried(step: Step, quantized: Quantized) -> tuple[Step, list[str]]:
+def _carried(step: Step, quantized: Quantized) -> tuple[Step, list[tuple[str, str]]]:
     """One step; its float scales get a dtype that holds those of the source."""
     if step.attention:
         scales = quantized.taken.attention.get(step.attention, {})
         told = tuple(_said(output, [scales[output.part]] if output.part in scales else []) for output in step.outputs)
-        problem = [] if scales else [f"{step.attention}: the source has no scales of keys and values"]
+        problem = [] if scales else [(step.attention, "the source has no scales of keys and values")]
         return dataclasses.replace(step, outputs=told), problem
     site = step.site
     if step.format is None or site is None:
@@ -111,7 +113,7 @@ def _carried(step: Step, quantized: Quantized) -> tuple[Step, list[str]]:
     members = [quantized.taken.stored.get(part.module or site.module) for part in step.inputs]
     whole = [stored for stored in members if stored is not None]
     if len(whole) < len(members) or any(stored.format.weight != step.format.weight for stored in whole):
-        return step, [f"{site.module}: joins matrices that the source quantizes in different ways; {OTHERWISE}"]
+        return step, [(site.module, f"joins matrices that the source quantizes in different ways; {OTHERWISE}")]
     problems = [*_cut(step, whole), *_scales(step, whole), *_companions(step, whole)]
     coding = step.coding
     if coding.values:
@@ -122,7 +124,7 @@ def _carried(step: Step, quantized: Quantized) -> tuple[Step, list[str]]:
     if not coding.values and step.format.weight[0].scale_dtype == "float32":
         coding = dataclasses.replace(coding, scale_dtype=scale)
     step = dataclasses.replace(step, outputs=kept, coding=coding)
-    return step, [f"{site.module}: {problem}; {OTHERWISE}" for problem in problems]
+    return step, [(site.module, f"{problem}; {OTHERWISE}") for problem in problems]
 
 
 def _cut(step: Step, members: Sequence[Stored]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from bridge.container import SafetensorsFile
-from bridge.errors import SourceError, fold_layers
+from bridge.errors import SourceError, first_of, fold_layers
 from bridge.json_data import load_json
 from bridge.sources.torch_zip import TorchFile
 from bridge.values import TensorSpec
@@ -167,9 +167,7 @@ def _against_index(weight_map: dict[str, str], shards: Iterable[Shard]) -> list[
 
 def named(names: Iterable[str]) -> str:
     """Return names for a message: sorted, layers folded, cut where they become too many."""
-    folded = fold_layers(sorted(names, key=natural))
-    more = f" and {len(folded) - SHOWN} more" if len(folded) > SHOWN else ""
-    return ", ".join(folded[:SHOWN]) + more
+    return first_of(fold_layers(sorted(names, key=natural)), SHOWN)
 
 
 def listed(where: str, problems: Iterable[str]) -> SourceError:

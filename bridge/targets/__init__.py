@@ -52,7 +52,7 @@ class Target(Protocol):
         """Why no model can carry this format ("" if it can): the runtime has no such numeric."""
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: Any) -> str:
-        """Why the KV cache cannot be quantized so ("" if it can)."""
+        """Why the KV cache cannot be quantized so ("" if it can); messages put "KV cache: " before it."""
 
     def refuse_stack(self, format_: Format, site: Site, options: Any) -> str:
         """Why experts that one tensor holds cannot be quantized so ("" if they can)."""

@@ -31,7 +31,7 @@ class DcpTarget(Streamed):
         return f"{self.loader} loads plain weights only; convert with quant='none'"
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: Any) -> str:
-        return f"KV cache: {self.loader} reads no scales of it; leave out kv"
+        return f"{self.loader} reads no scales of it; leave out kv"
 
     def keeps(self, format_: Format, site: Site) -> str:
         return ""

@@ -66,7 +66,7 @@ class Tripy(Streamed):
         return refuse(format_, options.linear)
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: TripyOptions) -> str:
-        return "KV cache: Tripy has no cache module, so nothing would read its scales; leave out kv"
+        return "Tripy has no cache module, so nothing would read its scales; leave out kv"
 
     def keeps(self, format_: Format, site: Site) -> str:
         return "convolution: tp.Conv takes no quantization" if site.layout == "conv" else ""

@@ -163,11 +163,9 @@ class Trt:
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: TrtOptions) -> str:
         if kv.dynamic or kv.per != "tensor":
-            return (
-                f"KV cache in {kv.dtype} blocks: standard ONNX has no scales made at run time; use kv='fp8' or 'int8'"
-            )
+            return f"standard ONNX has no scales made at run time, as {kv.dtype} blocks need; use kv='fp8' or 'int8'"
         if not structure.attention:
-            return f"KV cache: {structure.architecture} has no attention module with a cache"
+            return f"{structure.architecture} has no attention module with a cache"
         return ""
 
     def refuse_stack(self, format_: Format, site: Site, options: TrtOptions) -> str:
@@ -203,10 +201,10 @@ class Trt:
         drafted = Drafted()
         for spec, site in draft.carried():
             if site and site.stacked:
-                drafted.problems.append(f"{site.module}: {UNREAD}")
+                drafted.problems.append((site.module, UNREAD))
             format_ = draft.formats.get(site.weight) if site else None
             if site and isinstance(format_, Format):
-                drafted.problems += [f"{site.module}: {problem}" for problem in self.misfits(format_, site, spec)]
+                drafted.problems += [(site.module, problem) for problem in self.misfits(format_, site, spec)]
                 drafted.steps.append(self.quantized_step(spec, site, format_, draft.options))
             else:
                 drafted.steps.append(self.plain_step(spec, site, draft.why_plain(spec, site), draft.options))

@@ -89,7 +89,7 @@ class Trtllm(Streamed):
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: TrtllmOptions) -> str:
         if kv.dynamic or kv.per != "tensor":
-            return f"KV cache in {kv.dtype} blocks: ranks hold one scale a layer; use kv='fp8' or 'int8'"
+            return f"{kv.dtype} has a scale a block, and ranks hold one scale a layer; use kv='fp8' or 'int8'"
         return ""
 
     def keeps(self, format_: Format, site: Site) -> str:
@@ -132,7 +132,7 @@ class Trtllm(Streamed):
         return dataclasses.replace(written, notes=written.notes + ((unknown,) if algorithm in UNKNOWN else ()))
 
 
-def _uneven(drafted: Drafted, options: TrtllmOptions, dialect: Dialect) -> list[str]:
+def _uneven(drafted: Drafted, options: TrtllmOptions, dialect: Dialect) -> list[tuple[str, str]]:
     """Stages that differ in what is quantized: config.json has one list, in which layers count inside their stage."""
     stages: dict[int, set[tuple[str, Format | None]]] = {}
     for step in drafted.steps:
@@ -142,10 +142,11 @@ def _uneven(drafted: Drafted, options: TrtllmOptions, dialect: Dialect) -> list[
                 stages.setdefault(rank // options.tp, set()).add((output.spec.name, step.format))
     if len({frozenset(found) for found in stages.values()}) < 2:
         return []
-    return [
-        f"pp={options.pp}: the stages differ in what is quantized, and config.json has one list for all; "
-        "let the recipe treat the layers of every stage alike, or use pp=1"
-    ]
+    why = (
+        "the stages differ in what is quantized, and config.json has one list for all; let the recipe treat the layers "
+        "of every stage alike, or use pp=1"
+    )
+    return [(f"pp={options.pp}", why)]
 
 
 TARGET = Trtllm()

@@ -62,7 +62,7 @@ def _quantized(spec: TensorSpec, site: Site, format_: Format, draft: Draft, made
     if not DTYPES[spec.dtype].floating or DTYPES[spec.dtype].bits not in (16, 32):
         problems = [f"a weight of dtype {spec.dtype} cannot be quantized; keep this module in a recipe"]
     if problems:
-        made.problems += [f"{site.module}: {problem}" for problem in problems]
+        made.problems += [(site.module, problem) for problem in problems]
         made.dropped[spec.name] = "could not be planned"
         return
     # what is stored [in, out] in the end is coded from the source's own axes; all else row by row along `out`

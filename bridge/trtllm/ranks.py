@@ -9,6 +9,7 @@ from bridge.dtypes import DTYPES
 from bridge.errors import PlanError
 from bridge.planning import Draft, Drafted, Output, Step
 from bridge.quant.scheme import has_tensor_scale
+from bridge.show import pattern
 from bridge.tables.dialect import Dialect, DialectRow
 from bridge.tables.match import Matched
 from bridge.tables.ops import Rank
@@ -64,9 +65,8 @@ class Ranks:
         if not self._keeps_head() and "head.weight" in self._held[None]:
             module = self._roles["head.weight", None, None][0].module
             if module in self._quantized:
-                self._drafted.problems.append(
-                    f"{module}: is the embedding here and cannot be quantized; keep it, or pp=2"
-                )
+                why = "is the embedding here and cannot be quantized; keep it, or pp=2"
+                self._drafted.problems.append((module, why))
         for stage in range(self._pp):
             for number in range(self._tp):
                 rank, file = Rank(number, self._tp, vocab), f"rank{stage * self._tp + number}.safetensors"
@@ -96,7 +96,8 @@ class Ranks:
         formats = {self._draft.formats.get(site.weight) for site in sites}
         quantized = {found for found in formats if isinstance(found, Format)}
         if len(quantized) > 1 or (quantized and len(formats) > 1):
-            self._problem(placed, f"{', '.join(modules)} are one matrix here and need one format; name all in one rule")
+            joined = ", ".join(dict.fromkeys(map(pattern, modules)))  # without numbers, so that layers fold
+            self._problem(placed, f"{joined} are one matrix here and need one format; name all in one rule")
         elif quantized:
             self._coded(placed, blocks, sites, next(iter(quantized)), file)
         else:
@@ -211,7 +212,7 @@ class Ranks:
         for (role, layer, _), blocks in self._roles.items():
             if layer == placed.layer and role in placed.row.roles:
                 self._drafted.dropped |= {block.source: text for block in blocks}
-        problem = f"{placed.unique}: {text}"
+        problem = (placed.unique, text)
         if problem not in self._drafted.problems:
             self._drafted.problems.append(problem)
 

@@ -53,7 +53,7 @@ def refuse_kv(kv: Numeric) -> str:
     """Why the KV cache cannot be quantized so ("" if it can)."""
     if kv == KV:
         return ""
-    return f"KV cache in {kv.dtype} per {kv.per}: runtimes read FP8 with one scale for each of K and V; use kv='fp8'"
+    return f"runtimes read FP8 with one scale for each of K and V, not {kv.dtype} per {kv.per}; use kv='fp8'"
 
 
 def misfits(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:

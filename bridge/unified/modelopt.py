@@ -86,7 +86,7 @@ def refuse_kv(kv: Numeric) -> str:
     """Why the KV cache cannot be quantized so ("" if it can)."""
     if (kv.dtype, kv.per) == ("float8_e4m3fn", "tensor"):
         return ""
-    return f"KV cache in {_word(kv)}: unified checkpoints hold KV scales of FP8 only; use kv='fp8'"
+    return f"unified checkpoints hold KV scales of FP8 only, not of {_word(kv)}; use kv='fp8'"
 
 
 def misfits(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:

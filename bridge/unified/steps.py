@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from bridge.dtypes import DTYPES
 from bridge.planning import Draft, Drafted, Output, Step
 from bridge.quant.scheme import has_tensor_scale
+from bridge.show import pattern
 from bridge.unified import Part, Spelling
 from bridge.unified.exclude import routers
 from bridge.unified.shards import divide, parse_size
@@ -43,7 +44,7 @@ class Drafting:
         self._drafted.steps = self._filed(steps)
         return self._drafted
 
-    def _unknown(self) -> Iterator[str]:
+    def _unknown(self) -> Iterator[tuple[str, str]]:
         """Modules that would share something with others, where nobody knows which those are; experts never do."""
         why = self._draft.structure.ungrouped
         for site in self._draft.structure.sites if why else ():
@@ -52,8 +53,9 @@ class Drafting:
                 continue
             if format_.prescales or has_tensor_scale(format_) or _one_tile(format_, self._shapes[site.module]):
                 yield (
-                    f"{site.module}: shares scales with what reads the same input, and that is not known: {why}; use "
-                    "fp8, fp8_pc_pt or int8_wo, which share none"
+                    site.module,
+                    f"shares scales with what reads the same input, and that is not known: {why}; use fp8, fp8_pc_pt "
+                    "or int8_wo, which share none",
                 )
 
     def _order(self) -> list[str]:
@@ -68,7 +70,7 @@ class Drafting:
         format_ = self._formats.get(site.module) if site else None
         problems = self._misfits(spec, site, format_) if site and format_ else []
         if site is None or format_ is None or problems:
-            self._drafted.problems += [f"{site.module}: {problem}" for problem in problems if site]
+            self._drafted.problems += [(site.module, problem) for problem in problems if site]
             return self._plain_step(spec, site)
         return self._quantized_step(spec, site, format_)
 
@@ -78,7 +80,8 @@ class Drafting:
         group = self._groups.get(site.module)
         mixed = []
         if group and len({self._formats[module] for module in group.modules}) > 1:
-            others = ", ".join(module for module in group.modules if self._formats[module] != format_)
+            unlike = (module for module in group.modules if self._formats[module] != format_)
+            others = ", ".join(dict.fromkeys(map(pattern, unlike)))  # without numbers, so that layers fold
             mixed = [f"reads the same input as {others}, and runtimes fuse them; give all of them one scheme"]
         return mixed + self._spelling.misfits(format_, site, _out_in(spec, site))
 

@@ -305,7 +305,7 @@ def test_the_largest_number_of_a_dtype_may_round_up_to_infinity_with_its_scale()
 def test_no_bad_number_is_snapped(bad: float) -> None:
     bits, _ = weight("float32", 0.02)
     bits[9, 9] = bad
-    with pytest.raises(SourceError, match="cannot be quantized: repair the checkpoint"):
+    with pytest.raises(SourceError, match="such weights are refused, quantized or not: repair the checkpoint"):
         encode(bits, "float32", (FORMATS["int8"],), coding=Coding(values="float16"))
 
 

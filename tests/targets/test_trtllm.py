@@ -140,8 +140,9 @@ def test_kv_in_blocks_is_refused() -> None:
 
 def test_one_matrix_has_one_format(tmp_path: Path) -> None:
     quant = recipe(tmp_path / "r.toml", 'base = "fp8"\n\n[[rule]]\nroles = ["attn.q.weight"]\nquant = "int8_wo"\n')
-    with pytest.raises(PlanError, match="are one matrix here and need one format; name all in one rule"):
+    with pytest.raises(PlanError, match="are one matrix here and need one format; name all in one rule") as told:
         plan(LLAMA, quant)
+    assert "  transformer.layers.{0..2}.attention.qkv.weight: model.layers.{}.self_attn.q_proj, " in str(told.value)
 
 
 def test_stages_must_be_alike_since_one_config_speaks_for_all(tmp_path: Path) -> None:
