@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 import bridge
+from bridge import opening
 from bridge.errors import PlanError, SchemeError, UsageError
 from bridge.plan_json import plan_from_dict
+from bridge.targets import load_target
+from bridge.targets.hf import APART
 from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
+
+TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
 
 SCHEMES_OF_STANDARD_ONNX = (
     "fp8",
@@ -144,5 +149,35 @@ def test_half_graphs_need_an_opset_with_float32_scales() -> None:
 def test_kv_without_a_scheme_and_dynamic_kv_are_refused() -> None:
     with pytest.raises(UsageError, match="needs a scheme"):
         bridge.plan(headers_only(), target="trt", kv="fp8")
-    with pytest.raises(PlanError, match="KV cache"):
+    with pytest.raises(PlanError, match="  KV cache: standard ONNX has no scales made at run"):
         bridge.plan(headers_only(), target="trt", quant="fp8", kv="nvfp4")
+
+
+def test_what_a_problem_is_about_is_told_whatever_its_text_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [
+        ("", "config.json has rope_parameters = {'type': 'x'}, of such a checkpoint it would be None"),
+        ("a: layers.0.weight", "is odd"),
+        ("a: layers.1.weight", "is odd"),
+        ("a: layers.1.weight", "is short: 3 of 4"),
+    ]
+    source, target = headers_only(), load_target("trt")
+    structure = opening.structure_of(source)
+    scheme = opening.scheme_of("fp8", None, structure)
+    assert scheme
+    draft = type(target).draft
+    monkeypatch.setattr(type(target), "draft", lambda *given: replace(draft(*given), problems=[*problems]))
+    assert opening.misfits_of(source, structure, "trt", scheme) == problems
+    with pytest.raises(PlanError) as refused:
+        bridge.plan(source, target="trt", quant="fp8")
+    assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [
+        problems[0][1], "a: layers.{0..1}.weight: is odd", "a: layers.1.weight: is short: 3 of 4",
+    ]  # fmt: skip
+
+
+def test_a_matrix_kept_apart_from_those_it_is_fused_with_is_told(tmp_path: Path) -> None:
+    recipe = tmp_path / "apart.toml"
+    recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nroles = ["attn.q.weight"]\nlayers = [1]\nquant = "none"\n')
+    (note,) = [note for note in bridge.plan(TINY, "hf", recipe).notes if "one input" in note]
+    modules = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
+    assert note == f"{', '.join(modules)}: {APART}"
+    assert not any("one input" in note for note in bridge.plan(TINY, "hf", "fp8_pc_pt").notes)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.dtypes import FLOATS, dtype
-from bridge.errors import UsageError, nearest
+from bridge.errors import UsageError, fold_problems, nearest
 from bridge.planning import Draft, Drafted, Plan
 from bridge.targets._streamed import Streamed, main_dtype, write
 from bridge.unified import SPELLINGS, spelling
@@ -83,7 +83,7 @@ class Hf(Streamed):
 
     def refuse_kv(self, kv: Numeric, structure: Structure, options: HfOptions) -> str:
         if not structure.attention:
-            return f"KV cache: {structure.architecture} has no attention module with a cache"
+            return f"{structure.architecture} has no attention module with a cache"
         return spelling(options.format).refuse_kv(kv)
 
     def refuse_stack(self, format_: Format, site: Site, options: HfOptions) -> str:
@@ -93,7 +93,8 @@ class Hf(Streamed):
         return "convolution: unified checkpoints hold quantized matrices only" if site.layout == "conv" else ""
 
     def draft(self, draft: Draft) -> Drafted:
-        return Drafting(draft, spelling(draft.options.format)).drafted()
+        drafted = Drafting(draft, spelling(draft.options.format)).drafted()
+        return dataclasses.replace(drafted, notes=[*drafted.notes, *_apart(draft)])
 
     def notes(self, structure: Structure, options: HfOptions) -> tuple[str, ...]:
         if not structure.ungrouped:
@@ -119,5 +120,20 @@ class Hf(Streamed):
         written = write(conversion, directory, beside)
         return dataclasses.replace(written, notes=(*written.notes, *departures(plan)))
 
+
+def _apart(draft: Draft) -> list[str]:
+    """Notes on modules that read one input and have different formats by a recipe: vLLM (`is_layer_skipped`) raises."""
+    formats = {site.module: draft.formats.get(site.weight) for site in draft.structure.sites if not site.keep}
+    found = []
+    for group in draft.structure.groups:
+        members = [module for module in group.modules if module in formats]
+        if len({form if isinstance(form, Format) else None for form in map(formats.get, members)}) > 1:
+            found += [(module, APART) for module in members]
+    return fold_problems(found)
+
+
+APART = (
+    "these read one input and differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one rule"
+)
 
 TARGET = Hf()
