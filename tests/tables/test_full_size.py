@@ -171,8 +171,8 @@ def foreign_headers(dialect: str, config: dict[str, Any], dims: dict[str, int]) 
 @pytest.mark.parametrize("dialect", ["megatron", "torchtitan"])
 @pytest.mark.parametrize(
     ("config", "seconds"),
-    # Processor time on a busy machine: 0.03, 0.2 and 0.6 s; the bounds only catch a change of order.
-    [(_LLAMA_8B, 0.3), (_QWEN3_30B, 1.0), (_DEEPSEEK, 3.0)],
+    # Processor time on a busy machine: up to 0.06, 1.1 and 1.6 s; the bounds only catch a change of order.
+    [(_LLAMA_8B, 0.6), (_QWEN3_30B, 3.0), (_DEEPSEEK, 6.0)],
 )
 def test_foreign_checkpoints_of_full_size_are_spelled_quickly(
     dialect: str, config: dict[str, Any], seconds: float

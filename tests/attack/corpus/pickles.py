@@ -138,7 +138,7 @@ EXPLODING: dict[str, bytes] = {
     "mark after mark": b"(" * 3_000_000 + b"N",
     "empty sets": b"](" + b"\x8f" * 4_000_000 + b"e",
     "empty lists": b"](" + b"]" * 8_000_000 + b"e",
-    "dicts of one": b"](" + b"}K\0K\0s" * 1_500_000 + b"e",
+    "dicts of one": b"](" + b"}K\0K\0s" * 1_000_000 + b"e",
     "memoized": b"](" + b"]\x94" * 4_000_000 + b"e",
     "nested lists": b"]" * 200_000 + b"a" * 199_999,
     "nested tuples": b")" + b"\x85" * 500_000,
