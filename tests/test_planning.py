@@ -13,7 +13,7 @@ from bridge import opening
 from bridge.errors import PlanError, SchemeError, UsageError
 from bridge.plan_json import plan_from_dict
 from bridge.targets import load_target
-from bridge.targets.hf import APART
+from bridge.unified.steps import APART
 from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
 
 TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"

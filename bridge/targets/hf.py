@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.dtypes import FLOATS, dtype
-from bridge.errors import UsageError, fold_problems, nearest
+from bridge.errors import UsageError, nearest
 from bridge.planning import Draft, Drafted, Plan
 from bridge.targets._streamed import Streamed, main_dtype, write
 from bridge.unified import SPELLINGS, spelling
@@ -93,8 +93,7 @@ class Hf(Streamed):
         return "convolution: unified checkpoints hold quantized matrices only" if site.layout == "conv" else ""
 
     def draft(self, draft: Draft) -> Drafted:
-        drafted = Drafting(draft, spelling(draft.options.format)).drafted()
-        return dataclasses.replace(drafted, notes=[*drafted.notes, *_apart(draft)])
+        return Drafting(draft, spelling(draft.options.format)).drafted()
 
     def notes(self, structure: Structure, options: HfOptions) -> tuple[str, ...]:
         if not structure.ungrouped:
@@ -120,20 +119,5 @@ class Hf(Streamed):
         written = write(conversion, directory, beside)
         return dataclasses.replace(written, notes=(*written.notes, *departures(plan)))
 
-
-def _apart(draft: Draft) -> list[str]:
-    """Notes on modules that read one input and have different formats by a recipe: vLLM (`is_layer_skipped`) raises."""
-    formats = {site.module: draft.formats.get(site.weight) for site in draft.structure.sites if not site.keep}
-    found = []
-    for group in draft.structure.groups:
-        members = [module for module in group.modules if module in formats]
-        if len({form if isinstance(form, Format) else None for form in map(formats.get, members)}) > 1:
-            found += [(module, APART) for module in members]
-    return fold_problems(found)
-
-
-APART = (
-    "these read one input and differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one rule"
-)
 
 TARGET = Hf()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from bridge.dtypes import DTYPES
+from bridge.errors import fold_problems
 from bridge.planning import Draft, Drafted, Output, Step
 from bridge.quant.scheme import has_tensor_scale
 from bridge.show import pattern
@@ -16,6 +17,9 @@ from bridge.unified.shards import divide, parse_size
 from bridge.values import Format, InputGroup, Numeric, Site, Slice, TensorSpec
 
 MANY = 2  # a group of one shares nothing
+APART = (
+    "these read one input and differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one rule"
+)
 
 
 class Drafting:
@@ -42,7 +46,16 @@ class Drafting:
         if scheme and scheme.kv:
             steps += [self._kv_step(module, scheme.kv) for module in self._draft.structure.attention]
         self._drafted.steps = self._filed(steps)
+        self._drafted.notes += fold_problems(self._apart())
         return self._drafted
+
+    def _apart(self) -> Iterator[tuple[str, str]]:
+        """Modules of which a recipe keeps some that are fused with quantized ones; vLLM's `is_layer_skipped` raises."""
+        chosen = {site.module for site in self._draft.structure.sites if not site.keep}
+        for group in self._draft.structure.groups:
+            members = [module for module in group.modules if module in chosen]
+            if len({module in self._formats for module in members}) > 1:
+                yield from ((module, APART) for module in members)
 
     def _unknown(self) -> Iterator[tuple[str, str]]:
         """Modules that would share something with others, where nobody knows which those are; experts never do."""
