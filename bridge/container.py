@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +102,8 @@ def identity(fd: Handle) -> tuple[int, int, int, int]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def read_into(fd: Handle, out: np.ndarray, offset: int, path: Path) -> None:
-    """Fill the contiguous array `out` with the bytes of the file from `offset` on."""
+def read_into(fd: Handle, out: np.ndarray, offset: int, path: Path, end: int | None = None) -> None:
+    """Fill the contiguous array `out` with the bytes of the file from `offset` on; those up to `end` are read next."""
     view = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs miss Buffer on 3.11
     done = 0
     while done < len(view):
@@ -111,7 +111,7 @@ def read_into(fd: Handle, out: np.ndarray, offset: int, path: Path) -> None:
             if isinstance(fd, int):
                 got = os.preadv(fd, [view[done : done + PIECE]], offset + done)
             else:
-                got = fd.read_into(view[done:], offset + done)
+                got = fd.read_into(view[done:], offset + done, end)
         except OSError as error:
             raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
         if not got:
@@ -154,8 +154,13 @@ def refuse_pointer(path: Path, head: bytes) -> None:
         raise SourceError(f"{path}: a Git-LFS pointer instead of weights; run `git lfs pull` in its directory")
     if not head:
         raise SourceError(f"{path}: an empty file; download it again")
-    if head.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+    if is_page(head):
         raise SourceError(f"{path}: a web page instead of weights (a failed download?); download it again")
+
+
+def is_page(head: bytes) -> bool:
+    """Tell whether the first bytes of a file are those of a web page."""
+    return head.lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))
 
 
 class _BadHeaderError(Exception):
@@ -289,36 +294,56 @@ class SafetensorsFile:
 
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor."""
-        spec, offset, _ = self.header.entries[name]
+        spec = self.specs[name]
         out = paged(spec.shape, DTYPES[spec.dtype].storage)
-        with self._opened() as fd:
-            read_into(fd, out, offset, self.path)
+        self._read(name, 0, out)
         return out
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return rows `begin` to `end` along the first axis, so that a large matrix need not be held whole."""
-        spec, offset, nbytes = self.header.entries[name]
+        spec, _, nbytes = self.header.entries[name]
         if out is None:
             out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
-        row = nbytes // spec.shape[0] if spec.shape[0] else 0
-        with self._opened() as fd:
-            read_into(fd, out, offset + begin * row, self.path)
+        self._read(name, begin * (nbytes // spec.shape[0]) if begin else 0, out)
         return out
 
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Return bytes `begin` to `end` of one tensor, in `out`."""
-        with self._opened() as fd:
-            read_into(fd, out, self.offset(name) + begin, self.path)
+        self._read(name, begin, out)
         return out
 
     def offset(self, name: str) -> int:
         """Where the bytes of a tensor begin in the file."""
         return self.header.entries[name].offset
 
+    def pieces(self, name: str, size: int, take: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the bytes of one tensor, `size` at a time, each in a buffer that `take` gives.
+
+        SourceError at the end where the file changed meanwhile.
+        """
+        _, offset, nbytes = self.header.entries[name]
+        with self._opened() as fd:
+            for begin in range(0, nbytes, size):
+                out = take(min(size, nbytes - begin))
+                read_into(fd, out, offset + begin, self.path, offset + nbytes)
+                yield out
+            self._check(fd)
+
+    def _read(self, name: str, begin: int, out: np.ndarray) -> None:
+        _, offset, nbytes = self.header.entries[name]
+        with self._opened() as fd:
+            read_into(fd, out, offset + begin, self.path, offset + nbytes)
+
     @contextmanager
     def _opened(self) -> Iterator[Handle]:
         """Open the file; SourceError where it is not the one any more whose header was read."""
-        with opened(self.path) as fd:
-            if identity(fd) != self._identity:
-                raise SourceError(f"{self.path}: changed since it was opened; nothing was kept, run again")
+        fd = open_file(self.path)
+        try:
+            self._check(fd)
             yield fd
+        finally:
+            close_file(fd)
+
+    def _check(self, fd: Handle) -> None:
+        if identity(fd) != self._identity:
+            raise SourceError(f"{self.path}: changed since it was opened; nothing was kept, run again")

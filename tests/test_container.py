@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from bridge.container import SafetensorsFile, layout, read_header, stored_shape
+from bridge.container import SafetensorsFile, file_bytes, layout, read_header, stored_shape
 from bridge.dtypes import DTYPES
 from bridge.errors import SourceError
 from bridge.sources import open_source
@@ -150,6 +151,19 @@ def test_file_cut_after_opening_is_a_source_error(tmp_path: Path) -> None:
         handle.truncate(200)
     with pytest.raises(SourceError, match="changed since it was opened"):
         file.read("a")
+
+
+def test_file_written_anew_while_a_tensor_is_read_is_a_source_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes({"w": np.arange(4096, dtype=np.uint8)}))
+    file = SafetensorsFile(path)
+
+    def take(nbytes: int) -> np.ndarray:
+        os.utime(path, ns=(0, 0))
+        return np.empty(nbytes, np.uint8)
+
+    with pytest.raises(SourceError, match="changed since it was opened"):
+        list(file.pieces("w", 1000, take))
 
 
 def test_layout_is_read_by_the_reference_and_packs_four_bits(tmp_path: Path) -> None:

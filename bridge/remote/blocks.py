@@ -26,7 +26,7 @@ from bridge.remote.threads import Fetchers
 BLOCK = 8 << 20  # bytes a request: at 100 MB/s a connection, 80 ms, some times what a request takes to be answered
 CONNECTIONS = 16  # one brings 50 to 100 MB/s from an object store, whatever the machine
 
-ENOUGH = 1e9  # bytes a second for each reader: where one connection brings them, more only take each other's time
+SWIFT = 1e9  # bytes a second for each reader: where one connection brings them, more only take each other's time
 FEW = 4  # blocks that may come at once and still tell what one connection brings
 
 Fetch = Callable[[str, int, memoryview], None]  # fills the view with bytes of the file from an offset on
@@ -47,7 +47,7 @@ class Blocks:
     def __init__(
         self, fetch: Fetch, held: int, block: int = BLOCK, connections: int = CONNECTIONS, ahead: bool = True
     ) -> None:
-        self._fetch, self._block = fetch, block
+        self._fetch, self._block, self.held = fetch, block, held
         self._most = max(held // block, 2)
         self._limit = max(self._most // 2, 2)
         self._read_once = ahead  # until a block that made room is asked for again
@@ -60,12 +60,42 @@ class Blocks:
         self._fetchers = Fetchers(connections)
         self._given_up = False
 
-    def read(self, name: str, nbytes: int, begin: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a file of `nbytes` from `begin` on; raises what fetching raises."""
+    @property
+    def known(self) -> bool:
+        """Whether anything was read that tells what one connection brings."""
+        return self._seconds > 0
+
+    @property
+    def swift(self) -> bool:
+        """Whether one connection keeps up with a reader, as far as is known, and nothing was asked for again."""
+        return self._read_once and self._seconds * SWIFT < 2 * self._block
+
+    def holds(self, name: str, begin: int) -> bool:
+        """Whether the block in which a byte lies is there, or coming."""
+        return (name, begin // self._block) in self._blocks
+
+    def hold(self) -> None:
+        """Keep all that may be from now on: something is read twice."""
+        with self._changed:
+            self._limit, self._read_once = self._most, False
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """Take in how long one connection took for so many bytes; of few, most of the time is the asking."""
+        with self._changed:
+            share = min(nbytes / self._block, 1) / 4
+            if not self.known:
+                share = 1 if nbytes >= self._block // 2 else 0
+            self._seconds += (seconds * self._block / nbytes - self._seconds) * share
+
+    def read(self, name: str, nbytes: int, begin: int, out: memoryview, ahead: bool = True) -> None:
+        """Fill `out` with bytes of a file of `nbytes` from `begin` on; raises what fetching raises.
+
+        `ahead`: what follows will be read from here, too.
+        """
         done = 0
         while done < len(out):
             at, inside = divmod(begin + done, self._block)
-            block, count = self._take(name, nbytes, at), 0
+            block, count = self._take(name, nbytes, at, ahead), 0
             try:
                 block.came.result()
                 part = block.data[inside : inside + len(out) - done]
@@ -94,8 +124,8 @@ class Blocks:
         with self._changed:
             self._given_up = False
 
-    def _take(self, name: str, nbytes: int, at: int) -> _Block:
-        """The block number `at`, held until its reader lets go; those that follow are asked for as well."""
+    def _take(self, name: str, nbytes: int, at: int, ahead: bool) -> _Block:
+        """The block number `at`, held until its reader lets go; those that follow are asked for, too, with `ahead`."""
         with self._changed:
             while (block := None if self._given_up else self._ask(name, nbytes, at, wanted=True)) is None:
                 if self._given_up:
@@ -104,7 +134,7 @@ class Blocks:
             block.readers += 1
             self._blocks.move_to_end((name, at))
             last = (nbytes - 1) // self._block
-            for next_ in range(at + 1, min(at + self._ahead_now(), last) + 1):
+            for next_ in range(at + 1, min(at + self._ahead_now(), last) + 1 if ahead else 0):
                 if self._read_once and (name, next_) in self._gone:
                     break
                 if self._ask(name, nbytes, next_, wanted=False) is None:
@@ -113,7 +143,7 @@ class Blocks:
 
     def _ahead_now(self) -> int:
         """How many blocks are asked for ahead of a reader: 1 where one connection keeps up with it."""
-        return min(self._ahead, max(1, round(self._seconds * ENOUGH / self._block)))
+        return min(self._ahead, max(1, round(self._seconds * SWIFT / self._block)))
 
     def _ask(self, name: str, nbytes: int, at: int, wanted: bool) -> _Block | None:
         """The block, being fetched if it was not there; None where there is no room."""
@@ -121,7 +151,7 @@ class Blocks:
         if found is not None:
             return found
         if (name, at) in self._gone:
-            self._limit, self._read_once = self._most, False
+            self.hold()
         room = self._room(wanted)
         if room is None:
             return None
@@ -167,7 +197,7 @@ class Blocks:
         with self._changed:
             if not block.came.done():
                 block.came.set_result(None)
-            if not self._seconds or (few and self._coming <= FEW):
-                self._seconds += (seconds - self._seconds) / (4 if self._seconds else 1)
+            if not self.known or (few and self._coming <= FEW):
+                self.took(len(block.data), seconds)
             self._coming -= 1
             self._changed.notify_all()

@@ -20,6 +20,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from bridge.errors import UsageError
+
 MOST_LINES = 1 << 20  # bytes of lines in a row, those of heads and between chunks, without a byte of the file
 SLOWEST = 1024  # bytes a second, on average over the time that a connection may be silent: who drips never ends
 GATHERED = 256 << 10  # bytes that wake a reader of many: a wake-up for each packet takes a third of the server's time
@@ -34,6 +36,7 @@ class Connections:
         self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
         self._busy: set[http.client.HTTPConnection] = set()
         self._proxies: dict[tuple[str, str], SplitResult | None] = {}
+        self._heard: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._trusted: ssl.SSLContext | None = None
 
@@ -71,15 +74,19 @@ class Connections:
                     with suppress(OSError):  # not the method of an SSL socket, which takes apart what its reader uses
                         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
+    def hear(self, parts: SplitResult) -> None:
+        """Note that the server of an address has answered."""
+        self._heard.add((parts.scheme, parts.netloc))
+
+    def has_heard(self, parts: SplitResult) -> bool:
+        """Whether the server of an address has ever answered."""
+        return (parts.scheme, parts.netloc) in self._heard
+
     def proxy(self, parts: SplitResult) -> SplitResult | None:
-        """The proxy that the environment names for the server of an address."""
+        """The proxy that the environment names for the server of an address; UsageError where it is no HTTP proxy."""
         server = parts.scheme, parts.netloc
         if server not in self._proxies:  # looking takes as long as the rest of a request
-            named = urllib.request.getproxies().get(parts.scheme)
-            if named and not urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
-                self._proxies[server] = urlsplit(named if "://" in named else f"http://{named}")
-            else:
-                self._proxies[server] = None
+            self._proxies[server] = _proxy(parts)
         return self._proxies[server]
 
     def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
@@ -183,6 +190,21 @@ class _Lines(io.BufferedReader):
     def readinto(self, out: Any, /) -> int:
         self._bytes = 0
         return super().readinto(out)
+
+
+def _proxy(parts: SplitResult) -> SplitResult | None:
+    proxies = urllib.request.getproxies()
+    word = parts.scheme if proxies.get(parts.scheme) else "all"
+    named = proxies.get(word)
+    if not named or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    proxy = urlsplit(named if "://" in named else f"http://{named}")
+    if proxy.scheme != "http":  # by https:// nothing but its name would be encrypted: a password must not be
+        raise UsageError(
+            f"{parts.scheme}://{parts.hostname}: {word.upper()}_PROXY names a {proxy.scheme}:// proxy, which cannot be "
+            "used; name an HTTP proxy (http://host:port), or the server in NO_PROXY"
+        )
+    return proxy
 
 
 def proxy_headers(proxy: SplitResult) -> Mapping[str, str]:

@@ -27,6 +27,10 @@ MOVED = (301, 302, 303, 307, 308)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 AGENT = "qbridge"
 PROXY = "the proxy refuses; give it a user in the environment: HTTPS_PROXY=http://user:password@host:port"
+WEB_PAGE = (
+    "the server answers with a web page (HTML), as some do for names that are not there (instead of 404) or before a "
+    "login; check the address, use another server, or download it first"
+)
 LONGEST = 18  # digits of a length that a server tells
 UNREAD = (MissingHeaderBodySeparatorDefect, FirstHeaderLineIsContinuationDefect)  # no header after it was taken in
 
@@ -45,6 +49,10 @@ class PassingError(Exception):
     def told(self, where: str, times: str) -> SourceError:
         """What is said where it failed too often."""
         return SourceError(f"{where}: {self}, {times}; check the network and the server, and run again")
+
+
+class SilentError(PassingError):
+    """No answer in time from a server that has never answered."""
 
 
 class StaleError(PassingError):
@@ -73,13 +81,24 @@ class Exchange:
         self._left = 0  # bytes of the answer that were not read
 
     def __enter__(self) -> Exchange:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.drop()
+
+    def open(self) -> None:
+        """Ask, and read the answer's head."""
         url, headers = self._address.request()
         for _ in range(REDIRECTS + 1):
             self._ask(url, headers)
             if self.status not in MOVED:
                 break
             onward = self._onward(url)
-            self._drop()
+            self.drop()
             if urlsplit(onward).netloc != urlsplit(url).netloc:  # who is sent on to must not learn the password
                 headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             if urlsplit(url).scheme == "https" != urlsplit(onward).scheme:
@@ -90,20 +109,25 @@ class Exchange:
         try:
             self._refuse(url)
         except BaseException:
-            self._drop()
+            self.drop()
             raise
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if error is None and 0 <= self._left <= STEP and not self._answer.will_close:
-            try:
-                self._answer.read()  # what says why a file is not there: a new connection takes longer
-            except (OSError, http.client.HTTPException):  # what was asked for is known
-                self._drop()
-            else:
-                self._connections.give(self._parts, self._connection)
+    def finish(self) -> None:
+        """Keep the connection, once what is left of the answer was read, unless that is much."""
+        if not 0 <= self._left <= STEP or self._answer.will_close:
+            self.drop()
+            return
+        try:
+            self._answer.read()  # what says why a file is not there: a new connection takes longer
+        except (OSError, http.client.HTTPException):  # what was asked for is known
+            self.drop()
         else:
-            self._drop()
+            self._connections.give(self._parts, self._connection)
+
+    def drop(self) -> None:
+        """Close the connection, whatever is still to come."""
+        self._answer.close()
+        self._connections.drop(self._connection)
 
     def _ask(self, url: str, headers: Mapping[str, str]) -> None:
         self._parts = urlsplit(url)
@@ -127,6 +151,7 @@ class Exchange:
                 self._connections.forget(self._parts)
                 if isinstance(error, LATE):  # it stands, and says nothing
                     raise self._why(error) from error
+        self._connections.hear(self._parts)
         self.status = self._answer.status
         self._left = self._answer.length if self._answer.length is not None else -1
 
@@ -138,14 +163,10 @@ class Exchange:
             alone = onward.netloc.rpartition("@")[2]  # the user in it is none of ours
             return urlunsplit(spelled(onward._replace(netloc=alone)))
         except ValueError:
-            self._drop()
+            self.drop()
             raise SourceError(
                 f"{self._address.where}: the server sends on to what is no address of a web server; check the address"
             ) from None
-
-    def _drop(self) -> None:
-        self._answer.close()
-        self._connections.drop(self._connection)
 
     def _why(self, error: Exception) -> Exception:
         """What went wrong below HTTP: what will not pass is a SourceError."""
@@ -158,7 +179,8 @@ class Exchange:
                 "SSL_CERT_FILE names the authorities to trust"
             )
         if isinstance(error, LATE):
-            return PassingError("no answer in time")
+            heard = self._connections.has_heard(self._parts)
+            return (PassingError if heard else SilentError)("no answer in time")
         if str(error).startswith("Tunnel connection failed: 4"):  # http.client's words
             return SourceError(f"{self._address.where}: {PROXY} ({str(error).rpartition(': ')[2]})")
         proxy = self._connections.proxy(self._parts)
@@ -195,6 +217,8 @@ class Exchange:
         if self.status == 200:
             text = self._answer.getheader("Content-Length") or ""
         length = _number(text)
+        if length is None and self.status == 200 and self._answer.headers.get_content_type() == "text/html":
+            raise SourceError(f"{self._address.where}: {WEB_PAGE}")
         if length is None:
             raise SourceError(f"{self._address.where}: the server does not say how long it is; use another server")
         return length

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from bridge.container import is_page
 from bridge.errors import SourceError
 from bridge.json_data import parse_json
 from bridge.planning import CALIBRATION
 from bridge.remote.address import Look, shown
-from bridge.remote.client import Client
-from bridge.remote.exchange import RefusedError
+from bridge.remote.client import Client, Flow
+from bridge.remote.exchange import WEB_PAGE, RefusedError
 
 TOGETHER = 8  # requests at once while names are asked for
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -79,6 +80,10 @@ class HttpStore:
     def fetch(self, name: str, begin: int, out: memoryview) -> None:
         """Fill `out` with bytes of a file."""
         self._client.fetch(self._address(name), begin, out, self.files[name])
+
+    def flow(self, name: str, begin: int, end: int) -> Flow:
+        """Bytes of a file, to be read in order."""
+        return self._client.flow(self._address(name), begin, end, self.files[name])
 
     def give_up(self) -> None:
         """Fail what is being fetched."""
@@ -183,6 +188,8 @@ class HttpStore:
                 self._client.give_up()
                 raise
         found = {name: seen for name, seen in zip(every, looks, strict=True) if seen is not None}
+        if pages := [name for name in found if name.endswith((".json", *FILES)) and is_page(found[name].head)]:
+            raise SourceError(f"{self._address(pages[0]).where}: {WEB_PAGE}")
         if unread := [name for name in found if not found[name].ranges and name.endswith(FILES)]:
             raise SourceError(
                 f"{self._address(unread[0]).where}: the server sends whole files only (no byte ranges), which would "

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from bridge.errors import SourceError
 from bridge.remote.address import Look, shown
-from bridge.remote.client import Client
+from bridge.remote.client import Client, Flow
 from bridge.remote.objects import said
 
 PATIENCE = 2.0  # seconds that the others wait for who asks the hub where a file is stored
@@ -101,8 +101,11 @@ class HubStore:
 
     def fetch(self, name: str, begin: int, out: memoryview) -> None:
         """Fill `out` with bytes of a file."""
-        known = self.files[name]._replace(tag="")  # a commit's file stays; where it is stored its ETag is another
-        self._client.fetch(self._addresses[name], begin, out, known)
+        self._client.fetch(self._addresses[name], begin, out, self._known(name))
+
+    def flow(self, name: str, begin: int, end: int) -> Flow:
+        """Bytes of a file, to be read in order."""
+        return self._client.flow(self._addresses[name], begin, end, self._known(name))
 
     def give_up(self) -> None:
         """Fail what is being fetched."""
@@ -111,6 +114,10 @@ class HubStore:
     def go_on(self) -> None:
         """Fetch again."""
         self._client.go_on()
+
+    def _known(self, name: str) -> Look:
+        """What a file must stay: that of a commit does, and where it is stored its ETag is another."""
+        return self.files[name]._replace(tag="")
 
 
 def _tag(file: Any, commit: str) -> str:

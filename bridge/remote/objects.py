@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.errors import BridgeError, SourceError, UsageError
 from bridge.remote.address import Look, scheme_of, shown, store_of
-from bridge.remote.client import GIVEN_UP, TRIES, Client
+from bridge.remote.client import GIVEN_UP, TRIES, Client, Flow
 
 SIGNED = 3600  # seconds that a signed address answers
 S3 = "s3"
@@ -134,6 +134,12 @@ class ObjectStore:
             self._client.fetch(self._signed[name], begin, out, self.files[name])
         else:
             self._cat(name, begin, out)
+
+    def flow(self, name: str, begin: int, end: int) -> Flow | None:
+        """Bytes of an object, to be read in order; None where that takes fsspec."""
+        if self._store != S3:
+            return None
+        return self._client.flow(self._signed[name], begin, end, self.files[name])
 
     def give_up(self) -> None:
         """Fail what is being fetched."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
@@ -24,6 +24,8 @@ from bridge.remote.address import Look
 
 if TYPE_CHECKING:
     from bridge.remote.blocks import Blocks
+    from bridge.remote.client import Flow
+    from bridge.remote.weights import WeightReader
 
 HELD = 256 << 20  # bytes of blocks of weights: both passes over a matrix of that size fetch it once
 PAGE = 64 << 10  # bytes a request where headers and indices are read, a few hundred bytes at once
@@ -44,6 +46,9 @@ class Store(Protocol):
 
     def fetch(self, name: str, begin: int, out: memoryview) -> None:
         """Fill `out` with bytes of a file from `begin` on; SourceError where they are not to be had, or changed."""
+
+    def flow(self, name: str, begin: int, end: int) -> Flow | None:
+        """Bytes of a file, to be read in order; None where it can only be fetched."""
 
     def give_up(self) -> None:
         """Fail what is being fetched, and whatever is until `go_on`: nobody waits for it any more."""
@@ -82,11 +87,13 @@ class Tree:
                 )
 
     @cached_property
-    def blocks(self) -> Blocks:
-        """Of weights: asked for ahead."""
+    def weights(self) -> WeightReader:
+        """Straight, or in blocks that are asked for ahead: in these alone where they can hold all that is there."""
         from bridge.remote.blocks import Blocks  # what it imports takes longer than most local files to read
+        from bridge.remote.weights import WeightReader
 
-        return Blocks(self.store.fetch, self.memory)
+        few = sum(look.nbytes for look in self.store.files.values()) <= self.memory
+        return WeightReader(None if few else self.store.flow, Blocks(self.store.fetch, self.memory), self.pages)
 
     @cached_property
     def pages(self) -> Blocks:
@@ -98,13 +105,13 @@ class Tree:
     def give_up(self) -> None:
         """Let nobody wait for this directory until `go_on`."""
         self.store.give_up()
-        self.blocks.give_up()
+        self.weights.give_up()
         self.pages.give_up()
 
     def go_on(self) -> None:
         """Read again as if nothing had been."""
         self.store.go_on()
-        self.blocks.go_on()
+        self.weights.go_on()
         self.pages.go_on()
 
 
@@ -126,17 +133,13 @@ class RemoteFile:
     @property
     def identity(self) -> tuple[int, int, int, int]:
         """What is another file, or was written since, where it differs: as `container.identity` of local ones."""
-        return (
-            0,
-            0,
-            self.nbytes,
-            int.from_bytes(sha256((self.look.tag or self.tree.opened).encode()).digest()[:8], "big"),
-        )
+        look = self.look
+        return 0, 0, look.nbytes, _number(look.tag or self.tree.opened)
 
-    def read_into(self, out: memoryview, begin: int) -> int:
-        """Fill `out` with weights; returns how many bytes there were."""
+    def read_into(self, out: memoryview, begin: int, end: int | None = None) -> int:
+        """Fill `out` with weights, of which more are read next, up to `end`; returns how many bytes there were."""
         count = max(0, min(len(out), self.nbytes - begin))
-        self.tree.blocks.read(self.name, self.nbytes, begin, out[:count])
+        self.tree.weights.read(self.name, self.nbytes, begin, min(end, self.nbytes) if end else None, out[:count])
         return count
 
     def read_at(self, count: int, begin: int) -> bytes:
@@ -151,6 +154,12 @@ class RemoteFile:
         else:
             self.tree.pages.read(self.name, self.nbytes, begin, memoryview(out))
         return bytes(out)
+
+
+@lru_cache(maxsize=1024)  # asked for with each piece of a tensor
+def _number(tag: str) -> int:
+    """A tag as a number of 64 bits."""
+    return int.from_bytes(sha256(tag.encode()).digest()[:8], "big")
 
 
 Handle = int | RemoteFile  # a file that is open for reading: a descriptor where it is local

@@ -50,6 +50,8 @@ def _serve(queue: Work, idle: threading.Semaphore) -> None:
 def readers(count: int, *read: Source | Path, name: str = "") -> Iterator[ThreadPoolExecutor]:
     """Threads that read models; where an error or a signal ends the block, none waits for a remote file any more."""
     trees = [far.tree for model in read if (far := remote(getattr(model, "root", model)))]
+    for tree in trees:
+        tree.go_on()  # makes what the threads share before the first of them asks for it
     try:
         with ThreadPoolExecutor(count, thread_name_prefix=name) as pool:
             try:

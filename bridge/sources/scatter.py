@@ -23,11 +23,11 @@ _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _preadv.restype = ctypes.c_ssize_t
 
 
-def read_rows_into(fd: Handle, rows: np.ndarray, offset: int, path: Path) -> None:
+def read_rows_into(fd: Handle, rows: np.ndarray, offset: int, path: Path, end: int | None = None) -> None:
     """Fill the rows along the last axis, each contiguous in itself, one after the other with bytes from `offset` on."""
     if not isinstance(fd, int):
         together = np.empty(rows.shape, rows.dtype)
-        read_into(fd, together, offset, path)
+        read_into(fd, together, offset, path, end)
         rows[...] = together
         return
     *counts, length = rows.shape

@@ -44,16 +44,17 @@ class Span:
             self._check(fd)
             yield fd
 
-    def read_into(self, out: np.ndarray, begin: int) -> None:
+    def read_into(self, out: np.ndarray, begin: int, end: int | None = None) -> None:
         """Fill `out` from byte `begin` of the span on, in the order of its axes, of which the last is contiguous.
 
+        What follows, up to byte `end`, is read next.
         What `opened` does without its context managers, which took a tenth of the time for a megabyte.
         """
         fd = open_file(self.path)
         try:
             self._check(fd)
             read = read_into if out.flags.c_contiguous else read_rows_into
-            read(fd, out, self.offset + begin, self.path)
+            read(fd, out, self.offset + begin, self.path, None if end is None else self.offset + end)
         finally:
             close_file(fd)
 
@@ -76,7 +77,7 @@ class Span:
         if self.nbytes > most:
             raise SourceError(f"{self.name}: {self.nbytes} bytes; at most {most} are allowed for such a file")
         out = np.empty(self.nbytes, np.uint8)
-        self.read_into(out, 0)
+        self.read_into(out, 0, self.nbytes)
         return out.tobytes()
 
     def json(self) -> dict[str, Any]:
@@ -139,6 +140,10 @@ class Extent:
         return DTYPES[self.dtype].bits // 8
 
     @cached_property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @cached_property
     def is_row_order(self) -> bool:
         """Whether the elements lie in row-major order without gaps; the stride of an axis of one does not matter."""
         return all(n == 1 or s == r for n, s, r in zip(self.shape, self.stride, row_order(self.shape), strict=True))
@@ -151,7 +156,7 @@ class Extent:
         if begin == end:
             return out
         if self.is_row_order:
-            self.span.read_into(out, self.offset + begin * self.itemsize)
+            self.span.read_into(out, self.offset + begin * self.itemsize, self.offset + self.nbytes)
             return out
         flat = np.empty(end - begin, out.dtype)
         self._read_strided(begin, end, flat)

@@ -121,9 +121,10 @@ class TorchFile:
             return
         found, buffer = 0, np.empty(min(CHECKED, member.nbytes), np.uint8)
         with span.opened() as fd:
+            begin = span.offset + member.offset
             for at in range(0, member.nbytes, CHECKED):
                 part = buffer[: min(CHECKED, member.nbytes - at)]
-                read_into(fd, part, span.offset + member.offset + at, self.path)
+                read_into(fd, part, begin + at, self.path, begin + member.nbytes)
                 found = zlib.crc32(part.data, found)
         if found != member.crc:
             raise self._damaged(name)

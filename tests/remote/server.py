@@ -88,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
         elif status:
             self.answer(status, b"no", {})
         elif manners.answers_all and not path.is_file():
-            self.answer(206, manners.answers_all, {"Content-Range": f"bytes 0-1/{len(manners.answers_all)}"})
+            said = {"Content-Range": f"bytes 0-1/{len(manners.answers_all)}"}
+            self.answer(206 if manners.ranges else 200, manners.answers_all, said)
         elif not path.is_file():
             self.answer(404, b"none", {"Content-Length": "9"} if manners.cut_404 else {})
             self.close_connection = self.close_connection or manners.cut_404

@@ -233,6 +233,30 @@ def test_a_server_that_answers_for_every_name_is_refused(everywhere: bytes, tmp_
     assert len(manners.headers) < 2 * MOST_RANKS
 
 
+PAGE = b"\n<!DOCTYPE html>\n<html><body>not found</body></html>"
+
+
+@pytest.mark.parametrize("page", [PAGE, b"<html>" + bytes(2 * HEAD)], ids=["short", "long"])
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("there", [(), ("config.json",), ("config.json", "model.safetensors")], ids=len)
+def test_a_server_that_answers_with_a_page_is_told(
+    there: tuple[str, ...], ranges: bool, page: bytes, tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+    with serving(tmp_path, answers_all=page, ranges=ranges) as (url, _):
+        for address in (url, f"{url}/model.safetensors", f"{url}/m.nemo"):
+            with pytest.raises(SourceError, match=r"(json|nemo): the server answers with a web page \(HTML\)"):
+                open_source(address)
+
+
+def test_a_page_without_a_length_is_a_page(tmp_path: Path) -> None:
+    said = {"Content-Length": "", "Content-Type": "text/html; charset=utf-8", "Connection": "close"}
+    told = pytest.raises(SourceError, match=r"config.json: the server answers with a web page \(HTML\)")
+    with serving(tmp_path, answers_all=PAGE, ranges=False, headers_said=said) as (url, _), told:
+        open_source(url)
+
+
 def test_an_address_of_one_rank_of_meta_is_a_model(tmp_path: Path) -> None:
     hf = {name: t[:96] if t.shape[0] == 97 else t for name, t in llama().items()}
     meta(tmp_path / "m", spelled(hf, "meta"), 1, vocab_size=96)

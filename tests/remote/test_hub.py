@@ -132,10 +132,21 @@ def test_an_address_that_ran_out_is_asked_for_anew(world: tuple[list[tuple[str, 
     asked, manners = world
     source = open_source("hf://org/tiny")
     source.read_rows("model.norm.weight", 0, 1)
-    source.root.tree.blocks._blocks.clear()  # type: ignore[attr-defined]
+    source.root.tree.weights._blocks._blocks.clear()  # type: ignore[attr-defined]
     manners.fail = [403]
     source.read_rows("model.norm.weight", 0, 1)
     assert sum(path.endswith("/model.safetensors") for path, _ in asked) == 2
+
+
+def test_an_address_that_runs_out_while_a_file_is_read_straight_is_asked_for_anew(
+    straight: list[tuple[int, int]], world: tuple[list[tuple[str, str]], Manners]
+) -> None:
+    asked, manners = world
+    source, near = open_source("hf://org/tiny"), open_source(TINY)
+    for number, name in enumerate(source.specs):
+        manners.fail = [403] if number == 3 else []
+        assert np.array_equal(source.read(name), near.read(name))
+    assert sum(path.endswith("/model.safetensors") for path, _ in asked) == 2 and straight
 
 
 @pytest.mark.parametrize(

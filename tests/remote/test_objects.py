@@ -40,6 +40,16 @@ def test_a_conversion_writes_the_bytes_of_a_local_one(s3: Any, tmp_path: Path) -
         assert (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes()
 
 
+def test_a_conversion_that_reads_straight_writes_the_same_bytes(
+    straight: list[tuple[int, int]], s3: Any, tmp_path: Path
+) -> None:
+    bridge.convert(put(s3, TINY, "bucket/tiny"), "hf", "fp8_pc_pt", tmp_path / "far")
+    bridge.convert(TINY, "hf", "fp8_pc_pt", tmp_path / "near")
+    name = "model.safetensors"
+    assert (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes()
+    assert straight
+
+
 def test_where_and_name_are_the_address(s3: Any) -> None:
     source = open_source(put(s3, TINY, "bucket/tiny"))
     assert (source.where, source.name) == ("s3://bucket/tiny", "tiny")

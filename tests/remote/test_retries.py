@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from bridge.errors import SourceError
-from bridge.remote.client import ENOUGH, MOST, Client
+from bridge.errors import SourceError, UsageError
+from bridge.remote.address import Look
+from bridge.remote.client import HEADWAY, MOST, Client
+from bridge.remote.http import TOGETHER, HttpStore
 from bridge.remote.hub import HubAddress
 from bridge.remote.objects import _Signed
 from bridge.sources import open_source
@@ -146,10 +150,10 @@ def test_connections_that_the_server_closed_meanwhile_are_no_failures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drop", "most"), [(1, 3), (ENOUGH - 1, 3 + (SIZE // ENOUGH)), (ENOUGH, MOST)], ids=["byte", "less", "enough"]
+    ("drop", "most"), [(1, 3), (HEADWAY - 1, 3 + (SIZE // HEADWAY)), (HEADWAY, MOST)], ids=["byte", "less", "enough"]
 )
 def test_a_server_that_always_breaks_off_is_asked_so_often_and_no_more(drop: int, most: int, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(bytes(ENOUGH * (MOST + 2)))
+    (tmp_path / FILE).write_bytes(bytes(HEADWAY * (MOST + 2)))
     with serving(tmp_path) as (url, manners):
         client, address = Client(tries=3, pause=0.0001), Plain(f"{url}/{FILE}")
         known = look(client, address)
@@ -165,7 +169,7 @@ def test_every_failure_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -
         known = look(client, address)
         paused: list[float] = []
         monkeypatch.setattr(client.given_up, "wait", lambda seconds: paused.append(seconds))
-        manners.drop_after, manners.drops = ENOUGH, 2
+        manners.drop_after, manners.drops = HEADWAY, 2
         client.fetch(address, 0, memoryview(bytearray(known.nbytes)), known)
         assert len(paused) == 2 and min(paused) > 0.01
 
@@ -183,6 +187,64 @@ def test_a_proxy_learns_who_asks_and_the_server_does_not(monkeypatch: pytest.Mon
         assert manners.headers
     with pytest.raises(SourceError, match=r"the connection to the proxy 127.0.0.1:\d+ broke \(Connection refused\)"):
         Client(tries=1).look(address)
+
+
+@pytest.mark.parametrize("scheme", ["socks5", "socks5h", "socks4"])
+@pytest.mark.parametrize("word", ["HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_proxy_of_another_protocol_is_refused(word: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = f"{'https' if word == 'HTTPS_PROXY' else 'http'}://models.invalid"
+    monkeypatch.setenv("no_proxy", "")
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(word, f"{scheme}://me:se/cret@127.0.0.1:9")
+    with pytest.raises(UsageError, match=f"^{server}: {word} names a {scheme}:// proxy, which cannot be used") as told:
+        Client().look(Plain(f"{server}/{FILE}"))
+    assert "cret" not in str(told.value)
+    monkeypatch.setenv("no_proxy", "models.invalid")
+    with pytest.raises(SourceError, match=r"no server .* is known"):
+        Client().look(Plain(f"{server}/{FILE}"))
+
+
+def test_a_proxy_for_all_protocols_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(TINY) as (proxy, _):
+        monkeypatch.setenv("all_proxy", proxy)
+        assert look(Client(), Plain(f"http://models.invalid/{FILE}")).nbytes == SIZE
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, list[socket.socket]]]:
+    """A server that accepts connections and says nothing, and those it has."""
+    taken: list[socket.socket] = []
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                taken.append(server.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", taken
+        server.shutdown(socket.SHUT_RDWR)
+    for one in taken:
+        one.close()
+
+
+def test_a_server_that_never_said_anything_is_asked_twice(silent: tuple[str, list[socket.socket]]) -> None:
+    url, taken = silent
+    with pytest.raises(SourceError, match=r"json: no answer in time, 2 times in a row; check the network"):
+        HttpStore(url, Client(timeout=0.3, pause=0.01))
+    assert len(taken) <= 2 * TOGETHER
+
+
+def test_bytes_of_a_listed_file_are_asked_for_as_often_as_ever(silent: tuple[str, list[socket.socket]]) -> None:
+    url, taken = silent
+    with pytest.raises(SourceError, match=r"no answer in time, 6 times in a row"):
+        Client(timeout=0.1, pause=0.01).fetch(Plain(url), 0, memoryview(bytearray(10)), Look(10, ""))
+    assert len(taken) == 6
 
 
 def open_files() -> int:

@@ -157,9 +157,9 @@ def test_what_is_stored_across_its_rows_is_read_once(
     source, whole, count = open_source(checkpoint, config=config), Span.read_into, [0]
     plan = bridge.plan(source, "hf", quant)
 
-    def counted(span: Span, out: np.ndarray, begin: int) -> None:
+    def counted(span: Span, out: np.ndarray, begin: int, end: int | None = None) -> None:
         count[0] += out.nbytes
-        whole(span, out, begin)
+        whole(span, out, begin, end)
 
     monkeypatch.setattr(Span, "read_into", counted)
     bridge.convert(source, "hf", quant, tmp_path / "out", verify=False)
@@ -197,9 +197,9 @@ def test_stacked_strides_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("bridge.sources.span.STEP", 256)
     whole, count, flat = Span.read_into, [0], stored.swapaxes(0, 1).reshape(-1)
 
-    def counted(span: Span, out: np.ndarray, begin: int) -> None:
+    def counted(span: Span, out: np.ndarray, begin: int, end: int | None = None) -> None:
         count[0] += out.nbytes
-        whole(span, out, begin)
+        whole(span, out, begin, end)
 
     monkeypatch.setattr(Span, "read_into", counted)
     for step in (70, 300, 2100, 4000):
@@ -304,9 +304,9 @@ def test_a_plan_reads_no_weight(kind: str, tmp_path: Path, monkeypatch: pytest.M
     headers = [0]
     into, at = Span.read_into, Span.at
 
-    def counted_into(span: Span, out: np.ndarray, begin: int) -> None:
+    def counted_into(span: Span, out: np.ndarray, begin: int, end: int | None = None) -> None:
         read.append((span.path, span.offset + begin, span.offset + begin + out.nbytes))
-        into(span, out, begin)
+        into(span, out, begin, end)
 
     def counted_at(span: Span, fd: int, begin: int, nbytes: int) -> bytes:
         found = at(span, fd, begin, nbytes)
