@@ -19,10 +19,10 @@ from bridge.values import Numeric
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from bridge.finite import File
     from bridge.quant.calibration import Calibration
     from bridge.quant.grammar import Gate
     from bridge.quant.scheme import Scheme
+    from bridge.reading import TensorReader
     from bridge.tables.files import TableFile
 
 MOST_VALUES = 64 << 20  # of a manifest, some hundred for a tensor
@@ -108,7 +108,7 @@ def _lint(path: Path) -> list[str]:
     return [str(finding) for finding in lint(path)]
 
 
-def _with_values(found: list[str], files: Iterable[File]) -> list[str]:
+def _with_values(found: list[str], files: Iterable[TensorReader]) -> list[str]:
     """Findings, and the tensors that hold NaN or infinity; a file that cannot be read is told once."""
     from bridge.finite import not_finite
 

@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -255,10 +256,13 @@ def make_report(
 
 def versions() -> dict[str, str]:
     """Versions of what is installed and may have had a part in the result."""
-    found = {"qbridge": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: version for package in PACKAGES if (version := _installed(package))}
+    return {"qbridge": __version__, **found}
+
+
+@cache  # what is installed stays; looking takes a millisecond
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from bridge.dtypes import DTYPES
 from bridge.golden.digests import as_floats
 from bridge.planning import Step
 from bridge.quant.bits import Array
-from bridge.reading import Buffers, Rows
+from bridge.reading import Buffers, Rows, TensorReader
 from bridge.tally import is_finite
 from bridge.values import Slice, TensorSpec
 
@@ -21,16 +21,7 @@ if TYPE_CHECKING:
     from bridge.sources import Source
 
 
-class File(Protocol):
-    """What holds tensors: a safetensors file, a distributed checkpoint."""
-
-    specs: Mapping[str, TensorSpec]
-
-    def read_bytes(self, name: str, begin: int, end: int, out: Array) -> Array:
-        """Return bytes `begin` to `end` of one tensor, in `out`."""
-
-
-def not_finite(files: Iterable[File]) -> Iterator[str]:
+def not_finite(files: Iterable[TensorReader]) -> Iterator[str]:
     """Yield the names of float tensors that hold NaN or infinity; reads all of them, codes of FP8 included.
 
     Codes of integers and of FP4 have no such value, and E8M0 scales are stored as integers.
@@ -49,10 +40,9 @@ def first_not_finite(source: Source) -> str:
     return next(found, "")
 
 
-def _in_file(file: File, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:
-    for begin in range(0, spec.nbytes, PIECE):
-        out = buffers.take("piece", (min(PIECE, spec.nbytes - begin),), np.uint8)
-        yield file.read_bytes(spec.name, begin, begin + out.size, out).view(DTYPES[spec.dtype].storage)
+def _in_file(file: TensorReader, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:
+    kind = DTYPES[spec.dtype].storage
+    yield from (piece.view(kind) for piece in file.pieces(spec.name, PIECE, buffers.piece))
 
 
 def _in_source(source: Source, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:

@@ -7,9 +7,9 @@ rows (`budget.held`) is read whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -42,6 +42,19 @@ class Buffers:
             buffer = self.held[purpose] = paged((max(need, PIECE),), np.uint8)
         array: Array = buffer[:need].view(kind).reshape(shape)
         return array
+
+    def piece(self, nbytes: int) -> Array:
+        """Bytes of a tensor that is read piece by piece."""
+        return self.take("piece", (nbytes,), np.uint8)
+
+
+class TensorReader(Protocol):
+    """What holds tensors by their names: a safetensors file, a distributed checkpoint."""
+
+    specs: Mapping[str, TensorSpec]
+
+    def pieces(self, name: str, size: int, take: Callable[[int], Array]) -> Iterator[Array]:
+        """Yield the bytes of one tensor, `size` at a time, each in a buffer that `take` gives."""
 
 
 @dataclass

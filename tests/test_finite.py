@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ class Held:
         self.specs = {"w": TensorSpec("w", bits.shape, dtype)}
         self._bytes = bits.view(np.uint8)
 
-    def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-        out[:] = self._bytes[begin:end]
-        return out
+    def pieces(self, name: str, size: int, take: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+        for begin in range(0, self._bytes.size, size):
+            out = take(min(size, self._bytes.size - begin))
+            out[:] = self._bytes[begin : begin + out.size]
+            yield out
 
 
 class Rowwise(MadeSource):

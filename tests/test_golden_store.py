@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,18 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def digested(bits: np.ndarray, dtype: str) -> digests.Digest:
     data = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
     spec = TensorSpec("some.weight", bits.shape, dtype)
-    return digest_tensor(lambda name, begin, end, out: data[begin:end], spec, Buffers(), statistics=True)
+    return digest_tensor(Held(spec, data), spec, Buffers(), statistics=True)
+
+
+class Held:
+    """One tensor in memory, read as a file is."""
+
+    def __init__(self, spec: TensorSpec, data: np.ndarray) -> None:
+        self.specs = {spec.name: spec}
+        self._data = data
+
+    def pieces(self, name: str, size: int, take: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+        yield from (self._data[begin : begin + size] for begin in range(0, self._data.size, size))
 
 
 @pytest.mark.parametrize("dtype", sorted(CASTS))

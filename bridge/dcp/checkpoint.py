@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,13 @@ class Checkpoint:
         first = slab.number * spec.size + begin // flat.itemsize
         self._dcp.read_flat(slab.whole, first, first + len(flat), flat)
         return out
+
+    def pieces(self, name: str, size: int, take: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the bytes of one tensor, `size` at a time, each in a buffer that `take` gives."""
+        nbytes = self.specs[name].nbytes
+        for begin in range(0, nbytes, size):
+            end = min(begin + size, nbytes)
+            yield self.read_bytes(name, begin, end, take(end - begin))
 
     def differing(self, objects: Iterable[str] = ()) -> list[str]:
         """Say what the index has otherwise than the plan, and than `objects`, which are no tensors; layers folded."""

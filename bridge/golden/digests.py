@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +23,13 @@ from bridge.errors import GoldenError
 from bridge.golden.values import Statistics
 from bridge.quant.bits import Array
 from bridge.quant.decode import values
-from bridge.reading import Buffers
+from bridge.reading import Buffers, TensorReader
 from bridge.values import TensorSpec
 
 PIECE = 2 << 20  # bytes: stays in a core's cache between the read and the hash, and makes what a call costs small
 SAMPLE = 64  # elements kept of each tensor
 EDGE = 8  # of them from each end
 LANES = 256  # sums that run beside each other: additions of whole rows, whose order no machine changes
-
-ReadBytes = Callable[[str, int, int, Array], Array]  # of a tensor's name, from byte to byte, into a buffer
 
 
 @dataclass(frozen=True)
@@ -59,18 +56,17 @@ def positions(name: str, size: int, count: int = SAMPLE) -> np.ndarray:
         return np.arange(size)
     edge = min(EDGE, count // 4)
     drawn = np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * (count - 2 * edge)), "<u8") % size
-    return np.unique(np.concatenate([np.arange(edge), np.arange(size - edge, size), drawn.astype(np.int64)]))
+    return np.array(sorted({*range(edge), *range(size - edge, size), *drawn.tolist()}))
 
 
-def digest_tensor(read: ReadBytes, spec: TensorSpec, buffers: Buffers, statistics: bool = False) -> Digest:
-    """Digest the tensor `spec` that `read` reads."""
+def digest_tensor(file: TensorReader, spec: TensorSpec, buffers: Buffers, statistics: bool = False) -> Digest:
+    """Digest the tensor `spec` of a file."""
     kind, places = np.dtype(DTYPES[spec.dtype].storage), positions(spec.name, spec.size)
     sample, total, tally = np.empty(len(places), kind), hasher(), Tally(spec.dtype) if statistics else None
     begins = range(0, spec.nbytes, PIECE)
     cuts = np.searchsorted(places, [begin // kind.itemsize for begin in (*begins, spec.nbytes)]).tolist()
-    for begin, (low, high) in zip(begins, pairwise(cuts), strict=True):
-        end = min(begin + PIECE, spec.nbytes)
-        piece = read(spec.name, begin, end, buffers.take("piece", (end - begin,), np.uint8))
+    pieces = file.pieces(spec.name, PIECE, buffers.piece)
+    for begin, (low, high), piece in zip(begins, pairwise(cuts), pieces, strict=True):
         total.update(piece)
         bits = piece.view(kind)
         if low < high:
@@ -86,8 +82,8 @@ def digest_file(path: Path, buffers: Buffers, end: int | None = None) -> str:
     with opened(path) as fd:
         end = path.stat().st_size if end is None else end
         for begin in range(0, end, PIECE):
-            piece = buffers.take("piece", (min(PIECE, end - begin),), np.uint8)
-            read_into(fd, piece, begin, path)
+            piece = buffers.piece(min(PIECE, end - begin))
+            read_into(fd, piece, begin, path, end)
             total.update(piece)
     return str(total.hexdigest())
 

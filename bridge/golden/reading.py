@@ -79,7 +79,7 @@ class Written:
         total, done, lock = sum(spec.nbytes for spec in specs.values()), [0], threading.Lock()
 
         def one(key: Key, buffers: Buffers) -> Digest:
-            digest = digest_tensor(self._files[key[0]].read_bytes, specs[key], buffers, statistics)
+            digest = digest_tensor(self._files[key[0]], specs[key], buffers, statistics)
             with lock:
                 done[0] += specs[key].nbytes
                 self._progress(done[0], total, DIGESTED)

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +196,9 @@ def layouts_of(file: TableFile) -> dict[str, Layouts]:
     return found
 
 
+@cache
 def load_roles() -> Roles:
-    """Read `mappings/roles.toml`."""
+    """Read `mappings/roles.toml`: once, for it takes more of the time than a table that is written in its words."""
     return parse_roles(read_table(mappings() / "roles.toml"))
 
 
