@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bridge import __version__
 from bridge.batches.job import outcome_of
-from bridge.batches.planning import Planned, content_digest
+from bridge.batches.planning import Dead, Planned, content_digest
 from bridge.batches.values import Outcome
 from bridge.errors import BridgeError
 from bridge.finish import versions
@@ -17,7 +17,7 @@ from bridge.json_data import load_json
 from bridge.planning import CALIBRATION
 from bridge.remote.address import is_remote
 from bridge.remote.note import NOTE
-from bridge.remote.opening import written_at
+from bridge.remote.opening import is_unreachable, written_at
 from bridge.remote.outgoing import made_at
 from bridge.report import Report, report_from_dict
 from bridge.targets import load_target
@@ -25,20 +25,25 @@ from bridge.targets import load_target
 CARD = "README.md"  # the model card gets a section of ours, so it differs from the source's
 
 
-def finished(planned: Planned, calibrations: Mapping[str, str]) -> Outcome | None:
+def finished(planned: Planned, calibrations: Mapping[str, str], dead: Dead) -> Outcome | None:
     """How an earlier run of the same row ended, None where it did not, or was another one.
 
+    SourceError where it lies at a server that does not answer.
     `calibrations`: key -> digest of the calibration that was made for it, as the summary of an earlier run says; where
-    none does, what the output's own calibration says decides.
+    none does, what the output's own calibration says decides. `dead`: is told of a server that answers.
     """
     try:
-        return _finished(planned, calibrations)
-    except (BridgeError, OSError, ValueError, KeyError):  # damaged: it is not finished
+        return _finished(planned, calibrations, dead)
+    except (BridgeError, OSError, ValueError, KeyError) as error:  # damaged: it is not finished
+        if is_remote(planned.row.out) and is_unreachable(error):
+            raise
+        dead.answered(planned.row.out)
         return None
 
 
-def _finished(planned: Planned, calibrations: Mapping[str, str]) -> Outcome | None:
+def _finished(planned: Planned, calibrations: Mapping[str, str], dead: Dead) -> Outcome | None:
     out = written_at(planned.row.out)
+    dead.answered(planned.row.out)  # it was listed
     outcome = None if (out / NOTE).is_file() else _outcome(planned, out)  # with a note it is still being sent
     if outcome is None:
         return None

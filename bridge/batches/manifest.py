@@ -30,11 +30,11 @@ from typing import Any
 from bridge.arguments import byte_count
 from bridge.batches.engines import ENGINES, make_settings
 from bridge.batches.naming import LONGEST, beside
-from bridge.batches.problems import Problems
 from bridge.batches.rows import make_rows
 from bridge.batches.values import Limits, Row
 from bridge.errors import UsageError, nearest, number
 from bridge.paths import check_length
+from bridge.problems import Problems
 from bridge.toml_data import load_toml
 from bridge.visible import work_directory
 

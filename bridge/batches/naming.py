@@ -21,13 +21,18 @@ def filled(pattern: str, words: Mapping[str, str], key: str) -> str:
     names = _FIELD.findall(pattern)
     for name in names:
         if name not in words:
-            raise UsageError(f"{key} = {told(pattern)!r}: {{{name}}} is no key of this row; {nearest(name, words)}")
+            raise UsageError(f"{key} = {told(pattern)!r}: {{{name}}} is no key here; {nearest(name, words)}")
     if {"{", "}"} & {*_FIELD.sub("", pattern)}:
         raise UsageError(f"{key} = {told(pattern)!r}: a brace without its other; a key of the row is written {{name}}")
     if (length := len(pattern) + sum(len(words[name]) for name in names)) > LONGEST:  # with {}, so some too many
         begin = told(pattern)[:SHORT]
         raise UsageError(f"{key} = {begin!r}: comes to {length} characters; {LONGEST} at most, write it shorter")
     return _FIELD.sub(lambda found: words[found[1]], pattern)
+
+
+def names_in(pattern: str) -> set[str]:
+    """The keys that a pattern names."""
+    return {*_FIELD.findall(pattern)}
 
 
 def told(value: Any) -> Any:

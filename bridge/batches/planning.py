@@ -58,9 +58,35 @@ class Planned:
     failed: Outcome | None = None
 
 
-def plan_rows(rows: Sequence[Row], engine: Engine) -> list[Planned]:
+class Dead:
+    """Servers that do not answer, each waited for once; never one that has answered: there only a read failed."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[str, Exception]] = {}  # the address that was asked for, and what came of it
+        self._alive: set[str] = set()
+
+    def check(self, url: str, kind: type[BridgeError]) -> None:
+        """Raise a `kind` where the server of an address was waited for already."""
+        if server_of(url) in self._asked:
+            first, why = self._asked[server_of(url)]
+            raise kind(
+                f"{shown(url)}: its server does not answer, as for {first}; check the address and the network, and "
+                "run again"
+            ) from why
+
+    def answered(self, url: str) -> None:
+        """Remember that the server of an address answers."""
+        self._alive.add(server_of(url))
+
+    def note(self, url: str, error: Exception) -> None:
+        """Remember the server of an address, if the error came of that it does not answer."""
+        if (server := server_of(url)) not in {"", *self._alive} and is_unreachable(error):
+            self._asked.setdefault(server, (shown(url), error))
+
+
+def plan_rows(rows: Sequence[Row], engine: Engine, dead: Dead | None = None) -> list[Planned]:
     """Plan each row; one that cannot be planned is a failed one."""
-    opened, planned = _Opened(), []
+    opened, planned = _Opened(dead or Dead()), []
     for row in rows:
         try:
             planned.append(_plan(row, opened, engine))
@@ -73,33 +99,27 @@ def plan_rows(rows: Sequence[Row], engine: Engine) -> list[Planned]:
 class _Opened:
     """What rows share while they are planned: headers are read once, and data are made into batches once.
 
-    `failed`: why a model cannot be opened. `dead`: a server that does not answer, which is waited for once -> the
-    address that was asked for, and why it could not be opened.
+    `failed`: why a model cannot be opened.
     """
 
+    dead: Dead
     sources: dict[str, Source] = field(default_factory=dict)
     failed: dict[str, BridgeError] = field(default_factory=dict)
-    dead: dict[str, tuple[str, BridgeError]] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
 
     def source(self, row: Row) -> Source:
-        name, server = _model_of(row), server_of(row.model)
+        name = _model_of(row)
         if name not in self.sources:
             if name in self.failed:
                 raise self.failed[name]
-            if server in self.dead:
-                first, why = self.dead[server]
-                raise SourceError(
-                    f"{shown(row.model)}: its server does not answer, as for {first}; check the address and the "
-                    "network, and run again"
-                ) from why
+            self.dead.check(row.model, SourceError)
             try:
                 self.sources[name] = open_model(row.model, row.config, row.tokenizer)
             except BridgeError as error:
                 self.failed[name] = error
-                if server and is_unreachable(error):
-                    self.dead[server] = shown(row.model), error
+                self.dead.note(row.model, error)
                 raise
+            self.dead.answered(row.model)
         return self.sources[name]
 
     def data_digest(self, row: Row) -> str:

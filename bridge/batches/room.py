@@ -10,7 +10,6 @@ from bridge.batches.finished import unsent
 from bridge.batches.job import failure
 from bridge.batches.planning import Planned
 from bridge.batches.values import FAILED, Outcome
-from bridge.errors import BridgeError
 from bridge.remote.address import is_remote
 from bridge.remote.outgoing import check_replaceable, made_at
 from bridge.show import size
@@ -20,20 +19,17 @@ REPLACING = "set `overwrite = true` in the row or in [defaults]"  # how a manife
 
 
 def refuse(planned: Planned, memory: int | None) -> Outcome | None:
-    """Why a row cannot run, None where it can. `memory`: bytes that one job may have."""
+    """Why a row cannot run, None where it can; an error of its output is raised. `memory`: what one job may have."""
     row = planned.row
     if memory is not None and planned.least > memory:
         text = f"needs {size(planned.least)} of memory and gets {size(memory)} at most; give the batch more `memory`"
         if planned.key:
             text += ", or calibrate on a larger machine and pass its calibration (`calib`)"
         return Outcome(row.name, FAILED, text, "BatchError")
-    try:
-        if is_remote(row.out):
-            check_replaceable(row.out, row.overwrite, REPLACING)
-        else:
-            check_free(Path(row.out), row.overwrite, replacing=REPLACING)
-    except (BridgeError, OSError) as error:
-        return failure(row.name, error)
+    if is_remote(row.out):
+        check_replaceable(row.out, row.overwrite, REPLACING)
+    else:
+        check_free(Path(row.out), row.overwrite, replacing=REPLACING)
     return None
 
 

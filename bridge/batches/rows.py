@@ -6,20 +6,20 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bridge.arguments import byte_count
-from bridge.batches.naming import LONGEST, SHORT, beside, filled, named, told, word
-from bridge.batches.problems import SHOWN, Problems
+from bridge.batches.naming import LONGEST, SHORT, beside, filled, named, names_in, told, word
 from bridge.batches.values import Row
 from bridge.errors import BridgeError, UsageError, first_of, nearest, number
-from bridge.quant.scheme import load_scheme
+from bridge.problems import ENOUGH, SHOWN, Problems
+from bridge.quant.scheme import kv_numeric, load_scheme
 from bridge.remote.address import ELSEWHERE, HERE, is_remote, shown
-from bridge.targets import load_target, make_options, target_names
+from bridge.targets import Target, load_target, make_options, target_names
 
 TEXTS = ("name", "model", "target", "quant", "out", "calib", "kv", "device", "tokenizer")
 FLAGS = ("verify", "overwrite")
@@ -44,21 +44,26 @@ class _Asked:
     axes: tuple[str, ...] = ()
     strict: frozenset[str] = frozenset()
 
+    def said(self, *keys: str) -> str:
+        """Where the words for these keys stand: in the defaults, if there are any and none of them is here."""
+        return self.where if not keys or any(key in self.words for key in keys) else "[defaults]"
+
 
 @dataclass
 class _Rows:
     """Rows made so far, what is wrong, and which options had a meaning for a row.
 
-    `alike`: what tells a row from others. `merged`: where and why combinations came to a row that was there -> its
-    name for each of them. `schemes`: what is wrong with each that was loaded, "" if nothing. `whole`: of every table it
-    is known which rows it asks for.
+    `defaults`: the manifest's. `alike`: what tells a row from others. `merged`: where and why combinations came to a
+    row that was there -> its name for each of them. `loaded`: what is wrong with schemes and KV caches by their names,
+    "" if nothing. `whole`: of every table it is known which rows it asks for.
     """
 
     folder: Path
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     alike: set[str] = field(default_factory=set)
     merged: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    schemes: dict[tuple[str, str | None], str] = field(default_factory=dict)
+    loaded: dict[tuple[str | None, ...], str] = field(default_factory=dict)
     known: frozenset[str] = field(default_factory=lambda: frozenset({*OWN, *options_of_targets()}))
     asked: int = 0
     whole: bool = True
@@ -80,23 +85,23 @@ class _Rows:
             self.leave_out(where, f"makes {rows:,} rows; a manifest has {MOST:,} at most")
         return self.asked <= MOST
 
-    def check_scheme(self, quant: str, kv: str | None) -> None:
-        """UsageError where a scheme cannot be loaded, which is tried once; with a KV cache, where it can without."""
-        for pair in dict.fromkeys([(quant, None), (quant, kv)]):
-            if pair not in self.schemes:
-                try:
-                    load_scheme(*pair)
-                    self.schemes[pair] = ""
-                except BridgeError as error:
-                    self.schemes[pair] = str(error)
-            if problem := self.schemes[pair]:
-                raise UsageError(problem)
+    def load(self, make: Callable[..., Any], *names: str | None) -> bool:
+        """True; UsageError where `make` finds nothing by these names, which is tried once."""
+        if names not in self.loaded:
+            try:
+                make(*names)
+                self.loaded[names] = ""
+            except BridgeError as error:
+                self.loaded[names] = str(error)
+        if problem := self.loaded[names]:
+            raise UsageError(problem)
+        return True
 
 
 def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str], list[str]]:
     """The rows that a manifest in `folder` asks for, every problem of them, and notes on which were merged."""
     made = _Rows(folder)
-    defaults = _table(words.get("defaults", {}), "[defaults]", made)
+    defaults = made.defaults = _table(words.get("defaults", {}), "[defaults]", made) or {}
     for key, value in defaults.items():
         if isinstance(value, list):
             made.leave_out("[defaults]", f"{key} is a list, which is an axis: it belongs into a [[matrix]]")
@@ -104,9 +109,9 @@ def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[s
     asked = [one for key in words if key in kinds for one in kinds[key](words, made)]  # as they stand in the file
     for one in asked:
         if made.problems.enough:
-            made.leave_out(one.where, "these problems are enough; what follows was not looked at")
+            made.leave_out(one.where, ENOUGH)
             break
-        _add(one, defaults, made)
+        _add(one, made)
     if not asked and not made.problems:
         made.wrong("", "there are no rows; write a [[row]] or a [[matrix]] with model and target")
     overridden = {("[defaults]", key) for one in asked for key in one.words}
@@ -118,11 +123,11 @@ def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[s
     return made.rows, made.problems.lines(), [_merged(*key, names) for key, names in made.merged.items()]
 
 
-def _table(value: Any, where: str, made: _Rows) -> dict[str, Any]:
-    """A table whose keys are known; what is wrong is noted."""
+def _table(value: Any, where: str, made: _Rows) -> dict[str, Any] | None:
+    """A table whose keys are known, None where it is none; what is wrong is noted."""
     if not isinstance(value, dict):
         made.leave_out(where, "is written as a table")
-        return {}
+        return None
     for key in [key for key in value if key not in made.known]:
         made.wrong(where, f"key `{key}` is unknown; {nearest(key, made.known)}")
     return {key: entry for key, entry in value.items() if key in made.known}
@@ -140,7 +145,8 @@ def _asked_rows(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
         return
     for at, table in enumerate(tables, 1):
         where = f"[[row]] {at}"
-        own = _table(table, where, made)
+        if (own := _table(table, where, made)) is None:
+            continue
         lists = [key for key, value in own.items() if isinstance(value, list)]
         for key in lists:
             made.leave_out(where, f"{key} is a list; a [[matrix]] makes a row of each")
@@ -153,8 +159,10 @@ def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
     for at, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
         where = f"[[matrix]] {at}"
         table = dict(table) if isinstance(table, dict) else table
-        excluded = _excluded(table.pop("exclude", []) if isinstance(table, dict) else [], where, made)
-        own = _table(table, where, made)
+        rules = table.pop("exclude", []) if isinstance(table, dict) else []
+        if (own := _table(table, where, made)) is None:
+            continue
+        excluded = _excluded(rules, own, where, made)
         axes = [key for key, value in own.items() if isinstance(value, list)]
         if not axes and own:
             made.wrong(where, "no key has a list: there is nothing to combine; write a [[row]]")
@@ -176,22 +184,28 @@ def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
             made.wrong(where, f"exclude {_quoted(excluded[n])}: no combination is like that")
 
 
-def _excluded(value: Any, where: str, made: _Rows) -> list[dict[str, Any]]:
+def _excluded(value: Any, own: Mapping[str, Any], where: str, made: _Rows) -> list[dict[str, Any]]:
+    """The rules whose keys the matrix has; what is wrong with the others is noted."""
     if isinstance(value, list) and all(isinstance(rule, dict) and rule for rule in value):
         if len(value) <= MOST_EXCLUDED:
-            return value
+            for rule in value:
+                for key in [key for key in rule if key not in own]:
+                    above = "it stands in [defaults]: write it into the matrix" if key in made.defaults else ""
+                    what = f"exclude {_quoted(rule)}: the matrix has no key `{key}`"
+                    made.wrong(where, f"{what}; {above or nearest(key, own)}")
+            return [rule for rule in value if rule.keys() <= own.keys()]
         made.wrong(where, f"exclude has {len(value):,} tables; {MOST_EXCLUDED} at most, write several matrices")
         return []
     made.wrong(where, f'exclude = {_quoted(value)}; expected tables: exclude = [{{ target = "trt", quant = "nvfp4" }}]')
     return []
 
 
-def _add(asked: _Asked, defaults: Mapping[str, Any], made: _Rows) -> None:
+def _add(asked: _Asked, made: _Rows) -> None:
     """Make one row; all that is wrong with it is noted."""
-    words = {key: value for key, value in defaults.items() if not isinstance(value, list)} | asked.words
+    words = {key: value for key, value in made.defaults.items() if not isinstance(value, list)} | asked.words
     mistyped = {key: why for key in OWN if key in words and (why := _mistyped(key, words[key]))}
     for key, why in mistyped.items():
-        made.wrong(asked.where, f"{key} = {_quoted(words[key])}; {why}")
+        made.wrong(asked.said(key), f"{key} = {_quoted(words[key])}; {why}")
     for key in ("model", "target"):
         if key not in words:
             made.wrong(asked.where, f"{key} is missing")
@@ -246,10 +260,36 @@ def _quoted(value: Any) -> str:
     return repr(f"{said[:SHORT]}..." if isinstance(said, str) and len(said) > SHORT else said)
 
 
+def _take(asked: _Asked, made: _Rows, make: Callable[..., Any], *arguments: Any, of: Collection[str]) -> Any:
+    """What `make` returns; None where it raises, which is noted of where the keys `of` stand."""
+    return made.problems.take(make, *arguments, where=asked.said(*of))
+
+
+def _check_options(target: Target | None, options: Mapping[str, Any], asked: _Asked, made: _Rows) -> None:
+    """Note what is wrong with options: of each that is refused by itself too, of all together where none is."""
+    take, every = partial(_take, asked, made), dict(options)
+    try:
+        if target:
+            make_options(target, every)
+    except BridgeError:
+        if all([take(make_options, target, {key: value}, of=[key]) for key, value in every.items()]):
+            take(make_options, target, every, of=every)
+
+
+def _check_scheme(quant: str | None, kv: str | None, asked: _Asked, made: _Rows) -> None:
+    """Note what is wrong with a scheme and a KV cache, each by its name; where nothing is, with both together."""
+    take = partial(_take, asked, made)
+    cached = kv and take(made.load, kv_numeric, kv, of=["kv"])
+    known = quant and quant != "none" and take(made.load, load_scheme, quant, None, of=["quant"])
+    if cached and known:
+        take(made.load, load_scheme, quant, kv, of=["quant", "kv"])
+
+
 def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row | None:
     """The row, though something may be wrong with it, which is noted; None where its names are not known."""
-    take = partial(made.problems.take, where=asked.where)
-    target = take(load_target, words["target"]) if "target" in words else None
+
+    take = partial(_take, asked, made)
+    target = take(load_target, words["target"], of=["target"]) if "target" in words else None
     own = {entry.name for entry in fields(target.Options)} if target else made.known
     made.used |= {
         (asked.where if key in asked.words else "[defaults]", key)
@@ -257,26 +297,25 @@ def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row | None:
         if key in own or key in asked.strict  # what a [[row]] says in vain is told of that row
     }
     options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in asked.strict)}
-    if target:
-        take(make_options, target, dict(options))
+    _check_options(target, options, asked, made)
     quant, config, memory = words.get("quant"), words.get("config"), words.get("memory")
     if quant and ("/" in quant or quant.endswith(".toml")):
-        quant = take(beside, quant, made.folder)
-    if quant and quant != "none":
-        take(made.check_scheme, quant, words.get("kv"))
-    places = {key: take(named, words[key], made.folder, key) for key in PLACES if key in words}
+        quant = take(beside, quant, made.folder, of=["quant"])
+    _check_scheme(quant, words.get("kv"), asked, made)
+    places = {key: take(named, words[key], made.folder, key, of=[key]) for key in PLACES if key in words}
     if isinstance(config, str):
-        config = take(beside, config, made.folder)
+        config = take(beside, config, made.folder, of=["config"])
     if isinstance(memory, str):
-        memory = take(byte_count, memory, "memory")
+        memory = take(byte_count, memory, "memory", of=["memory"])
     if not target or not places.get("model"):
         return None
     axes = [key for key in asked.axes if key in OWN or key in options]
     shown = {"quant": "none", **{key: word(words[key]) for key in [*words] if key in OWN or key in options}}
     more = "".join(f"-{key}-{{{key}}}" for key in axes if key not in ("model", "quant", "target"))
-    name = shown["name"] = take(filled, words.get("name", NAME + more), shown, "name")
-    out = name and take(filled, words.get("out", OUT), shown, "out")
-    out = out if not out or is_remote(out) else take(beside, out, made.folder)
+    odd = {key for key in ("name", "out") if key in words and not names_in(words[key]) <= made.known}  # in any row
+    name = shown["name"] = take(filled, words.get("name", NAME + more), shown, "name", of=odd & {"name"})
+    out = name and take(filled, words.get("out", OUT), shown, "out", of=odd & {"out"})
+    out = out if not out or is_remote(out) else take(beside, out, made.folder, of=["out"] if "out" in words else [])
     if not out:
         return None
     given = {key: words[key] for key in GIVEN if key in words}

@@ -17,7 +17,7 @@ from bridge.batches.engines import make_engine, make_settings
 from bridge.batches.finished import file_digest, finished
 from bridge.batches.job import failure
 from bridge.batches.manifest import Manifest, read_manifest
-from bridge.batches.planning import Planned, plan_rows
+from bridge.batches.planning import Dead, Planned, plan_rows
 from bridge.batches.result import BatchReport, read_earlier
 from bridge.batches.room import refuse, without_disk
 from bridge.batches.values import PLANNED, Engine, Limits, Outcome, Row
@@ -99,10 +99,11 @@ def run(manifest: Manifest, asked: Asked, audience: Audience) -> BatchReport:
     for row in rows if not asked.dry_run else ():
         with suppress(ValueError):  # a journal that is no text: told where the row is run
             settle(made_at(row.out))
-    planned = plan_rows(rows, engine)
+    dead = Dead()
+    planned = plan_rows(rows, engine, dead)
     with _folder(manifest.summary, asked.dry_run) as folder:
         digests = find_calibrations(planned, folder, known)
-        settled = {one.row.name: end for one in planned if (end := _settled(one, digests, engine, asked))}
+        settled = {one.row.name: end for one in planned if (end := _settled(one, digests, engine, asked, dead))}
         pending = [one for one in planned if one.row.name not in settled]
         if engine.here and (refused := without_disk(pending)):
             pending = [one for one in pending if one.row.name not in refused]
@@ -139,16 +140,21 @@ def _with(report: BatchReport, outcome: Outcome, planned: Sequence[Planned], fol
     return replace(report, calibrations=(*report.calibrations, outcome), digests=digests)
 
 
-def _settled(planned: Planned, digests: dict[str, str], engine: Engine, asked: Asked) -> Outcome | None:
+def _settled(planned: Planned, digests: dict[str, str], engine: Engine, asked: Asked, dead: Dead) -> Outcome | None:
     """How a row ends without being run: it cannot run, or did in an earlier batch."""
     if planned.failed:
         return planned.failed
     try:
-        kept = finished(planned, digests) if asked.resume else None
+        dead.check(planned.row.out, WriteError)
+        kept = finished(planned, digests, dead) if asked.resume else None
         if kept and is_remote(planned.row.out) and not asked.dry_run:
             tidy(planned.row.out)
-        return kept or refuse(planned, engine.memory)
+        ended = kept or refuse(planned, engine.memory)
+        if not ended:  # what lies there was looked at
+            dead.answered(planned.row.out)
+        return ended
     except Exception as error:  # a bug costs its row, here as in a worker
+        dead.note(planned.row.out, error)
         return failure(planned.row.name, error)
 
 

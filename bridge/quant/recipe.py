@@ -19,6 +19,7 @@ architecture's own reasons to keep a module (an output head, a router), so a rec
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -26,10 +27,14 @@ from typing import Any
 
 from bridge.errors import SchemeError, UsageError
 from bridge.paths import check_length
+from bridge.problems import ENOUGH, Problems
 from bridge.quant.grammar import Gate, Parity, check_keys, parse_options, parse_parity, parse_policies, read_toml
-from bridge.quant.scheme import Rule, Scheme, load_scheme, read_scheme, with_kv
+from bridge.quant.scheme import Rule, Scheme, kv_numeric, load_scheme, read_scheme
+from bridge.values import Numeric
 
 NONE = "none"
+KEYS = {"base", "summary", "kv", "rule", "options", "parity", "policy"}
+OF_RULE = {"roles", "modules", "layers", "quant", "override"}
 _RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
 
 
@@ -42,30 +47,73 @@ def load_recipe(path: Path) -> Scheme:
     where = str(path)
     if "base" not in words and "weight" in words:
         return read_scheme(path)
-    check_keys(words, {"base", "summary", "kv", "rule", "options", "parity", "policy"}, where)
-    base = _base(words.get("base"), where)
-    rules = words.get("rule", [])
-    if not isinstance(rules, list):
-        raise SchemeError(f"{where}: `rule` is written as [[rule]] tables")
-    parsed = tuple(_rule(rule, f"rule {n}", where) for n, rule in enumerate(rules, 1))
-    used = [base, *(scheme for _, scheme in parsed if scheme)]
-    scheme = replace(
+    problems = Problems()
+    scheme = _made(words, path.stem, where, problems)
+    if scheme is None:
+        lines = problems.lines()
+        told = [f"{where}: {len(lines)} problems", *(line.removeprefix(f"{where}: ") for line in lines)]
+        raise SchemeError("\n  ".join(told) if len(lines) > 1 else lines[0])
+    return scheme
+
+
+def _made(words: dict[str, Any], name: str, where: str, problems: Problems) -> Scheme | None:
+    """The scheme that a recipe asks for, None where `problems` say why there is none."""
+    take = problems.take
+    _check_keys(words, KEYS, where, problems)
+    base = take(_base, words.get("base"), where)
+    rules = _until_enough(take(_rules, words, where) or (), where, problems)
+    parsed = [_rule(rule, f"rule {n}", where, problems) for n, rule in enumerate(rules, 1)]
+    used = [base, *(scheme for _, scheme in filter(None, parsed) if scheme)]
+    policies = take(parse_policies, words.get("policy", {}), where)
+    parity = take(parse_parity, words["parity"], where) if "parity" in words else None
+    options = take(_options, words, used, where) if base else None
+    kv = take(_kv, words.get("kv"), where)
+    if problems:
+        return None
+    made: Scheme = replace(
         base,
-        name=path.stem,
+        name=name,
         summary=str(words.get("summary", f"{base.summary}; with {len(parsed)} rules")),
-        rules=tuple(rule for rule, _ in parsed),
-        parity=_parity(words, used, where),
-        options=_options(words, used, where),
-        policies=parse_policies(words.get("policy", {}), where),
+        kv=kv,
+        rules=tuple(rule for rule, _ in filter(None, parsed)),
+        parity=parity or _loosest(used),
+        options=options,
+        policies=policies,
         simulation_needs_cuda=next((s.simulation_needs_cuda for s in used if s.simulation_needs_cuda), ""),
         needs_cuda=next((s.needs_cuda for s in used if s.needs_cuda), ""),
         origin=where,
     )
-    kv = words.get("kv")
+    return made
+
+
+def _rules(words: dict[str, Any], where: str) -> list[Any]:
+    rules = words.get("rule", [])
+    if not isinstance(rules, list):
+        raise SchemeError(f"{where}: `rule` is written as [[rule]] tables")
+    return rules
+
+
+def _check_keys(words: dict[str, Any], known: set[str], at: str, problems: Problems) -> None:
+    """Note each key that nobody reads."""
+    for key in _until_enough([*words], at, problems):
+        problems.take(check_keys, {key: words[key]}, known, at)
+
+
+def _until_enough(entries: Sequence[Any], at: str, problems: Problems) -> Iterator[Any]:
+    """The entries, up to where so much is wrong that nobody reads more, which is noted."""
+    for entry in entries:
+        if problems.enough:
+            problems.add(f"{at}: {ENOUGH}")
+            return
+        yield entry
+
+
+def _kv(kv: Any, where: str) -> Numeric | None:
+    """What the recipe keeps the KV cache in; no scheme that it may start from says anything of it."""
     if kv is not None and not isinstance(kv, str):
         raise SchemeError(f"{where}: kv = {kv!r}; expected a name in quotes")
     try:
-        return scheme if kv is None else with_kv(scheme, kv)
+        return None if kv is None else kv_numeric(kv)
     except UsageError as error:
         raise SchemeError(f"{where}: {error}") from error
 
@@ -94,42 +142,45 @@ def _options(words: dict[str, Any], used: list[Scheme], where: str) -> tuple[tup
     return tuple(sorted({**options, **{key: value for key, value in changed if key in given}}.items()))
 
 
-def _parity(words: dict[str, Any], used: list[Scheme], where: str) -> Parity:
+def _loosest(used: list[Scheme]) -> Parity:
     # one model, several precisions: its outputs are held to the loosest gate of those used
-    if "parity" in words:
-        return parse_parity(words["parity"], where)
     return Parity(used[0].parity.tensor, reduce(Gate.loosest, (scheme.parity.output for scheme in used)))
 
 
-def _rule(words: Any, label: str, where: str) -> tuple[Rule, Scheme | None]:
-    at = f"{where}: {label}"
+def _rule(words: Any, label: str, where: str, problems: Problems) -> tuple[Rule, Scheme | None] | None:
+    """A rule and its scheme; None where it is no table. What is wrong with it is noted."""
+    at, take = f"{where}: {label}", problems.take
     if not isinstance(words, dict):
-        raise SchemeError(f"{at}: expected a table, got {words!r}")
-    check_keys(words, {"roles", "modules", "layers", "quant", "override"}, at)
-    quant = words.get("quant")
-    if not isinstance(quant, str):
-        raise SchemeError(f'{at}: `quant` is missing; write the name of a scheme or quant = "none"')
+        problems.add(f"{at}: expected a table, got {words!r}")
+        return None
+    _check_keys(words, OF_RULE, at, problems)
     if not {"roles", "modules", "layers"} & set(words):
-        raise SchemeError(f"{at}: says nothing about what it matches; add roles, modules or layers")
+        problems.add(f"{at}: says nothing about what it matches; add roles, modules or layers")
     if type(words.get("override", False)) is not bool:
-        raise SchemeError(f"{at}: override = {words['override']!r}; expected true or false")
-    scheme = None
-    if quant != NONE:
-        try:
-            scheme = _scheme(quant, "quant", at)
-        except UsageError as error:
-            raise SchemeError(f"{at}: {error}; or {NONE!r}") from error
+        problems.add(f"{at}: override = {words['override']!r}; expected true or false")
+    scheme = take(_quant, words.get("quant"), at)
+    layers = _until_enough(take(_list, words, "layers", at) or (), f"{at}: layers", problems)
     rule = Rule(
         label=label,
-        quant=quant,
+        quant=words.get("quant", NONE),
         format=scheme.format if scheme else None,
         gate=scheme.parity.tensor if scheme else None,
-        roles=_globs(words, "roles", at),
-        modules=_globs(words, "modules", at),
-        layers=tuple(_span(entry, at) for entry in _list(words, "layers", at)),
+        roles=take(_globs, words, "roles", at) or (),
+        modules=take(_globs, words, "modules", at) or (),
+        layers=tuple(take(_span, entry, at) for entry in layers),
         override=words.get("override", False),
     )
     return rule, scheme
+
+
+def _quant(quant: Any, at: str) -> Scheme | None:
+    """The scheme of a rule, None for none."""
+    if not isinstance(quant, str):
+        raise SchemeError(f'{at}: `quant` is missing; write the name of a scheme or quant = "none"')
+    try:
+        return None if quant == NONE else _scheme(quant, "quant", at)
+    except UsageError as error:
+        raise SchemeError(f"{at}: {error}; or {NONE!r}") from error
 
 
 def _list(words: dict[str, Any], key: str, at: str) -> list[Any]:

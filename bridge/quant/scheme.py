@@ -268,14 +268,19 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
     return scheme if kv is None else with_kv(scheme, kv)
 
 
-def with_kv(scheme: Scheme, kv: str) -> Scheme:
-    """`scheme` with the KV cache in `kv`; UsageError where the name is unknown or the recipe says otherwise."""
+def kv_numeric(kv: str) -> Numeric:
+    """What a KV cache is kept in, by its name; UsageError where that is unknown."""
     path = mappings() / "schemes" / "kv.toml"
     tables = read_toml(path)
     if kv not in tables:
         raise UsageError(f"kv={kv!r} is unknown; {nearest(kv, tables)}")
     words = {key: value for key, value in tables[kv].items() if key != "summary"}
-    numeric = parse_numeric(words, f"{path}: [{kv}]")
+    return parse_numeric(words, f"{path}: [{kv}]")
+
+
+def with_kv(scheme: Scheme, kv: str) -> Scheme:
+    """`scheme` with the KV cache in `kv`; UsageError where the name is unknown or the recipe says otherwise."""
+    numeric = kv_numeric(kv)
     if scheme.kv not in (None, numeric):
         raise UsageError(
             f"kv={kv!r} contradicts {scheme.origin or scheme.name}, which sets another kv; drop one of the two"

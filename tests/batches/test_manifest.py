@@ -11,10 +11,10 @@ import pytest
 import bridge
 from bridge.batches import rows as manifest_rows
 from bridge.batches.manifest import Manifest, read_manifest
-from bridge.batches.problems import MOST
 from bridge.batches.result import BatchReport
 from bridge.batches.values import DONE, Outcome
 from bridge.errors import UsageError
+from bridge.problems import MOST
 from bridge.terminal import console
 
 
@@ -283,6 +283,12 @@ def test_a_manifest_that_contradicts_itself_is_refused(rows: str, told: str, tmp
 def test_many_rows_with_one_mistake_share_a_line(tmp_path: Path) -> None:
     lines = refused(tmp_path, '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trt", "tripy"]\nquant = ["fp9"]')
     assert len(lines) == 2 and "fp9" in lines[1]
+
+
+@pytest.mark.parametrize("word", ["row", "matrix"])
+def test_of_what_is_no_table_nothing_else_is_told(word: str, tmp_path: Path) -> None:
+    lines = refused(tmp_path, f'{word} = [1, "a"]')
+    assert lines[1:] == [f"  [[{word}]] 1, [[{word}]] 2: is written as a table"]
 
 
 def test_each_scheme_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge.batches import finished, planning
+from bridge.batches import finished, planning, room
 from bridge.batches.values import DONE, PLANNED
 from bridge.errors import BatchError, SourceError, WriteError
 from bridge.opening import open_model
@@ -227,6 +227,32 @@ def test_a_store_that_is_dead_is_waited_for_once_a_bucket(
     assert errors[1].startswith("s3a://one/b: its server does not answer, as for s3://one/a; check")
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_store_of_outputs_that_is_dead_is_waited_for_once(
+    resume: bool, s3: Any, monkeypatch: pytest.MonkeyPatch, opened: list[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setattr(outgoing, "TRIES", 1)
+    type(s3).clear_instance_cache()
+    asked: list[str] = []
+    find = type(s3).find
+
+    def counted(fs: Any, path: str, **named: Any) -> Any:
+        asked.append(path)
+        return find(fs, path, **named)
+
+    monkeypatch.setattr(type(s3), "find", counted)
+    outs = ("s3://one/a", "s3a://one/b", "s3://two/a")
+    rows = "".join(f'[[row]]\nname = "{n}"\nout = "{url}"\n' for n, url in enumerate(outs))
+    ends = bridge.batch(manifest(rows, out="{name}"), dry_run=True, resume=resume).outcomes
+    assert asked == ["one/a", "two/a"] and ends["eight"].status == PLANNED
+    assert ends["0"].error.startswith("s3://one/a: cannot be listed")
+    assert ends["1"].error.startswith("s3a://one/b: its server does not answer, as for s3://one/a; check")
+    assert ends["2"].error.startswith("s3://two/a: cannot be listed")
+
+
 def test_a_hub_that_is_dead_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, opened: list[str]) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{unused_port()}")
     errors = errors_of("hf://org/a", "hf://org/b")
@@ -249,3 +275,60 @@ def test_an_error_that_an_answer_led_to_is_no_dead_server(monkeypatch: pytest.Mo
     rows = [f'[[row]]\nname = "{url[-1]}"\nmodel = "{url}"\n' for url in urls]
     report = bridge.batch(manifest("".join(rows), out="{name}"), dry_run=True)
     assert asked == [*urls, str(TINY)] and report.outcomes["b"].error == f"{urls[1]}: access refused"
+
+
+def no_answer(url: str) -> SourceError:
+    """What a request that nobody answered in time comes to."""
+    error = SourceError(f"{url}: cannot be read")
+    error.__cause__ = TimeoutError()
+    return error
+
+
+@pytest.mark.parametrize("late", ["a", "b"])
+def test_one_read_that_nobody_answered_is_no_dead_store(late: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/{name}", verify=False)
+    outcome = finished._outcome
+
+    def once(planned: Any, out: Path) -> Any:
+        if planned.row.name == late:
+            raise no_answer(planned.row.out)
+        return outcome(planned, out)
+
+    monkeypatch.setattr(finished, "_outcome", once)
+    rows = "".join(f'[[row]]\nname = "{name}"\nquant = "int8_wo"\n' for name in "abc")
+    ends = bridge.batch(manifest(rows), dry_run=True).outcomes
+    assert ends[late].error == f"{OUT}/{late}: cannot be read"
+    assert [ends[name].kept for name in "abc"] == [name != late for name in "abc"]
+
+
+def test_a_store_that_answered_for_one_model_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def failing(model: str, *more: Any) -> Any:
+        asked.append(model)
+        if model.endswith("/good"):
+            return open_model(str(TINY), *more)
+        raise no_answer(model) if "host" in model else SourceError(model)
+
+    monkeypatch.setattr(planning, "open_model", failing)
+    urls = ["https://host/good", "https://host/late", "https://host/more"]
+    rows = [f'[[row]]\nname = "{url[13:]}"\nmodel = "{url}"\nquant = "int8_wo"\n' for url in urls]
+    ends = bridge.batch(manifest("".join(rows), out="{name}"), dry_run=True).outcomes
+    assert asked[:3] == urls and ends["more"].error == f"{urls[2]}: cannot be read"
+
+
+def test_an_output_that_was_looked_at_shows_that_its_store_answers(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def looking(url: str, *_: Any) -> None:
+        asked.append(url)
+        if not url.endswith("/a"):
+            raise no_answer(url)
+
+    monkeypatch.setattr(room, "check_replaceable", looking)
+    rows = "".join(f'[[row]]\nname = "{name}"\nquant = "int8_wo"\n' for name in "abc")
+    bridge.batch(manifest(rows), dry_run=True, resume=False)
+    assert asked == [f"{OUT}/{name}" for name in ("a", "b", "c", "eight")]

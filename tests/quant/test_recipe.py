@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import SchemeError, UsageError
+from bridge.problems import ENOUGH, MOST
 from bridge.quant.scheme import Scheme, load_scheme
 from bridge.values import Format, Site
 
@@ -190,6 +191,61 @@ def test_every_wrong_word_is_an_error_that_names_the_file(tmp_path: Path, text: 
     with pytest.raises(SchemeError, match=said) as raised:
         recipe(tmp_path, text)
     assert "mine.toml" in str(raised.value)
+
+
+def test_all_that_is_wrong_with_a_recipe_is_told_together(tmp_path: Path) -> None:
+    text = """
+        base = "fp7"
+        kv = "zz"
+        sumary = "x"
+        polcy = "x"
+        [[rule]]
+        layers = ["5..2", "a"]
+        quant = "fp9"
+        [[rule]]
+        modules = [1]
+        layer = 2
+        role = 2
+        [parity]
+        tensor = 3
+        [policy]
+        zero = "odd"
+        """
+    with pytest.raises(SchemeError) as raised:
+        recipe(tmp_path, text)
+    head, *told = str(raised.value).split("\n  ")
+    assert head == f"{tmp_path / 'mine.toml'}: 13 problems"
+    for said in (
+        "key `sumary` is unknown", "key `polcy` is unknown", "base: quant='fp7' is unknown", "kv='zz' is unknown",
+        "[policy] zero", "`parity` needs", "rule 1: quant='fp9'", "rule 1: layers: '5..2' is empty",
+        "rule 1: layers: 'a'; expected", "rule 2: key `layer` is unknown", "rule 2: key `role` is unknown",
+        "rule 2: `quant` is missing", "rule 2: modules = [1]",
+    ):  # fmt: skip
+        assert [line for line in told if said in line], said
+
+
+def test_what_a_recipe_says_of_parity_is_checked_beside_a_base(tmp_path: Path) -> None:
+    with pytest.raises(SchemeError, match="`parity` needs"):
+        recipe(tmp_path, 'base = "fp8"\n[parity]\ntensor = 3')
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ('base = "fp8"\n' + "[[rule]]\n" * 5000, ENOUGH),
+        (
+            f'base = "fp8"\n[[rule]]\nquant = "none"\nlayers = {[f"a{n}" for n in range(5000)]}',
+            f"rule 1: layers: {ENOUGH}",
+        ),
+        (f'base = "fp8"\n[[rule]]\nquant = "none"\nlayers = {["a"] * 5000}', f"rule 1: layers: {ENOUGH}"),
+        ("\n".join(f"a{n} = 1" for n in range(5000)) + '\nbase = "fp8"', ENOUGH),
+    ],
+)
+def test_after_many_problems_the_rest_of_a_recipe_is_not_looked_at(tmp_path: Path, text: str, last: str) -> None:
+    with pytest.raises(SchemeError) as raised:
+        recipe(tmp_path, text)
+    told = str(raised.value).splitlines()
+    assert told[-1].strip() == last and len(told) <= 1 + MOST + 2
 
 
 def test_a_path_that_is_not_there_says_so(tmp_path: Path) -> None:

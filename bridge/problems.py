@@ -1,4 +1,4 @@
-"""What is wrong with a manifest, collected, so that all of it is told at once; must never raise it."""
+"""What is wrong with a manifest or a recipe, collected, so that all of it is told at once; must never raise it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bridge.errors import BridgeError, first_of
 SHOWN = 3  # places that a problem names
 MOST = 100  # kinds of problems that are looked for
 MOST_PLACES = 3000  # and problems
+ENOUGH = "these problems are enough; what follows was not looked at"
 
 
 @dataclass
