@@ -78,13 +78,15 @@ def calibrate(
     >>> made.input_amax["model.layers.0.mlp.down_proj"].dtype
     dtype('float32')
     """
+    tell = progress or quiet
+    tell(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds, too
     source = open_model(model, config, tokenizer)
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure)
     if scheme is None:
         raise UsageError("calibrate needs a scheme: quant='fp8', say")
     prepared = data_of(source, data, samples, sequence)
-    return converting.calibrate(source, structure, scheme, prepared, device, progress or quiet)
+    return converting.calibrate(source, structure, scheme, prepared, device, tell)
 
 
 def fake_quantize(

@@ -124,7 +124,8 @@ def plan(
 
     Every tensor with its shape, dtype, bytes and expression; what stays unquantized and why; memory and disk.
     """
-    with session(debug=debug, quiet=True) as terminal:
+    with session(debug=debug) as terminal:
+        terminal.progress(0, 0, "plan")  # torch alone takes seconds where an architecture has no table
         made = bridge.plan(model, target, quant, kv=kv, config=config, **options)
         if as_json:
             print_json(terminal, {**made.to_dict(), "digest": made.digest})

@@ -110,7 +110,9 @@ def _run(request: Request, manner: Manner) -> Report:
 
     clock, outgoing = Clock(), manner.outgoing
     with clock.stage("plan"):
+        request.progress(0, 0, "plan")
         ready = _prepare(request, manner.runs)
+        request.progress(1, 1, "plan")
     seen = ready.seen
     if outgoing and request.resume and (kept := outgoing.kept(ready.identity, request.verify)):
         return kept
@@ -169,6 +171,7 @@ def _calibration(ready: _Prepared, directory: Path, clock: Clock) -> Calibration
         if saved.exists():
             return Calibration.load(saved)
         request = ready.request
+        request.progress(0, 0, "calibrate")
         made = calibrate(seen.source, seen.structure, seen.scheme, ready.data, request.device, request.progress)
         made.save(saved)
         return made

@@ -325,7 +325,10 @@ def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...
 def _formats(
     structure: Structure, target: Target, scheme: Scheme | None, options: Any
 ) -> tuple[dict[str, Format | str], dict[str, list[str]]]:
-    """Weight name -> its format, or the reason why it is kept; why the target has no such format -> the modules."""
+    """Weight name -> its format, or the reason why it is kept; why the target has no such format -> the modules.
+
+    What speaks against the KV cache is told with them: the target makes no draft then, which would tell it.
+    """
     formats: dict[str, Format | str] = {}
     refused: dict[str, list[str]] = {}
     for site in structure.sites if scheme else ():
@@ -340,6 +343,8 @@ def _formats(
                 refused.setdefault(reason, []).append(site.module)
             format_ = kept or format_
         formats[site.weight] = format_
+    if refused and scheme and scheme.kv and (why := target.refuse_kv(scheme.kv, structure, options)):
+        refused.setdefault(why, []).append(CACHE)
     return formats, refused
 
 

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -56,15 +56,29 @@ class Exit(SystemExit):
 
 @dataclass(frozen=True)
 class Terminal:
-    """Where a verb prints: `out` for what was asked for, `progress` for how far it is."""
+    """Where a verb prints: `out` for what was asked for, `progress` for how far it is, `err` for what lacks."""
 
     out: Console
     progress: Callback
+    err: TextIO = field(default_factory=lambda: sys.stderr)
 
     def print(self, *what: Any) -> None:
-        """Print renderables to stdout, every line whole: rich would crop those that are wider than the terminal."""
+        """Print renderables to stdout, every line whole: rich would crop those that are wider than the terminal.
+
+        The bars end: they would go on where the cursor is, and wipe what is printed.
+        """
+        self._end_bars()
         for item in what:
             self.out.print(item, crop=False, soft_wrap=isinstance(item, str))
+
+    def note(self, text: str) -> None:
+        """Print a line to stderr, whatever the verb is told of what to print."""
+        self._end_bars()
+        print(f"note: {text}", file=self.err, flush=True)
+
+    def _end_bars(self) -> None:
+        if isinstance(self.progress, _Bars):
+            self.progress.bars.stop()
 
 
 @contextmanager
@@ -76,7 +90,7 @@ def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
     code = 0
     try:
         with _signals(), _hushed(chatter, debug), _bars(err, quiet) as progress:
-            yield Terminal(console(out), progress)
+            yield Terminal(console(out), progress, err)
     except BridgeError as error:
         if debug:
             traceback.print_exc(file=err)

@@ -149,7 +149,7 @@ def test_a_shard_that_changes_while_it_is_read_stops_the_run(what: str, checkpoi
     data = shard.read_bytes()
 
     def harm(done: int, total: int, text: str) -> None:
-        if not shard.exists() or shard.read_bytes() != data or shard.stat().st_ino != inode:
+        if text != "weights" or not shard.exists() or shard.read_bytes() != data or shard.stat().st_ino != inode:
             return
         if what == "vanishes":
             shard.unlink()
@@ -228,8 +228,9 @@ def test_what_appears_at_the_output_meanwhile_is_not_touched(checkpoint: Path, t
     out = tmp_path / "out"
 
     def intrude(done: int, total: int, text: str) -> None:
-        out.mkdir(exist_ok=True)
-        (out / "precious.txt").write_text("mine")
+        if text == "weights":
+            out.mkdir(exist_ok=True)
+            (out / "precious.txt").write_text("mine")
 
     with pytest.raises(WriteError, match=r"not written by bridge|exists already"):
         convert(checkpoint, out, progress=intrude)

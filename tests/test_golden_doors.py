@@ -79,6 +79,24 @@ def test_values_that_are_not_finite_are_noted(names: list[str], said: str, golde
     assert "note: " not in run("record", golden.parent / "out", tmp_path / "well", "--no-run")[1]
 
 
+def test_a_golden_without_outputs_says_so_whatever_is_printed(golden: Path, tmp_path: Path) -> None:
+    out, kept = tmp_path / "out", tmp_path / "golden"
+    shutil.copytree(golden.parent / "out", out)
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace("LlamaForCausalLM", "LamaForCausalLM"))
+    why = "the written checkpoint does not load: architecture LamaForCausalLM is not in transformers"
+    for words in ((), ("--quiet",), ("--json",)):
+        told = CliRunner().invoke(app, ["golden", "record", str(out), str(kept), *words])
+        assert told.exit_code == 0
+        assert told.stderr.startswith(f"note: {kept} keeps bytes alone, no inputs and outputs: {why}")
+        assert told.stderr.count("\n") == 1
+    assert load(kept).reference.not_run.startswith(why)
+    assert "note: " not in run("record", out, tmp_path / "bytes", "--no-run")[1]
+    code, said = run("record", out, tmp_path / "other", "--tolerance", "0.1")
+    assert code == 1 and "was not run, and tolerance=, --tolerance asks for its outputs: the written" in said
+    assert not (tmp_path / "other").exists()
+
+
 class Suite:
     """A user's suite in `place`, run inside this process, with the plugin as its entry point would load it."""
 
@@ -163,3 +181,19 @@ def test_a_model_that_does_not_run_any_more_is_told_beside_what_moved(tmp_path: 
     moved = bridge.golden.check(tmp_path / "golden", out)
     assert [move.kind for move in moved.moves] == ["file", "outputs"]
     assert "does not run any more" in moved.moves[1].text
+
+
+@pytest.mark.slow
+def test_images_go_into_a_model_of_another_dtype(tmp_path: Path) -> None:
+    import torch
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 4], image_size=32, window_size=4, drop_path_rate=0.0)
+    torch.manual_seed(0)
+    model = SwinForImageClassification(config)
+    for name, dtype in (("float", torch.float32), ("half", torch.bfloat16)):
+        bridge.convert(model.to(dtype), "hf", "int8_wo", tmp_path / name, verify=False)
+        made = bridge.golden.record(tmp_path / name, tmp_path / f"golden-{name}")
+        assert made.reference.values and made.reference.inputs["pixel_values"].dtype == np.float32
+    moved = bridge.golden.check(tmp_path / "golden-float", tmp_path / "half")
+    assert "tolerance" in next(move.text for move in moved.moves if move.name == "output")

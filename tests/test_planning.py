@@ -101,6 +101,8 @@ def test_quantizing_a_tied_head_makes_it_a_tensor_of_its_own(tmp_path: Path) -> 
         ("mxfp4_wo", {}, "blocks of 16"),
         ("nvfp4", {}, "custom_ops"),
         ("mxfp8", {}, "custom_ops"),
+        ("nvfp4", {}, "or use nvfp4_wo$"),
+        ("mxfp8", {}, "or use fp8$"),
     ],
 )
 def test_a_scheme_the_target_cannot_express_is_refused_with_the_remedy(quant: str, options: dict, says: str) -> None:

@@ -6,15 +6,18 @@ import contextlib
 import io
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+import bridge
 from bridge.sources import open_source
 from bridge.sources.live import live_modules, live_names
 from bridge.trace import trace_structure
+from bridge.unified.steps import APART
 from bridge.values import InputGroup, Structure
 from tests.decoder_families import DECODERS, OTHERS, build
 
@@ -159,3 +162,24 @@ def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[s
     assert structure.groups == ()
     assert structure.ungrouped.startswith("JetMoeForCausalLM does not run on fake tensors: DataDependentOutput")
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "told"),
+    [
+        ("CohereForCausalLM", "self_attn.q_proj", "self_attn.q_proj self_attn.k_proj self_attn.v_proj"),
+        ("CohereForCausalLM", "mlp.up_proj", "mlp.gate_proj mlp.up_proj"),
+        ("CohereForCausalLM", "mlp.*", ""),
+        ("FalconForCausalLM", "self_attention.*", ""),
+        ("GPTJForCausalLM", "mlp.fc_in", ""),
+        ("PhiForCausalLM", "mlp.fc1", ""),
+        ("Qwen2MoeForCausalLM", "mlp.shared_expert.*", ""),
+        ("Qwen2MoeForCausalLM", "mlp.shared_expert.up_proj", "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj"),
+        ("T5ForConditionalGeneration", "EncDecAttention.*", ""),
+    ],
+)
+def test_only_what_is_fused_is_told_to_be_kept_apart(name: str, kept: str, told: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "apart.toml"
+    recipe.write_text(f'base = "fp8_pc_pt"\n[[rule]]\nmodules = ["*.1.*{kept}"]\nquant = "none"\n')
+    notes = [note for note in bridge.plan(build(name), "hf", recipe).notes if APART in note]
+    assert notes == [f"{', '.join(f'model.layers.1.{module}' for module in told.split())}: {APART}"] * bool(told)

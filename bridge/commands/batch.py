@@ -38,11 +38,12 @@ def batch(
 
     A row that fails harms no other. Rows that an earlier run finished are kept.
     """
-    with session(debug=debug, quiet=True) as terminal:
+    with session(debug=debug, quiet=quiet or not dry_run) as terminal:  # the table of a run has its own bars
         from bridge.batches.manifest import read_manifest
         from bridge.batches.run import Asked, run
 
         asked = Asked(engine, workers, byte_count(memory), dry_run, not no_resume, strict, tuple(only or ()))
+        terminal.progress(0, 0, "plan")  # rows that calibrate load a tokenizer, and torch with it
         with _audience(terminal, quiet or as_json or dry_run) as audience:
             report = run(read_manifest(manifest), asked, audience)
         if as_json:

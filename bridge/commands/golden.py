@@ -47,13 +47,14 @@ def record(
             out, golden, reason=reason, against=against, quant=quant, tolerance=tolerance, run=not no_run,
             progress=terminal.progress,
         )  # fmt: skip
+        if made.reference.not_run and not no_run:
+            terminal.note(f"{golden} keeps bytes alone, no inputs and outputs: {made.reference.not_run}")
         count, not_run, bad = len(made.snapshot.tensors), made.reference.not_run, _not_finite(made)
         if as_json:
             said = {"golden": str(golden), "digest": made.digest, "tensors": count, "not_run": not_run}
             print_json(terminal, {**said, "not_finite": bad})
         elif not quiet:
             terminal.print(f"{golden}: {count:,} tensors, digest {made.digest[:12]}")
-            terminal.print(*([f"not run: {not_run}"] if not_run else []))
             if bad:
                 named = first_of([f"{name} ({values:,})" for name, values in bad.items()], NAMED)
                 hold = "tensor holds" if len(bad) == 1 else "tensors hold"

@@ -52,7 +52,8 @@ def record(
         run: False keeps bytes alone.
 
     Raises:
-        GoldenError: the golden would change and no reason was given, or `out` is not near enough to `against`.
+        GoldenError: the golden would change and no reason was given, `out` is not near enough to `against`, or it was
+            not run and `inputs` or `tolerance` are given.
 
     >>> import bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "to-record", verify=False)
@@ -69,6 +70,9 @@ def record(
     snapshot = written.snapshot(statistics=True)
     feeds = inputs if inputs is not None or old is None else old.reference.inputs
     ran = reference(place, written.plan, feeds, tolerance) if run else Reference(not_run="it was not asked for")
+    if run and ran.not_run and (inputs is not None or tolerance is not None):
+        asked = "inputs=" if inputs is not None else "tolerance=, --tolerance"
+        raise GoldenError(f"{place} was not run, and {asked} asks for its outputs: {ran.not_run}; leave it out")
     rerun, beside = arguments(written.plan, place, quant)
     new = Golden(snapshot, ran, rerun, _versions(written, ran), old.history if old else (), beside)
     moves = _moves(old, new) if old else []

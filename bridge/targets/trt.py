@@ -146,9 +146,10 @@ class Trt:
         if entry and entry.dynamic and entry.per == "token":
             return "TensorRT quantizes activations per tensor with constant scales, not per token; use fp8"
         if entry and entry.dynamic and not options.custom_ops:
+            other = "nvfp4_wo" if entry.dtype == "float4_e2m1fn" else "fp8"
             return (
                 f"standard ONNX cannot quantize activations to {entry.dtype} blocks at run time; pass custom_ops=True "
-                "(--custom-ops) for TensorRT's own ops, or use the weight-only scheme"
+                f"(--custom-ops) for TensorRT's own ops, or use {other}"
             )
         for numeric in format_.weight:
             if numeric.dtype == "int4" and numeric.block not in [(b,) for b in INT4_BLOCKS]:

@@ -92,8 +92,9 @@ class Runtime:
             self.twin = ""
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run once; the first output, in float32."""
+        """Run once; the first output, in float32. Floats go in in the model's dtype, which torch asks for."""
         import torch
 
         batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
+        batch = {name: x.to(self.model.dtype) if x.is_floating_point() else x for name, x in batch.items()}
         return {self.outputs[0]: self._run(batch).numpy()}

@@ -53,9 +53,13 @@ class Drafting:
         """Modules of which a recipe keeps some that are fused with quantized ones; vLLM's `is_layer_skipped` raises."""
         chosen = {site.module for site in self._draft.structure.sites if not site.keep}
         for group in self._draft.structure.groups:
-            members = [module for module in group.modules if module in chosen]
-            if len({module in self._formats for module in members}) > 1:
-                yield from ((module, APART) for module in members)
+            fused: dict[str, list[str]] = {}  # attention and MLP may read one input: each is fused in itself
+            for module in group.modules:
+                if module in chosen:
+                    fused.setdefault(module.rpartition(".")[0], []).append(module)
+            for members in fused.values():
+                if len({module in self._formats for module in members}) > 1:
+                    yield from ((module, APART) for module in members)
 
     def _unknown(self) -> Iterator[tuple[str, str]]:
         """Modules that would share something with others, where nobody knows which those are; experts never do."""

@@ -216,6 +216,7 @@ def test_what_lies_beside_is_what_a_load_reads_first(tmp_path: Path) -> None:
     ("config", "arguments", "error", "says"),
     [
         (config_of("llama"), {"quant": "int8_wo"}, SchemeError, "Megatron-Core loads plain weights only"),
+        (config_of("llama"), {"quant": "fp8", "kv": "fp8"}, SchemeError, "KV cache: Megatron-Core reads no"),
         (config_of("llama"), {"vocab_multiple": 0}, UsageError, "vocab_multiple=0 must be a whole number, at least 1"),
         (config_of("llama"), {"spec": "tee"}, UsageError, "spec 'tee' is unknown"),
         (config_of("llama"), {"dtype": "fp8"}, UsageError, "'fp8'"),

@@ -216,6 +216,7 @@ def test_a_killed_run_goes_on_to_the_bytes_of_one_that_nobody_disturbed(
     ("config", "arguments", "error", "says"),
     [
         (LLAMA, {"quant": "fp8"}, SchemeError, "torchtitan loads plain weights only; convert with quant='none'"),
+        (LLAMA, {"quant": "fp8", "kv": "fp8"}, SchemeError, "KV cache: torchtitan reads no scales of it; leave out kv"),
         (LLAMA, {"era": "0.1"}, UsageError, "era '0.1' is unknown; known: 0.3, 0.2"),
         (LLAMA, {"dtype": "int8"}, UsageError, "dtype 'int8' is none that weights are trained in"),
         (foreign.CONFIGS["gemma"], {}, PlanError, "torchtitan.toml has no layout for GemmaForCausalLM"),

@@ -1,0 +1,49 @@
+"""On a terminal: bars while a verb works, and all of what it prints."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.cli import app
+from bridge.terminal import session
+
+MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    """The one terminal that stdout and stderr are; not a fixture, since pytest puts its own files there after those."""
+    tty = Tty()
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, tty)
+    return tty
+
+
+@pytest.mark.parametrize("words", [["plan", str(MODEL), "--target", "hf"], ["batch", "batch.toml", "--dry-run"]])
+def test_planning_is_told_on_a_terminal(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("batch.toml").write_text(f'row = [{{model = "{MODEL}", target = "hf", out = "out"}}]')
+    screen = screen_of(monkeypatch)
+    app(words, standalone_mode=False)
+    assert "\x1b[2Kplan " in screen.getvalue()  # a bar: a line that is wiped
+
+
+def test_bars_wipe_nothing_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = screen_of(monkeypatch)
+    with session() as terminal:
+        for text in ("weights", "compare weights"):
+            terminal.progress(1, 2, text)
+        terminal.print("first line", "last line")
+        terminal.progress(2, 2, "weights")
+    drawn, _, after = screen.getvalue().partition("first line")
+    assert "compare weights" in drawn
+    assert "\x1b[1A" not in after  # the cursor up, to lines that are wiped
