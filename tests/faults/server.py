@@ -160,6 +160,8 @@ def _child(asked: dict[str, Any], place: Path, number: int, begun: int) -> None:
         os.environ.update(asked.get("env", {}))
         _arm(asked, place)
         sys.argv = ["qbridge", *asked["argv"]]
+        for which in (signal.SIGINT, signal.SIGTERM):  # one that comes when the command is done is not for it
+            signal.signal(which, signal.SIG_IGN)
         os.close(begun)
         try:
             main()
