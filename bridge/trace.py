@@ -35,10 +35,11 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that
 
 def trace_structure(source: Source) -> Structure:
     """Build the class that the config names without weights and read its structure off; PlanError if it is another."""
-    model, mode = _weightless(source)
-    architecture = str(source.config["architectures"][0])
     from bridge.sources.live import live_names, tied_names
+    from bridge.weightless import build_weightless
 
+    model, mode = build_weightless(source)
+    architecture = str(source.config["architectures"][0])
     saved = live_names(model)
     known = all(name in saved for name in source.specs)
     origins = {name: saved[name] for name in source.specs} if known else live_names(model, source.specs)
@@ -64,36 +65,6 @@ def trace_structure(source: Source) -> Structure:
         ungrouped=ungrouped,
         traced=True,
     )
-
-
-def _weightless(source: Source) -> tuple[Any, Any]:
-    """Build the model of fake tensors, and return it with their mode: a stack of experts alone may be 30 GB.
-
-    In the dtype of the checkpoint: a cast that does nothing keeps an object, one that does something makes another.
-    """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers.initialization import no_init_weights
-
-    from bridge.graph.tasks import resolve_config
-    from bridge.sources.loading import model_class
-
-    sizes = {"bfloat16": 0, "float16": 0, "float32": 0}
-    for spec in source.specs.values():
-        if spec.dtype in sizes:
-            sizes[spec.dtype] += spec.size
-    config, mode = resolve_config(dict(source.config)), FakeTensorMode(allow_non_fake_inputs=True)
-    config._attn_implementation = None
-    config.dtype = getattr(torch, max(sizes, key=lambda name: sizes[name]))
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(config.dtype)
-        with mode, no_init_weights():
-            model = model_class(source.config)(config).eval()
-        model.tie_weights()
-        return model, mode
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _checkpoint_ties(live: Mapping[str, str], origins: Mapping[str, Origin]) -> dict[str, str]:

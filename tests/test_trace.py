@@ -153,6 +153,24 @@ def test_heads_and_routers_are_kept(name: str) -> None:
     assert kept.keys() - heads.keys() == routers
 
 
+SMALL = {"depths": [1, 2, 1, 1], "num_labels": 7}
+READ_NUMBERS = {  # off tensors, while they are built: how likely a layer is dropped, how many layers are before a stage
+    "Bit": SMALL | {"hidden_sizes": [32, 64, 64, 64], "embedding_size": 16, "num_groups": 4},
+    "ConvNext": SMALL | {"hidden_sizes": [8, 16, 16, 16], "drop_path_rate": 0.1},
+    "Hiera": SMALL | {"image_size": [64, 64], "embed_dim": 16, "num_heads": [1, 2, 4, 8]},
+}
+
+
+@pytest.mark.parametrize("name", sorted(READ_NUMBERS))
+def test_classes_may_read_numbers_off_tensors_while_they_are_built(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**READ_NUMBERS[name])
+    model = getattr(transformers, f"{name}ForImageClassification")(config)
+    kinds = (torch.nn.Linear, torch.nn.Conv2d)
+    matrices = {module for module, found in model.named_modules() if isinstance(found, kinds)}
+    assert len(matrices) > 8
+    assert {site.module for site in trace_structure(open_source(model)).sites} == matrices
+
+
 def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     fields = {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}
     model = transformers.JetMoeForCausalLM(

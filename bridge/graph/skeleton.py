@@ -105,7 +105,7 @@ def make_fake(model: Any, mode: Any) -> None:
                 module._parameters[key] = made[id(parameter)][0]
             for key, buffer in module._buffers.items():
                 stored = key not in module._non_persistent_buffers_set
-                if stored and buffer is not None and buffer.is_floating_point():
+                if buffer is not None and (buffer.is_meta or (stored and buffer.is_floating_point())):
                     module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 

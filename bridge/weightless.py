@@ -1,0 +1,44 @@
+"""A transformers model of fake tensors, as its class builds it from the config: a stack of experts alone may be 30 GB.
+
+It is built on the meta device, as transformers does itself: classes name the CPU where they read numbers off a tensor,
+such as how likely each layer is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.initialization import no_init_weights
+
+from bridge.graph.skeleton import make_fake
+from bridge.graph.tasks import resolve_config
+from bridge.sources.loading import model_class
+
+if TYPE_CHECKING:
+    from bridge.sources import Source
+
+
+def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
+    """Build the model that the source's config names, and return it with the mode of its tensors.
+
+    In the dtype of the checkpoint: a cast that does nothing keeps an object, one that does something makes another.
+    """
+    sizes = {"bfloat16": 0, "float16": 0, "float32": 0}
+    for spec in source.specs.values():
+        if spec.dtype in sizes:
+            sizes[spec.dtype] += spec.size
+    config, mode = resolve_config(dict(source.config)), FakeTensorMode(allow_non_fake_inputs=True)
+    config._attn_implementation = None
+    config.dtype = getattr(torch, max(sizes, key=lambda name: sizes[name]))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(config.dtype)
+        with torch.device("meta"), no_init_weights():
+            model = model_class(source.config)(config).eval()
+        model.tie_weights()
+        make_fake(model, mode)
+        return model, mode
+    finally:
+        torch.set_default_dtype(before)
