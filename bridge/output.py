@@ -78,17 +78,20 @@ def output_directory(
     work = work_directory(out)
     with _owned(out, work) as journal:
         check_free(out, overwrite, mark)  # another run may have ended since
-        done = left(journal, work, identity if resume else None)
+        done, whole = left(journal, work, identity if resume else None), False
         try:
             if done is None:
                 begin(journal, work, identity)
             yield Work(work, done or {}, journal, identity)
+            whole = True
+            make_visible(work, out, overwrite, mark)
         except BaseException as error:
+            if whole and isinstance(error, WriteError):  # which says that the finished work is kept
+                raise
             surely(lambda: _discard(journal, work, identity))
             if isinstance(error, OSError):
                 raise _not_written(error, out) from error
             raise
-        make_visible(work, out, overwrite, mark)
 
 
 def _not_written(error: OSError, out: Path) -> WriteError:
@@ -136,6 +139,12 @@ def _remove_unbegun(work: Path, made: list[Path]) -> None:
 
 
 def _discard(journal: IO[str], work: Path, identity: str) -> None:
+    """Remove the work; where it is visible already, what is called so now is another run's."""
+    try:
+        if not os.path.samestat(os.fstat(journal.fileno()), (work / JOURNAL).stat()):
+            return
+    except FileNotFoundError:
+        return
     try:
         void(journal, work, identity)
     except OSError:  # a full disk: at least nothing is called done

@@ -136,7 +136,8 @@ def open_streams() -> None:
 
 
 def _stopped(stop: BaseException) -> tuple[str, int]:
-    """What is said of a signal, and the exit code."""
+    """What is said of a signal, and the exit code; nothing more is said of what libraries had begun."""
+    warnings.simplefilter("ignore")
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
     left = "; ".join(getattr(stop, "__notes__", ())) or "nothing half-written is left"
     return f"stopped by {signal.Signals(number).name}; {left}", 128 + number

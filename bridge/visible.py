@@ -48,7 +48,8 @@ def make_visible(work: Path, out: Path, overwrite: bool, mark: str) -> None:
     """One rename; with `overwrite` the old directory steps aside first and is removed last.
 
     The journal goes after the rename: a run killed between the two leaves a whole output and a file that nobody reads.
-    What appeared at `out` during the run is somebody's: it stays, and so does the work.
+    What appeared at `out` during the run is somebody's: it stays, and so does the work, as the WriteError says. An
+    interrupt leaves the old output there, or the new one.
     """
     aside, own = _aside(out), (work / JOURNAL).stat()
     try:
@@ -62,7 +63,6 @@ def make_visible(work: Path, out: Path, overwrite: bool, mark: str) -> None:
         raise WriteError(f"{error}; the finished work is kept in {work}: rename it, or run again") from error
     except BaseException:
         surely(lambda: _restore(out, mark))
-        surely(lambda: shutil.rmtree(work, ignore_errors=True))
         raise
     finally:
         with suppress(OSError):  # the output is whole; what cannot be removed now is settled later

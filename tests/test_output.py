@@ -13,13 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bridge import journal
 from bridge.errors import WriteError
 from bridge.output import check_disk, output_directory
-from bridge.visible import settle, work_directory
+from bridge.visible import make_visible, settle, work_directory
 
 
 def names(path: Path) -> list[str]:
@@ -209,6 +210,25 @@ def test_an_interrupt_while_an_output_is_replaced_leaves_the_old_one(
         (work.directory / "bridge.json").write_text("new")
     assert names(tmp_path) == ["model"]
     assert (out / "bridge.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_an_interrupt_at_the_end_leaves_the_whole_output_or_nothing(
+    seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, other = tmp_path / "model", work_directory(tmp_path / "model") / "of another run"
+
+    def interrupted(*arguments: Any) -> None:
+        if seen:
+            make_visible(*arguments)
+            other.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bridge.output.make_visible", interrupted)
+    with pytest.raises(KeyboardInterrupt), output_directory(out, "a") as work:
+        (work.directory / "x").write_text("1")
+    assert names(tmp_path) == ([other.parent.name, "model"] if seen else [])
+    assert not seen or (names(out) == ["x"] and other.exists())
 
 
 def test_a_failure_removes_the_parents_that_it_made(tmp_path: Path) -> None:

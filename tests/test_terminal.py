@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +48,19 @@ def test_bars_wipe_nothing_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> N
     drawn, _, after = screen.getvalue().partition("first line")
     assert "compare weights" in drawn
     assert "\x1b[1A" not in after  # the cursor up, to lines that are wiped
+
+
+def test_what_a_library_had_begun_is_not_told_after_a_signal() -> None:
+    code = """
+import signal, sys
+from bridge.terminal import session
+
+async def asked():
+    pass
+
+with session():
+    begun = asked()
+    signal.raise_signal(signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM; nothing half-written is left\n")

@@ -51,10 +51,16 @@ def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]
         try:
             outgoing.begin(overwrite)
             yield outgoing
-        except BaseException:
-            outgoing.give_up()
+            outgoing.send(progress)
+        except BaseException as error:
+            if not outgoing.is_made():
+                outgoing.give_up()
+                raise
+            if isinstance(error, BridgeError):
+                raise WriteError(f"{error}\n  {outgoing.rest()}") from error
+            error.add_note(outgoing.rest())  # an interrupt, which its reader tells
             raise
-        outgoing.send(progress)
+        outgoing.tidy_up()
 
 
 def check_out(url: str) -> tuple[Any, str]:
@@ -106,6 +112,7 @@ class Outgoing:
         self._sent: dict[str, Sent] = {}
         self._stale: list[str] = []
         self._note_stays = True  # until it is ours to take back
+        self._run = ""  # of which the finished output is that is to be sent
 
     def begin(self, overwrite: bool) -> None:
         """Refuse what cannot be written to, before any work: the note that is left there shows that it can be."""
@@ -145,7 +152,7 @@ class Outgoing:
         if self._holding.remembered:
             found, note = self._found()
             if not note and MARK in found:
-                self._tidy()
+                self.tidy_up()
 
     def _found(self) -> tuple[Mapping[str, Any], Note | None]:
         found = self._listing()
@@ -170,52 +177,58 @@ class Outgoing:
 
     def kept(self, identity: str, verified: bool) -> Report | None:
         """The report of a finished output that only was not sent to its end; None where there is none of this run."""
+        self._run = _of_run(identity, verified)
+        if not self.is_made():
+            return None
         try:
-            if (self.local / IDENTITY).read_text() != _of_run(identity, verified):
-                return None
             return report_from_dict(parse_json((self.local / "report.json").read_bytes(), MOST_VALUES))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def note_finished(self, directory: Path, identity: str, verified: bool) -> None:
         """Say in a finished output of which run it is, and whether it was compared with its source."""
-        (directory / IDENTITY).write_text(_of_run(identity, verified))
+        self._run = _of_run(identity, verified)
+        (directory / IDENTITY).write_text(self._run)
+
+    def is_made(self) -> bool:
+        """Whether the output of this run is finished here, so that only sending it is left."""
+        try:
+            return (self.local / IDENTITY).read_text() == self._run
+        except (OSError, ValueError):
+            return False
 
     def send(self, progress: Progress) -> None:
-        """Send everything that is not there yet, then remove what was made here."""
-        files = {
-            path.relative_to(self.local).as_posix(): path for path in sorted(self.local.rglob("*")) if path.is_file()
-        }
-        for own in (IDENTITY, JOURNAL):
-            files.pop(own, None)
+        """Send everything that is not there yet."""
+        files = self._files()
         order = sorted(files, key=lambda name: (_last(name), -files[name].stat().st_size))
         total, done = sum(path.stat().st_size for path in files.values()), 0
-        try:
-            self._check_ours()
-            sums = {name: _checksum(path) for name, path in files.items()}
-            self._check_ours()  # that took minutes
-            self._unmake(sums)
-            for name in order:
-                if _last(name) >= 0:
-                    self._clear(files)
-                if name not in self._sent:
-                    self._send(name, files[name], sums[name])
-                progress(done := done + files[name].stat().st_size, total, "send")
-            self._compare(files)
-            self._end_uploads()
-            self._remove([NOTE])
-        except BaseException as error:
-            rest = (
-                f"{len(self._sent)} of {len(files)} files are at {self.where}, and nothing takes them for a model; the "
-                f"finished one is kept in {self.local}. Run again to send the rest"
-            )
-            if isinstance(error, BridgeError):
-                raise WriteError(f"{error}\n  {rest}") from error
-            error.add_note(rest)  # an interrupt, which its reader tells
-            raise
-        self._tidy()
+        self._check_ours()
+        sums = {name: _checksum(path) for name, path in files.items()}
+        self._check_ours()  # that took minutes
+        self._unmake(sums)
+        for name in order:
+            if _last(name) >= 0:
+                self._clear(files)
+            if name not in self._sent:
+                self._send(name, files[name], sums[name])
+            progress(done := done + files[name].stat().st_size, total, "send")
+        self._compare(files)
+        self._end_uploads()
+        self._remove([NOTE])
 
-    def _tidy(self) -> None:
+    def rest(self) -> str:
+        """What is sent, and where the finished output is, of which some was not."""
+        return (
+            f"{len(self._sent)} of {len(self._files())} files are at {self.where}, and nothing takes them for a model; "
+            f"the finished one is kept in {self.local}. Run again to send the rest"
+        )
+
+    def _files(self) -> dict[str, Path]:
+        """What is to be sent: all that is finished, but for what only runs on this machine read."""
+        found = {path.relative_to(self.local).as_posix(): path for path in sorted(self.local.rglob("*"))}
+        return {name: path for name, path in found.items() if path.is_file() and name not in (IDENTITY, JOURNAL)}
+
+    def tidy_up(self) -> None:
         """Remove what was made here once all is there and the note is gone, whichever run has sent the last of it."""
         if self.local.exists():
             shutil.rmtree(self.local)

@@ -118,7 +118,7 @@ def test_a_new_row_takes_the_calibration_of_one_that_was_sent(s3: Any) -> None:
 
 def test_what_a_killed_row_left_here_goes_when_it_is_found_sent(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as once:
-        once.setattr(outgoing.Outgoing, "_tidy", lambda self: None)  # as after a kill
+        once.setattr(outgoing.Outgoing, "tidy_up", lambda self: None)  # as after a kill
         bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
     left = made_at(f"{OUT}/eight")
     assert (left / "bridge.json").is_file()

@@ -116,7 +116,8 @@ def test_a_revision_is_read_at_its_commit_by_range(world: tuple[list[tuple[str, 
 def test_the_hub_learns_the_token_and_the_store_does_not(world: tuple[list[tuple[str, str]], Manners]) -> None:
     asked, manners = world
     open_source("hf://org/tiny").read("model.norm.weight")
-    assert all(token == "Bearer hf_atoken" for _, token in asked)
+    of_the_model = [token for path, token in asked if "/org/tiny" in path]  # its library asks for more, once a process
+    assert of_the_model and set(of_the_model) == {"Bearer hf_atoken"}
     assert manners.headers and not any("Authorization" in headers for headers in manners.headers)
 
 

@@ -81,6 +81,24 @@ def test_an_interrupt_while_sending_tells_what_is_there(s3: Any, monkeypatch: py
     assert "0 of " in problem and "nothing half-written" not in problem and NOTE in there(s3)
 
 
+def test_an_interrupt_before_anything_is_sent_tells_where_the_finished_output_is(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(self: Any, progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(outgoing.Outgoing, "send", send)
+        convert()
+    made = outgoing.made_at(OUT)
+    assert f"the finished one is kept in {made}. Run again" in terminal._stopped(caught.value)[0]
+    assert (made / "model.safetensors").exists() and there(s3) == {NOTE}
+    with monkeypatch.context() as patch:
+        patch.setattr("bridge.finish.write", None)  # nothing is made again
+        convert()
+    assert "bridge.json" in there(s3) and not list(tmp_path.iterdir())
+
+
 def test_weights_are_sent_first_and_what_makes_a_model_last(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = breaking(monkeypatch, "no such file")
     convert()
@@ -213,7 +231,7 @@ def test_what_a_kill_left_here_after_all_was_sent_is_removed_by_the_next_run(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as once:
-        once.setattr(outgoing.Outgoing, "_tidy", lambda self: (self.local / "bridge.json").unlink())
+        once.setattr(outgoing.Outgoing, "tidy_up", lambda self: (self.local / "bridge.json").unlink())
         convert(verify=False)
     assert list(tmp_path.iterdir())
     with pytest.raises(WriteError, match="exists already"):
