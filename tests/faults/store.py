@@ -10,7 +10,7 @@ import boto3
 
 from tests.remote.server import S3, serving_s3
 
-BUCKET = "bucket"
+BUCKET = "faults"  # servers of one process share what they hold: tests of other stores have one called `bucket`
 
 
 class Store:
