@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.initialization import no_init_weights
 
-from bridge.graph.skeleton import make_fake
+from bridge.graph.skeleton import build_meta, make_fake
 from bridge.graph.tasks import resolve_config
 from bridge.sources.loading import model_class
 
@@ -29,16 +29,9 @@ def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
     for spec in source.specs.values():
         if spec.dtype in sizes:
             sizes[spec.dtype] += spec.size
-    config, mode = resolve_config(dict(source.config)), FakeTensorMode(allow_non_fake_inputs=True)
-    config._attn_implementation = None
-    config.dtype = getattr(torch, max(sizes, key=lambda name: sizes[name]))
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(config.dtype)
-        with torch.device("meta"), no_init_weights():
-            model = model_class(source.config)(config).eval()
-        model.tie_weights()
-        make_fake(model, mode)
-        return model, mode
-    finally:
-        torch.set_default_dtype(before)
+    dtype = getattr(torch, max(sizes, key=lambda name: sizes[name]))
+    with torch.device("meta"), no_init_weights():
+        model = build_meta(resolve_config(dict(source.config)), model_class(source.config), dtype)
+    model.tie_weights()
+    make_fake(model, mode := FakeTensorMode(allow_non_fake_inputs=True))
+    return model, mode

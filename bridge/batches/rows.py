@@ -287,7 +287,6 @@ def _check_scheme(quant: str | None, kv: str | None, asked: _Asked, made: _Rows)
 
 def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row | None:
     """The row, though something may be wrong with it, which is noted; None where its names are not known."""
-
     take = partial(_take, asked, made)
     target = take(load_target, words["target"], of=["target"]) if "target" in words else None
     own = {entry.name for entry in fields(target.Options)} if target else made.known
