@@ -2,35 +2,52 @@
 # this file changes.
 PYTHON ?= python3
 BIN    := .venv/bin
+DEMO   := .venv/.demo
 STAMP  := .venv/.stamp
 
-.PHONY: demo test faults fuzz fuzz-guided browser lint bench docs format readme clean
+# One worker a core (a third on two cores is slower); files stay on one worker, the longest begin first (tests/conftest.py).
+PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 
-demo: $(STAMP)
+.PHONY: demo check test test-all mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
+
+demo: $(DEMO)
 	$(BIN)/python examples/demo.py
 
+# Before each commit: everything that is fast, in five minutes on two cores.
+check: lint
+	$(PYTEST)
+
+# What CI runs: the covering design of every grid, every kind of fault and attack, in twenty minutes on two cores.
 test: lint browser
-	$(BIN)/pytest -n auto
-	$(BIN)/pytest -n auto -m slow -rs
+	$(PYTEST) -m "not product" -rfEs
+
+# Before a release: the whole product of every grid, and the long runs of attacks and faults.
+test-all: lint browser
+	$(PYTEST) -m "" -rfEs
+	$(MAKE) fuzz faults mutants
 
 # Strangers' files, 100,000 of them and new ones each time (CI has 2,000, always the same), then the malicious ones. It
 # prints the seed: `make fuzz SEED=7` runs the same again.
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.attack --cases 100000 $(if $(SEED),--seed $(SEED))
-	$(BIN)/python -m tests.attack.corpus
+	$(BIN)/python -m tests.fuzz --cases 100000 $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.fuzz.corpus --whole
 
 # Every command killed, stopped, on a full disk and from a source that breaks, at 200 points of each kind and new ones each
 # time (CI has fewer, always the same). It prints the seed: `make faults SEED=7` strikes the same again. Needs a C compiler.
 faults: $(STAMP)
 	$(BIN)/python -m tests.faults --points 200 $(if $(SEED),--seed $(SEED))
 
+# Breaks rows, roundings and checks, one at a time in a copy of the tree, and runs the tests of `make test` that must notice.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
+
 # Led by coverage, for those parsers of ours that take bytes: atheris has wheels for Linux only, and is not installed else.
 fuzz-guided: $(STAMP)
 	$(BIN)/python -m pip install --quiet atheris
 	for target in headers pickles legacy metadata records archives yamls; do \
-	    $(BIN)/python -m tests.attack.guided $$target --seconds $(or $(SECONDS),60) || exit 1; done
+	    $(BIN)/python -m tests.fuzz.guided $$target --seconds $(or $(SECONDS),60) || exit 1; done
 
-# What looks at the report needs Chromium and its driver, which pip has not; -rs above says so where they are missing.
+# What looks at the report needs Chromium and its driver, which pip has not; -rfEs above says so where they are missing.
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	    || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
@@ -41,14 +58,16 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/qbridge check
+	$(BIN)/python -m tests.mutants --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 readme: $(STAMP)
-	$(BIN)/python -m tests.readme
+	$(BIN)/python -m docs.generate.readme
 
 # The site, out/site/index.html: it opens from the disk. The variable silences an advertisement of the theme's.
 docs: $(STAMP)
@@ -62,15 +81,21 @@ clean:
 
 # torch goes first and by exact version: a CPU wheel that the machine holds is found by this requirement, while a range would
 # bring the CUDA build, several GB of it. The range in pyproject.toml then keeps what is there.
-# nvtripy comes without its requirements, a TensorRT and a compiler that PyPI does not have: tests/tripy_runtime stands in.
+$(DEMO): pyproject.toml Makefile
+	@echo "Installing bridge, torch and ModelOpt into .venv; this takes some minutes."
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e ".[trt,calibrate]"
+	touch $@
+
+# nvtripy comes without its requirements, a TensorRT and a compiler that PyPI does not have: tests/oracles/tripy_runtime stands in.
 #
-# Then the oracles of foreign checkpoints, for tests only, without their requirements, which pull CUDA builds and trainers:
+# The oracles of foreign checkpoints, for tests only, without their requirements, which pull CUDA builds and trainers:
 # einops and on is what importing them on a CPU asks for (einops Megatron-Bridge, the rest torchtitan). The last two
 # stand apart from the environment's own: torchtitan before it renamed its tensors, and the last transformers whose wheel
 # carries the converter of Meta's checkpoints.
-$(STAMP): pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+$(STAMP): $(DEMO)
+	@echo "Installing the tools of the tests and the programs that results are compared with; this takes some minutes."
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps nvtripy==0.1.7
 	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1 megatron-bridge==0.3.1 torchtitan==0.3.0 \

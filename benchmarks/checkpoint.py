@@ -41,9 +41,9 @@ def make_checkpoint(directory: Path, config: dict[str, Any], shards: int = 2) ->
     """Write a bf16 checkpoint with NumPy alone: normal weights of standard deviation 0.02, norms of one."""
     import numpy as np
 
-    from bridge.container import layout
-    from bridge.dtypes import from_float32
-    from bridge.values import TensorSpec
+    from bridge.core.dtypes import from_float32
+    from bridge.core.formats.safetensors import layout
+    from bridge.core.values import TensorSpec
 
     shapes = _shapes(config)
     names = sorted(shapes)

@@ -18,14 +18,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bridge.quant import bits as b
-from bridge.quant.compare import compare
-from bridge.quant.encode import Encoder, encode
-from bridge.values import Coding, Numeric
+from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec import arrays as b
+from bridge.quant.codec.encode import Encoder, encode
+from bridge.verification.weight_error import compare
 
 COLS, ROWS = 4096, 128
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
-PLAIN, ROUNDED, HIGH, WORDS = Coding(), Coding(quotient="weight"), Coding(packed="out"), Coding(packed="int32")
+PLAIN, ROUNDED, HIGH, WORDS = Encoding(), Encoding(quotient="weight"), Encoding(packed="out"), Encoding(packed="int32")
 #  name                          bytes a value  numeric                                         coding
 CODES = (
     ("fp8",                      1,             Numeric(FP8, "tensor"),                         PLAIN),
@@ -77,7 +77,7 @@ def _pieces(work: Work) -> Work:
     return run
 
 
-def _encoder(dtype: str, numeric: Numeric, coding: Coding) -> Work:
+def _encoder(dtype: str, numeric: Numeric, coding: Encoding) -> Work:
     memory: dict[int, dict[str, np.ndarray]] = {}  # of each thread's part, as the stream holds it for each thread
 
     def run(w: np.ndarray) -> None:
@@ -99,7 +99,7 @@ def _whole(dtype: str, numeric: Numeric, *, layout: str = "out_in", transpose: b
     return lambda w: encode(w, dtype, (numeric,), layout=layout, transpose=transpose, amax=6.0)
 
 
-def _comparer(dtype: str, numeric: Numeric, coding: Coding) -> Work:
+def _comparer(dtype: str, numeric: Numeric, coding: Encoding) -> Work:
     known: dict[tuple[int, int], dict[str, np.ndarray]] = {}
 
     def run(w: np.ndarray) -> None:

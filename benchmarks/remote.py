@@ -27,9 +27,10 @@ import numpy as np
 import urllib3
 from checkpoint import SMALL, make_checkpoint, run
 
-from bridge.budget import PIECE, cores
-from bridge.paged import paged
-from bridge.sources import open_source
+from bridge.core.machine import cores
+from bridge.core.pages import paged
+from bridge.planning.memory import PIECE
+from bridge.sources.opening import open_source
 
 ROOT = Path(__file__).parent.parent
 CONVERT = (

@@ -27,13 +27,13 @@ import torch
 from scipy.stats import spearmanr
 
 import bridge
-from bridge.costs.divergence import kl
-from bridge.costs.job import make_job
-from bridge.costs.measured import Bench, make_bench
-from bridge.opening import data_of
-from bridge.progress import quiet
-from bridge.quant.quantizers import numeric_cfg
-from bridge.quant.scheme import load_scheme
+from bridge.api.request import data_of
+from bridge.calibration.quantizers import numeric_cfg
+from bridge.core.progress import no_progress
+from bridge.quant.schemes.load import load_scheme
+from bridge.workflows.sensitivity.divergence import kl
+from bridge.workflows.sensitivity.job import make_job
+from bridge.workflows.sensitivity.measure import Bench, make_bench
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "models" / "tiny-llama")
 SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
@@ -41,7 +41,7 @@ SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
 
 def bench(scheme: str, samples: int) -> Bench:
     job = make_job(MODEL, scheme, None, None, "kl", None, None, None)
-    return make_bench(job, data_of(job.source, None, samples, 128), None, quiet)
+    return make_bench(job, data_of(job.source, None, samples, 128), None, no_progress)
 
 
 def alone(made: Bench) -> list[float]:

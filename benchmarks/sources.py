@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from checkpoint import SMALL, make_checkpoint
 
-from bridge.paged import paged
-from bridge.sources import Source, open_source
-from bridge.sources.scatter import read_rows_into
+from bridge.core.files.scatter import read_rows_into
+from bridge.core.pages import paged
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
 
 ROOT = Path(__file__).parent.parent
 PIECE = 1 << 20

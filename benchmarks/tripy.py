@@ -7,7 +7,8 @@
 Whole processes, start included, files in the page cache where they fit; `sync` before each. `cp` copies the file that
 bridge wrote: floats, as many bytes as the source has in a 16-bit dtype. Upstream is what Tripy's nanoGPT example does
 up to the state dict (transformers, ModelOpt, a loop over its tensors), which then saves it as safetensors; its int4
-weights are not the model's (see tests/tripy/test_parity.py), its time is. `start` is a conversion of the tiny Llama.
+weights are not the model's (see tests/targets/tripy/test_parity.py), its time is. `start` is a conversion of the
+tiny Llama.
 """
 
 from __future__ import annotations

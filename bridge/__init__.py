@@ -1,4 +1,6 @@
-"""Trained models, quantized, onto inference runtimes. Importing this loads no framework and no array library.
+"""Convert and quantize trained models for inference runtimes.
+
+Imports no framework and no array library.
 
 >>> import bridge
 >>> report = bridge.convert("examples/models/tiny-llama", target="trt", quant="fp8", out="out")  # doctest: +SKIP
@@ -6,50 +8,47 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # type checkers know the name; `typing` takes 15 ms, in which no signal is handled yet
+TYPE_CHECKING = False  # type checkers know the name; importing `typing` takes 15 ms before signals are handled
 if TYPE_CHECKING:
     from typing import Any
 
-__version__ = "0.1.0"
-
-# Public name -> module that holds it; loaded when first asked for.
+# Public name -> its module, imported at the first access.
 _HOME = {
-    "convert": "bridge.api",
-    "plan": "bridge.api",
-    "calibrate": "bridge.api",
-    "verify": "bridge.api",
-    "check": "bridge.api",
-    "batch": "bridge.batches.run",
-    "BatchReport": "bridge.batches.result",
-    "sensitivity": "bridge.costs.run",
-    "Sensitivity": "bridge.costs.result",
-    "Plan": "bridge.planning",
-    "Report": "bridge.report",
+    "__version__": "bridge.core.version",
+    "convert": "bridge.api.verbs",
+    "plan": "bridge.api.verbs",
+    "calibrate": "bridge.api.verbs",
+    "verify": "bridge.api.verbs",
+    "check": "bridge.api.verbs",
+    "batch": "bridge.workflows.batch.run",
+    "BatchReport": "bridge.workflows.batch.report",
+    "sensitivity": "bridge.workflows.sensitivity.run",
+    "Sensitivity": "bridge.workflows.sensitivity.result",
+    "Plan": "bridge.planning.plan",
+    "Report": "bridge.reporting.report",
     "Calibration": "bridge.quant.calibration",
-    "Scheme": "bridge.quant.scheme",
-    "BridgeError": "bridge.errors",
-    # names that users of Tripy's example and of NeMo call already
-    "modelopt_quantize": "bridge.doors.tripy",
-    "create_forward_loop": "bridge.doors.tripy",
-    "convert_to_scale": "bridge.doors.tripy",
-    "get_submodule": "bridge.doors.tripy",
-    "load_weights_from_hf": "bridge.doors.tripy",
-    "load_quant_weights_from_hf": "bridge.doors.tripy",
-    "Quantizer": "bridge.doors.nemo",
+    "Scheme": "bridge.quant.schemes.scheme",
+    "BridgeError": "bridge.core.errors",
+    # names of Tripy's example and of NeMo
+    "modelopt_quantize": "bridge.api.tripy",
+    "create_forward_loop": "bridge.api.tripy",
+    "convert_to_scale": "bridge.api.tripy",
+    "get_submodule": "bridge.api.tripy",
+    "load_weights_from_hf": "bridge.api.tripy",
+    "load_quant_weights_from_hf": "bridge.api.tripy",
+    "Quantizer": "bridge.api.nemo",
 }
 
-_PACKAGES = ("golden", "targets")  # loaded likewise: `bridge.targets.tripy.build` needs no import of its own
+_PACKAGES = {
+    "errors": "bridge.core.errors",
+    "golden": "bridge.workflows.golden",
+    "targets": "bridge.targets",
+}  # imported at the first access too: `bridge.targets.tripy.build` needs no import of its own
 
 if TYPE_CHECKING:
-    from bridge import golden as golden
     from bridge import targets as targets
-    from bridge.api import calibrate, check, convert, plan, verify
-    from bridge.batches.result import BatchReport
-    from bridge.batches.run import batch
-    from bridge.costs.result import Sensitivity
-    from bridge.costs.run import sensitivity
-    from bridge.doors.nemo import Quantizer
-    from bridge.doors.tripy import (
+    from bridge.api.nemo import Quantizer
+    from bridge.api.tripy import (
         convert_to_scale,
         create_forward_loop,
         get_submodule,
@@ -57,11 +56,17 @@ if TYPE_CHECKING:
         load_weights_from_hf,
         modelopt_quantize,
     )
-    from bridge.errors import BridgeError
-    from bridge.planning import Plan
+    from bridge.api.verbs import calibrate, check, convert, plan, verify
+    from bridge.core.errors import BridgeError
+    from bridge.planning.plan import Plan
     from bridge.quant.calibration import Calibration
-    from bridge.quant.scheme import Scheme
-    from bridge.report import Report
+    from bridge.quant.schemes.scheme import Scheme
+    from bridge.reporting.report import Report
+    from bridge.workflows import golden as golden
+    from bridge.workflows.batch.report import BatchReport
+    from bridge.workflows.batch.run import batch
+    from bridge.workflows.sensitivity.result import Sensitivity
+    from bridge.workflows.sensitivity.run import sensitivity
 
 __all__ = [
     "BatchReport",
@@ -99,5 +104,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name in _PACKAGES:
-        return importlib.import_module(f"bridge.{name}")
+        return importlib.import_module(_PACKAGES[name])
     raise AttributeError(f"module 'bridge' has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""Makes `bridge._kernels` the directory `kernels/` beside the package in a checkout; must never hold a kernel itself.
+"""Makes `bridge._kernels` the directory `kernels/` beside the package in a checkout.
 
-A wheel has the real package `bridge/_kernels/` (pyproject copies `kernels` there) and not this file.
+Must never hold a kernel itself. A wheel has the real package `bridge/_kernels/` (pyproject copies `kernels` there) and
+not this file.
 """
 
 from pathlib import Path

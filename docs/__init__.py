@@ -1,1 +1,1 @@
-"""The documentation: pages, and what is made for them of the code."""
+"""The documentation: pages, and the code that generates parts of them."""

@@ -1,6 +1,7 @@
-"""Joins the pages and what is made of the code; mkdocs calls these functions while it builds, see its "Hooks".
+"""Puts the generated parts into the pages. mkdocs calls these functions while it builds; see "Hooks" in its manual.
 
-A page holds `<!-- made: NAME WORDS -->` where something made goes; whole pages are made for schemes and the reference.
+A page has a mark `<!-- generated: NAME WORDS -->` where a generated part goes. Pages of schemes and of the Python
+interface are generated whole.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # mkdocs loads this file 
 
 from mkdocs.structure.files import File, Files
 
-from bridge.quant.scheme import scheme_names
-from docs.made import make, pages
+from bridge.quant.schemes.catalog import scheme_names
+from docs.generate import make, pages
 
-MARK = re.compile(r"<!-- made: (?P<words>[^\n]+?) -->")
+MARK = re.compile(r"<!-- generated: (?P<words>[^\n]+?) -->")
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of schemes below their section."""
+    """Add the pages of the schemes to their section."""
     (section,) = (entry["Schemes"] for entry in config.nav if "Schemes" in entry)
     section.extend({name: f"schemes/{name}.md"} for name in scheme_names())
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made whole."""
+    """Add the pages that are generated whole."""
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put what is made in the place of its marks."""
+    """Replace the marks by the generated parts."""
     return MARK.sub(lambda found: make(*found["words"].split()), markdown)

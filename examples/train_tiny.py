@@ -1,6 +1,6 @@
 """Train the two tiny models that the demo and the tests use; must never train on the text it is measured on.
 
-    python examples/train_tiny.py text         # writes bridge/quant/default_text.txt, the held-out part
+    python examples/train_tiny.py text         # writes bridge/calibration/default_text.txt, the held-out part
     python examples/train_tiny.py tiny-llama   # writes examples/models/tiny-llama; likewise tiny-gpt2
 
 The text ships with Python: the language reference that `help()` shows and the docstrings of the standard library.
@@ -38,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 ROOT = Path(__file__).resolve().parent.parent
 HELD_OUT = ROOT / "bridge" / "quant" / "default_text.txt"
 HELD_OUT_BYTES = 80_000
-LONGEST_HELD_OUT = 12_000  # one long document must not become half of the calibration text
+MAX_HELD_OUT = 12_000  # one long document must not become half of the calibration text
 END = "<|endoftext|>"
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo"}
 SHORT, LONG = 256, 512
@@ -110,7 +110,7 @@ def write_held_out() -> None:
     pool = documents()
     for name in sorted(pool, key=lambda name: hashlib.sha256(name.encode()).digest()):
         length = len(pool[name].encode())
-        if length <= LONGEST_HELD_OUT and size + length <= HELD_OUT_BYTES:
+        if length <= MAX_HELD_OUT and size + length <= HELD_OUT_BYTES:
             chosen.append(pool[name])
             size += length
     HELD_OUT.write_text("\n\n\n".join(chosen) + "\n", encoding="utf-8", newline="\n")
@@ -231,7 +231,7 @@ def _card(name: str, recipe: Recipe, figure: float) -> str:
     return (
         f"# {name}\n\n"
         f"{recipe.line[0].upper()}{recipe.line[1:]}, float32, trained by `examples/train_tiny.py` on the documentation "
-        f"inside Python (PSF licence, see `NOTICE`); perplexity on the held-out `bridge/quant/default_text.txt`: "
+        f"inside Python (PSF licence, see `NOTICE`); perplexity on the held-out `bridge/calibration/default_text.txt`: "
         f"{figure:.1f} a token.\n"
     )
 

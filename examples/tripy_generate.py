@@ -20,10 +20,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 import bridge
-from bridge.errors import BridgeError
+from bridge.core.errors import BridgeError
 from bridge.targets.tripy import build
-from bridge.tripy.building import READY
-from bridge.tripy.frontend import nvtripy
+from bridge.targets.tripy.frontend import nvtripy
+from bridge.targets.tripy.models.build import READY
 
 MODEL = Path(__file__).parent / "models" / "tiny-gpt2"
 MODES = ("none", "int8-weight-only", "int4-weight-only", "float8")

@@ -1,7 +1,7 @@
-"""Largest magnitude per tensor, row, column, block or tile; must never hide a NaN or an infinity.
+"""Largest magnitude per tensor, row, column, block or tile.
 
-Magnitudes of floats order like their bits without the sign, so the maximum is an integer maximum: exact, associative,
-and a NaN (above infinity as bits) wins over every number.
+Magnitudes of floats have the order of their bits without the sign, so the maximum is an integer maximum: exact,
+associative, and a NaN (above infinity as bits) exceeds every number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _pairs(source, target):
 
 @kernel
 def _halves(words, target):
-    """`_pairs` of two values of 16 bits each, read as one uint32, without their signs."""
+    """`_pairs` of two 16-bit values read as one uint32, without their signs."""
     for i in range(target.size):
         v = np.uint32(words[i])
         a = np.uint32(v & np.uint32(0x7FFF))
@@ -56,9 +56,9 @@ def _halves(words, target):
 
 @kernel
 def _halved(row, block, levels, out):
-    """Write the maxima of blocks of a power of two, all of them whole, of a row of 16 bits.
+    """Write the maxima of whole blocks, of a power of two 16-bit values each, of a row.
 
-    levels: uint16, as many as the row; each halving writes behind the one before.
+    levels: uint16, as many as the row; each halving writes after the one before.
     """
     words = levels.view(np.uint32)
     n = row.size // 2
@@ -77,7 +77,7 @@ def _halved(row, block, levels, out):
 
 @kernel
 def amax(bits, block_out, block_in, out):
-    """Write max |x| of each `block_out` x `block_in` block (the last of an axis may be short) into `out`.
+    """Write max |x| of each `block_out` x `block_in` block (the last of an axis may be short) to `out`.
 
     bits: (rows, cols) uint16 (bfloat16, float16) or uint32 (float32).  out: (ceil(rows / block_out), ceil(cols /
     block_in)) of the same unsigned type: magnitudes as bits.

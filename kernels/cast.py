@@ -1,4 +1,7 @@
-"""Casts between float32, float16 and bfloat16 as bits: nearest, ties to even; must never turn a NaN into a number."""
+"""Casts between float32, float16 and bfloat16: to nearest, ties to even.
+
+A NaN stays NaN.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def single_to_brain(bits, out):
 
 @kernel
 def single_to_half(bits, out):
-    """Round float32 bits to float16 bits; beyond 65504 becomes infinity.  bits: (n,) uint32; out: (n,) uint16.
+    """Round float32 bits to float16 bits; above 65504 becomes infinity.  bits: (n,) uint32; out: (n,) uint16.
 
     The magic addition of `fp8.py` with ten mantissa bits: exponent clamped below at 2^-14, magic 2^(13 + exponent).
     """

@@ -1,8 +1,8 @@
-"""Sums that tell codes from the weight they were made of, in runs of 128; must never depend on threads or on pieces.
+"""Error sums of codes against their weight, in runs of 128.
 
-Codes are decoded a few runs at a time, so that values stay in the first-level cache. Within a run float32 products are
-added pairwise, in an order that nothing decides but the run; runs are added in float64. A power of two brings each row
-near 1 first, so that no square overflows.
+Codes are decoded a few runs at a time, so values stay in the first-level cache. Within a run float32 products are added
+pairwise, in an order that depends only on the run; runs are added in float64. So the sums do not depend on threads or
+pieces. A power of two first scales each row to about 1, so no square overflows.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ RUN = 128  # the blocks of the report: of INT4 and of DeepSeek's FP8
 LANES = RUN // 4
 SEGMENT = 16 * RUN  # values that are decoded at once: 26 KB in all
 INT8, INT4, E4M3, E2M1 = range(4)
-BYTES, COLUMNS, ROWS = range(3)  # one code a byte; two of a row a byte, the even one in the low nibble; two of a column
+BYTES, COLUMNS, ROWS = range(3)  # a code a byte; two of a row a byte, the even one in the low nibble; two of a column
 HALF = 0.50005  # a quotient is rounded before its code is, by 2^-24 of at most 448
 
 
 @kernel
 def _shift(row):
-    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
 @kernel
 def _power(row):
-    """The power of two, as float32 bits, that brings the largest magnitude of a row to between 1 and 2."""
+    """The power of two, as float32 bits, that scales the largest magnitude of a row to between 1 and 2."""
     bits = row.dtype.type
     mask = bits((1 << (8 * row.itemsize - 1)) - 1)
     best = bits(0)
@@ -43,7 +43,7 @@ def _power(row):
 
 @kernel
 def _unpack(line, odd, packing, flip, codes):
-    """Write codes, one a byte.  line: the bytes that hold them; odd: they are the second of two rows in a byte."""
+    """Write one-byte codes.  line: the stored bytes; odd: the codes are the second of two rows in a byte."""
     if packing == BYTES:
         for i in range(codes.size):
             codes[i] = np.uint8(line[i] ^ flip)
@@ -62,7 +62,7 @@ def _unpack(line, odd, packing, flip, codes):
 
 @kernel
 def _factors(scale, block, power, factor):
-    """Write the scale of every value times `power`, two at once where blocks are even: such stores stay scalar."""
+    """Write the scale of every value times `power`; if blocks are even, two at once: single stores stay scalar."""
     whole = factor.size // block
     if block % 2 == 0:
         pairs = factor[: whole * block].view(np.uint64).reshape(whole, block // 2)
@@ -78,7 +78,7 @@ def _factors(scale, block, power, factor):
 
 @kernel
 def _integers(codes, factor, value, half):
-    """Write values, and half of the step between codes."""
+    """Write values, and half of the distance between codes."""
     for i in range(codes.size):
         value[i] = np.float32(np.float32(np.int8(codes[i])) * factor[i])
         half[i] = np.float32(factor[i] * np.float32(HALF))
@@ -94,7 +94,7 @@ def _nibbles(codes, factor, value, half):
 
 @kernel
 def _eights(codes, factor, value, half):
-    """e4m3, see `decode.py`; what should be NaN is 480, which is beyond the nearest code of any number."""
+    """e4m3, see `decode.py`; NaN codes become 480, which is not the nearest code of any number."""
     for i in range(codes.size):
         c = np.uint32(codes[i])
         a = np.uint32(c & np.uint32(0x7F))
@@ -136,7 +136,7 @@ def _decode(kind, codes, factor, value, half):
 
 @kernel
 def _again(value, half, scale):
-    """Round values to e4m3 times `scale`; what that may change is added to `half`."""
+    """Round values to e4m3 times `scale`; the possible change is added to `half`."""
     for i in range(value.size):
         half[i] += np.float32(np.float32(np.abs(value[i]) * np.float32(2.0**-4)) + np.float32(scale * 2.0**-10))
         q = np.float32(value[i] / scale).view(np.uint32)
@@ -160,7 +160,7 @@ def _beyond(error, weight, half, slack, least):
 
 @kernel
 def _products(source, value, half, power, slack, least, sums):
-    """Write a * a, b * b and |a - b|^2 of runs, four values to a lane; returns how many |a - b| no rounding explains.
+    """Write a * a, b * b and |a - b|^2 of runs, four values to a lane; return how many |a - b| exceed rounding.
 
     source, value, half: (runs, RUN).  sums: (3, runs, LANES).
     """
@@ -193,7 +193,7 @@ def _pairs(source, target):
 
 @kernel
 def _halved(lanes, other):
-    """Add the lanes of runs in pairs, five times; the sums end in `other`."""
+    """Add the lanes of runs in pairs, five times; the sums are in `other`."""
     n = lanes.size
     _pairs(lanes, other[: n // 2])
     _pairs(other[: n // 2], lanes[: n // 4])
@@ -204,7 +204,7 @@ def _halved(lanes, other):
 
 @kernel
 def _total(parts, power, sums):
-    """Add runs in float64; the fourth of `sums` takes the largest error of a run over its source."""
+    """Add runs in float64; the fourth of `sums` is the largest error of a run relative to its source."""
     scale = 1.0 / np.float64(power)
     for k in range(parts.shape[1]):
         source, error = np.float64(parts[0, k]), np.float64(parts[2, k])
@@ -216,12 +216,12 @@ def _total(parts, power, sums):
 
 @kernel
 def compare(bits, stored, kind, packing, flip, scale, down, across, second, slack, least, sums):
-    """Write [a . a, b . b, |a - b|^2, the largest |a - b|^2 / a . a of a run, codes beyond] of each row into `sums`.
+    """Write [a . a, b . b, |a - b|^2, the largest |a - b|^2 / a . a of a run, codes beyond] of each row to `sums`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32): a.  stored: uint8, the rows of codes that make b.
-    kind: INT8, INT4, E4M3 or E2M1.  packing: BYTES, COLUMNS or ROWS.  flip: is exclusive-ored to each byte first.
-    scale: float32 grid, one number for each `down` x `across` values.  second: values are rounded to e4m3 times it, if
-    it is not 0.  A code is beyond if |a - b| exceeds half a step + slack * |a| + least.  sums: (rows, 5) float64.
+    kind: INT8, INT4, E4M3 or E2M1.  packing: BYTES, COLUMNS or ROWS.  flip: each byte is first xored with it.
+    scale: float32 grid, one number for each `down` x `across` values.  second: if not 0, values are rounded to e4m3
+    times it.  A code is beyond if |a - b| exceeds half a step + slack * |a| + least.  sums: (rows, 5) float64.
     """
     rows, cols = bits.shape
     codes, factor = np.empty(SEGMENT, np.uint8), np.empty(cols, np.float32)

@@ -1,7 +1,7 @@
-"""Values of codes as float32; must never round twice: one product of what a code stands for and its scale.
+"""Decode codes to float32: code value times scale, rounded once.
 
-Small floats are shifted into place instead of looked up, and their subnormal numbers made by a subtraction: a look-up
-gathers one value at a time, and a product of subnormal float32 numbers is a hundred times slower.
+Small floats are shifted into place, not looked up, and their subnormals made by a subtraction: a look-up gathers one
+value at a time, and a product of subnormal float32 numbers is a hundred times slower.
 """
 
 from __future__ import annotations

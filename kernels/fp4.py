@@ -1,4 +1,4 @@
-"""Codes of float4_e2m1fn: one byte a value (pack later), nearest, ties to even; must never multiply by a reciprocal.
+"""Codes of float4_e2m1fn: one byte each, to nearest, ties to even.
 
 The magic addition of `fp8.py` with one mantissa bit: exponent clamped below at 2^0, magic 2^(22 + exponent).
 """
@@ -14,7 +14,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def _shift(row):
-    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
@@ -33,7 +33,7 @@ def _code(u):
 @kernel
 def _uniform(row, divisor, codes):
     shift = _shift(row)
-    if divisor == np.float32(1):  # quotients that were rounded before: a division would double the time
+    if divisor == np.float32(1):  # quotients that are rounded already: a division would double the time
         for i in range(row.size):
             codes[i] = _code(np.uint32(np.uint32(row[i]) << shift))
     else:
@@ -52,7 +52,7 @@ def _varied(row, divisor, codes):
 
 @kernel
 def _expand(scale, block, divisor):
-    """Repeat each scale over its block, two at once where blocks are even: such stores stay scalar."""
+    """Repeat each scale over its block; if blocks are even, two at once: single stores stay scalar."""
     whole = divisor.size // block
     if block % 2 == 0:
         bits = scale.view(np.uint32)
@@ -68,7 +68,7 @@ def _expand(scale, block, divisor):
 
 @kernel
 def fp4(bits, scale, block_out, block_in, codes):
-    """Write e2m1 codes 0..15 of `bits / scale` (beyond 6 clamps, NaN: 6, -0: +0) into `codes`.
+    """Write e2m1 codes 0..15 of `bits / scale` (clamped to 6, NaN: 6, -0: +0) to `codes`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  codes: (rows, cols) uint8.
     scale: float32 grid, one number for each `block_out` x `block_in` values.

@@ -1,7 +1,8 @@
-"""Codes of float8_e4m3fn: one byte a value, nearest, ties to even; must never multiply by a reciprocal.
+"""Codes of float8_e4m3fn: one byte each, to nearest, ties to even.
 
-Rounding by adding a magic number: with the exponent of |x| clamped below at 2^-6, adding 2^(20 + exponent) leaves
-exactly the three mantissa bits of e4m3 at the bottom of a float32; subnormal codes take the same path.
+Rounding adds a magic number: with the exponent of |x| clamped below at 2^-6, adding 2^(20 + exponent) leaves exactly
+the three mantissa bits of e4m3 at the bottom of a float32; subnormal codes take the same path. A quotient is a
+division: multiplying by the reciprocal moves codes at ties.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def _shift(row):
-    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
@@ -35,7 +36,7 @@ def _code(u):
 @kernel
 def _uniform(row, divisor, codes):
     shift = _shift(row)
-    if divisor == np.float32(1):  # quotients that were rounded before: a division would double the time
+    if divisor == np.float32(1):  # quotients that are rounded already: a division would double the time
         for i in range(row.size):
             codes[i] = _code(np.uint32(np.uint32(row[i]) << shift))
     else:
@@ -54,7 +55,7 @@ def _varied(row, divisor, codes):
 
 @kernel
 def _expand(scale, block, divisor):
-    """Repeat each scale over its block, two at once where blocks are even: such stores stay scalar."""
+    """Repeat each scale over its block; if blocks are even, two at once: single stores stay scalar."""
     whole = divisor.size // block
     if block % 2 == 0:
         bits = scale.view(np.uint32)
@@ -70,7 +71,7 @@ def _expand(scale, block, divisor):
 
 @kernel
 def fp8(bits, scale, block_out, block_in, codes):
-    """Write e4m3 codes of `bits / scale` (beyond 448 clamps; NaN stays NaN) into `codes`.
+    """Write e4m3 codes of `bits / scale` (clamped to 448; NaN stays NaN) to `codes`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  codes: (rows, cols) uint8.
     scale: float32 grid, one number for each `block_out` x `block_in` values.

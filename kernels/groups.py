@@ -1,7 +1,7 @@
-"""Casts of activations and weights to e4m3 by groups along `in`, scales included; must never hide a NaN or an infinity.
+"""Casts of activations and weights to e4m3 by groups, with their scales.
 
-The group's maximum and its codes are made while its values are in the first-level cache: one read of memory. Two
-families, whose last bits differ because their origins do: a quotient by the scale, and a product with an inverse.
+The group's maximum and its codes are computed while its values are in the first-level cache: one read of memory. There
+are two families, as in their originals, with different last bits: quotient by the scale, and product with an inverse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def _shift(row):
-    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
@@ -69,7 +69,7 @@ def _inverse(magnitude, least, power):
         exponent = np.uint32(np.uint32(scale.view(np.uint32) + np.uint32(0x7FFFFF)) >> np.uint32(23))
         scale = np.uint32(exponent << np.uint32(23)).view(np.float32)
         return scale, np.float32(np.float32(1.0) / scale)
-    # Not 448 / amax: torch makes that out of a number and a tensor by multiplying the number with the reciprocal.
+    # Not 448 / amax: torch divides a number by a tensor as number * (1 / tensor).
     return scale, np.float32(np.float32(np.float32(1.0) / amax) * np.float32(448.0))
 
 

@@ -1,4 +1,4 @@
-"""Codes of int8 and int4: one byte a value, nearest, ties to even; must never multiply by a reciprocal.
+"""int8 and int4 codes: one byte each, to nearest, ties to even.
 
 Adding 1.5 * 2^23 to |x| < 2^22 leaves the rounded integer in the low bits of the float32, in two's complement.
 """
@@ -12,7 +12,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def _shift(row):
-    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
@@ -28,7 +28,7 @@ def _code(u, low, high):
 @kernel
 def _uniform(row, divisor, low, high, codes):
     shift = _shift(row)
-    if divisor == np.float32(1):  # quotients that were rounded before: a division would double the time
+    if divisor == np.float32(1):  # quotients that are rounded already: a division would double the time
         for i in range(row.size):
             codes[i] = _code(np.uint32(np.uint32(row[i]) << shift), low, high)
     else:
@@ -47,7 +47,7 @@ def _varied(row, divisor, low, high, codes):
 
 @kernel
 def _expand(scale, block, divisor):
-    """Repeat each scale over its block, two at once where blocks are even: such stores stay scalar."""
+    """Repeat each scale over its block; if blocks are even, two at once: single stores stay scalar."""
     whole = divisor.size // block
     if block % 2 == 0:
         bits = scale.view(np.uint32)
@@ -63,7 +63,7 @@ def _expand(scale, block, divisor):
 
 @kernel
 def integer(bits, scale, block_out, block_in, low, high, codes):
-    """Write `clamp(round(bits / scale), low, high)` as two's complement bytes (NaN: 0) into `codes`.
+    """Write `clamp(round(bits / scale), low, high)` as two's complement bytes (NaN: 0) to `codes`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  codes: (rows, cols) uint8.
     scale: float32 grid, one number for each `block_out` x `block_in` values.

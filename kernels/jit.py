@@ -1,10 +1,10 @@
-"""The one decorator of all kernels; it must never fail because a cache directory is missing.
+"""The decorator of all kernels.
 
-The options are part of the arithmetic: no `fastmath` (it turns a division into a multiplication by the reciprocal,
-which changes codes), `error_model="numpy"` (division without a test for zero, so that loops vectorise).
+Its options are part of the arithmetic: no `fastmath` (it replaces a division by a multiplication with the reciprocal,
+which changes codes), `error_model="numpy"` (division without a test for zero, so loops are vectorized).
 
-numba's cache does not notice a change in a function that lies in another file than its caller: a kernel and the
-functions it calls stay in one file.
+numba's cache does not notice a change of a function in another file than its caller: a kernel and the functions that it
+calls are in one file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numba
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` at its first call and cache the machine code where a directory is writable."""
+    """Compile `function` at its first call; cache the machine code if a directory is writable."""
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError as error:  # raised at decoration when no cache directory can be written
@@ -25,6 +25,6 @@ def kernel(function: Callable[..., Any]) -> Any:
             f"kernels are compiled again in every process, about a second each: {error}; "
             "set NUMBA_CACHE_DIR to a writable directory",
             RuntimeWarning,
-            stacklevel=1,  # this line, so that Python shows it once for all kernels
+            stacklevel=1,  # this line, so Python shows it once for all kernels
         )
         return numba.njit(nogil=True, error_model="numpy")(function)

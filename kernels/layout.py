@@ -1,4 +1,4 @@
-"""Moves codes: two 4-bit codes to a byte, transposed copies; must never look at what a code means."""
+"""Pack two 4-bit codes to a byte, unpack them, transpose."""
 
 from __future__ import annotations
 

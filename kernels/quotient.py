@@ -1,8 +1,7 @@
-"""What is coded in the place of a weight: quotients rounded to 16 bits, as torch divides 16-bit weights, or products.
+"""Quotients rounded to 16 bits, as torch divides 16-bit weights, and products.
 
-Must never decide which.
-
-Codes do not see the difference, below 2^-14 and beyond 65504, between float16 and its ten bits with any exponent.
+They are encoded instead of the weight. `to_half` rounds to float16's ten bits with any exponent; below 2^-14 and above
+65504 that differs from float16, but the codes do not.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def _shift(row):
-    """16 for bfloat16, 0 for float32, a constant when compiled: a shift by `itemsize` would be made in 64 bits."""
+    """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
@@ -40,7 +39,7 @@ def _half(row, divisor, out):
 
 @kernel
 def to_brain(bits, scale, block_out, block_in, out):
-    """Write `bits / scale` rounded to bfloat16.  out: (rows, cols) uint16; the rest: see `to_half`."""
+    """Write `bits / scale` rounded to bfloat16.  out: (rows, cols) uint16; other arguments: see `to_half`."""
     cols = bits.shape[1]
     for r in range(bits.shape[0]):
         factors = scale[r // block_out]
@@ -66,7 +65,7 @@ def to_half(bits, scale, block_out, block_in, out):
 
 @kernel
 def product(bits, factor, block_out, block_in, out):
-    """Write `bits * factor` as float32 bits; the arguments are those of `to_half`, with factors for scales."""
+    """Write `bits * factor` as float32 bits; the arguments are those of `to_half`, with factors instead of scales."""
     cols = bits.shape[1]
     for r in range(bits.shape[0]):
         row, factors = bits[r], factor[r // block_out]

@@ -1,6 +1,7 @@
-"""Scales of blocks from their largest magnitudes: float32, e4m3 under a second scale, powers of two; never a zero.
+"""Scales of blocks from their largest magnitudes; never zero.
 
-The divisors are written beside what is stored, so that no one has to decode it again.
+In float32, as e4m3 under a second scale, or as powers of two. The divisors are written too, so stored scales need not
+be decoded again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def single(amax, maxbound, tiny, out):
-    """Write amax / maxbound, at least tiny / maxbound; 1 where amax is 0.  All (rows, cols) float32."""
+    """Write amax / maxbound, at least tiny / maxbound; 1 if amax is 0.  All (rows, cols) float32."""
     bound, least, one = np.float32(maxbound), np.float32(tiny), np.float32(1)
     for r in range(amax.shape[0]):
         row = amax[r]
@@ -50,7 +51,7 @@ def e4m3(amax, maxbound, second, codes, divisor):
 
 @kernel
 def e8m0(amax, maxbound, codes, divisor):
-    """Write the exponents ceil(log2(amax / maxbound)) + 127, 0 for a zero block, and the powers of two they stand for.
+    """Write the exponents ceil(log2(amax / maxbound)) + 127, 0 for a zero block, and their powers of two.
 
     amax: (rows, cols) float32, finite.  codes: uint8.  divisor: float32.
     """

@@ -1,4 +1,4 @@
-"""Multiplies a weight along `in` and rounds back to its dtype; must never divide: ModelOpt multiplies by `1 / s`."""
+"""Multiply a weight along `in`; ModelOpt multiplies by `1 / s`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge._kernels.jit import kernel
 
 @kernel
 def smooth(bits, factor, out):
-    """Write the float32 bits of `bits * factor` into `out` (round them with `cast`).
+    """Write the float32 bits of `bits * factor` to `out` (round them with `cast`).
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  out: (rows, cols) uint32.
     factor: float32, (1, cols) for a factor along the last axis or (rows, 1) along the first.

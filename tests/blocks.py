@@ -2,7 +2,7 @@
 
 What a block is follows from its first line alone:
 
-    ```python                       runs by itself, as one that was pasted into a file
+    ```python                       runs by itself, as one that was pasted into a file (in a fork: `tests.forks`)
     ```console                      lines after `$ ` run in bash, what stands below is the output, `...` any text
     ```toml title="recipe.toml"     is written to that file, for the blocks below it (any language)
 
@@ -14,10 +14,13 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import forks
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -87,13 +90,16 @@ def run(block: Block, directory: Path) -> str:
     if not block.runs:
         return ""
     if block.language == "python":
-        code, said = _process([sys.executable, "-c", block.text], directory)
+        code, said = forks.python(block.text, directory, SECONDS)
         return said if code else ""
     return "\n".join(filter(None, (_command(*pair, directory) for pair in commands(block.text))))
 
 
 def _command(command: str, output: str, directory: Path) -> str:
-    code, said = _process(["bash", "-c", command], directory)
+    if command.startswith("qbridge ") and not re.search(r"[|&;<>$`*?(){}]", command):
+        code, said = forks.qbridge(shlex.split(command)[1:], directory, SECONDS)
+    else:
+        code, said = _shell(command, directory)
     if code:
         return f"$ {command}exit code {code}\n{said}"
     if doctest.OutputChecker().check_output(output, said, FLAGS):
@@ -101,11 +107,11 @@ def _command(command: str, output: str, directory: Path) -> str:
     return f"$ {command}expected:\n{output}\ngot:\n{said}"
 
 
-def _process(words: list[str], directory: Path) -> tuple[int, str]:
+def _shell(command: str, directory: Path) -> tuple[int, str]:
     """Exit code, and both streams as a reader of the page would see them."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        words, cwd=directory, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=SECONDS,
+        ["bash", "-c", command], cwd=directory, env={**os.environ, "PATH": path}, text=True, timeout=SECONDS,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout

@@ -1,37 +1,104 @@
-"""What holds for every test: traced structures stay out of the user's cache; workers of xdist leave each other cores;
-without a GPU, Triton interprets.
+"""What holds for every test: traced structures stay out of the user's cache; workers leave each other cores and share
+what is made once a run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import once
+
 # One worker a core: torch's threads would only wait for each other. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton reads this once, when it is imported, and ModelOpt imports Triton: it is settled before any test module is.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One directory for all workers of a run: traced structures, and what `tests.once` makes."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    root.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        patch.setattr(once, "ROOT", root)
+        yield root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_idle_ranks() -> Iterator[None]:
+    """Processes of megatron-core end with the file that asked them: twenty idle ones took half a core."""
+    yield
+    if oracle := sys.modules.get("tests.oracles.megatron_oracle"):
+        oracle.close()
+
+
+@pytest.fixture
+def graphs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float graph of a config is exported once a worker: it depends on no weight, no scheme and no calibration."""
+    from bridge.targets.trt.graph import export
+    from tests.models.graphs import export_once
+
+    monkeypatch.setattr(export, "export_graph", export_once)
+
+
+# Files that go to one worker, since they share what is costly to start or to make; every other file is its own group.
+GROUPS = {
+    "examples": ("tests/docs/test_examples.py", "tests/test_readme.py", "tests/test_forks.py"),
+    "graphs": (
+        "tests/targets/trt/test_export.py", "tests/targets/trt/test_sites.py", "tests/targets/trt/test_trt_oracle.py",
+    ),
+    "megatron": (
+        "tests/sources/test_megatron.py", "tests/sources/test_oracles.py", "tests/sources/quantized/test_megatron.py",
+        "tests/sources/dialects/test_megatron_names.py", "tests/targets/dcp/test_megatron.py",
+    ),
+    "torchtitan": (
+        "tests/sources/test_torchtitan.py", "tests/sources/test_meta.py", "tests/targets/dcp/test_torchtitan.py",
+    ),
+}  # fmt: skip
+
+
+def _group(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return next((group for group, files in GROUPS.items() if file in files), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A group goes to one worker. `--dist loadgroup` would do it, but xdist 3.8 renames items where pytest 9.2 looks
+    no more.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups with many slow tests begin first, so that no worker is left alone with one at the end."""
+    groups = [_group(item.nodeid) for item in items]
+    slow = Counter(
+        group for group, item in zip(groups, items, strict=True) if item.get_closest_marker("slow") is not None
+    )
+    first = {group: at for at, group in reversed(list(enumerate(groups)))}
+    order = sorted(range(len(items)), key=lambda at: (-slow[groups[at]], first[groups[at]], at))
+    items[:] = [items[at] for at in order]
 
 
 @pytest.fixture(scope="session")
 def tp() -> Any:
-    """nvtripy: on its own runtime where that and a GPU are there, else on the stand-in of `tests/tripy_runtime`."""
-    from tests.tripy_runtime import install
+    """nvtripy: on its own runtime if that and a GPU are there, else on `tests/oracles/tripy_runtime`."""
+    from tests.oracles.tripy_runtime import install
 
     return install()
 
@@ -39,22 +106,6 @@ def tp() -> Any:
 @pytest.fixture
 def stand_in(tp: Any) -> Any:
     """nvtripy on the stand-in, for what an engine does in another way or does not check."""
-    from tests.tripy_runtime import is_stand_in
+    from tests.oracles.tripy_runtime import is_stand_in
 
     return tp if is_stand_in() else pytest.skip("nvtripy has its own runtime here")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Run the tests of nvtripy on a thread of their own: for each operation it reads every frame of the stack, and
-    pytest's frames made 80 % of the time (1.5 s against 0.27 s for 20 `Linear`).
-    """
-    if "tp" in pyfuncitem.fixturenames:
-        test = pyfuncitem.obj
-
-        def on_short_stack(**fixtures: Any) -> None:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(test, **fixtures).result()
-
-        pyfuncitem.obj = on_short_stack
-    return (yield)

@@ -32,7 +32,7 @@ def modules(code: str) -> list[str]:
 
 def command(*words: str) -> str:
     return f"""
-from bridge.cli import app
+from bridge.cli.main import app
 try:
     app({list(words)!r})
 except SystemExit as end:
@@ -75,11 +75,18 @@ def test_check_of_the_tables_loads_no_framework() -> None:
     assert not loaded("import bridge; bridge.check()") & FRAMEWORKS
 
 
+@pytest.mark.slow
 def test_a_conversion_loads_no_reader_of_checkpoints_that_it_does_not_read(tmp_path: Path) -> None:
     """They cost a tenth of what a small conversion takes."""
     words = ("convert", str(MODEL), "--target", "hf", "--quant", "fp8_pc_pt", "--out", str(tmp_path / "out"))
     found = modules(command(*words))
     assert not {name.partition(".")[0] for name in found} & {"torch", "transformers", "modelopt"}
-    assert "bridge.stream" in found
-    foreign = ("bridge.dcp.", "bridge.sources.foreign", "bridge.sources.dcp.", "bridge.sources.archive")
+    assert "bridge.streaming.run" in found
+    foreign = (
+        "bridge.core.formats.dcp_",
+        "bridge.core.formats.pickle_writer",
+        "bridge.sources.dialects.tensors",
+        "bridge.sources.weights.dcp",
+        "bridge.core.files.archive",
+    )
     assert [name for name in found if name.startswith(foreign)] == []

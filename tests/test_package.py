@@ -65,9 +65,9 @@ def test_the_wheel_carries_the_licences_and_the_command(wheel: Path) -> None:
 
 def test_the_installed_package_finds_its_own_tables_and_kernels(installed: Path) -> None:
     code = """
-import bridge, bridge._kernels.fp8, bridge.tables.files, bridge.quant.scheme
-print(bridge.__file__, bridge._kernels.fp8.__file__, bridge.tables.files.mappings())
-print(len(bridge.quant.scheme.scheme_names()))
+import bridge, bridge._kernels.fp8, bridge.core.mappings, bridge.quant.schemes.catalog
+print(bridge.__file__, bridge._kernels.fp8.__file__, bridge.core.mappings.mappings())
+print(len(bridge.quant.schemes.catalog.scheme_names()))
 """
     *places, schemes = run(installed, "-c", code).split()
     assert all(place.startswith(str(installed)) for place in places)

@@ -1,4 +1,4 @@
-"""The README: its generated parts are those of today, its words are the code's, its examples run."""
+"""The README: short, its generated part is current, what it names exists, and its examples run."""
 
 from __future__ import annotations
 
@@ -10,42 +10,72 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bridge.cli import app
-from bridge.quant.recipe import load_recipe
+from bridge.cli.main import app
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.sources.opening import KINDS
+from bridge.targets import target_names
+from docs.generate.code_map import KINDS as FOLDED
+from docs.generate.code_map import MAPPED, SUFFIXES, code_map, folders, layers
+from docs.generate.readme import README, ROOT, generate
 from tests.blocks import blocks, prepare, run
-from tests.readme import MAPPED, README, ROOT, generate
 
 TEXT = README.read_text(encoding="utf-8")
 PYTHON = [block for block in blocks(TEXT) if block.language == "python"]
+COMMANDS = ROOT / "docs" / "pages" / "reference" / "command-line.md"
+MAX_LINES = 150
 
 
 def texts(language: str) -> list[str]:
     return [block.text for block in blocks(TEXT) if block.language == language]
 
 
-def test_the_map_and_the_matrix_are_those_of_today() -> None:
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= MAX_LINES
+
+
+def test_the_list_of_folders_is_current() -> None:
     assert generate(TEXT) == TEXT, "run `make readme`"
 
 
-def test_the_map_names_exactly_the_files_that_exist() -> None:
-    part = TEXT.partition("<!-- map: make readme -->")[2].partition("<!-- /map -->")[0]
-    patterns = re.findall(r"^(\S+\.(?:py|toml|j2)) ", part, re.MULTILINE)
-    named = [str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)]
-    suffixes = (".py", ".toml", ".j2")
-    files = [p for directory in MAPPED for p in (ROOT / directory).rglob("*") if p.suffix in suffixes]
-    there = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
-    assert set(named) == there
+def test_the_list_of_folders_names_every_package_below_bridge() -> None:
+    named = re.findall(r"^bridge/(\w+)/ ", folders(), re.MULTILINE)
+    assert sorted(named) == sorted(path.parent.name for path in (ROOT / "bridge").glob("*/__init__.py"))
+
+
+def test_folders_come_in_the_order_of_the_import_contract() -> None:
+    contract = '[[tool.importlinter.contracts]]\ncontainers = ["bridge"]\nlayers = ["cli", "tables | quant", "core"]'
+    assert list(layers(contract)) == ["cli", "tables", "quant", "core"]
+    other = contract.replace('["bridge"]', '["bridge.core"]')
+    assert not list(layers(other)) and not list(layers("[tool.ruff]\n"))
+
+
+@pytest.mark.slow
+def test_the_code_map_names_exactly_the_files_that_exist() -> None:
+    named: list[str] = []
+    for section in re.split(r"^## ", code_map(), flags=re.MULTILINE)[1:]:
+        folder = Path(section.partition("`")[2].partition("/`")[0])
+        for pattern in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE):
+            named += [str(path.relative_to(ROOT)) for path in (ROOT / folder).glob(pattern)]
+    files = [p for directory in MAPPED for p in (ROOT / directory).rglob("*") if p.suffix in SUFFIXES]
+    there = sorted(str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts)
+    assert sorted(named) == there
+    assert all(f"| `*.toml` | {text} |" in code_map() for text in FOLDED.values())
+
+
+def test_pip_comes_before_make() -> None:
+    assert 0 < TEXT.index("pip install") < TEXT.index("make ")
 
 
 def test_the_test_command_is_what_ci_runs() -> None:
-    said = TEXT.partition("\n## Test\n")[2].partition("```sh\n")[2].partition("```")[0].strip()
     script = (ROOT / ".ci" / "run").read_text().strip().splitlines()
-    assert script[-1] == said == "make test"
+    assert script[-1] == "make test"
+    assert "`make test` is what CI runs" in TEXT
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
-    rules = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^make (\w+)", TEXT, re.MULTILINE)) | set(re.findall(r"`make (\w+)`", TEXT)) <= rules
+    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([\w-]+)", TEXT, re.MULTILINE)) | set(re.findall(r"`make ([\w-]+)`", TEXT))
+    assert {"demo", "test"} <= named <= rules
 
 
 def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
@@ -58,19 +88,26 @@ def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
         assert all(flag in help_ for flag in flags), line
 
 
-def test_the_exit_codes_are_those_of_the_code() -> None:
-    from bridge import errors, terminal
+def test_the_tables_name_every_source_target_and_scheme() -> None:
+    for heading, names in (("source", KINDS), ("target", target_names()), ("codes", scheme_names())):
+        part = TEXT.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+        cells = [line.split("|")[2 if heading == "codes" else 1] for line in part.splitlines()[2:]]
+        assert sorted(re.findall(r"`([\w.]+)`", " ".join(cells))) == sorted(names), heading
 
-    codes = dict(re.findall(r"^\| (\d) \| (\w+)", TEXT, re.MULTILINE))
+
+def test_every_link_of_the_readme_leads_to_a_file() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(r'src="([^"]+)"', TEXT)
+    assert len(links) > 30
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_the_exit_codes_of_the_documentation_are_those_of_the_code() -> None:
+    from bridge.cli import terminal
+    from bridge.core import errors
+
+    codes = dict(re.findall(r"^\| (\d) \| (\w+)", COMMANDS.read_text(encoding="utf-8"), re.MULTILINE))
     assert codes == {"0": "done", "1": "failed", "2": "usage", "3": "written"}
     assert (terminal.FAILED, errors.UsageError.exit_code, terminal.BELOW) == (1, 2, 3)
-
-
-def test_the_recipe_of_the_readme_is_one(tmp_path: Path) -> None:
-    (path := tmp_path / "mixed.toml").write_text(texts("toml")[0])
-    recipe = load_recipe(path)
-    assert len(recipe.rules) == 2
-    assert recipe.kv is not None
 
 
 @pytest.mark.slow
@@ -86,6 +123,6 @@ def test_the_demo_runs_and_speaks(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "every gate passed" in done.stdout
+    assert "parity   passed; outputs" in done.stdout
     assert "perplexity" in done.stdout
     assert done.stdout.count(" -> '") == 3

@@ -1,8 +1,9 @@
-"""Casts to e4m3 by groups of 128, as DeepSeek's and torchtitan's kernels make them; must never load a framework.
+"""Cast to e4m3 in groups of 128, like DeepSeek and torchtitan.
 
-Arrays are bits (see `bridge.dtypes`): codes are uint8 of e4m3, scales float32, and `value = code * scale` (also where a
-checkpoint calls the scale `weight_scale_inv`, sic). Each function has the rounding of the code whose name it has, bit
-for bit; where that gives NaN for a group of zeros, this one gives zeros. A NaN or an infinity raises SourceError.
+Loads no framework. Arrays are storage arrays (see `bridge.core.dtypes`): codes are uint8 of e4m3, scales float32, and
+`value = code * scale` (also if a checkpoint calls the scale `weight_scale_inv`, sic). Each function rounds like the
+function of the same name; where that one gives NaN for a group of zeros, this one gives zeros. A NaN or an infinity
+raises SourceError.
 
 `[TT]` is pytorch/torchtitan at 6e06a49 (`experiments/deepseek_v3`), `[DG]` deepseek-ai/DeepGEMM.
 """
@@ -14,23 +15,23 @@ from collections.abc import Callable
 import numpy as np
 
 from bridge._kernels.groups import by_product, by_quotient
-from bridge.dtypes import DTYPES
-from bridge.errors import UsageError
-from bridge.quant import bits as _bits
-from bridge.quant.bits import Array
-from bridge.quant.decode import decode
-from bridge.values import Numeric
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import UsageError
+from bridge.core.values import Numeric
+from bridge.quant.codec import arrays as _bits
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.decode import decode
 
 BLOCK = 128
-LEAST_AMAX = 1e-4  # [DG] and [TT] clamp the amax of a group before they divide by it
-LEAST_SCALE = 1e-9  # [TT] `groupwise_activation_quant`, in the one of its two kernels that has a floor
+MIN_AMAX = 1e-4  # [DG] and [TT] clamp the amax of a group before they divide by it
+MIN_SCALE = 1e-9  # [TT] `groupwise_activation_quant`: one of its two kernels has this floor
 
 
 def groupwise_activation_quant(x: Array, dtype: str = "bfloat16", *, block_size: int = BLOCK) -> tuple[Array, Array]:
     """Return (codes like x, scales `x.shape[:-1] + (ceil(n / block_size),)`) of groups along the last axis.
 
-    scale = max(amax / 448, 1e-9), code = e4m3(x / scale). [TT] has that floor from 2,048 rows on and none below, where
-    a group of zeros becomes NaN: here the floor always holds.
+    scale = max(amax / 448, 1e-9), code = e4m3(x / scale). [TT] has that floor only from 2,048 rows on; below that, a
+    group of zeros becomes NaN. Here the floor always holds.
 
     x: storage array of `dtype` (bfloat16, float16, float32), any rank; the last group of a row may be short.
 
@@ -38,9 +39,9 @@ def groupwise_activation_quant(x: Array, dtype: str = "bfloat16", *, block_size:
     >>> codes.shape, scales.shape
     ((2, 3, 256), (2, 3, 2))
     """
-    _positive(block_size)
+    _check_block_size(block_size)
     codes, scale = _cast(
-        x, dtype, 1, block_size, lambda part, c, s: by_quotient(part, block_size, np.float32(LEAST_SCALE), c, s)
+        x, dtype, 1, block_size, lambda part, c, s: by_quotient(part, block_size, np.float32(MIN_SCALE), c, s)
     )
     return codes, scale.reshape(*x.shape[:-1], scale.shape[1])
 
@@ -48,9 +49,9 @@ def groupwise_activation_quant(x: Array, dtype: str = "bfloat16", *, block_size:
 def per_token_cast_to_fp8(x: Array, dtype: str = "bfloat16", *, use_ue8m0: bool = False) -> tuple[Array, Array]:
     """Return (codes (tokens, n), scales (tokens, ceil(n / 128))) of groups of 128 along the last axis.
 
-    a = max(amax, 1e-4), scale = a / 448, code = e4m3(x * (448 * (1 / a))), every step in float32: [TT] and [DG], whose
-    `448.0 / a` torch evaluates as a product with the reciprocal. `use_ue8m0` rounds the scale up to a power of two
-    ([DG] on Blackwell), code = e4m3(x / scale).
+    a = max(amax, 1e-4), scale = a / 448, code = e4m3(x * (448 * (1 / a))), every step in float32. [TT] and [DG] write
+    `448.0 / a`, which torch evaluates as a product with the reciprocal. `use_ue8m0` rounds the scale up to a power of
+    two ([DG] on Blackwell), code = e4m3(x / scale).
 
     x: storage array of `dtype` (bfloat16, float16, float32), two axes; the last group of a row may be short.
 
@@ -78,15 +79,15 @@ def calculate_scale_shape(weight: Array, block_size: int = BLOCK) -> tuple[int, 
     (56, 5)
     """
     rows, cols = _two_axes(weight)
-    _positive(block_size)
+    _check_block_size(block_size)
     return -(-rows // block_size), -(-cols // block_size)
 
 
 def dequantize_from_fp8(weight: Array, scale_inv: Array, dtype: str = "bfloat16", *, block_size: int = BLOCK) -> Array:
-    """Return code * scale of each block, the product in float32, rounded to a storage array of `dtype`.
+    """Return code * scale of each block, computed in float32, rounded to a storage array of `dtype`.
 
-    weight: e4m3 codes, uint8 (out, in).  scale_inv: float32 of `calculate_scale_shape`; another shape, about which [TT]
-    only warns, is an error.
+    weight: e4m3 codes, uint8 (out, in).  scale_inv: float32 of shape `calculate_scale_shape`; another shape is an error
+    ([TT] only warns).
 
     >>> dequantize_from_fp8(np.full((2, 2), 0x38, np.uint8), np.full((1, 1), 3, np.float32), "float32").tolist()
     [[3.0, 3.0], [3.0, 3.0]]
@@ -109,16 +110,16 @@ def dequantize_from_fp8(weight: Array, scale_inv: Array, dtype: str = "bfloat16"
 def _blocks(x: Array, dtype: str, down: int, power: bool) -> tuple[Array, Array]:
     _two_axes(x)
     return _cast(
-        x, dtype, down, BLOCK, lambda part, c, s: by_product(part, down, BLOCK, np.float32(LEAST_AMAX), power, c, s)
+        x, dtype, down, BLOCK, lambda part, c, s: by_product(part, down, BLOCK, np.float32(MIN_AMAX), power, c, s)
     )
 
 
 def _cast(
     x: Array, dtype: str, down: int, across: int, work: Callable[[Array, Array, Array], None]
 ) -> tuple[Array, Array]:
-    """Run a kernel over chunks of the rows of x, float16 widened on the way."""
+    """Run a kernel over chunks of rows of x; float16 is widened."""
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise UsageError(f"groups lie along the last axis, and an array of shape {x.shape} has nothing there")
+        raise UsageError(f"groups lie along the last axis, but an array of shape {x.shape} has no values there")
     flat = _bits.words(x, dtype).reshape(-1, x.shape[-1])
     rows, cols = flat.shape
     codes = np.empty((rows, cols), np.uint8)
@@ -134,11 +135,11 @@ def _cast(
 def _two_axes(x: Array) -> tuple[int, int]:
     if x.ndim != 2:
         raise UsageError(
-            f"blocks have two axes, the array has shape {x.shape}; reshape it, or pass its parts one by one"
+            f"blocks have two axes, but the array has shape {x.shape}; reshape it, or pass its parts one by one"
         )
     return x.shape[0], x.shape[1]
 
 
-def _positive(block_size: int) -> None:
+def _check_block_size(block_size: int) -> None:
     if block_size < 1:
         raise UsageError(f"block_size must be at least 1, not {block_size}")

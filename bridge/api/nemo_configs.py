@@ -1,4 +1,4 @@
-"""The two configs of NeMo's `Quantizer`, read in the words of NeMo 1 and 2; tells all that is wrong at once."""
+"""Read both configs of NeMo's `Quantizer`, of NeMo 1 or 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import UsageError, nearest
+from bridge.core.errors import UsageError
+from bridge.core.text import nearest
 
 SCHEMES = {
     "int8": "int8",
@@ -22,7 +23,7 @@ SCHEMES = {
 DTYPES = {16: "fp16", "16": "fp16", "bf16": "bf16"}
 FORMATS = ("trtllm", "hf")
 KV_FORMATS = ("fp8", "nvfp4")
-NEMO_1 = {  # NeMo 1's word -> NeMo 2's
+NEMO_1 = {  # NeMo 1's key -> NeMo 2's
     "calib_dataset": "calibration_dataset",
     "num_calib_size": "calibration_dataset_size",
     "save_path": "path",
@@ -35,12 +36,12 @@ RANKS = ("inference_tp", "inference_pp")
 
 
 class QuantizerError(UsageError, AssertionError):
-    """A config or a call that NeMo would assert against; its users catch AssertionError."""
+    """A wrong config or call. NeMo asserts in these cases, so its users catch AssertionError."""
 
 
 @dataclass
 class QuantizationConfig:
-    """NeMo 2's, with its defaults."""
+    """NeMo 2's class, with its defaults."""
 
     algorithm: str | None = "fp8"
     awq_block_size: int | None = 128
@@ -55,7 +56,7 @@ class QuantizationConfig:
 
 @dataclass
 class ExportConfig:
-    """NeMo 2's, with its defaults."""
+    """NeMo 2's class, with its defaults."""
 
     path: str | Path
     export_format: str = "trtllm"
@@ -66,7 +67,7 @@ class ExportConfig:
     generate_sample: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.path, str):  # what is no path at all, Quantizer tells with all the rest
+        if isinstance(self.path, str):  # Quantizer reports any other type together with the other problems
             self.path = Path(self.path)
 
 
@@ -77,64 +78,58 @@ EXPORT = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Configs:
-    """Both configs under NeMo 2's words; `export` is None where none was given."""
+def read(quantization_config: Any, export_config: Any) -> tuple[dict[str, Any], dict[str, Any] | None, str | None]:
+    """Read mappings (OmegaConf's too) or objects with attributes; QuantizerError lists all problems.
 
-    quantization: dict[str, Any]
-    export: dict[str, Any] | None
-    decoder: str | None
-
-
-def read(quantization_config: Any, export_config: Any) -> Configs:
-    """Read mappings (OmegaConf's too) or objects with attributes; QuantizerError lists all that is wrong."""
+    Returns both configs with NeMo 2's keys (None if no export config was given), and the decoder's type.
+    """
     problems: list[str] = []
-    quantization = _said(quantization_config, "quantization_config", QUANTIZATION, "algorithm", problems)
-    export = None if export_config is None else _said(export_config, "export_config", EXPORT, "path", problems)
+    quantization = _values(quantization_config, "quantization_config", QUANTIZATION, "algorithm", problems)
+    export = None if export_config is None else _values(export_config, "export_config", EXPORT, "path", problems)
     problems += _wrong_quantization(quantization)
     problems += _wrong_export(export or {})
-    said = {str(config["decoder_type"]) for config in (quantization, export or {}) if config.get("decoder_type")}
-    if len(said) > 1:
-        problems.append(f"decoder_type is {' and '.join(sorted(said))}: one model has one")
+    decoders = {str(config["decoder_type"]) for config in (quantization, export or {}) if config.get("decoder_type")}
+    if len(decoders) > 1:
+        problems.append(f"decoder_type is {' and '.join(sorted(decoders))}: set it once")
     if problems:
         raise QuantizerError("\n  ".join(["Quantizer: the configs cannot be used", *problems]))
-    return Configs(quantization, export, next(iter(said), None))
+    return quantization, export, next(iter(decoders), None)
 
 
-def _said(config: Any, where: str, known: tuple[str, ...], needed: str, problems: list[str]) -> dict[str, Any]:
-    """The values of a config under NeMo 2's words; a mapping's unknown keys are problems."""
+def _values(config: Any, where: str, known: tuple[str, ...], needed: str, problems: list[str]) -> dict[str, Any]:
+    """The values of a config by NeMo 2's keys; a mapping's unknown keys are problems."""
     if config is None:
         problems.append(f"{where} is None")
         return {}
     if isinstance(config, Mapping):
         problems += [f"{where}: {key!r} is unknown; {nearest(str(key), known)}" for key in config if key not in known]
-        found = {key: config[key] for key in known if key in config}
-    else:  # an object may have methods, so only known names are looked at
-        found = {key: getattr(config, key) for key in known if hasattr(config, key)}
-    problems += [f"{where}: {key!r} and {NEMO_1[key]!r} say the same" for key in found if NEMO_1.get(key) in found]
-    said = {NEMO_1.get(key, key): value for key, value in found.items()}
-    if needed not in said:
+        given = {key: config[key] for key in known if key in config}
+    else:  # an object may have methods, so only known names are read
+        given = {key: getattr(config, key) for key in known if hasattr(config, key)}
+    problems += [f"{where}: {key!r} and {NEMO_1[key]!r} mean the same" for key in given if NEMO_1.get(key) in given]
+    values = {NEMO_1.get(key, key): value for key, value in given.items()}
+    if needed not in values:
         old = next((f" ({key} in NeMo 1)" for key, new in NEMO_1.items() if new == needed), "")
         kind = "" if isinstance(config, Mapping) else f" ({type(config).__name__})"
         problems.append(f"{where}{kind} has no {needed}{old}; give a mapping, or an object with attributes")
-    return said
+    return values
 
 
-def _wrong_quantization(said: Mapping[str, Any]) -> list[str]:
-    problems = _wrong_algorithm(said.get("algorithm"))
-    block, alpha = said.get("awq_block_size"), said.get("sq_alpha")
+def _wrong_quantization(config: Mapping[str, Any]) -> list[str]:
+    problems = _wrong_algorithm(config.get("algorithm"))
+    block, alpha = config.get("awq_block_size"), config.get("sq_alpha")
     if block is not None and (type(block) is not int or block < 0):
-        problems.append(f"awq_block_size is {block!r}; expected a whole number of values that share a scale")
+        problems.append(f"awq_block_size is {block!r}; expected a whole number: how many values share a scale")
     if alpha is not None and (type(alpha) not in (int, float) or not 0 < alpha <= 1):
         problems.append(f"sq_alpha is {alpha!r}; expected a number in (0, 1]")
-    if said.get("enable_kv_cache") not in (None, True, False):
-        problems.append(f"enable_kv_cache is {said['enable_kv_cache']!r}; expected true, false or null")
-    if said.get("kv_cache_qformat", "fp8") not in KV_FORMATS:
-        form = str(said["kv_cache_qformat"])
-        problems.append(f"kv_cache_qformat {form!r} is unknown; {nearest(form, KV_FORMATS)}")
-    if not isinstance(text := said.get("calibration_dataset"), str | Path | None):
-        problems.append(f"calibration_dataset is {text!r}; expected a file or a data set's id")
-    return problems + _wrong_counts(said, COUNTS)
+    if config.get("enable_kv_cache") not in (None, True, False):
+        problems.append(f"enable_kv_cache is {config['enable_kv_cache']!r}; expected true, false or null")
+    if config.get("kv_cache_qformat", "fp8") not in KV_FORMATS:
+        kv = str(config["kv_cache_qformat"])
+        problems.append(f"kv_cache_qformat {kv!r} is unknown; {nearest(kv, KV_FORMATS)}")
+    if not isinstance(dataset := config.get("calibration_dataset"), str | Path | None):
+        problems.append(f"calibration_dataset is {dataset!r}; expected a file or a dataset id")
+    return problems + _wrong_counts(config, COUNTS)
 
 
 def _wrong_algorithm(name: Any) -> list[str]:
@@ -142,36 +137,37 @@ def _wrong_algorithm(name: Any) -> list[str]:
         return []
     if isinstance(name, Mapping) or str(name).endswith((".json", ".yaml", ".yml", ".toml")):
         return [
-            f"algorithm {str(name)!r}: no config of ModelOpt is read here; write a recipe (TOML: a scheme as base, and "
+            f"algorithm {str(name)!r}: ModelOpt configs are not supported; write a recipe (TOML: a scheme as base, and "
             "rules) and call bridge.convert(model, target, quant='recipe.toml', calib=forward_loop)"
         ]
     return [f"algorithm {name!r} is unknown; {nearest(str(name), SCHEMES)}; or null"]
 
 
-def _wrong_export(said: Mapping[str, Any]) -> list[str]:
-    problems, path = _wrong_counts(said, RANKS), said.get("path")
-    if "path" in said and (not path or not isinstance(path, str | Path)):
+def _wrong_export(config: Mapping[str, Any]) -> list[str]:
+    problems, path = _wrong_counts(config, RANKS), config.get("path")
+    if "path" in config and (not path or not isinstance(path, str | Path)):
         what = "names no directory to write" if not path else f"has the path {path!r}"
         problems.append(f"export_config {what}: set path (save_path in NeMo 1) to a directory")
-    dtype, form = said.get("dtype", "bf16"), said.get("export_format", "trtllm")
+    dtype, form = config.get("dtype", "bf16"), config.get("export_format", "trtllm")
     if type(dtype) not in (int, str) or dtype not in DTYPES:
         problems.append(f"dtype {dtype!r} is unknown; known: 16, '16', 'bf16'")
     if form == "nemo":
         problems.append("export_format 'nemo': NeMo checkpoints are not written yet; use 'hf' or 'trtllm'")
     elif form not in FORMATS:
         problems.append(f"export_format {form!r} is unknown; {nearest(str(form), FORMATS)}")
-    cut = [key for key in RANKS if type(said.get(key, 1)) is int and said.get(key, 1) > 1]
-    if form == "hf" and cut:
-        problems.append(f"{' and '.join(cut)}: a Hugging Face checkpoint is not cut for ranks, its runtime does that")
-    if said.get("compress") not in (None, True, False):
-        problems.append(f"compress is {said['compress']!r}; expected true or false")
+    split = [key for key in RANKS if type(config.get(key, 1)) is int and config.get(key, 1) > 1]
+    if form == "hf" and split:
+        problems.append(
+            f"{' and '.join(split)}: a Hugging Face checkpoint is not split, its runtime does that; leave it out"
+        )
+    if config.get("compress") not in (None, True, False):
+        problems.append(f"compress is {config['compress']!r}; expected true or false")
     return problems
 
 
-def _wrong_counts(said: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
-    found = {key: said[key] for key in keys if key in said}
+def _wrong_counts(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
     return [
-        f"{key} is {value!r}; expected a positive whole number"
-        for key, value in found.items()
-        if value is not None and (type(value) is not int or value < 1)
+        f"{key} is {config[key]!r}; expected a positive whole number"
+        for key in keys
+        if config.get(key) is not None and (type(config[key]) is not int or config[key] < 1)
     ]

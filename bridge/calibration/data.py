@@ -1,182 +1,126 @@
-"""Calibration data: anything a user may have becomes batches of token ids, and others held out; never runs a model.
+"""Turn calibration data of any form into batches of token ids.
 
-Rows are cut from the text at even distances, each between the special tokens that the tokenizer puts around a text, so
-that a row looks like what the model is served. Every n-th row is held out: calibration never sees it.
+Rows are cut from the text at even distances and get the tokenizer's special tokens, so that a row looks like a served
+input. Every n-th row is held out: calibration never sees it. No model is run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import CellType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bridge.errors import BridgeError, CalibrationError, UsageError
-from bridge.json_data import parse_json
-from bridge.paths import check_length
+from bridge.calibration.documents import documents
+from bridge.core.errors import BridgeError, CalibrationError, UsageError
+from bridge.sources.source import Source
 
-if TYPE_CHECKING:
-    from bridge.sources import Source
-
-# On a 22 M encoder three times as many changed embeddings by less than 0.001: FP8 0.9979 twice, INT8 (alpha 0.7)
-# 0.9953 to 0.9947.
+# On a 22 M encoder three times as many samples changed embeddings by less than 0.001: FP8 0.9979 both times, INT8
+# (alpha 0.7) 0.9953 to 0.9947.
 SAMPLES = 32
 SEQUENCE = 128  # a wrong RoPE permute shows after some twenty positions, so held-out rows must be longer
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
-_READ = 4 << 20  # characters of a text file: rows are spread over these, a corpus need not be read whole
-_DEFAULT = Path(__file__).parent / "default_text.txt"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Batches to calibrate with and batches held out, as {name: torch tensor}; `digest` covers the former.
+    """Batches to calibrate with and held-out batches, as {name: torch tensor}; `digest` covers the former.
 
-    `missing` says why there are none although none were asked for; a scheme that needs no statistics can do without.
-    `forward_loop` is the user's own: it runs the model, and `batches` is empty.
+    `missing`: why the default text gives no batches; a scheme without statistics needs none. `forward_loop`: the user's
+    own loop, which runs the model; `batches` is then empty. `warnings`: what a user should know before calibrating.
     """
 
-    batches: tuple[dict[str, Any], ...]
-    held_out: tuple[dict[str, Any], ...]
-    digest: str
-    samples: int
-    sequence: int
+    batches: tuple[dict[str, Any], ...] = ()
+    held_out: tuple[dict[str, Any], ...] = ()
+    digest: str = ""
+    samples: int = 0
+    sequence: int = 0
     missing: str = ""
     forward_loop: Callable[[Any], Any] | None = None
+    warnings: tuple[str, ...] = ()
 
 
-def prepare(data: Any, source: Source, *, samples: int | None = None, sequence: int | None = None) -> Data:
+@dataclass(frozen=True)
+class Sampling:
+    """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text."""
+
+    samples: int | None = None
+    sequence: int | None = None
+    field: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("samples", self.samples), ("sequence", self.sequence)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name}={value!r}; expected a positive whole number")
+
+
+DEFAULT = Sampling()
+
+
+def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     """Make `Data` of None (the embedded text), a text or JSONL file, a `datasets` id, batches, a DataLoader, texts, or
     a `forward_loop(model)`.
 
     >>> prepare("corpus.txt", open_source("examples/models/tiny-llama")).samples  # doctest: +SKIP
     32
     """
-    for name, value in (("samples", samples), ("sequence", sequence)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise UsageError(f"{name}={value!r}; expected a positive whole number")
     if data is None:
-        return _default(source, samples, sequence)
+        return _default(source, sampling)
     if isinstance(data, str | Path):
-        texts = documents(data, source.load_tokenizer, samples or SAMPLES)
-        return _rows(texts, source, str(data), samples, sequence)
+        texts = documents(data, source.load_tokenizer, sampling.samples or SAMPLES, sampling.field)
+        return _rows(texts, source, str(data), sampling)
     if callable(data) and not isinstance(data, Mapping) and not hasattr(data, "__iter__"):
         try:
-            held_out = _default(source, samples, sequence).held_out
-        except CalibrationError:  # a text that this model cannot read is nothing that the user gave
-            held_out = ()
-        return Data((), held_out, _code_digest(data), 0, 0, forward_loop=data)
+            own = _default(source, sampling)
+        except CalibrationError as error:  # the user did not give the text that this model cannot read
+            own = Data(missing=f"a forward_loop was given, and {error}")
+        return Data(held_out=own.held_out, digest=_code_digest(data), missing=own.missing, forward_loop=data)
     items = [data] if isinstance(data, Mapping) or hasattr(data, "dtype") else data
     if not isinstance(items, Iterable):
         raise CalibrationError(
             f"cannot calibrate with {type(data).__name__}; give a text or JSONL file, a dataset id, texts, batches, a "
             "DataLoader, or a forward_loop(model)"
         )
-    return _given(items, source, samples, sequence)
+    return _given(items, source, sampling)
 
 
-def _default(source: Source, samples: int | None, sequence: int | None) -> Data:
-    if _vocabulary(source.config) is None:
+def _default(source: Source, sampling: Sampling) -> Data:
+    if _number(source.config, "vocab_size") is None:
         why = "this model reads no text, so the embedded default text cannot calibrate it"
         hint = 'give batches of real inputs, for images [{"pixel_values": tensor}, ...]'
-        return Data((), (), "", 0, 0, missing=f"{why}; {hint}")
+        return Data(missing=f"{why}; {hint}")
     try:
         source.load_tokenizer()
     except BridgeError as error:
-        return Data((), (), "", 0, 0, missing=f"{error}; or give batches of token ids as calibration data")
-    return _rows(documents(None, source.load_tokenizer, 1), source, "the embedded text", samples, sequence)
+        return Data(missing=f"{error}; or give batches of token ids as calibration data")
+    data = _rows(documents(None, source.load_tokenizer, 1), source, "the embedded text", sampling)
+    tokens = f"{data.samples * data.sequence:,} tokens"
+    text = (
+        f"calibrating on {tokens} of Python's documentation; text like yours gives better scales: data= (--data FILE)"
+    )
+    return replace(data, warnings=(*data.warnings, text))
 
 
-def documents(data: str | Path | None, load_tokenizer: Callable[[], Any], samples: int) -> list[str]:
-    """Return the texts of a file, of a dataset id or (None) the embedded one.
-
-    A text file is one document, of a dataset enough are read for `samples` rows; the tokenizer spells chats.
-    """
-    if data is None:
-        return [_DEFAULT.read_text(encoding="utf-8")]
-    check_length(data)
-    path = Path(data)
-    if path.is_dir():
-        raise CalibrationError(f"{path}: a directory; give a text or JSONL file")
-    if not path.is_file():
-        if isinstance(data, Path) or path.suffix in (".txt", ".jsonl", ".json", ".md", ".csv") or path.is_absolute():
-            raise CalibrationError(f"{path}: no such calibration file")
-        return _dataset(str(data), load_tokenizer, samples)
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_READ)
-    except UnicodeDecodeError as cause:
-        raise CalibrationError(f"{path}: not UTF-8 text at byte {cause.start}") from cause
-    except OSError as cause:
-        raise CalibrationError(f"{path}: cannot be read: {cause.strerror}") from cause
-    if path.suffix != ".jsonl":
-        return [text]
-    # the last line may be cut by the read limit
-    lines = text.splitlines() if len(text) < _READ else text.splitlines()[:-1]
-    return [_record(line, f"{path}:{n}", load_tokenizer) for n, line in enumerate(lines, 1) if line.strip()]
-
-
-def _record(line: str, where: str, load_tokenizer: Callable[[], Any]) -> str:
-    try:
-        record = parse_json(line)
-    except ValueError as cause:
-        raise CalibrationError(f"{where}: not JSON: {cause}") from cause
-    return _text(record, where, load_tokenizer)
-
-
-def _text(record: Any, where: str, load_tokenizer: Callable[[], Any]) -> str:
-    text = record.get("text") if isinstance(record, Mapping) else None
-    if isinstance(text, str):
-        return text
-    messages = record.get("messages") if isinstance(record, Mapping) else None
-    if not isinstance(messages, list):
-        found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
-        raise CalibrationError(f'{where}: expected a field "text" (string) or "messages" (chat), found {found}')
-    try:
-        return str(load_tokenizer().apply_chat_template(messages, tokenize=False))
-    except BridgeError:
-        raise
-    except Exception as cause:  # templates raise errors of their own
-        raise CalibrationError(f"{where}: the tokenizer's chat template refused the messages: {cause}") from cause
-
-
-def _dataset(name: str, load_tokenizer: Callable[[], Any], samples: int) -> list[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError as cause:
-        raise CalibrationError(
-            f"{name}: no such file, and reading it as a dataset id needs `pip install 'qbridge[calibrate]'`"
-        ) from cause
-    repo, _, config = name.partition(":")
-    try:
-        rows = load_dataset(repo, config or None, split=f"train[:{samples * 64}]")
-    except Exception as cause:  # hub, cache and parsing errors have no common base
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        raise CalibrationError(
-            f"{name}: neither a file nor a dataset that can be loaded here: {lines[0][:300]}; without network give a "
-            'text file, or fetch the dataset into the cache first ("org/name" or "org/name:configuration")'
-        ) from cause
-    return [_text(row, f"{name}[{n}]", load_tokenizer) for n, row in enumerate(rows)]
-
-
-def _rows(documents: Sequence[str], source: Source, where: str, samples: int | None, sequence: int | None) -> Data:
-    """Cut token rows from the documents, joined, at even distances."""
+def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) -> Data:
+    """Join the texts and cut token rows at even distances."""
     import torch
 
-    if not any(document.strip() for document in documents):
+    if not any(text.strip() for text in texts):
         raise CalibrationError(f"{where}: the calibration text is empty")
     tokenizer = source.load_tokenizer()
     before, after = _specials(tokenizer)
-    ids = tokenizer("\n\n".join(documents), add_special_tokens=False, verbose=False)["input_ids"]
-    length = sequence or min(SEQUENCE, positions(source.config) or SEQUENCE)
+    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    length = sampling.sequence or min(SEQUENCE, positions(source.config) or SEQUENCE)
     content = length - len(before) - len(after)
     if content < 1:
-        raise CalibrationError(f"sequence={length} leaves no room beside {len(before) + len(after)} special tokens")
-    held = -(-(samples or SAMPLES) // HELD_OUT)
-    wanted, have = (samples or SAMPLES) + held, len(ids) // content
+        raise CalibrationError(f"sequence={length} leaves no room for text: {len(before) + len(after)} special tokens")
+    asked = sampling.samples or SAMPLES
+    wanted, have = asked + -(-asked // HELD_OUT), len(ids) // content
     if not ids:
         raise CalibrationError(
             f"{where}: the tokenizer of {source.where} makes no tokens of it; does the model's directory hold the "
@@ -193,24 +137,34 @@ def _rows(documents: Sequence[str], source: Source, where: str, samples: int | N
     every = HELD_OUT + 1 if count > HELD_OUT else count
     kept = [row for at, row in enumerate(rows) if (at + 1) % every]
     out = [row for at, row in enumerate(rows) if not (at + 1) % every]
-    if samples and have < wanted:
-        raise CalibrationError(
-            f"{where}: {have} rows of {length} tokens, samples={samples} and {held} to hold out need {wanted}"
-        )
+    fewer = (
+        f"{where} has {have} rows of {length} tokens: {len(kept)} calibrate and {len(out)} are held out, where "
+        f"samples={asked} asks for {asked} and {wanted - asked}"
+    )
 
     def batches(some: list[list[int]]) -> tuple[dict[str, Any], ...]:
-        made = []
-        for part in _batched(some, BATCH):
-            tensor = torch.tensor(part, dtype=torch.int64)
-            made.append({"input_ids": tensor, "attention_mask": torch.ones_like(tensor)})
-        return tuple(made)
+        parts = (torch.tensor(some[at : at + BATCH], dtype=torch.int64) for at in range(0, len(some), BATCH))
+        return tuple(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), **decoder_inputs(ids, source.config)}
+            for ids in parts
+        )
 
-    return _checked(batches(kept), batches(out), source, where)
+    data = _checked(batches(kept), batches(out), source, where)
+    return replace(data, warnings=(fewer,)) if have < wanted else data
 
 
-def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
-    for at in range(0, len(rows), size):
-        yield rows[at : at + size]
+def decoder_inputs(ids: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a decoder that writes `ids`: its start token and all but the last; {} without a decoder."""
+    from bridge.sources.live_models.loading import model_class
+
+    if not config.get("is_encoder_decoder"):
+        return {}
+    if "decoder_input_ids" not in inspect.signature(model_class(config).forward).parameters:
+        return {}  # the encoder of T5 alone is `is_encoder_decoder`, too
+    shifted = ids.roll(1, -1)
+    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    shifted[:, 0] = next((value for value in map(config.get, keys) if type(value) is int), 0)
+    return {"decoder_input_ids": shifted}
 
 
 def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -223,7 +177,7 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _given(items: Iterable[Any], source: Source, samples: int | None, sequence: int | None) -> Data:
+def _given(items: Iterable[Any], source: Source, sampling: Sampling) -> Data:
     import torch
 
     taken: list[dict[str, Any]] = []
@@ -236,10 +190,10 @@ def _given(items: Iterable[Any], source: Source, samples: int | None, sequence: 
         batch = _batch(item, f"batch {at} of the calibration data", torch)
         taken.append(batch)
         rows += _size(batch)
-        if rows >= (samples or 1024) + 1:  # a generator need not end
+        if rows >= (sampling.samples or 1024) + 1:  # a generator need not end
             break
     if texts and not taken:
-        return _rows(texts, source, "the calibration texts", samples, sequence)
+        return _rows(texts, source, "the calibration texts", sampling)
     if texts or not taken:
         what = "mixes texts and batches" if texts else "is empty"
         raise CalibrationError(f"the calibration data {what}; give texts, or batches of tensors")
@@ -257,14 +211,14 @@ def _given(items: Iterable[Any], source: Source, samples: int | None, sequence: 
 
 
 def _batch(item: Any, where: str, torch: Any) -> dict[str, Any]:
-    """One batch as {name: tensor}; a bare tensor is ids where it holds integers, pixels otherwise."""
+    """Return one batch as {name: tensor}; a bare tensor is ids if it has integers, pixels otherwise."""
     if isinstance(item, tuple) and item and not isinstance(item[0], int):
         item = item[0]  # (inputs, labels) of a DataLoader
     if isinstance(item, Mapping):
-        found = {str(k): v for k, v in item.items() if v is not None and k not in ("labels", "label")}
-        if not found:
-            raise CalibrationError(f"{where}: holds nothing but labels")
-        return {key: _tensor(value, f"{where}, {key}", torch) for key, value in found.items()}
+        inputs = {str(k): v for k, v in item.items() if v is not None and k not in ("labels", "label")}
+        if not inputs:
+            raise CalibrationError(f"{where}: has only labels; give batches with inputs")
+        return {key: _tensor(value, f"{where}, {key}", torch) for key, value in inputs.items()}
     tensor = _tensor(item, where, torch)
     if tensor.is_floating_point():
         return {"pixel_values": tensor if tensor.ndim == 4 else tensor[None]}
@@ -288,7 +242,7 @@ def _size(batch: Mapping[str, Any]) -> int:
 def _checked(
     batches: tuple[dict[str, Any], ...], held_out: tuple[dict[str, Any], ...], source: Source, where: str
 ) -> Data:
-    vocabulary, longest = _vocabulary(source.config), positions(source.config)
+    vocabulary, longest = _number(source.config, "vocab_size"), positions(source.config)
     for batch in (*batches, *held_out):
         for name, tensor in batch.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -323,13 +277,13 @@ def _digest(batches: Iterable[Mapping[str, Any]]) -> str:
 
 def _code_digest(function: Any) -> str:
     digest = hashlib.sha256(b"forward_loop")
-    for part in _held(function, set()):
+    for part in _content(function, set()):
         digest.update(part)
     return digest.hexdigest()
 
 
-def _held(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """What tells two loops apart: code, and the words, numbers and tensors it closes over; of the rest the type."""
+def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield what distinguishes two loops: code, and the text, numbers and tensors in closures; else the type."""
     import numpy as np
     import torch
 
@@ -341,38 +295,32 @@ def _held(value: Any, seen: set[int]) -> Iterator[bytes]:
     if id(value) in seen:  # a function may close over itself
         return
     seen.add(id(value))
+    inner: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield _digest([{"": value.detach().cpu()}]).encode()
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield f"{value.dtype} {value.shape} ".encode() + value.tobytes()
     elif isinstance(value, Mapping):
-        yield from _each([*value.keys(), *value.values()], seen)
+        inner = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple):
-        yield from _each(value, seen)
+        inner = value
     elif code := getattr(value, "__code__", None):
         yield repr((code.co_code, [c for c in code.co_consts if isinstance(c, str | int | float)])).encode()
         cells = getattr(value, "__closure__", None) or ()
-        held = [cell.cell_contents for cell in cells if cell != CellType()]
-        yield from _each([*held, *(getattr(value, "__defaults__", None) or ())], seen)
+        contents = [cell.cell_contents for cell in cells if cell != CellType()]
+        inner = [*contents, *(getattr(value, "__defaults__", None) or ())]
     elif isinstance(value, partial):
-        yield from _each([value.func, value.args, value.keywords], seen)
+        inner = [value.func, value.args, value.keywords]
     elif isinstance(value, torch.utils.data.DataLoader):
-        yield from _held(value.dataset, seen)
+        inner = [value.dataset]
     elif isinstance(value, torch.utils.data.TensorDataset):
-        yield from _each(value.tensors, seen)
-
-
-def _each(values: Iterable[Any], seen: set[int]) -> Iterator[bytes]:
-    for value in values:
-        yield from _held(value, seen)
-
-
-def _vocabulary(config: Mapping[str, Any]) -> int | None:
-    return _number(config, "vocab_size")
+        inner = value.tensors
+    for part in inner:
+        yield from _content(part, seen)
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions the model has, where its config says so."""
+    """Return the number of positions in the model's config, None if it has none."""
     return _number(config, "max_position_embeddings") or _number(config, "n_positions")
 
 

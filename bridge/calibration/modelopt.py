@@ -1,8 +1,8 @@
-"""Calibration with ModelOpt, the only module that imports it; never changes the caller's model.
+"""Calibrate with ModelOpt; the only module that imports it.
 
-ModelOpt works on a twin: a deep copy of the module tree whose parameters lie over the same memory. So the original
-keeps its classes, hooks, flags and weights whatever happens (an exception, Ctrl-C), and no weight is copied, except
-those that SmoothQuant and AWQ divide by their pre-scales.
+ModelOpt works on a fake-quantized copy (`fake`): a deep copy of the module tree whose parameters share the memory of
+the original. So the caller's model keeps its classes, hooks, flags and weights after an exception or Ctrl-C, and no
+weight is copied, except those that SmoothQuant and AWQ divide by their pre-scales.
 """
 
 from __future__ import annotations
@@ -13,49 +13,51 @@ import hashlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.errors import CalibrationError, UsageError, fold_layers
-from bridge.quant.answers import Run, as_arrays, perplexity, pick, runner, sample
-from bridge.quant.calibration import Calibration, HeldOut, Provenance
-from bridge.quant.data import Data
-from bridge.quant.quantizers import Wire, numeric_cfg, quant_cfg, wires
-from bridge.quant.routing import Routing
-from bridge.quant.scheme import Scheme, is_calibrated, is_static
-from bridge.quant.statistics import (
-    Twin,
+from bridge.calibration.data import Data
+from bridge.calibration.expert_tokens import ExpertTokens
+from bridge.calibration.quantizers import QuantizerBinding, bind, numeric_cfg, quant_cfg
+from bridge.calibration.reference_outputs import Run, as_arrays, blaming, perplexity, pick, refusal, runner, sample
+from bridge.calibration.statistics import (
+    FakeModel,
     raise_inputs,
     read_statistics,
     smoothable,
     smoothquant_scales,
     weight_amax,
 )
-from bridge.values import Structure
+from bridge.core.errors import CalibrationError, UsageError
+from bridge.core.progress import Progress, no_progress
+from bridge.core.text import fold_layers
+from bridge.core.values import Structure
+from bridge.core.version import installed
+from bridge.quant.calibration import Calibration, HeldOut, Provenance
+from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_static
+from bridge.sources.source import Source
 
 if TYPE_CHECKING:
-    from bridge.sources import Source
-    from bridge.sources.live import Origin
+    from bridge.sources.live_models.checkpoint_names import Origin
 
-Progress = Callable[[int, int, str], None]
 _PASSES = {"max": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data
 
 
 @dataclass(frozen=True)
 class FakeQuantized:
-    """A twin whose forward is ModelOpt's fake-quantized one, and the statistics that it was quantized with.
+    """A fake-quantized copy of a model, and the statistics that it was quantized with.
 
-    `plain` is the model that it lies over; `wires` and `attention` (live names) tell where its quantizers are.
+    `plain` is the model whose memory it shares; `bindings` and `attention` (live names) tell where its quantizers are.
     """
 
     model: Any
     calibration: Calibration
     plain: Any
-    wires: tuple[Wire, ...]
+    bindings: tuple[QuantizerBinding, ...]
     attention: tuple[str, ...]
 
 
@@ -68,28 +70,32 @@ def fake_quantize(
     device: str | None = None,
     progress: Progress | None = None,
     least: float = 0.0,
+    needed: Collection[str] | None = None,
 ) -> FakeQuantized:
-    """Run the model of `source` with ModelOpt; the model stays as it is.
+    """Run the model of `source` with ModelOpt; the model is not changed.
 
-    The twin lies over the model's memory: a weight that is changed there later is changed in the twin, too.
-    `least`: the amax of an input is raised to it where it is smaller.
+    The copy shares the model's memory: a weight that is changed later is changed in the copy, too.
+    `least`: the lower bound of the amax of an input. `needed`: modules that will be quantized.
 
     Raises:
-        CalibrationError: before the model is loaded where data or CUDA are missing.
+        CalibrationError: before the model is loaded if data or CUDA are missing.
     """
     check_device(scheme, device)
     if not data.batches and data.forward_loop is None and scheme.needs_calibration:
         raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+    from bridge.sources.live_models.checkpoint_names import live_names
+
     scheme = scheme.bound(structure.sites)
     model = source.load_model()
-    from bridge.sources.live import live_names
-
     origins = live_names(model, source.specs)
-    report = progress or (lambda done, total, text: None)
-    twin = _calibrated(model, scheme, structure, data, origins, device, report)
-    raised = raise_inputs(twin, least)
-    statistics, applied = read_statistics(twin, scheme)
-    held = _held_out(model, twin, scheme, data, report) if data.held_out else None
+    report = progress or no_progress
+    fake = _calibrated(model, scheme, structure, data, origins, device, report)
+    raised = raise_inputs(fake, least)
+    statistics, applied = read_statistics(fake, scheme, needed)
+    held = None
+    # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
+    if data.held_out and not (data.forward_loop is not None and refusal(model, data.held_out[0])):
+        held = _held_out(model, fake, scheme, data, report)
     provenance = Provenance(
         scheme=scheme.name,
         scheme_digest=scheme.digest,
@@ -99,14 +105,14 @@ def fake_quantize(
         data_digest=data.digest,
         samples=data.samples,
         sequence=data.sequence,
-        versions={name: _version(name) for name in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
+        versions={p: installed(p) or "unknown" for p in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
     )
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
-    return FakeQuantized(twin.model, calibration, model, twin.wires, tuple(twin.attention))
+    return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
 
 
 def check_device(scheme: Scheme, device: str | None) -> None:
-    """CalibrationError where CUDA is asked for or needed, and is not there; loads torch, no model."""
+    """CalibrationError if CUDA is asked for or needed but absent; loads torch, no model."""
     if str(device or "cpu").partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"device {device!r} is unknown; known: cpu, cuda, cuda:0 ...")
     if not (scheme.needs_cuda or str(device or "").startswith("cuda")):
@@ -122,6 +128,15 @@ def check_device(scheme: Scheme, device: str | None) -> None:
     )
 
 
+def import_frameworks(with_modelopt: bool) -> None:
+    """Import what running a model needs, so that its seconds are not those of a stage; CalibrationError if absent."""
+    if with_modelopt:
+        _modelopt()
+    with contextlib.suppress(ImportError):  # who needs it says so
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+
+
 def _calibrated(
     model: Any,
     scheme: Scheme,
@@ -130,31 +145,32 @@ def _calibrated(
     origins: Mapping[str, Origin],
     device: str | None,
     report: Progress,
-) -> Twin:
-    """A twin of `model` that ModelOpt has quantized and calibrated."""
+) -> FakeModel:
+    """Quantize and calibrate a copy of `model` with ModelOpt."""
     mtq = _modelopt()
     import torch
 
-    formats = {site.module: scheme.format_of(site) for site in structure.sites}
-    from bridge.sources.live import tied_names
+    from bridge.sources.live_models.checkpoint_names import tied_names
 
-    wired = wires(structure.sites, formats, origins, tied_names(model))
+    formats = {site.module: scheme.format_of(site) for site in structure.sites}
+    bindings = bind(structure.sites, formats, origins, tied_names(model))
     live = _attention(structure, origins) if scheme.kv else {}
-    twin = _twin(model, {w.module for w in wired if w.format.prescales}, torch)
+    fake = _copy_modules(model, {w.module for w in bindings if w.format.prescales}, torch)
     if device is not None:
-        twin = twin.to(device)
-    routing = Routing(wired)
-    loop = routing.first(_loop(data, report, _passes(wired)))
+        fake = fake.to(device)
+    routing = ExpertTokens(bindings)
+    passes = sum(_PASSES[name] for name in {w.format.algorithm for w in bindings if is_calibrated(w.format)})
+    loop = routing.first(_loop(model, data, report, passes or 1))
     before = {
-        w.module: weight_amax(twin.get_submodule(w.module), w.site.layout)
-        for w in wired
+        w.module: weight_amax(fake.get_submodule(w.module), w.site.layout)
+        for w in bindings
         if w.format.algorithm == "smoothquant"
     }
     with quiet(), torch.no_grad():
-        _run(mtq, twin, scheme, wired, live, loop)
-        _check_hooked(twin, wired, live)
-        scales = smoothquant_scales(twin, before, dict(scheme.options).get("alpha", 1.0))
-    return Twin(twin, tuple(wired), live, scales, routing.tokens)
+        _run(mtq, fake, scheme, bindings, live, loop)
+        _check_hooked(fake, bindings, live)
+        scales = smoothquant_scales(fake, before, dict(scheme.options).get("alpha", 1.0))
+    return FakeModel(fake, tuple(bindings), live, scales, routing.tokens)
 
 
 def _modelopt() -> Any:
@@ -170,59 +186,56 @@ def _modelopt() -> Any:
     return mtq
 
 
-def _twin(model: Any, smoothed: set[str], torch: Any) -> Any:
-    """Copy the module tree over the same memory; the modules in `smoothed` get weights of their own, untied."""
+def _copy_modules(model: Any, smoothed: set[str], torch: Any) -> Any:
+    """Copy the module tree but share its memory; modules in `smoothed` get weights of their own, untied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone()
-    twin = copy.deepcopy(model, memo).eval()
+    fake = copy.deepcopy(model, memo).eval()
     for name in sorted(smoothed):
-        module = twin.get_submodule(name)
+        module = fake.get_submodule(name)
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=False)
-    return twin
+    return fake
 
 
 def _run(
-    mtq: Any, twin: Any, scheme: Scheme, wired: Sequence[Wire], live: Mapping[str, str], loop: Callable[[Any], None]
+    mtq: Any,
+    fake: Any,
+    scheme: Scheme,
+    bindings: Sequence[QuantizerBinding],
+    live: Mapping[str, str],
+    loop: Callable[[Any], None],
 ) -> None:
-    """Convert the twin and calibrate it, once for each algorithm: an algorithm treats every enabled quantizer alike.
+    """Convert the copy and calibrate it once per algorithm: an algorithm treats every enabled quantizer alike.
 
     "max" comes first, while the weights are still those of the model. The KV cache is calibrated with the only
-    algorithm there is, as ModelOpt's presets do (AWQ searches with the cache quantized), by "max" where there are more.
+    algorithm, as ModelOpt's presets do (AWQ searches with the cache quantized), and by "max" if there are several.
     """
-    names = [name for name, _ in twin.named_modules()]
-    used = {w.format.algorithm for w in wired}
+    names = [name for name, _ in fake.named_modules()]
+    used = {w.format.algorithm for w in bindings}
     cache = next(iter(used)) if len(used) == 1 else "max"
     used |= {cache} if live else set()
     enabled: list[str] = []
     for algorithm in (a for a in ("max", "smoothquant", "awq") if a in used):
-        part = [w for w in wired if w.format.algorithm == algorithm]
+        part = [w for w in bindings if w.format.algorithm == algorithm]
         kv = scheme.kv if algorithm == cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
         static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_static(kv))
         forward, method = loop if static else None, _method(algorithm, scheme)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
-            forward = _smoothable(loop, {w.module for w in part})
+            forward = smoothable(loop, {w.module for w in part})
         if not enabled:
-            mtq.quantize(twin, {"quant_cfg": config, "algorithm": method}, forward)
+            mtq.quantize(fake, {"quant_cfg": config, "algorithm": method}, forward)
         else:
-            mtq.set_quantizer_attributes_partial(twin, "*", {"enable": False})
-            mtq.set_quantizer_by_cfg(twin, config[1:])
-            mtq.calibrate(twin, method, forward)
+            mtq.set_quantizer_attributes_partial(fake, "*", {"enable": False})
+            mtq.set_quantizer_by_cfg(fake, config[1:])
+            mtq.calibrate(fake, method, forward)
         enabled += [entry["quantizer_name"] for entry in config[1:]]
     for pattern in enabled if len(used) > 1 else []:
-        mtq.set_quantizer_attributes_partial(twin, pattern, {"enable": True})
-
-
-def _smoothable(loop: Callable[[Any], None], modules: set[str]) -> Callable[[Any], None]:
-    def run(model: Any) -> None:
-        loop(model)
-        smoothable(model, modules)
-
-    return run
+        mtq.set_quantizer_attributes_partial(fake, pattern, {"enable": True})
 
 
 def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
@@ -230,13 +243,13 @@ def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
     if algorithm == "smoothquant":
         return {"method": "smoothquant", "alpha": options.get("alpha", 1.0)}
     if algorithm == "awq":
-        # debug keeps the float32 scale that the weight was multiplied by; the buffer is rounded to the model's dtype
+        # debug keeps the float32 scale of the weight; the buffer is rounded to the model's dtype
         return {"method": "awq_lite", "alpha_step": options.get("alpha_step", 0.1), "debug": True}
     return {"method": "max"}
 
 
-def _loop(data: Data, report: Progress, passes: int) -> Callable[[Any], None]:
-    """The data as ModelOpt's forward_loop; what a user's own loop prints still reaches the terminal."""
+def _loop(plain: Any, data: Data, report: Progress, passes: int) -> Callable[[Any], None]:
+    """Return the data as ModelOpt's forward_loop; prints of a user's own loop still reach the terminal."""
     done, total, terminal = 0, passes * len(data.batches), sys.stdout
 
     def loop(model: Any) -> None:
@@ -245,7 +258,7 @@ def _loop(data: Data, report: Progress, passes: int) -> Callable[[Any], None]:
             with contextlib.redirect_stdout(terminal):
                 data.forward_loop(model)
             return
-        run = runner(model)
+        run = blaming(runner(model), plain)
         for batch in data.batches:
             run(batch)
             done += 1
@@ -254,21 +267,17 @@ def _loop(data: Data, report: Progress, passes: int) -> Callable[[Any], None]:
     return loop
 
 
-def _passes(wired: Sequence[Wire]) -> int:
-    return sum(_PASSES[a] for a in {w.format.algorithm for w in wired if is_calibrated(w.format)}) or 1
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep ModelOpt's prints and warnings off the terminal, and say so where it is ModelOpt that fails."""
+    """Keep ModelOpt's prints and warnings off the terminal, and turn its failures into a CalibrationError."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except AssertionError as cause:
-        said = str(cause).strip().splitlines() or ["an assertion failed"]
+        lines = str(cause).strip().splitlines() or ["an assertion failed"]
         raise CalibrationError(
-            f"ModelOpt refused: {said[0][:300]}; a NaN or an infinity among the activations is the usual reason: "
+            f"ModelOpt refused: {lines[0][:300]}; a NaN or an infinity among the activations is the usual reason: "
             "check the weights and the data, or calibrate in bfloat16 or float32"
         ) from cause
     except (IndexError, KeyError, AttributeError, NotImplementedError) as cause:
@@ -278,61 +287,58 @@ def quiet() -> Iterator[None]:
         ) from cause
 
 
-def _check_hooked(twin: Any, wired: Sequence[Wire], live: Mapping[str, str]) -> None:
-    """CalibrationError where ModelOpt put no quantizer: it skips modules it does not know without a word."""
-    present = {name for name, module in twin.named_modules() if hasattr(module, "is_enabled")}
-    lost = [w.site.module for w in wired if w.weight_quantizer not in present]
-    lost += [w.site.module for w in wired if w.format.input is not None and w.input_quantizer not in present]
+def _check_hooked(fake: Any, bindings: Sequence[QuantizerBinding], live: Mapping[str, str]) -> None:
+    """CalibrationError if ModelOpt put no quantizer: it skips unknown modules silently."""
+    present = {name for name, module in fake.named_modules() if hasattr(module, "is_enabled")}
+    lost = [w.site.module for w in bindings if w.weight_quantizer not in present]
+    lost += [w.site.module for w in bindings if w.format.input is not None and w.input_quantizer not in present]
     if lost:
-        kinds = sorted({type(twin.get_submodule(w.module)).__name__ for w in wired if w.site.module in lost})
+        kinds = sorted({type(fake.get_submodule(w.module)).__name__ for w in bindings if w.site.module in lost})
         raise CalibrationError(
             f"ModelOpt cannot quantize {', '.join(fold_layers(dict.fromkeys(lost)))} ({', '.join(kinds)}); keep them "
             'with a recipe (quant = "none")'
         )
     blind = [name for name in live if f"{name}.k_bmm_quantizer" not in present]
     if blind:
-        kind = type(twin.get_submodule(blind[0])).__name__
+        kind = type(fake.get_submodule(blind[0])).__name__
         raise CalibrationError(
             f"ModelOpt cannot quantize the KV cache of {kind} ({', '.join(fold_layers(blind))}); drop kv="
         )
 
 
 def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str, str]:
-    from bridge.sources.live import live_modules
+    from bridge.sources.live_models.checkpoint_names import live_modules
 
-    wanted = set(structure.attention)
-    found = {live: ours for live, names in live_modules(origins).items() for ours in names if ours in wanted}
-    if lost := wanted - set(found.values()):
+    names = set(structure.attention)
+    live = {live: ours for live, all_ours in live_modules(origins).items() for ours in all_ours if ours in names}
+    if lost := names - set(live.values()):
         raise CalibrationError(
             f"the model in memory lacks the attention modules {', '.join(fold_layers(sorted(lost)))}"
         )
-    return found
+    return live
 
 
-def _held_out(model: Any, twin: Twin, scheme: Scheme, data: Data, report: Progress) -> HeldOut:
-    """What both models answer to the held-out inputs; ModelOpt's only where its kernels run."""
+def _held_out(model: Any, fake: FakeModel, scheme: Scheme, data: Data, report: Progress) -> HeldOut:
+    """Run both models on the held-out inputs; ModelOpt's only if its kernels run here."""
     import torch
 
     batches, total = data.held_out, 2 * len(data.held_out)
     done = 0
 
-    def counted(run: Run) -> Run:
-        def step(batch: Mapping[str, Any]) -> Any:
-            nonlocal done
-            output = run(batch)
-            done += 1
-            report(min(done, total), total, "run the held-out inputs")
-            return output
+    def counted(run: Run, batch: Mapping[str, Any]) -> Any:
+        nonlocal done
+        output = run(batch)
+        done += 1
+        report(min(done, total), total, "run the held-out inputs")
+        return output
 
-        return step
-
-    source = counted(runner(model))
+    source = partial(counted, runner(model))
     first = source(batches[0])
     rows, columns = sample(first, batches[0])
     ours, loss = pick(first, rows, columns), perplexity(source, batches, model)
     theirs, loss_quantized = np.empty((rows.size, 0), np.float32), None
     if not scheme.simulation_needs_cuda or torch.cuda.is_available():
-        quantized = counted(runner(twin.model))
+        quantized = partial(counted, runner(fake.model))
         with quiet():
             theirs = pick(quantized(batches[0]), rows, columns)
             loss_quantized = perplexity(quantized, batches, model)
@@ -340,34 +346,37 @@ def _held_out(model: Any, twin: Twin, scheme: Scheme, data: Data, report: Progre
 
 
 def gradient_scores(
-    made: FakeQuantized, units: Sequence[Sequence[str]], batches: Sequence[Mapping[str, Any]], loss: Callable[..., Any]
+    quantized: FakeQuantized,
+    units: Sequence[Sequence[str]],
+    batches: Sequence[Mapping[str, Any]],
+    loss: Callable[..., Any],
 ) -> list[float]:
-    """ModelOpt's own estimate of what quantizing each of `units` (live modules) costs: (dloss/dy * error of y) squared.
+    """Return ModelOpt's estimate of the loss from quantizing each of `units` (live modules): (dloss/dy * error of y)^2.
 
-    One run and its backward a batch for all of them. The wires of `made` have one format, calibrated by max; its twin
-    stays as it is. A unit that ModelOpt does not score is a CalibrationError.
+    One forward and backward per batch for all units. The bindings of `quantized` have one format, calibrated by max; it
+    is not changed. A unit that ModelOpt does not score is a CalibrationError.
     """
     mtq = _modelopt()
     import torch
 
-    form, inside = made.wires[0].format, {name for unit in units for name in unit}
-    device = next(made.model.parameters()).device
-    twin = _twin(made.plain, set(), torch).to(device)
+    form, inside = quantized.bindings[0].format, {name for unit in units for name in unit}
+    device = next(quantized.model.parameters()).device
+    fake = _copy_modules(quantized.plain, set(), torch).to(device)
     entries = [{"quantizer_name": "*weight_quantizer*", "cfg": numeric_cfg(form.weight[0], weight=True)}]
     if form.input:
         entries.append({"quantizer_name": "*input_quantizer*", "cfg": numeric_cfg(form.input, weight=False)})
     config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *entries], "algorithm": {"method": "max"}}
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         _, state = mtq.auto_quantize(
-            twin,
-            {"effective_bits": 16.0},  # what it would choose is not asked for
+            fake,
+            {"effective_bits": 16.0},  # its own choice is not used
             [config],
             data_loader=[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches],
             forward_step=lambda model, batch: model(**batch, use_cache=False).logits,
             loss_func=loss,
             num_calib_steps=len(batches),
             num_score_steps=len(batches),
-            disabled_layers=[name for name, _ in twin.named_modules() if name and name not in inside],
+            disabled_layers=[name for name, _ in fake.named_modules() if name and name not in inside],
         )
     scored = {name: stats for stats in state["candidate_stats"].values() for name in stats["module_names"]}
     if lost := inside - set(scored):
@@ -377,20 +386,13 @@ def gradient_scores(
 
 
 def fingerprint(structure: Structure, source: Source) -> str:
-    """Digest of architecture and tensor specs: what a calibration belongs to. The weights do not enter it."""
-    said = repr((structure.architecture, sorted((s.name, s.shape, s.dtype) for s in source.specs.values())))
-    return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+    """Digest of architecture and tensor specs, without weights: the model that a calibration belongs to."""
+    text = repr((structure.architecture, sorted((s.name, s.shape, s.dtype) for s in source.specs.values())))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def dataset_tools() -> Any:
-    """ModelOpt's module of calibration data and forward loops, for the door of that name."""
+    """Return ModelOpt's module of calibration data and forward loops, for `create_forward_loop`."""
     _modelopt()
     from modelopt.torch.utils import dataset_utils
 

@@ -1,8 +1,8 @@
-"""Spells a scheme as ModelOpt's `quant_cfg` list over live module names; imports neither ModelOpt nor torch.
+"""Translate a scheme into ModelOpt's `quant_cfg` list over live module names.
 
-Everything is disabled first, then exactly the quantizers of the sites are enabled. ModelOpt's presets are not used:
-they also quantize the inputs of LayerNorm and other modules without weights (on all-MiniLM-L6-v2 those take the
-sentence embeddings from a cosine of 0.98 to 0.70 under INT8), which no target stores.
+All quantizers are disabled first, then exactly those of the sites are enabled. ModelOpt's presets are not used: they
+also quantize the inputs of LayerNorm and other modules without weights, which no target stores (on all-MiniLM-L6-v2
+they lower the cosine of sentence embeddings from 0.98 to 0.70 under INT8).
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import CalibrationError, fold_layers
-from bridge.values import Format, Numeric, Site
+from bridge.core.errors import CalibrationError
+from bridge.core.text import fold_layers
+from bridge.core.values import Format, Numeric, Site
 
 if TYPE_CHECKING:
-    from bridge.sources.live import Origin
+    from bridge.sources.live_models.checkpoint_names import Origin
 
-_BITS: dict[str, int | tuple[int, int]] = {
-    "float8_e4m3fn": (4, 3),
-    "int8": 8,
-    "int4": 4,
-    "float4_e2m1fn": (2, 1),
-}
+_BITS: dict[str, int | tuple[int, int]] = {"float8_e4m3fn": (4, 3), "int8": 8, "int4": 4, "float4_e2m1fn": (2, 1)}
 _SCALE_BITS = {"float8_e4m3fn": (4, 3), "float8_e8m0fnu": (8, 0)}
 
 
 @dataclass(frozen=True)
-class Wire:
-    """One site and the quantizers of its live module; experts of a stack share the one of their input."""
+class QuantizerBinding:
+    """One site and the quantizers of its live module; experts of a stack share the input's."""
 
     site: Site
     format: Format
@@ -53,15 +49,15 @@ class Wire:
         return f"{self.module}.{name}"
 
 
-def wires(
+def bind(
     sites: Iterable[Site], formats: Mapping[str, Format | str], origins: Mapping[str, Origin], tied: Mapping[str, str]
-) -> list[Wire]:
-    """Find the live module of every quantized site; a site in several live matrices has one wire for each.
+) -> list[QuantizerBinding]:
+    """Find the live module of every quantized site; a site in several live matrices has one binding for each.
 
-    `formats` is by module, `tied` maps live aliases to the live tensor they are. CalibrationError lists sites whose
-    weight the live model does not hold.
+    `formats` is by module, `tied` maps live aliases to their live tensor. CalibrationError lists sites whose weight the
+    live model does not have.
     """
-    found: list[Wire] = []
+    bindings: list[QuantizerBinding] = []
     lost: list[str] = []
     for site in sites:
         form = formats[site.module]
@@ -73,19 +69,19 @@ def wires(
             continue
         for part in origin.parts:
             module, _, parameter = _own(site, part.live, tied).rpartition(".")
-            # a stack of experts is indexed by the expert, everything else is a matrix (or a range of its rows)
-            wire = Wire(site, form, module, parameter, part.expert)
-            if wire not in found[-len(origin.parts) :]:
-                found.append(wire)
+            # a stack is indexed by the expert; other parts are a matrix or a range of its rows
+            binding = QuantizerBinding(site, form, module, parameter, part.expert)
+            if binding not in bindings[-len(origin.parts) :]:
+                bindings.append(binding)
     if lost:
         raise CalibrationError(
             f"the model in memory lacks modules that the plan quantizes: {', '.join(fold_layers(lost))}"
         )
-    return found
+    return bindings
 
 
 def _own(site: Site, live: str, tied: Mapping[str, str]) -> str:
-    # a tied output head is a module of its own: its input is quantized, not that of the embedding whose weight it has
+    # a tied output head is its own module: its input is quantized, not that of the embedding with the same weight
     canonical = tied.get(live, live)
     names = [live, canonical, *(alias for alias, stored in tied.items() if stored == canonical)]
     leaf = site.module.rpartition(".")[2]
@@ -93,16 +89,16 @@ def _own(site: Site, live: str, tied: Mapping[str, str]) -> str:
 
 
 def quant_cfg(
-    wired: Sequence[Wire], attention: Sequence[str], kv: Numeric | None, modules: Iterable[str]
+    bindings: Sequence[QuantizerBinding], attention: Sequence[str], kv: Numeric | None, modules: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """The list for ModelOpt. `modules`: all live modules, so that a glob is used only where it hits nothing else."""
+    """Return ModelOpt's list. `modules`: all live modules, so that a glob is used only if it matches nothing else."""
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     named: dict[str, Any] = {}
-    for wire in wired:
-        weight = [numeric_cfg(numeric, weight=True) for numeric in wire.format.weight]
-        settings = {wire.weight_quantizer: weight[0] if len(weight) == 1 else weight}
-        if wire.format.input is not None:
-            settings[wire.input_quantizer] = numeric_cfg(wire.format.input, weight=False)
+    for binding in bindings:
+        weight = [numeric_cfg(numeric, weight=True) for numeric in binding.format.weight]
+        settings = {binding.weight_quantizer: weight[0] if len(weight) == 1 else weight}
+        if binding.format.input is not None:
+            settings[binding.input_quantizer] = numeric_cfg(binding.format.input, weight=False)
         for name, setting in settings.items():
             if named.setdefault(name, setting) != setting:
                 raise CalibrationError(f"{name}: sites that share this quantizer ask for different formats")
@@ -116,7 +112,7 @@ def quant_cfg(
 
 
 def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:
-    """ModelOpt's quantizer attributes of one numeric."""
+    """Return ModelOpt's quantizer attributes of one numeric."""
     bits = _BITS[numeric.dtype]
     if numeric.per == "tensor":
         return {"num_bits": bits, "axis": None}
@@ -127,17 +123,15 @@ def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:
     sizes: dict[int | str, Any] = dict(zip((-1, -2), reversed(numeric.block), strict=False))
     if numeric.scale_dtype == "float32":
         return {"num_bits": bits, "axis": None, "block_sizes": sizes | {"type": "static"}}
-    return {
-        "num_bits": bits,
-        "block_sizes": sizes | {"type": "dynamic", "scale_bits": _SCALE_BITS[numeric.scale_dtype]},
-    }
+    sizes |= {"type": "dynamic", "scale_bits": _SCALE_BITS[numeric.scale_dtype]}
+    return {"num_bits": bits, "block_sizes": sizes}
 
 
 def _globbed(named: Mapping[str, Any], others: Iterable[str]) -> list[tuple[str, Any]]:
-    """One glob over the layers where it hits nothing else, the exact names otherwise.
+    """Return one glob over the layers if it matches nothing else, exact names otherwise.
 
     ModelOpt matches every entry against every quantizer: thousands of exact names would take minutes. A quantizer that
-    two entries hit gets a list of numerics twice over, so globs do not overlap even where they agree.
+    two entries match gets its list of numerics twice, so globs never overlap, even if they agree.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, setting in named.items():

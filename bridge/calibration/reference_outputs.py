@@ -1,34 +1,36 @@
-"""What a model answers to held-out inputs: a bounded sample of its outputs, and its perplexity; changes no model."""
+"""Run a model on held-out inputs: sampled outputs, and perplexity."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from bridge.errors import CalibrationError
+from bridge.calibration.data import Data
+from bridge.core.errors import CalibrationError
 from bridge.quant.calibration import HeldOut
-from bridge.quant.data import Data
+from bridge.sources.source import Source
 
-if TYPE_CHECKING:
-    from bridge.sources import Source
-
-VALUES = 1 << 19  # 2 MB of float32 for each model's answers
+VALUES = 1 << 19  # 2 MB of float32 for each model's outputs
 COLUMNS = 4096  # of a vocabulary; at least 128 positions fit then
 Run = Callable[[Mapping[str, Any]], Any]
 
 
 def answer(source: Source, data: Data) -> HeldOut:
-    """The source model's answers to the held-out inputs, without those of a fake-quantized model."""
+    """Return the source model's outputs for the held-out inputs, without those of a fake-quantized model."""
     if not data.held_out:
         raise CalibrationError(data.missing or "no inputs were held out")
     model = source.load_model()
     run = runner(model)
-    first = run(data.held_out[0])
+    try:
+        first = run(data.held_out[0])
+    except Exception as error:
+        why = _refused(model, data.held_out[0], error)
+        raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
     rows, columns = sample(first, data.held_out[0])
     loss = perplexity(run, data.held_out, model)
     empty = np.empty((rows.size, 0), np.float32)
@@ -36,7 +38,7 @@ def answer(source: Source, data: Data) -> HeldOut:
 
 
 def answer_again(source: Source, held: HeldOut) -> HeldOut:
-    """The same inputs answered by `source` as it is now; ModelOpt's answers stay those of the calibration."""
+    """Run the same inputs with `source` again; ModelOpt's outputs stay those of the calibration."""
     import torch
 
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in held.inputs]
@@ -47,14 +49,19 @@ def answer_again(source: Source, held: HeldOut) -> HeldOut:
 
 
 def runner(model: Any) -> Run:
-    """A function from a batch to output 0 of `model` in float32, in evaluation mode without gradients.
+    """Return a function from a batch to output 0 of `model` in float32, in evaluation mode without gradients.
 
-    The training flags of all modules are put back, also after an exception.
+    Float inputs (pixels, sounds) are cast to the model's dtype, as torch requires. The training flags of all modules
+    are restored, also after an exception.
     """
     import torch
 
     cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    dtype = getattr(model, "dtype", torch.float32)
+
+    def given(tensor: Any) -> Any:
+        return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
     def run(batch: Mapping[str, Any]) -> Any:
         training = [module for module in model.modules() if module.training]
@@ -62,7 +69,7 @@ def runner(model: Any) -> Run:
             for module in training:
                 module.training = False
             with torch.no_grad():
-                output = model(**{name: tensor.to(device) for name, tensor in batch.items()}, **cache)
+                output = model(**{name: given(tensor) for name, tensor in batch.items()}, **cache)
         finally:
             for module in training:
                 module.training = True
@@ -72,34 +79,76 @@ def runner(model: Any) -> Run:
     return run
 
 
+def refusal(model: Any, batch: Mapping[str, Any]) -> str:
+    """Say why a model cannot run on a batch, "" if it can: not every model with a vocabulary takes text alone."""
+    try:
+        runner(model)(batch)
+    except Exception as error:
+        return _refused(model, batch, error)
+    return ""
+
+
+def blaming(run: Run, plain: Any) -> Run:
+    """Return `run` with a CalibrationError if the inputs make `plain` fail, too."""
+
+    def step(batch: Mapping[str, Any]) -> Any:
+        try:
+            return run(batch)
+        except Exception as error:
+            if why := refusal(plain, batch):
+                raise CalibrationError(
+                    f"{why}; give batches with the inputs it needs, or a forward_loop(model)"
+                ) from error
+            raise
+
+    return step
+
+
+def _refused(model: Any, batch: Mapping[str, Any], error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    takes = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
+    return (
+        f"{type(model).__name__} cannot be run on {', '.join(batch)} ({type(error).__name__}: {lines[0][:300]}); its "
+        f"forward takes {', '.join(takes[:6])}"
+    )
+
+
 def sample(output: Any, batch: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows (of the flattened leading axes) and columns of an output are kept; padding is left out."""
+    """Choose the rows (of the flattened leading axes) and columns of an output to keep; padding is left out."""
     width = int(output.shape[-1])
-    columns = np.arange(width) if width <= COLUMNS else np.linspace(0, width - 1, COLUMNS).astype(np.int64)
-    count = output.numel() // width
+    columns = np.arange(width) if width <= COLUMNS else np.linspace(0, width - 1, COLUMNS)
+    rows = unpadded(output, batch).numpy()
+    return rows[: max(64, VALUES // columns.size)], columns.astype(np.int64)
+
+
+def unpadded(output: Any, batch: Mapping[str, Any]) -> Any:
+    """Return the rows of the flattened leading axes of an output that are not padding, as a tensor of int64."""
+    import torch
+
+    count = output.numel() // output.shape[-1]
     mask = batch.get("attention_mask")
-    rows = np.arange(count)
     if mask is not None and mask.numel() == count:
-        rows = np.flatnonzero(mask.reshape(-1).numpy())
-    return rows[: max(64, VALUES // columns.size)].astype(np.int64), columns.astype(np.int64)
+        return mask.reshape(-1).nonzero().reshape(-1)
+    return torch.arange(count)
 
 
 def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """The kept part of an output, float32."""
+    """Return the kept part of an output, float32."""
     flat = output.reshape(-1, output.shape[-1]).numpy()
     return np.ascontiguousarray(flat[rows][:, columns], np.float32)
 
 
 def perplexity(run: Run, batches: Sequence[Mapping[str, Any]], model: Any) -> float | None:
-    """exp of the mean next-token loss; None for a model that does not predict the next token."""
+    """Return exp of the mean next-token loss; None for a model that does not predict the next token."""
     kind = type(model).__name__
     if not ("ForCausalLM" in kind or kind.endswith("LMHeadModel")):
         return None
-    return mean_perplexity(next_token_loss(run(batch).numpy(), arrays) for batch, arrays in _with_arrays(batches))
+    pairs = zip(batches, as_arrays(batches), strict=True)
+    return mean_perplexity(next_token_loss(run(batch).numpy(), arrays) for batch, arrays in pairs)
 
 
 def next_token_loss(logits: np.ndarray, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
-    """Sum of the negative log-likelihoods of the next tokens, and their number; padding is left out on both sides."""
+    """Return the summed negative log-likelihood of the next tokens, and their number, without padding."""
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", np.ones_like(ids)).astype(bool)
     keep = mask[:, 1:] & mask[:, :-1]
@@ -110,20 +159,18 @@ def next_token_loss(logits: np.ndarray, batch: Mapping[str, np.ndarray]) -> tupl
 
 
 def mean_perplexity(losses: Iterable[tuple[float, int]]) -> float | None:
-    """exp of the mean of (sum, count) pairs, at most e^700; None where nothing was predicted."""
+    """Return exp of the mean of (sum, count) pairs, at most e^700; None without predictions."""
     pairs = list(losses)
     count = sum(n for _, n in pairs)
     mean = sum(loss for loss, _ in pairs) / count if count else 0.0
     return math.exp(min(mean, 700.0)) if count and math.isfinite(mean) else None
 
 
-def _with_arrays(batches: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], dict[str, np.ndarray]]]:
-    yield from zip(batches, as_arrays(batches), strict=True)
-
-
 def as_arrays(batches: Sequence[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], ...]:
-    """Batches as NumPy arrays: integers as int64, the rest as float32."""
-    return tuple(
-        {name: t.numpy().astype(np.float32 if t.is_floating_point() else np.int64) for name, t in batch.items()}
-        for batch in batches
-    )
+    """Return batches as NumPy arrays: integers as int64, the rest as float32."""
+
+    def array(tensor: Any) -> np.ndarray:  # NumPy has no bfloat16
+        values: np.ndarray = tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy().astype(np.int64)
+        return values
+
+    return tuple({name: array(tensor) for name, tensor in batch.items()} for batch in batches)

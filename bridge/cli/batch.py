@@ -1,34 +1,33 @@
-"""`qbridge batch`: the verb of `bridge.batch`; must never do its work."""
+"""`qbridge batch`: `bridge.batch` as a command."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from bridge.arguments import Debug, Json, Quiet, byte_count
-from bridge.errors import BatchError
-from bridge.terminal import BELOW, FAILED, Exit, session
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from bridge.batches.result import BatchReport
-    from bridge.terminal import Terminal
+from bridge.cli.arguments import Debug, Json, Quiet, epilog
+from bridge.cli.terminal import BELOW, FAILED, Exit, Terminal, session
+from bridge.core.errors import BatchError
+from bridge.core.progress import no_progress
+from bridge.core.text import byte_count, number
 
 EXITS = "Exit codes: 0 every row done, 1 a row failed, 2 usage, 3 all written but parity of a row below its threshold."
+EPILOG = epilog("qbridge batch models.toml --workers 4 --memory 32GB", EXITS)
 
 
 def batch(
     manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="TOML with [[row]] and [[matrix]] tables")],
-    only: Annotated[list[str] | None, typer.Option(help="names of rows, or globs; again for more")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="name of a row, or a glob; may be repeated")] = None,
     engine: Annotated[str | None, typer.Option(help="local, or ray for a cluster; default: the manifest's")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="rows at once; default: one a core")] = None,
-    memory: Annotated[str | None, typer.Option(help="for all rows together: 16GB; default: what is free")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="rows at the same time; default: one per core")] = None,
+    memory: Annotated[str | None, typer.Option(help="for all rows together: 16GB; default: free memory")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="plan every row, write nothing")] = False,
-    strict: Annotated[bool | None, typer.Option("--strict/--no-strict", help="run none if one row cannot run")] = None,
+    strict: Annotated[
+        bool | None, typer.Option("--strict/--no-strict", help="run no row if one of them cannot run")
+    ] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="run finished rows again, discard leftovers")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -36,46 +35,39 @@ def batch(
 ) -> None:
     """Convert every row of a manifest, several at once.
 
-    A row that fails harms no other. Rows that an earlier run finished are kept.
+    A failed row does not stop the others. Rows that an earlier run finished are kept.
     """
-    with session(debug=debug, quiet=quiet or not dry_run) as terminal:  # the table of a run has its own bars
-        from bridge.batches.manifest import read_manifest
-        from bridge.batches.run import Asked, run
+    with session(debug=debug, quiet=quiet or not dry_run) as terminal:  # a run's table has its own bars
+        from bridge.workflows.batch.manifest.read import read_manifest
+        from bridge.workflows.batch.run import Asked, run
+        from bridge.workflows.batch.values import line
 
-        asked = Asked(engine, workers, byte_count(memory), dry_run, not no_resume, strict, tuple(only or ()))
-        terminal.progress(0, 0, "plan")  # rows that calibrate load a tokenizer, and torch with it
-        with _audience(terminal, quiet or as_json or dry_run) as audience:
-            report = run(read_manifest(manifest), asked, audience)
+        limit = None if memory is None else byte_count(memory)
+        asked = Asked(engine, workers, limit, dry_run, not no_resume, strict, tuple(only or ()))
+        terminal.progress(0, 0, "plan")  # rows that calibrate load a tokenizer, which imports torch
+        with _observer(terminal, quiet or as_json or dry_run) as observer:
+            report = run(read_manifest(manifest), asked, observer)
         if as_json:
             terminal.print(report.to_json())
         elif not quiet:
             terminal.print(report)
-        elif report.failed:
-            raise BatchError(_failures(report))
+        elif report.failed:  # nothing else is printed
+            head = f"{len(report.failed)} of {number(len(report.rows), 'row')} failed"
+            raise BatchError("\n  ".join([head, *(line(outcome, whole=True) for outcome in report.failures)]))
         if report.failed:
             raise Exit(FAILED)
         if report.below:
             raise Exit(BELOW)
 
 
-def _failures(report: BatchReport) -> str:
-    """What stderr gets where nothing else is printed."""
-    from bridge.batches.watching import line
-    from bridge.errors import number
-
-    lines = [line(outcome, whole=True) for outcome in report.failures]
-    return "\n  ".join([f"{len(report.failed)} of {number(len(report.rows), 'row')} failed", *lines])
-
-
-def _audience(terminal: Terminal, silent: bool) -> AbstractContextManager[Any]:
-    """A table on a terminal, lines in a log, nobody where nothing but the result is to be printed."""
-    from bridge.batches.watching import Counted, Lines
-    from bridge.progress import quiet
+def _observer(terminal: Terminal, silent: bool) -> AbstractContextManager[Any]:
+    """A live table on a terminal, lines in a log; with `silent` nothing."""
+    from bridge.workflows.batch.audience import Counted, Lines
 
     if silent:
-        return nullcontext(Counted(quiet))
+        return nullcontext(Counted(no_progress))
     if not terminal.out.is_terminal:
         return nullcontext(Lines(terminal.print))
-    from bridge.batches.table import Table
+    from bridge.workflows.batch.live_table import Table
 
     return Table(terminal.out)

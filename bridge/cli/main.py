@@ -1,45 +1,49 @@
-"""The command line: the verbs of `bridge.api` by the same names, targets' options as flags; must never do their work.
+"""The verbs of `bridge.api.verbs` as commands, with the targets' options as flags.
 
-Importing this reads the targets' option tables and nothing else: `qbridge --help` is part of how a tool feels.
+Importing this module reads only the targets' option tables, so that `qbridge --help` answers at once.
 """
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import bridge
-from bridge.arguments import (
+from bridge.cli import batch, golden, sensitivity
+from bridge.cli.arguments import (
     Config,
     Data,
     Debug,
     Device,
+    Field,
     Json,
     Kv,
     Model,
-    Paths,
     Quant,
     Quiet,
+    Samples,
+    Sequence,
     Target,
+    TargetCommand,
     Tokenizer,
-    What,
-    byte_count,
+    Verbose,
+    Written,
+    epilog,
     print_json,
     takes_target_options,
-)  # fmt: skip
-from bridge.commands import batch, golden, sensitivity
-from bridge.errors import number
-from bridge.terminal import BELOW, FAILED, Exit, Terminal, guarded, keep_pages, load_kernels, open_streams, session
-
-if TYPE_CHECKING:
-    from bridge.report import Report
+)
+from bridge.cli.terminal import FAILED, Exit, guarded, open_streams, session
+from bridge.core.machine import keep_pages
+from bridge.core.text import byte_count, number
+from bridge.quant.codec.warm_up import load_kernels
 
 # rich's markup costs 0.12 s of every --help; typer's own tracebacks would hide ours
 app = typer.Typer(
     name="qbridge",
-    help="Trained models, quantized, onto inference runtimes: planned first, streamed, proved.",
+    help="Convert and quantize trained models for inference runtimes.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -61,18 +65,18 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
-    """Take the options that belong to no verb; their callbacks have done what they ask for."""
+    """Take the options that belong to no verb; their callbacks do the work."""
 
 
 def main() -> None:
-    """Run the verb that the command line names; `bridge.__main__` is where the console command begins."""
+    """Run the verb; `bridge.__main__` is the entry point of the console command."""
     open_streams()
     with guarded():
         keep_pages()
         app()
 
 
-@app.command(epilog=EXITS)
+@app.command(cls=TargetCommand, epilog=epilog("qbridge convert meta-llama/Llama-3.1-8B --target hf --quant fp8", EXITS))
 @takes_target_options
 def convert(
     model: Model,
@@ -80,34 +84,42 @@ def convert(
     options: dict[str, Any],
     quant: Quant = None,
     out: Annotated[str | None, typer.Option(help="directory or address to write; default: MODEL-SCHEME-TARGET")] = None,
-    calib: Annotated[str | None, typer.Option(help="a saved calibration, or data as `calibrate` takes it")] = None,
+    calib: Annotated[str | None, typer.Option(help="a saved calibration")] = None,
+    data: Data = None,
+    samples: Samples = None,
+    sequence: Sequence = None,
+    field: Field = None,
     kv: Kv = None,
     device: Device = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="discard what a killed run left")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not re-read and run what was written")] = False,
+    verbose: Verbose = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not re-read and run the output")] = False,
     memory: Annotated[str | None, typer.Option(help="byte budget of the stream: 2GB, 512MiB")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a model to what the target loads.
+    """Convert a model to the target's format.
 
-    The output appears whole or not at all.
+    A partial output is never published.
     """
     with session(debug=debug, quiet=quiet) as terminal:
+        from bridge.reporting.report import report_table
+
         load_kernels()
         report = bridge.convert(
-            model, target, quant, out, calib=calib, kv=kv, device=device, config=config, tokenizer=tokenizer,
-            verify=not no_verify, overwrite=overwrite, resume=not no_resume, progress=terminal.progress,
-            memory=byte_count(memory), **options,
+            model, target, quant, out, calib=calib, data=data, samples=samples, sequence=sequence, field=field, kv=kv,
+            device=device, config=config, tokenizer=tokenizer, verify=not no_verify, overwrite=overwrite,
+            resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
+            **options,
         )  # fmt: skip
-        _finish(terminal, report, as_json, quiet)
+        terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
 
-@app.command()
+@app.command(cls=TargetCommand, epilog=epilog("qbridge plan meta-llama/Llama-3.1-8B --target trt --quant nvfp4"))
 @takes_target_options
 def plan(
     model: Model,
@@ -116,7 +128,7 @@ def plan(
     quant: Quant = None,
     kv: Kv = None,
     config: Config = None,
-    every: Annotated[bool, typer.Option("--all", help="one line a tensor instead of one a kind of layer")] = False,
+    every: Annotated[bool, typer.Option("--all", help="one line per tensor instead of one per kind of layer")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -125,29 +137,31 @@ def plan(
     Every tensor with its shape, dtype, bytes and expression; what stays unquantized and why; memory and disk.
     """
     with session(debug=debug) as terminal:
-        terminal.progress(0, 0, "plan")  # torch alone takes seconds where an architecture has no table
-        made = bridge.plan(model, target, quant, kv=kv, config=config, **options)
+        terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
+        result = bridge.plan(model, target, quant, kv=kv, config=config, **options)
         if as_json:
-            print_json(terminal, {**made.to_dict(), "digest": made.digest})
+            print_json(terminal, {**result.to_dict(), "digest": result.digest})
             return
-        from bridge.show import plan_table
+        from bridge.reporting.plan_table import plan_table
 
-        terminal.print(plan_table(made, every))
+        terminal.print(plan_table(result, every))
 
 
-@app.command()
+@app.command(epilog=epilog("qbridge calibrate MODEL --quant fp8 --out fp8.safetensors"))
 def calibrate(
     model: Model,
-    quant: Annotated[str, typer.Option(help="a scheme (`qbridge show schemes`) or a recipe's path")],
+    quant: Annotated[str, typer.Option(help="scheme name (`qbridge show schemes`) or recipe file")],
     out: Annotated[Path, typer.Option(help="file to write: NAME.safetensors")],
     data: Data = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="how many sequences")] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, help="tokens of each")] = None,
+    samples: Samples = None,
+    sequence: Sequence = None,
+    field: Field = None,
     kv: Kv = None,
     device: Device = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
+    verbose: Verbose = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -156,39 +170,49 @@ def calibrate(
     One calibration serves every target.
     """
     with session(debug=debug, quiet=quiet) as terminal:
-        from bridge.output import check_file_free
+        from bridge.core.output.directory import check_file_free
 
         check_file_free(out, overwrite, "a calibration", ".safetensors")
-        made = bridge.calibrate(
+        calibration = bridge.calibrate(
             model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, samples=samples,
-            sequence=sequence, progress=terminal.progress,
+            sequence=sequence, field=field, progress=terminal.progress,
         )  # fmt: skip
-        made.save(out)
+        calibration.save(out)
         if not quiet:
-            from bridge.describe import calibration_table
+            from bridge.cli.show import calibration_table
+            from bridge.reporting.columns import line
 
-            terminal.print(calibration_table(made), f"written: {out}")
+            words = ["qbridge", "convert", model, "--target", "hf", "--quant", quant, "--calib", str(out)]
+            given = {"--kv": kv, "--config": config, "--tokenizer": tokenizer}
+            words += [word for flag, value in given.items() if value for word in (flag, value)]
+            result = [calibration_table(calibration)] if verbose else calibration.lines()
+            terminal.print(*result, line("written", str(out)), line("next", shlex.join(words)))
 
 
-@app.command(epilog=EXITS)
+@app.command(epilog=epilog("qbridge verify llama-fp8 --against meta-llama/Llama-3.1-8B", EXITS))
 def verify(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")],
-    against: Annotated[str, typer.Option(help="the model it was made from: a directory or a hub id")],
+    out: Written,
+    against: Annotated[str, typer.Option(help="the model it was made from: a directory, a hub id or an address")],
     data: Data = None,
     tokenizer: Tokenizer = None,
     as_json: Json = False,
+    verbose: Verbose = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Compare a written model with its source, and run it."""
+    """Compare a written model with its source and run it."""
     with session(debug=debug, quiet=quiet) as terminal:
+        from bridge.reporting.report import report_table
+
         report = bridge.verify(out, against, data=data, tokenizer=tokenizer, progress=terminal.progress)
-        _finish(terminal, report, as_json, quiet)
+        terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
 
-@app.command()
+@app.command(epilog=epilog("qbridge check llama-fp8 recipe.toml"))
 def check(
-    paths: Paths = None,
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH]...", help="written models, .onnx files, recipes, tables")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -197,12 +221,9 @@ def check(
     Exits with 1 if anything is wrong.
     """
     with session(debug=debug, quiet=True) as terminal:
-        from bridge.describe import Problem, check_path
+        from bridge.cli.check import Problem, check_paths
 
-        if paths:
-            problems = [Problem(f"{path}: {text}", fatal) for path in paths for text, fatal in check_path(path)]
-        else:
-            problems = [Problem(line) for line in bridge.check()]
+        problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
         if as_json:
             print_json(terminal, [problem._asdict() for problem in problems])
         else:
@@ -213,17 +234,24 @@ def check(
             raise Exit(FAILED)
 
 
-@app.command()
+@app.command(epilog=epilog("qbridge show schemes"))
 def show(
-    what: What,
-    every: Annotated[bool, typer.Option("--all", help="one line a tensor; every spelling of a dialect")] = False,
-    dialect: Annotated[str | None, typer.Option(help="a dialect, as megatron: beside an architecture's table")] = None,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT", help="schemes, targets or architectures; a scheme, table, written model or calibration"
+        ),
+    ],
+    every: Annotated[bool, typer.Option("--all", help="one line per tensor; every spelling of a dialect")] = False,
+    dialect: Annotated[
+        str | None, typer.Option(help="a dialect, such as megatron, to show next to an architecture's table")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a list, a scheme, an architecture's table, a written model, a calibration."""
+    """Show a scheme, table, written model or calibration."""
     with session(debug=debug, quiet=True) as terminal:
-        from bridge.describe import describe
+        from bridge.cli.show import describe
 
         data, tables = describe(what, every, dialect)
         if as_json:
@@ -233,18 +261,5 @@ def show(
 
 
 app.add_typer(golden.app, name="golden")
-app.command()(sensitivity.sensitivity)
-app.command(epilog=batch.EXITS)(batch.batch)
-
-
-def _finish(terminal: Terminal, report: Report, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        terminal.print(report.to_json())
-    elif not quiet:
-        terminal.print(report)
-    if not report.passed:
-        raise Exit(BELOW)
-
-
-if __name__ == "__main__":
-    main()
+app.command(epilog=sensitivity.EPILOG)(sensitivity.sensitivity)
+app.command(epilog=batch.EPILOG)(batch.batch)

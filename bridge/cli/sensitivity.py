@@ -1,4 +1,4 @@
-"""`qbridge sensitivity`: the verb of `bridge.sensitivity`; must never do its work."""
+"""`qbridge sensitivity`: `bridge.sensitivity` as a command."""
 
 from __future__ import annotations
 
@@ -7,25 +7,42 @@ from typing import Annotated
 
 import typer
 
-from bridge.arguments import Config, Data, Debug, Device, Json, Kv, Model, Quiet, Tokenizer
-from bridge.errors import UsageError
-from bridge.terminal import session
+from bridge.cli.arguments import (
+    Config,
+    Data,
+    Debug,
+    Device,
+    Field,
+    Json,
+    Kv,
+    Model,
+    Quiet,
+    Samples,
+    Sequence,
+    Tokenizer,
+    epilog,
+)
+from bridge.cli.terminal import session
+from bridge.core.errors import UsageError
+
+EPILOG = epilog("qbridge sensitivity MODEL --quant int4_awq --budget 4.5bits")
 
 
 def sensitivity(
     model: Model,
-    quant: Annotated[str, typer.Option(help="the scheme, or a recipe's path, that layers are taken out of")],
+    quant: Annotated[str, typer.Option(help="scheme name or recipe file whose layers are ranked")],
     data: Data = None,
     budget: Annotated[
-        str | None, typer.Option(help="6.5bits a weight on average, 7GB of weights, or kl=0.01 nats a token")
+        str | None, typer.Option(help="6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token")
     ] = None,
-    fallback: Annotated[str | None, typer.Option(help="scheme of layers taken out; default: unquantized")] = None,
-    method: Annotated[str, typer.Option(help="kl: a run for each layer; modelopt: its gradient scores, in one")] = "kl",
+    fallback: Annotated[str | None, typer.Option(help="scheme of excluded layers; default: unquantized")] = None,
+    method: Annotated[
+        str, typer.Option(help="kl: one run per layer; modelopt: ModelOpt's gradient scores, in one run")
+    ] = "kl",
     out: Annotated[Path | None, typer.Option(help="recipe to write: NAME.toml, for --quant of the other verbs")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="how many sequences calibrate; an eighth more measure")
-    ] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, help="tokens of each")] = None,
+    samples: Samples = None,
+    sequence: Sequence = None,
+    field: Field = None,
     kv: Kv = None,
     device: Device = None,
     config: Config = None,
@@ -35,26 +52,26 @@ def sensitivity(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Rank layers by what quantizing each alone costs.
+    """Rank layers by the cost of quantizing each one alone.
 
     The cost is the divergence of the model's output distribution on held-out text. With a budget, layers that cost much
-    for their bytes are left out of the scheme, and a recipe says so.
+    for their bytes are excluded from the scheme by a recipe.
     """
     with session(debug=debug, quiet=quiet) as terminal:
-        from bridge.costs.run import sensitivity as run
-        from bridge.output import check_file_free
+        from bridge.core.output.directory import check_file_free
+        from bridge.workflows.sensitivity.run import sensitivity as run
 
         if out is not None:
             if budget is None:
-                raise UsageError(f"--out {out}: a recipe needs --budget, say 6.5bits or kl=0.01")
+                raise UsageError(f"--out {out}: a recipe needs --budget, for example 6.5bits or kl=0.01")
             check_file_free(out, overwrite, "a recipe", ".toml")
-        found = run(
+        result = run(
             model, quant, data, budget=budget, fallback=fallback, method=method, kv=kv, device=device, config=config,
-            tokenizer=tokenizer, samples=samples, sequence=sequence, progress=terminal.progress,
+            tokenizer=tokenizer, samples=samples, sequence=sequence, field=field, progress=terminal.progress,
         )  # fmt: skip
         if out is not None:
-            found.save(out, overwrite)
+            result.save(out, overwrite)
         if as_json:
-            terminal.print(found.to_json())
+            terminal.print(result.to_json())
         elif not quiet:
-            terminal.print(found, *([f"written: {out}"] if out else []))
+            terminal.print(result, *([f"written: {out}"] if out else []))

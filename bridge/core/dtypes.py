@@ -1,7 +1,7 @@
-"""The dtypes of tensors, in one table: our name (torch's), bits, safetensors' code, ONNX's code, NumPy's storage.
+"""The table of dtypes: bits, and codes of torch, safetensors, ONNX, NumPy.
 
-Tensors travel as NumPy arrays of *bits*: bfloat16 as uint16, fp8 as uint8, 4-bit types packed two to a byte (low
-nibble first) as uint8. So no framework and no `ml_dtypes` is needed to move them.
+Tensors are NumPy arrays of *bits*: bfloat16 as uint16, fp8 as uint8, 4-bit types packed two to a byte (low nibble
+first) as uint8. So neither a framework nor `ml_dtypes` is needed to move them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge.errors import UsageError, nearest
+from bridge.core.errors import UsageError
+from bridge.core.text import nearest
 
 if TYPE_CHECKING:
     import numpy as np
+
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}  # relative error of one rounding
 
 
 @dataclass(frozen=True)
 class DType:
     name: str
     bits: int
-    safetensors: str  # 4-bit types have no code of their own in use: they are stored as U8, two to a byte
+    safetensors: str  # 4-bit types have no code in use: they are stored as U8, two to a byte
     onnx: int  # TensorProto.DataType
     storage: str  # NumPy dtype that holds the bits
     floating: bool
@@ -48,29 +51,30 @@ _TABLE = (
 )  # fmt: skip
 
 DTYPES = {d.name: d for d in _TABLE}
-FLOATS = ("float32", "float16", "bfloat16")  # what models compute in
+FLOATING = tuple(d.name for d in _TABLE if d.floating)
+FLOATS = ("float32", "float16", "bfloat16")  # dtypes that models compute in
 FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 
 
 def dtype(name: object) -> DType:
     """Return the row of `name` (`float16`, or short: `fp16`; `torch.float16`); UsageError names the known ones."""
-    said = dtype_word(name)
-    found = DTYPES.get(SHORT.get(said, said))
-    if found is None:
-        raise UsageError(f"dtype {said!r} is unknown; {nearest(said, [*DTYPES, *SHORT])}")
-    return found
+    word = dtype_word(name)
+    row = DTYPES.get(SHORT.get(word, word))
+    if row is None:
+        raise UsageError(f"dtype {word!r} is unknown; {nearest(word, [*DTYPES, *SHORT])}")
+    return row
 
 
 def dtype_word(given: object) -> str:
-    """What a dtype is called: a string, or a dtype of torch, NumPy or Tripy.
+    """Return the name of a dtype: a string, or a dtype of torch, NumPy or Tripy.
 
     >>> import numpy
     >>> dtype_word("fp16"), dtype_word("torch.float16"), dtype_word(numpy.float16), dtype_word(numpy.dtype("float16"))
     ('fp16', 'float16', 'float16', 'float16')
     """
-    said = given if isinstance(given, str) else getattr(given, "name", getattr(given, "__name__", given))
-    return str(said).removeprefix("torch.")
+    name = given if isinstance(given, str) else getattr(given, "name", getattr(given, "__name__", given))
+    return str(name).removeprefix("torch.")
 
 
 def to_float32(bits: np.ndarray, name: str) -> np.ndarray:

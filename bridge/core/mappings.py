@@ -1,8 +1,8 @@
-"""Finds and reads the TOML files of `mappings/`, and knows the line of a row; must never interpret a row.
+"""Find and read the TOML files of `mappings/`.
 
-A third party adds files through the entry point group `bridge.mappings`: a package, or a module, in whose directory lie
-`arch/*.toml`, `dialects/*.toml` or `schemes/*.toml`. Nothing of it is run. Names of ours come first; whoever lists all
-of them is told of a name that stands twice.
+Messages have their line numbers. A third party adds files through the entry point group `bridge.mappings`: a package or
+a module whose directory has `arch/*.toml`, `dialects/*.toml` or `schemes/*.toml`. Nothing of it is run. Our names come
+first; listing all files reports a name that occurs twice.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import TableError, nearest
-from bridge.toml_data import parse_toml
+from bridge.core.errors import TableError
+from bridge.core.parsing import parse_toml
+from bridge.core.text import nearest
 
 KINDS = ("arch", "dialects", "schemes")
 _HEADER = re.compile(r"\s*\[([^\[].*)\]\s*(?:#.*)?$")
@@ -32,64 +33,62 @@ def mappings() -> Path:
 
 
 def table_files(kind: str) -> list[Path]:
-    """Return every file of `arch`, `dialects` or `schemes`, by name; TableError where two have one name."""
-    found: dict[str, Path] = {}
+    """Return every file of `arch`, `dialects` or `schemes`, by name; TableError if two have the same name."""
+    files: dict[str, Path] = {}
     for path in (*own_files(kind), *added_files(kind)):
-        if path.stem in found:
-            raise TableError(
-                f"{path}: {kind} {path.stem!r} is {shown(found[path.stem])} already; rename one of the two"
-            )
-        found[path.stem] = path
-    return [found[name] for name in sorted(found)]
+        first = files.setdefault(path.stem, path)
+        if first is not path:
+            raise TableError(f"{path}: {kind} {path.stem!r} is {shown(first)} already; rename one of the two")
+    return [files[name] for name in sorted(files)]
 
 
 def find_table_file(kind: str, name: str) -> Path | None:
-    """Return the file of that name, ours before others; None where there is none."""
-    # looked up in the list, never joined to a path: a recipe says the name, and it may be no name of a file
+    """Return the file of that name, ours before others; None without one."""
+    # looked up in the list, never joined to a path: the name comes from a recipe and may not be a file name
     own = next((path for path in own_files(kind) if path.stem == name), None)
     return own or next((path for path in table_files(kind) if path.stem == name), None)
 
 
 def own_files(kind: str) -> list[Path]:
-    """Return the files that ship, sorted."""
+    """Return the files of this package, sorted."""
     return sorted((mappings() / kind).glob("*.toml"))
 
 
 def added_files(kind: str) -> Iterator[Path]:
-    """Yield the files of third parties by their entry points; looks for none before the first is asked for."""
+    """Yield the files of third parties by their entry points, which are looked up with the first file."""
     for directory in _added():
         yield from sorted((directory / kind).glob("*.toml"))
 
 
 @cache
 def _added() -> tuple[Path, ...]:
-    """Directories of third parties: looked up once, since that reads the metadata of every installed package (8 ms)."""
-    found: list[Path] = []
+    """Return the directories of third parties, cached: a look reads the metadata of every installed package (8 ms)."""
+    directories: list[Path] = []
     for point in sorted(entry_points(group="bridge.mappings"), key=lambda point: point.name):
-        said = f"entry point {point.name} = {point.value!r} of bridge.mappings"
+        where = f"entry point {point.name} = {point.value!r} of bridge.mappings"
         try:
             spec = find_spec(point.value)
         except (ImportError, ValueError) as error:
-            raise TableError(f"{said}: {error}") from error
+            raise TableError(f"{where}: {error}") from error
         if spec is None:
-            raise TableError(f"{said}: no module of that name is installed")
+            raise TableError(f"{where}: no module of that name is installed")
         places = [*map(Path, spec.submodule_search_locations or ())] or [Path(spec.origin or "").parent]
         if not any((place / kind).is_dir() for place in places for kind in KINDS):
-            raise TableError(f"{said}: {', '.join(map(str, places))} holds none of {', '.join(KINDS)}")
-        found += places
-    return tuple(found)
+            raise TableError(f"{where}: {', '.join(map(str, places))} holds none of {', '.join(KINDS)}")
+        directories += places
+    return tuple(directories)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands, for messages: file, line and the row as written."""
+    """The place of a row, for messages: file, line and the row as written."""
 
     file: str
     line: int
     row: str
 
     def error(self, what: str, *, inputs: Iterable[str] = (), hint: str = "") -> TableError:
-        """Return the TableError about this row; nothing is raised here."""
+        """Return a TableError about this row."""
         lines = [f"{self.file}:{self.line}: {what}", f"  row    {self.row}"]
         lines += [f"  input  {text}" for text in inputs]
         return TableError("\n".join([*lines, *([f"  hint   {hint}"] if hint else [])]))
@@ -97,7 +96,7 @@ class Place:
 
 @dataclass(frozen=True)
 class TableFile:
-    """One TOML file: its name for messages, its text, its data, and the line of every header and key."""
+    """One TOML file: its name for messages, text, data, and the line of every header and key."""
 
     name: str
     text: str
@@ -114,34 +113,34 @@ class TableFile:
         return Place(self.name, self.lines.get((_unquoted(section), ""), 1), f"[{section}]")
 
     def known_keys(self, known: Iterable[str]) -> None:
-        """Raise TableError when a top-level key is none of `known`."""
+        """TableError for a top-level key that is not in `known`."""
         for key in self.data:
             if key not in (names := set(known)):
                 raise self.place("", key).error(f"unknown key `{key}`", hint=nearest(key, names))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a section, named as its header is; empty where there is none. TableError where it is no section."""
-        found: Any = self.data
+        """Return a section by its header; empty if absent. TableError if it is not a section."""
+        section: Any = self.data
         for word in name.split("."):
-            found = found.get(word, {})
-            if not isinstance(found, dict):
+            section = section.get(word, {})
+            if not isinstance(section, dict):
                 raise self.place("", word).error(f"`{name}` is a section", hint=f"[{name}]")
-        return dict(found)
+        return dict(section)
 
     def texts(self, name: str) -> dict[str, str]:
         """Return a section whose values are strings."""
-        found = self.section(name)
-        for key, value in found.items():
+        section = self.section(name)
+        for key, value in section.items():
             if not isinstance(value, str):
                 raise self.place(name, key).error(f"a value of [{name}] is a string, not {value!r}")
-        return found
+        return section
 
     def words(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings that stands before the first header; empty where there is none."""
-        found = self.data.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        """Return a list of strings before the first header; empty if absent."""
+        words = self.data.get(key, [])
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise self.place("", key).error(f"`{key}` is a list of strings", hint=f'{key} = ["..."]')
-        return tuple(found)
+        return tuple(words)
 
 
 def read_table(path: Path) -> TableFile:
@@ -154,17 +153,17 @@ def read_table(path: Path) -> TableFile:
 
 
 def shown(path: Path) -> str:
-    """Return what messages call a file: ours without the directory where it is installed."""
+    """Return a file's name for messages: ours without the installation directory."""
     own = path.is_relative_to(mappings())
     return f"mappings/{path.relative_to(mappings()).as_posix()}" if own else str(path)
 
 
 def parse_table(text: str, name: str) -> TableFile:
-    """Parse the text of a table; a duplicate row is a parse error of TOML and becomes a TableError."""
+    """Parse the text of a table; a duplicate row is a TOML error and becomes a TableError."""
     try:
         data = parse_toml(text)
     except ValueError as error:
-        raise TableError(f"{name}: not valid TOML (a row that stands twice is not, either): {error}") from error
+        raise TableError(f"{name}: not valid TOML (duplicate rows are not valid either): {error}") from error
     lines: dict[tuple[str, str], int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):

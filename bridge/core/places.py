@@ -1,83 +1,70 @@
-"""Addresses of remote files, and how they are shown: no password, key or signature ever reaches a message or a file."""
+"""Addresses and paths as text: recognize, shorten and check them, without access."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from pathlib import Path
 from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
 
-from bridge.errors import UsageError
+from bridge.core.errors import UsageError
 
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 WEB = ("http", "https")
-UNTOLD = "..."  # in place of a server that cannot be told from a password
+UNTOLD = "..."  # in place of a server that cannot be separated from a password
 ALIASES = {"s3a": "s3", "gcs": "gs"}  # of one store
-HERE = ("quant", "calib", "data", "config", "tokenizer")  # words for what is read from a path alone
-ELSEWHERE = "only a model and an output may lie at an address; download it, and give its path"
+HERE = ("quant", "calib", "data", "config", "tokenizer")  # arguments that must be local paths
+ELSEWHERE = "only a model and an output may be at an address; download it, and give its path"
+
+SHOWN = 60  # characters of a refused path in a message
 
 
-class Look(NamedTuple):
-    """What a store says of a file: `tag` changes with its content, `ranges` is whether parts of it are served.
-
-    `head`: its first bytes, as far as they came with the answer.
-    """
-
-    nbytes: int
-    tag: str
-    head: bytes = b""
-    ranges: bool = True
-
-
-class Address(Protocol):
-    """Where the bytes of one file are asked for."""
-
-    @property
-    def where(self) -> str:
-        """What messages call the file."""
-
-    @property
-    def hint(self) -> str:
-        """What to do where the server refuses."""
-
-    def request(self) -> tuple[str, Mapping[str, str]]:
-        """URL and headers of a request made now: what is signed is signed for a while only."""
-
-    def moved(self, url: str) -> None:
-        """The server sent on to `url`, which answers for a while."""
-
-    def refused(self, url: str) -> bool:
-        """Take note that a request to `url`, which many may share, was refused; True where another may answer now."""
+def check_length(place: object) -> None:
+    """UsageError if `place` is longer than a path of the system may be."""
+    if not isinstance(place, str | Path) or is_remote(place):
+        return
+    try:
+        os.lstat(place)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            text = str(place)
+            raise UsageError(
+                f"{text[:SHOWN]}...: {len(text):,} characters are too long for a path here, or for a name in one; most "
+                "systems take 4,095 bytes and 255. Give a shorter one"
+            ) from error
+    except ValueError:  # a zero byte, half a character: reported later as a path that does not exist
+        return
 
 
 def is_remote(place: object) -> bool:
-    """Tell whether a user's word for a place is an address, not a path or a hub id."""
+    """Whether a user's text is an address, not a path or a hub id."""
     return isinstance(place, str) and SCHEME.match(place) is not None
 
 
 def scheme_of(url: str) -> str:
-    """The part before `://`."""
+    """Return the part before `://`."""
     return url.partition("://")[0].lower()
 
 
 def shown(url: str) -> str:
-    """An address without user, password, query and fragment, and without a slash at its end; never raises.
+    """Return an address without user, password, query, fragment and final slash; never raises.
 
     >>> shown("https://me:secret@host/models/a/?X-Amz-Signature=1")
     'https://host/models/a'
     """
     scheme, rest = scheme_of(url), re.split(r"[?#]", url.partition("://")[2], maxsplit=1)[0]
-    if scheme != "hf":  # where what follows @ is a revision
+    if scheme != "hf":  # there @ begins a revision
         server, slash, path = rest.partition("/")
         server = server.rpartition("@")[2]
         if scheme in WEB and not re.fullmatch(r"[^:]*(:\d*)?|\[.*", server):
-            return f"{scheme}://{UNTOLD}"  # a password with a slash in it, say
+            return f"{scheme}://{UNTOLD}"  # for example a password with a slash
         rest = f"{server}{slash}{path}"
     return f"{scheme}://{rest.rstrip('/')}"
 
 
 def store_of(url: str) -> str:
-    """The scheme of an address, one for each store.
+    """Return the scheme of an address without aliases.
 
     >>> store_of("s3a://bucket/a"), store_of("https://host/a")
     ('s3', 'https')
@@ -86,7 +73,7 @@ def store_of(url: str) -> str:
 
 
 def server_of(url: str) -> str:
-    """The server, or the bucket, that an address is asked of; "" where it is no address, or none can be told.
+    """Return the server or bucket of an address; "" if it is not an address or has no clear server.
 
     >>> server_of("https://me:secret@Host:8080/models/a"), server_of("s3a://bucket/a"), server_of("hf://org/name")
     ('https://host:8080', 's3://bucket', 'hf://')
@@ -102,15 +89,15 @@ def server_of(url: str) -> str:
 
 
 def check_here(**places: object) -> None:
-    """UsageError where the place of one of the words `HERE` is an address; said by the word's name."""
+    """UsageError if an argument of `HERE` is an address; the message names the argument."""
     for word, place in places.items():
-        assert word in HERE, f"{word} is no word for what is read from a path alone"
+        assert word in HERE, f"{word} is not an argument for a local path"
         if is_remote(place):
             raise UsageError(f"{word}={shown(str(place))}: {ELSEWHERE}")
 
 
 def checked(url: str) -> str:
-    """The address, its scheme in small letters and the rest spelled as servers take it; UsageError where it is none."""
+    """Return the address with a lower-case scheme and the rest encoded for servers; UsageError if it is invalid."""
     url = f"{scheme_of(url)}://{url.partition('://')[2]}"
     try:
         parts = urlsplit(url)
@@ -118,15 +105,15 @@ def checked(url: str) -> str:
             raise ValueError("nothing follows ://")
         return url if parts.scheme not in WEB else urlunsplit(spelled(parts))
     except ValueError as error:
-        why = re.split(r" as '| '|\"", str(error), maxsplit=1)[0]  # what is quoted may be a part of a password
+        why = re.split(r" as '| '|\"", str(error), maxsplit=1)[0]  # the quoted text may be a part of a password
         raise UsageError(
-            f"{shown(url)}: no address ({why}); write scheme://server/directory, and in a password %2F for /, "
+            f"{shown(url)}: not an address ({why}); write scheme://server/directory, and in a password %2F for /, "
             "%3A for :, %40 for @"
         ) from None
 
 
 def spelled(parts: SplitResult) -> SplitResult:
-    """An address of the web as servers take it; ValueError where none can be asked for it."""
+    """Return an http address encoded for servers; ValueError if it has no valid server."""
     try:
         host = (parts.hostname or "").encode("idna").decode()
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""What is wrong with a manifest or a recipe, collected, so that all of it is told at once; must never raise it."""
+"""Collect the problems of a manifest or a recipe for one message."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.errors import BridgeError, first_of
+from bridge.core.errors import BridgeError
+from bridge.core.text import first_of
 
 SHOWN = 3  # places that a problem names
-MOST = 100  # kinds of problems that are looked for
-MOST_PLACES = 3000  # and problems
+MAX_KINDS = 100  # kinds of problems that are looked for
+MAX_PLACES = 3000  # problems that are looked for
 ENOUGH = "these problems are enough; what follows was not looked at"
 
 
 @dataclass
 class Problems:
-    """`found`: what is wrong -> where, "" for a place that the text names itself. `places`: of all of them."""
+    """`found`: problem -> its places, "" if the text names the place. `places`: the count of all places."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
     places: int = 0
@@ -26,16 +27,16 @@ class Problems:
 
     @property
     def enough(self) -> bool:
-        """Whether nobody reads more."""
-        return len(self) >= MOST or self.places >= MOST_PLACES
+        """Whether a reader has seen enough problems."""
+        return len(self) >= MAX_KINDS or self.places >= MAX_PLACES
 
     def add(self, text: str, where: str = "") -> None:
-        """Note what is wrong."""
+        """Add a problem."""
         self.places += 1
         self.found.setdefault(text, []).append(where)
 
     def take(self, make: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
-        """What `make` returns; None where it raises, which is noted."""
+        """Return the result of `make`; None if it raises, which is added."""
         try:
             return make(*arguments)
         except BridgeError as error:
@@ -43,9 +44,6 @@ class Problems:
             return None
 
     def lines(self) -> list[str]:
-        """One line for each text, after the places that it holds for."""
-        return [_line(text, [*dict.fromkeys(filter(None, where))]) for text, where in self.found.items()]
-
-
-def _line(text: str, where: list[str]) -> str:
-    return f"{first_of(where, SHOWN)}: {text}" if where else text
+        """Return one line for each problem, after its places."""
+        named = {text: [*dict.fromkeys(filter(None, where))] for text, where in self.found.items()}
+        return [f"{first_of(where, SHOWN)}: {text}" if where else text for text, where in named.items()]

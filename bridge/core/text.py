@@ -1,121 +1,44 @@
-"""Every error a user can meet: one base class, one class per stage, one shape of message.
+"""Text for messages.
 
-A message says where, what, why and what to do, the user's row or call first. Raise before work begins; `assert`
-is for our own mistakes only.
+Lists, numbers, sizes, folded layer names, the nearest known word.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
-LONGEST = 16_384  # characters of a message: names come from files, and one may be as long as its file
-NAMED = 100  # characters of a name that are compared with others: difflib takes their product
-COMPONENTS = 32  # of a name that is folded; each is a pass over all names
+from bridge.core.errors import SourceError, UsageError
 
+T = TypeVar("T")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
-class BridgeError(Exception):
-    """Base of all errors that are the input's fault; `exit_code` is what the command line returns."""
-
-    exit_code = 1
-
-    def __str__(self) -> str:
-        """The message, fit for a terminal: names in it come from files, and may hold what steers one."""
-        text = super().__str__()
-        shown = text[:LONGEST]
-        if not shown.isprintable():
-            shown = "".join(map(_shown, shown))[:LONGEST]
-        return shown if len(text) <= LONGEST else f"{shown} ... and {len(text) - LONGEST} more characters"
-
-
-def _shown(mark: str) -> str:
-    return mark if mark.isprintable() or mark == "\n" else mark.encode("unicode_escape").decode()
-
-
-class UsageError(BridgeError):
-    """A wrong argument: unknown target, scheme, option or task."""
-
-    exit_code = 2
-
-
-class TableError(BridgeError):
-    """A row, op or dimension in `mappings/` that does not hold together."""
-
-
-class SourceError(BridgeError):
-    """A model that cannot be read as it stands: missing shard, truncated header, Git-LFS pointer, refused pickle."""
-
-
-class SchemeError(BridgeError):
-    """A scheme or recipe that is malformed, matches nothing, or that the target cannot express."""
-
-
-class PlanError(BridgeError):
-    """Source, tables, scheme and target do not fit together; raised before any weight is read."""
-
-
-class CalibrationError(BridgeError):
-    """Calibration data is missing, too short or not finite, or statistics that the scheme needs are absent."""
-
-
-class ExportError(BridgeError):
-    """torch could not export the architecture's graph."""
-
-
-class WriteError(BridgeError):
-    """The output cannot be written: exists already, disk full, in use by another run."""
-
-
-class VerifyError(BridgeError):
-    """The written model cannot be read back or run."""
-
-
-class BatchError(BridgeError):
-    """Rows of a batch that cannot run, together or one of them, told before any of them is started."""
-
-
-class GoldenError(BridgeError):
-    """A golden that is damaged or not one, or that would change without a reason."""
-
-
-class CannotRun(VerifyError):
-    """Nothing is wrong with the model, but this machine cannot run it: no runtime, memory, kernels or data."""
-
-
-def disk_is_full(error: OSError) -> bool:
-    """True where the disk takes no more, or not of this user."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def reason(error: OSError) -> str:
-    """Why the system refused, of a full disk in one way everywhere.
-
-    >>> reason(OSError(errno.EDQUOT, "Disk quota exceeded"))
-    'the disk is full'
-    """
-    return "the disk is full" if disk_is_full(error) else error.strerror or str(error)
+SHOWN = 8  # problems or names in one message; a checkpoint of Git-LFS pointers has hundreds of the same
+MAX_COMPARED = 100  # characters of a name that are compared with others: difflib takes the product of the lengths
+MAX_COMPONENTS = 32  # of a name that is folded; each takes a pass over all names
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "known: a, b, c; nearest: b" for an error about an unknown `name`."""
     names = sorted(known)
-    short = [known for known in names if len(known) <= NAMED]
-    close = difflib.get_close_matches(name[:NAMED], short, n=1, cutoff=0.5)
+    short = [known for known in names if len(known) <= MAX_COMPARED]
+    close = difflib.get_close_matches(name[:MAX_COMPARED], short, n=1, cutoff=0.5)
     return f"known: {', '.join(names)}" + (f"; nearest: {close[0]}" if close else "")
 
 
-def number(count: int, word: str) -> str:
-    """A count of things by their name.
+def number(count: int, word: str, words: str = "") -> str:
+    """Return a count with its noun, whose plural is `words`.
 
-    >>> number(1, "row"), number(2, "row")
-    ('1 row', '2 rows')
+    >>> number(1, "row"), number(2, "row"), number(2, "policy", "policies")
+    ('1 row', '2 rows', '2 policies')
     """
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {words or f'{word}s'}"
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """The first of many names, and how many more there are.
+    """Return the first of many names, and the count of the others.
 
     >>> first_of(["a", "b", "c"], 2), first_of(["a", "b"], 2)
     ('a, b and 1 more', 'a, b')
@@ -133,16 +56,17 @@ def fold_layers(names: Iterable[str]) -> list[str]:
     ['layers.{0..1}.experts.{0,2..3}.up']
     """
     folded = [tuple(name.split(".")) for name in names]
-    for at in range(min(COMPONENTS, max(map(len, folded), default=0))):
+    for at in range(min(MAX_COMPONENTS, max(map(len, folded), default=0))):
         groups: dict[tuple[str, ...], list[int]] = {}
         for parts in folded:
-            # no more digits than a count of layers has, and none of another script, which `int` may not take
+            # at most as many digits as a count of layers has, and ASCII: `int` does not take every script
             if at < len(parts) and len(parts[at]) < 10 and parts[at].isascii() and parts[at].isdecimal():
                 groups.setdefault((*parts[:at], "{}", *parts[at + 1 :]), []).append(int(parts[at]))
             else:
                 groups.setdefault(parts, [])
         folded = [
-            (*key[:at], _ranges(sorted(set(found))), *key[at + 1 :]) if found else key for key, found in groups.items()
+            (*key[:at], _ranges(sorted(set(numbers))), *key[at + 1 :]) if numbers else key
+            for key, numbers in groups.items()
         ]
     return [".".join(parts) for parts in folded]
 
@@ -159,7 +83,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def fold_problems(problems: Iterable[tuple[str, str]]) -> list[str]:
-    """One line for each different text, after the names that it holds for, layers folded; "" is no name.
+    """Return one line for each different text, after its names with layers folded; "" is not a name.
 
     >>> fold_problems([("h.0.q", "is missing"), ("h.1.q", "is missing")])
     ['h.{0..1}.q: is missing']
@@ -168,3 +92,84 @@ def fold_problems(problems: Iterable[tuple[str, str]]) -> list[str]:
     for name, text in problems:
         by_text.setdefault(text, []).extend([name] if name else [])
     return [f"{', '.join(fold_layers(names))}: {text}" if names else text for text, names in by_text.items()]
+
+
+def described(value: object) -> str:
+    """Return an untrusted value for a message, shortened: its text or its type."""
+    return repr(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def named(names: Iterable[str]) -> str:
+    """Return names for a message: sorted, layers folded, at most `SHOWN`."""
+    return first_of(fold_layers(sorted(names, key=natural)), SHOWN)
+
+
+def listed(where: str, problems: Iterable[str]) -> SourceError:
+    """Return one error for all problems of the model at `where`."""
+    every = list(problems)
+    if len(every) == 1:
+        return SourceError(f"{where}: {every[0]}")
+    more = [f"  and {len(every) - SHOWN} more"] if len(every) > SHOWN else []
+    return SourceError("\n".join([f"{where}: {len(every)} problems", *(f"  {p}" for p in every[:SHOWN]), *more]))
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Return the natural sort key: `layers.2` comes before `layers.10`."""
+    return [(0, int(part), "") if part.isdecimal() and len(part) < 10 else (1, 0, part) for part in name.split(".")]
+
+
+def pattern(name: str) -> str:
+    """Return the pattern of a repeated layer's name: `layers.3.mlp.up.weight` -> `layers.{}.mlp.up.weight`."""
+    return _NUMBER.sub("{}", name)
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of a tensor's layer, None outside a layer."""
+    match = _NUMBER.search(name)
+    return int(match[0]) if match else None
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Group items by key, in the order of each key's first item."""
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def fold(names: Sequence[str]) -> str:
+    """Return one text for names of the same pattern, with numbers as ranges.
+
+    >>> fold(["layers.0.experts.0.up", "layers.0.experts.1.up", "layers.2.experts.0.up", "layers.2.experts.1.up"])
+    'layers.{0,2}.experts.{0..1}.up'
+    """
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    ranges = (fold_layers(dict.fromkeys(column))[0] for column in columns)
+    return _NUMBER.sub(lambda _: next(ranges), names[0])
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as `64x128`; "scalar" if it has no axis."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def size(nbytes: int) -> str:
+    """Return a count of bytes for people, in powers of 1000."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def byte_count(text: str | int, name: str = "--memory") -> int:
+    """Parse a size: 2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes; `name` is for the error."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kmgt])(i?)b?|b)?", str(text).strip().lower())
+    power = " kmgt".index(match[2] or " ") if match else 0
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if not nbytes:
+        raise UsageError(f"{name} {text!r} is not a size; write 2GB, 512MiB or a number of bytes")
+    return nbytes

@@ -1,19 +1,20 @@
-"""The values that cross module boundaries: frozen dataclasses, no framework.
+"""Values that cross module boundaries: frozen dataclasses, no framework.
 
-Glossary: `amax` is max |x|; `scale` is what codes are multiplied by; a *site* is one quantizable module; a *step*
-makes the output tensors of one source tensor.
+Glossary: `amax` is max |x|; codes are multiplied by the `scale`; a *site* is one quantizable module; a *step* makes the
+output tensors of one source tensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
+from bridge.core.dtypes import DTYPES, FLOATING
+from bridge.core.errors import SourceError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class TensorSpec:
     """Name, logical shape and dtype of a tensor. `shape` of a 4-bit tensor counts values, not bytes.
 
-    `across`: its source stores it across its rows, so that any of them are read with all others.
+    `across`: its source stores it transposed, so that reading any row reads all of them.
     """
 
     name: str
@@ -40,28 +41,37 @@ class TensorSpec:
         return (self.size * DTYPES[self.dtype].bits + 7) // 8
 
 
-CACHE = "KV cache"  # what it is called where modules are named: it is none
-MOST_AXES = 64  # NumPy's
+def main_dtype(specs: Iterable[TensorSpec], default: str = "float32", among: Collection[str] = FLOATING) -> str:
+    """Return the float dtype of most values of tensors; `default` if none has one of `among`."""
+    sizes = Counter[str]()
+    for spec in specs:
+        if spec.dtype in among:
+            sizes[spec.dtype] += spec.size
+    return max(sizes, key=lambda name: sizes[name], default=default)
+
+
+CACHE = "KV cache"  # its name in lists of modules, although it is not a module
+MAX_AXES = 64  # NumPy's limit
 
 
 def shape_problem(shape: Sequence[int]) -> str:
-    """Say why no tensor of a file has such a shape; "" where one may. An extent of 0 does not excuse the others."""
-    if len(shape) > MOST_AXES:
-        return f"has {len(shape)} axes; at most {MOST_AXES} are supported"
-    if math.prod(max(1, n) for n in shape) >= 1 << 60:  # bytes, too, are then what a signed 64-bit number counts
+    """Say why a shape is invalid; "" if it is valid. An extent of 0 does not excuse the others."""
+    if len(shape) > MAX_AXES:
+        return f"has {len(shape)} axes; at most {MAX_AXES} are supported"
+    if math.prod(max(1, n) for n in shape) >= 1 << 60:  # below, the bytes fit a signed 64-bit number, too
         return f"has shape ({', '.join(map(str, shape))}), which no memory holds"
     return ""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when asked for: `read()` returns its storage array (see `bridge.dtypes`)."""
+    """A tensor that is read on request: `read()` returns its storage array (see `bridge.core.dtypes`)."""
 
     spec: TensorSpec
     reader: Callable[[], np.ndarray] = field(compare=False)
 
     def read(self) -> np.ndarray:
-        """Read the tensor and hold it to its promise: shape and storage dtype of the spec, or SourceError."""
+        """Read the tensor; SourceError unless it has the shape and storage dtype of the spec."""
         import numpy as np
 
         array = self.reader()
@@ -73,7 +83,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Numeric:
-    """How numbers are coded: the dtype of the codes and what one scale covers.
+    """A number format: the dtype of the codes and the values that share a scale.
 
     `per`: "tensor", "channel" (one scale per `out`), "block" (`block` values along `in`; two numbers: `out` x `in`),
     "token".
@@ -89,7 +99,7 @@ class Numeric:
 
     @property
     def maxbound(self) -> float:
-        """The largest magnitude a code stands for: scale = amax / maxbound."""
+        """The largest magnitude of a code: scale = amax / maxbound."""
         return MAXBOUND[self.dtype]
 
 
@@ -99,7 +109,7 @@ MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn":
 
 @dataclass(frozen=True)
 class Format:
-    """What happens to one site: weight numerics (one after the other), input numeric, algorithm."""
+    """The quantization of one site: weight numerics (one after the other), input numeric, algorithm."""
 
     weight: tuple[Numeric, ...]
     input: Numeric | None = None
@@ -107,22 +117,22 @@ class Format:
 
     @property
     def prescales(self) -> bool:
-        """True when the input is multiplied by a per-`in` factor that was divided out of the weight."""
+        """Whether the input is multiplied by a per-`in` factor that the weight is divided by."""
         return self.algorithm in ("smoothquant", "awq")
 
 
 @dataclass(frozen=True)
-class Coding:
-    """How a target spells the codes and scales of one and the same format; equal formats may differ here only.
+class Encoding:
+    """How a target stores the codes and scales of a format.
 
-    `cast`: the weight is rounded to this dtype before it is coded ("" leaves it); its amax is taken before that.
+    `cast`: the weight is rounded to this dtype before it is quantized ("" leaves it); its amax is taken before that.
     `packed`: two 4-bit codes share a byte along this axis, "in" or "out", the even one in the low nibble; "int32":
     eight share an int32 along `in`, each plus 8, the first in the lowest bits (compressed-tensors).
-    `quotient`: "float32", or "weight" where weight / scale is rounded to the weight's dtype before it is coded.
-    `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by what was rounded.
+    `quotient`: "float32", or "weight" if weight / scale is rounded to the weight's dtype before it is quantized.
+    `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by the rounded scale.
     `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded
-    and stored as 1 / scale (compressed-tensors). `least`: no KV scale is below this. `values`: not codes are stored but
-    what they stand for, times scales in this same float dtype, so that coding them once more gives the codes (Tripy).
+    and stored as 1 / scale (compressed-tensors). `least`: the lower bound of KV scales. `values`: the fake-quantized
+    values are stored in this float dtype, like their scales, so that quantizing them again gives the codes (Tripy).
     """
 
     cast: str = ""
@@ -136,7 +146,7 @@ class Coding:
 
     @property
     def scale_is(self) -> str:
-        """The dtype of float scales as they are stored."""
+        """The stored dtype of float scales."""
         return self.values or self.scale_dtype
 
 
@@ -144,10 +154,10 @@ class Coding:
 class Slice:
     """A rectangle of one source tensor, in its stored axes; None takes a whole axis.
 
-    `module` is the site it belongs to, whose pre-scale smooths it. `transposed`: stored [in, out], read as [out, in].
-    An empty `source` stands for zeros, which pad: `rows` and `cols` say how many. `rope`: rows of one head, where they
-    are reordered: > 0 from halves (rotate-half) to pairs side by side, < 0 back. `expert`: which matrix of a tensor of
-    three axes it lies in. `step`: of the rows that are read, one in so many is taken, beginning with the first.
+    `module` is its site, whose pre-scale smooths it. `transposed`: stored [in, out], read as [out, in]. An empty
+    `source` is padding with zeros of `rows` and `cols`. `rope`: rows of one head to reorder: > 0 from halves
+    (rotate-half) to interleaved pairs, < 0 back. `expert`: the matrix of a tensor with three axes. `step`: every
+    `step`-th row is taken, beginning with the first.
     """
 
     source: str
@@ -161,12 +171,12 @@ class Slice:
 
     @property
     def held(self) -> bool:
-        """True where its rows are not rows of the source one after the other."""
+        """Whether its rows are not consecutive rows of the source."""
         return self.transposed or self.expert is not None or self.step > 1
 
     @property
     def inner(self) -> tuple[int, int] | None:
-        """The part of `in` that it takes: of its rows where it is stored [in, out]."""
+        """The part of `in` that it takes, which are its rows if stored as [in, out]."""
         return self.rows if self.transposed else self.cols
 
 
@@ -174,10 +184,10 @@ class Slice:
 class Site:
     """One quantizable module of an architecture, in checkpoint names.
 
-    `layout` is how the checkpoint stores the weight: "out_in" (Linear), "in_out" (Conv1D), "conv" (out, in / groups,
-    kernel...), "stack_out_in" or "stack_in_out" (all experts of a layer, one after the other; `module` is then the name
-    of the tensor). `keep` is the reason why it stays unquantized unless a recipe names it ("" where it is quantized).
-    `shares` names a group whose members share one per-tensor weight amax, because the model holds them as one matrix.
+    `layout` of the stored weight: "out_in" (Linear), "in_out" (Conv1D), "conv" (out, in / groups, kernel...),
+    "stack_out_in" or "stack_in_out" (all experts of a layer; `module` is then the name of the tensor). `keep`: why it
+    stays unquantized unless a recipe names it ("" if it is quantized). `shares`: a group whose members share one
+    per-tensor weight amax, because they are one matrix in the model.
     """
 
     module: str
@@ -191,16 +201,16 @@ class Site:
 
     @property
     def stacked(self) -> bool:
-        """True where the tensor holds all experts of a layer."""
+        """Whether the tensor has all experts of a layer."""
         return self.layout.startswith("stack")
 
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Modules that read one and the same tensor, in the order in which the model runs them.
+    """Modules that read the same tensor, in the model's order.
 
-    `norm` is the module whose output that tensor is, "" where it is none's; `alone` is True when nothing but the group
-    reads it, so that a pre-scale may be multiplied into the norm; `plus_one` when the norm multiplies by 1 + weight.
+    `norm` is the module that outputs that tensor, "" if it is not a norm's; `alone`: only the group reads it, so that a
+    pre-scale may be multiplied into the norm; `plus_one`: the norm multiplies by 1 + weight.
     """
 
     modules: tuple[str, ...]
@@ -211,14 +221,13 @@ class InputGroup:
 
 @dataclass(frozen=True)
 class Structure:
-    """What the plan must know of an architecture: from its table, or traced with torch where it has none.
+    """An architecture for the plan: from its table, or traced with torch if it has none.
 
-    `attention`: attention modules by layer, where K and V can be quantized. `tied`: alias -> the tensor that is
-    stored. `ignored`: source tensor -> why it is not carried. `roles`: source tensor -> the roles it holds, empty
-    without a table. `groups`: who reads the same input, as modules of `sites`. `order`: every tensor of the
-    checkpoint (tied aliases too) in the order of the model's modules. `embeddings`: modules whose weight is looked up,
-    not multiplied. `ungrouped`: why `groups` are not known, "" where they are. `traced`: True when torch was needed to
-    find this out.
+    `attention`: attention modules by layer, where K and V can be quantized. `tied`: alias -> the stored tensor.
+    `ignored`: source tensor -> why it is not copied. `roles`: source tensor -> its roles, empty without a table.
+    `groups`: modules of `sites` with the same input. `order`: every tensor of the checkpoint (tied aliases too) in the
+    order of the model's modules. `embeddings`: modules whose weight is looked up, not multiplied. `ungrouped`: why
+    `groups` are unknown, "" if they are known. `traced`: whether torch was needed.
     """
 
     architecture: str
@@ -236,10 +245,9 @@ class Structure:
 
 @dataclass(frozen=True)
 class Program:
-    """A program at the other end: it wrote what a source reads, or loads what a target writes.
+    """A program that writes a source's input or loads a target's output.
 
-    `proof`: what that rests on, and what was not run. `tests`: files of the repository that hold it. The documentation
-    says these words; a source and a target say them beside the code that they are about.
+    `proof`: the evidence, and what was not run. `tests`: its files in the repository. The documentation shows both.
     """
 
     name: str
@@ -249,7 +257,7 @@ class Program:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, mappings and tuples as JSON has them; `dataclasses.asdict` copies every leaf, far slower."""
+    """Convert dataclasses, mappings and tuples for JSON; `dataclasses.asdict` copies every leaf and is far slower."""
     if dataclasses.is_dataclass(value):
         return {key: plain(item) for key, item in vars(value).items()}
     if isinstance(value, dict):

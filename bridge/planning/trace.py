@@ -1,8 +1,8 @@
-"""The structure of an architecture without a table, from its `transformers` class on fake tensors; reads no weight.
+"""Trace the structure of an architecture without a table, on fake tensors.
 
-Matrices are found by what transformers builds (Linear, Conv1D, convolutions, stacked experts), not by their names.
-Output heads and routers are kept: the head is what `get_output_embeddings` returns, a router is told by the names that
-ModelOpt's presets skip, or by standing beside `experts`.
+Matrices are found by their class (Linear, Conv1D, convolutions, stacked experts), not by their names. Output heads and
+routers stay unquantized: the head is what `get_output_embeddings` returns; a router has a name that ModelOpt's presets
+skip, or stands next to `experts`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import translate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bridge.errors import PlanError, fold_layers
-from bridge.values import InputGroup, Site, Structure
+from torch import nn
+from torch._subclasses import fake_tensor
+from transformers.pytorch_utils import Conv1D
 
-if TYPE_CHECKING:
-    from bridge.sources import Source
-    from bridge.sources.live import Origin
+from bridge.core.errors import PlanError
+from bridge.core.text import fold_layers
+from bridge.core.values import InputGroup, Site, Structure
+from bridge.planning.trace_inputs import input_reads
+from bridge.sources.live_models.checkpoint_names import Origin, live_names, tied_names
+from bridge.sources.live_models.meta_device import build_weightless, quiet
+from bridge.sources.source import Source
 
 # What stays unquantized unless a recipe names it, by the names that ModelOpt's presets skip. Quantized routers change
 # which experts run; the recurrent parts are small, and errors in them add up over the sequence.
@@ -30,29 +36,32 @@ _KEPT = {
 }
 _IMAGES = {"images": ("*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*")}
 MATRIX = 2  # axes
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that has `experts`, too
+# Mamba's dt_proj and conv1d, the short convolutions of LFM2, the last matrix of torch's MultiheadAttention (SigLIP).
+# The input of such a matrix is unknown, and the model would read its codes as if they were the weight. vLLM does not
+# quantize conv1d and dt_proj of its MambaMixer either (vllm 00f8d44).
+NEVER_RUN = "its module never runs: the model reads the weight itself"
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that also has `experts`
 
 
 def trace_structure(source: Source) -> Structure:
-    """Build the class that the config names without weights and read its structure off; PlanError if it is another."""
-    from bridge.sources.live import live_names, tied_names
-    from bridge.weightless import build_weightless
-
+    """Build the config's class without weights and read off its structure; PlanError if the checkpoint has another."""
     model, mode = build_weightless(source)
     architecture = str(source.config["architectures"][0])
     saved = live_names(model)
     known = all(name in saved for name in source.specs)
     origins = {name: saved[name] for name in source.specs} if known else live_names(model, source.specs)
-    tied = _checkpoint_ties(tied_names(model), origins)
+    ties, names = tied_names(model), {origin.ref.live: name for name, origin in origins.items() if origin.ref}
+    tied = {names.get(alias, alias): names.get(stored, stored) for alias, stored in ties.items()}
     ignored = _ignored(model, source, origins, tied)
     _cover(source, saved, origins, tied, ignored, architecture)
-    order = _order(origins, model)
+    order = _order(origins, model, [alias for alias in ties if alias not in names])
     place = {name: at for at, name in enumerate(order)}
     sites = [*_sites(model, origins), *_tied_heads(model, tied)]
     sites.sort(key=lambda site: place[site.weight if site.stacked else f"{site.module}.weight"])
     modules = _modules(origins)
     embeddings, attention = _embeddings(model, modules), _attention(model)
-    groups, ungrouped = _groups(model, mode, modules, {site.module for site in sites})
+    groups, never_run, ungrouped = _reads(model, mode, modules, {site.module for site in sites})
+    sites = [replace(site, keep=site.keep or NEVER_RUN) if site.module in never_run else site for site in sites]
     return Structure(
         architecture,
         tuple(sites),
@@ -67,13 +76,8 @@ def trace_structure(source: Source) -> Structure:
     )
 
 
-def _checkpoint_ties(live: Mapping[str, str], origins: Mapping[str, Origin]) -> dict[str, str]:
-    names = {origin.ref.live: name for name, origin in origins.items() if origin.ref}
-    return {names.get(alias, alias): names.get(stored, stored) for alias, stored in live.items()}
-
-
 def _ignored(model: Any, source: Source, origins: Mapping[str, Origin], tied: Mapping[str, str]) -> dict[str, str]:
-    """Source tensors that transformers says it does not read: buffers of old versions, heads of another task."""
+    """Source tensors that transformers does not read: buffers of old versions, heads of another task."""
     counters = {n: "a counter of training steps" for n in source.specs if n.endswith(".num_batches_tracked")}
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return counters | {
@@ -91,12 +95,12 @@ def _cover(
     ignored: Mapping[str, str],
     architecture: str,
 ) -> None:
-    """Every source tensor has a place in the model and the other way round, in the same shape; PlanError lists all."""
+    """Check that checkpoint and model have the same tensors in the same shapes; PlanError lists all differences."""
     lives = {part.live for origin in origins.values() for part in origin.parts}
     extra = [n for n in source.specs if n not in origins and n not in tied and n not in ignored]
     missing = [n for n, o in expected.items() if not {part.live for part in o.parts} & lives and n not in tied]
     shapes = [
-        f"{name}: {source.specs[name].shape} where the config gives {origin.spec.shape}"
+        f"{name} has shape {source.specs[name].shape}, but the config gives {origin.spec.shape}"
         for name, origin in origins.items()
         if name in source.specs and source.specs[name].shape != origin.spec.shape
     ]
@@ -107,10 +111,8 @@ def _cover(
         raise PlanError("\n  ".join([f"{source.where} does not fit {architecture}:", *problems]))
 
 
-def _order(origins: Mapping[str, Origin], model: Any) -> tuple[str, ...]:
+def _order(origins: Mapping[str, Origin], model: Any, aliases: list[str]) -> tuple[str, ...]:
     """Every tensor in the order of the model's modules; of stacked experts all of the first, then all of the next."""
-    from bridge.sources.live import tied_names
-
     at = {name: number for number, name in enumerate(model.state_dict())}
     stacks: dict[str, int] = {}
     for part in (part for origin in origins.values() for part in origin.parts if part.expert is not None):
@@ -121,66 +123,53 @@ def _order(origins: Mapping[str, Origin], model: Any) -> tuple[str, ...]:
         part = min(origin.parts, key=lambda part: at[part.live])
         start = at[part.live] if part.expert is None else stacks[part.live.rpartition(".")[0]]
         keys[name] = (start, -1 if part.expert is None else part.expert, at[part.live], part.rows or (0, 0))
-    names = {origin.ref.live: name for name, origin in origins.items() if origin.ref}
-    keys |= {alias: (at[alias], -1, at[alias], (0, 0)) for alias in tied_names(model) if alias not in names}
+    keys |= {alias: (at[alias], -1, at[alias], (0, 0)) for alias in aliases}
     return tuple(sorted(keys, key=lambda name: keys[name]))
 
 
 def _modules(origins: Mapping[str, Origin]) -> dict[str, tuple[str, ...]]:
-    """Live modules to the checkpoint modules of their weight; several where the model joins what is stored apart.
-
-    Experts of a stack are left out.
-    """
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    """Live module -> the checkpoint modules of its weight: several if the model joins them. Without stacked experts."""
+    modules: dict[str, dict[str, tuple[int, int]]] = {}
     for name, origin in origins.items():
         for part in origin.parts:
             if part.live.endswith(".weight") and part.expert is None:
-                held = found.setdefault(part.live.removesuffix(".weight"), {})
-                held[name.removesuffix(".weight")] = part.rows or (0, 0)
-    return {live: tuple(sorted(held, key=lambda name: held[name])) for live, held in found.items()}
+                rows = modules.setdefault(part.live.removesuffix(".weight"), {})
+                rows[name.removesuffix(".weight")] = part.rows or (0, 0)
+    return {live: tuple(sorted(rows, key=lambda name: rows[name])) for live, rows in modules.items()}
 
 
 def _embeddings(model: Any, modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Modules that look up and do nothing else: a subclass with a `forward` of its own is no torch embedding."""
-    from torch import nn
-
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    plain = [name for name, module in found if type(module).forward is nn.Embedding.forward]
+    """Modules that only look up: an embedding's subclass with its own `forward` may do more."""
+    embeddings = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    plain = [name for name, module in embeddings if type(module).forward is nn.Embedding.forward]
     return tuple(name for live in plain for name in modules.get(live, (live,)))
 
 
-def _groups(
+def _reads(
     model: Any, mode: Any, modules: Mapping[str, tuple[str, ...]], sites: set[str]
-) -> tuple[tuple[InputGroup, ...], str]:
-    """Who shares an input, in checkpoint names, or why that is not known: the model does not run on fake tensors."""
-    from torch._subclasses import fake_tensor
-
-    from bridge.graph.skeleton import quiet
-    from bridge.inputs import input_groups
-
+) -> tuple[tuple[InputGroup, ...], set[str], str]:
+    """Groups that share an input and modules that never run, in checkpoint names; or why they are unknown."""
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the others choose experts by values
-    fake_tensor.log.disabled = True  # it prints a traceback of what is told in one line here
+    fake_tensor.log.disabled = True  # it prints a traceback of an error that is one line here
     try:
         with quiet():
-            found = input_groups(model, mode)
+            reads = input_reads(model, mode)
     except Exception as error:
-        return (), f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
+        return (), set(), f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
     finally:
         fake_tensor.log.disabled = False
     groups = []
-    for group in found:
+    for group in reads.groups:
         readers = tuple(name for live in group.modules for name in modules.get(live, (live,)) if name in sites)
         if len(readers) > 1:
             norm = next(iter(modules.get(group.norm, ())), "")
             groups.append(InputGroup(readers, norm, group.alone and bool(norm), group.plus_one and bool(norm)))
-    return tuple(groups), ""
+    never_run = {name for live in reads.never_run for name in modules.get(live, (live,))}
+    return tuple(groups), never_run, ""
 
 
 def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
     layouts: dict[str, str] = {f"{name}.weight": "out_in" for name in _routers(model)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -210,15 +199,15 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
 
 
 def _stacks(model: Any) -> dict[str, str]:
-    """Layouts of the tensors that hold all experts of a layer, where a checkpoint has them so, too."""
-    found: dict[str, str] = {}
+    """Layouts of the tensors that hold all experts of a layer, for checkpoints that store them like that."""
+    layouts: dict[str, str] = {}
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") or "Experts" in type(module).__name__:
             turned = getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
             layout = "stack_in_out" if turned else "stack_out_in"
-            held = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
-            found |= {f"{name}.{key}": layout for key, tensor in held.items() if tensor.ndim > MATRIX}
-    return found
+            tensors = [(key, tensor) for key, tensor in module._parameters.items() if tensor is not None]
+            layouts |= {f"{name}.{key}": layout for key, tensor in tensors if tensor.ndim > MATRIX}
+    return layouts
 
 
 def _tied_heads(model: Any, tied: Mapping[str, str]) -> list[Site]:
@@ -246,18 +235,18 @@ def _site(name: str, origin: Origin, layout: str, keep: str) -> Site:
 
 
 def _routers(model: Any) -> set[str]:
-    """Routers that are no Linear: they hold a matrix and stand beside the experts."""
-    found = set()
+    """Routers that are not a Linear: they hold a matrix and stand next to the experts."""
+    routers = set()
     for name, module in model.named_modules():
         for key in _ROUTERS if hasattr(module, "experts") else ():
             weight = getattr(getattr(module, key, None), "weight", None)
             if weight is not None and weight.ndim == 2:
-                found.add(f"{name}.{key}")
-    return found
+                routers.add(f"{name}.{key}")
+    return routers
 
 
 def _heads(model: Any) -> set[str]:
-    """Output embeddings, and the last matrix of a classifier: outside the base model, one row a label."""
+    """Output embeddings, and the last matrix of a classifier: outside the base model, with one row per label."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     labels = None if "ForCausalLM" in type(model).__name__ else getattr(model.config, "num_labels", None)
     base = f"{model.base_model_prefix}."
@@ -270,21 +259,18 @@ def _heads(model: Any) -> set[str]:
 
 
 def _attention(model: Any) -> tuple[str, ...]:
-    """Attention modules of a decoder, in layer order: those that are told their place in the cache.
-
-    Linear attention keeps a state instead of keys and values.
-    """
-    found = []
+    """Attention modules with a place in the KV cache, in layer order. Linear attention keeps a state instead."""
+    modules = []
     for name, module in model.named_modules():
         kind, at = name.rpartition(".")[2], _place_in_cache(module)
         if isinstance(at, int) and ("attn" in kind or "attention" in kind) and "linear" not in kind:
-            found.append((at, name))
-    inner = [(at, name) for at, name in found if not any(other.startswith(f"{name}.") for _, other in found)]
+            modules.append((at, name))
+    inner = [(at, name) for at, name in modules if not any(other.startswith(f"{name}.") for _, other in modules)]
     return tuple(name for _, name in sorted(inner))
 
 
 def _place_in_cache(module: Any) -> Any:
-    """The layer that a module keeps keys and values of; GPT-Neo says `layer_id`, as encoders do that have no cache."""
+    """The layer whose keys and values a module caches; GPT-Neo calls it `layer_id`, as do encoders without a cache."""
     if hasattr(module, "layer_idx") or not hasattr(module, "layer_id"):
         return getattr(module, "layer_idx", None)
     return module.layer_id if "layer_past" in inspect.signature(module.forward).parameters else None

@@ -1,13 +1,17 @@
-"""Finds who reads one and the same tensor in a `transformers` model, by running it once on fake tensors; no weight.
+"""Run a model on fake tensors to find modules that share inputs.
 
-Names do not tell it: attention and MLP may read one norm, an encoder's last norm feeds every layer of the decoder, a
-view in between parts readers. So the model runs on two tokens that hold no values, and objects are compared.
+The model is one of `transformers`. Names do not show that: attention and MLP may read the same norm, an encoder's last
+norm feeds every layer of the decoder, and a view in between separates readers. So the model runs on two tokens without
+values, and the tensor objects are compared.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +20,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from bridge.values import InputGroup
+from bridge.core.values import InputGroup
+from bridge.sources.live_models.own_caches import own_caches
 
-NORMS = ("LayerNorm", "RMSNorm")  # what ModelOpt takes for a norm whose weight can hold a pre-scale: parts of its class
+NORMS = ("LayerNorm", "RMSNorm")  # parts of class names: ModelOpt multiplies pre-scales into the weights of these norms
 
 
-def input_groups(model: Any, mode: FakeTensorMode) -> tuple[InputGroup, ...]:
-    """Run `model`, whose weights are fakes of `mode`, and return who shares an input, in live names.
+@dataclass(frozen=True)
+class Reads:
+    """Groups of matrices that share an input, and modules that never run since another one reads their weight.
 
-    Groups of two or more matrices that multiply, in the order in which they run. Whatever the forward raises is raised.
+    Names are live ones. A group has two or more matrices, in the order in which they run.
     """
-    plus_one = _PlusOne()
-    with mode, torch.no_grad(), _Watch(model) as watch:
+
+    groups: tuple[InputGroup, ...]
+    never_run: tuple[str, ...]
+
+
+def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
+    """Run `model`, whose weights are fake tensors of `mode`; exceptions of its forward are raised."""
+    known: dict[tuple[type, int], bool] = {}
+    with own_caches(), mode, torch.no_grad(), _Watch(model) as watch:
         out = model(**_example(model))
     watch.returned(out)
     groups = []
@@ -35,33 +48,38 @@ def input_groups(model: Any, mode: FakeTensorMode) -> tuple[InputGroup, ...]:
         if len(readers) < 2:
             continue
         norm = watch.norms.get(id(tensor), "")
-        adds = bool(norm) and plus_one(model.get_submodule(norm))
+        adds = bool(norm) and _adds_one(model.get_submodule(norm), known)
         groups.append(InputGroup(tuple(readers), norm, watch.alone(norm, list(readers)), adds))
-    return tuple(dict.fromkeys(groups))
+    return Reads(tuple(dict.fromkeys(groups)), watch.never_run())
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which linear modules read which tensor, which norm made it, and what else reads what a norm made."""
+    """Records which linear modules read a tensor, which norm made it, and what else reads the output of a norm."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.reads: dict[
-            int, tuple[Any, dict[str, None]]
-        ] = {}  # holds each tensor: an id means something while it lives
+        # keeps each tensor, since an id is valid while it lives
+        self.reads: dict[int, tuple[Any, dict[str, None]]] = {}
         self.norms: dict[int, str] = {}
         self.others: set[int] = set()
         self._made: dict[str, list[Any]] = {}
+        self._weights: dict[int, list[str]] = {}  # of matrices and convolutions
+        self._read: dict[str, None] = {}
+        self._ran: set[str] = set()
         self._inside = 0
         self._model = model
         self._hooks: list[Any] = []
 
     def __enter__(self) -> _Watch:
         for name, module in self._model.named_modules():
+            if isinstance(module, nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                self._weights.setdefault(id(module.weight), []).append(name)
+                self._hooks.append(module.register_forward_pre_hook(partial(self._runs, name)))
             if isinstance(module, nn.Linear | Conv1D):
-                self._hooks.append(module.register_forward_pre_hook(self._reads(name)))
+                self._hooks.append(module.register_forward_pre_hook(partial(self._reads, name)))
                 self._hooks.append(module.register_forward_hook(self._leave))
             elif any(norm in type(module).__name__ for norm in NORMS):
-                self._hooks.append(module.register_forward_hook(self._makes(name)))
+                self._hooks.append(module.register_forward_hook(partial(self._makes, name)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -72,100 +90,96 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if any(True for _ in _tensors(result)):  # reading only a shape, dtype or device reads no values
+            for tensor in _tensors((args, kwargs or {})):
+                self._read |= dict.fromkeys(self._weights.get(id(tensor), ()))
         if not self._inside:
             name = getattr(func, "__name__", "")
             in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-            made = {id(tensor) for tensor in _tensors(result)}
-            given = {id(tensor) for tensor in _tensors((args, kwargs or {}))} & self.norms.keys()
-            # No tensor: a shape or a dtype was asked for. The same tensor: a cast or a dropout that did nothing.
-            self.others |= given if in_place else given - made if made else set()
+            results = {id(tensor) for tensor in _tensors(result)}
+            inputs = {id(tensor) for tensor in _tensors((args, kwargs or {}))} & self.norms.keys()
+            # No tensor: the result is a shape or a dtype. The same tensor: a cast or a dropout that did nothing.
+            self.others |= inputs if in_place else inputs - results if results else set()
         return result
 
     def returned(self, out: Any) -> None:
-        """Take what the model returns as its own answer for read; an encoder's states beside it are not."""
+        """Count the model's own outputs as read; an encoder's states among them are not."""
         for key in ("last_hidden_state", "logits", "pooler_output"):
             self.others |= {id(tensor) for tensor in _tensors(getattr(out, key, None))} & self.norms.keys()
 
     def alone(self, norm: str, readers: list[str]) -> bool:
-        """True when all that `norm` ever made was read by `readers` and nothing else, and they read nothing else."""
+        """True if only `readers` read the outputs of `norm`, and they read nothing else."""
         made = {id(tensor) for tensor in self._made.get(norm, ())}
         same = all(at in self.reads and list(self.reads[at][1]) == readers for at in made)
-        only = all(at in made for at, (_, found) in self.reads.items() if found.keys() & set(readers))
+        only = all(at in made for at, (_, names) in self.reads.items() if names.keys() & set(readers))
         return bool(made) and same and only and not made & self.others
 
-    def _reads(self, name: str) -> Any:
-        def hook(_: Any, args: Any) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                self.reads.setdefault(id(args[0]), (args[0], {}))[1][name] = None
-            self._inside += 1
+    def never_run(self) -> tuple[str, ...]:
+        """Modules whose weight was read, but whose forward never ran, nor that of a module with the same weight."""
+        known = {name: others for others in self._weights.values() for name in others}
+        return tuple(name for name in self._read if not self._ran & set(known[name]))
 
-        return hook
+    def _runs(self, name: str, *_: Any) -> None:
+        self._ran.add(name)
+
+    def _reads(self, name: str, _: Any, args: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor):
+            self.reads.setdefault(id(args[0]), (args[0], {}))[1][name] = None
+        self._inside += 1
 
     def _leave(self, *_: Any) -> None:
         self._inside -= 1
 
-    def _makes(self, name: str) -> Any:
-        def hook(_: Any, __: Any, out: Any) -> None:
-            if isinstance(out, torch.Tensor):
-                self.norms[id(out)] = name
-                self._made.setdefault(name, []).append(out)
-
-        return hook
+    def _makes(self, name: str, _: Any, __: Any, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            self.norms[id(out)] = name
+            self._made.setdefault(name, []).append(out)
 
 
-class _PlusOne:
-    """Tells norms that multiply by 1 + weight: with a weight of zero they still answer."""
+def _adds_one(norm: Any, known: dict[tuple[type, int], bool]) -> bool:
+    """Whether a norm multiplies by 1 + weight: its output is then not zero for a weight of zero.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[type, int], bool] = {}
-
-    def __call__(self, norm: Any) -> bool:
-        weight = getattr(norm, "weight", None)
-        if weight is None:
-            return False
-        key = type(norm), weight.shape[-1]
-        if key not in self._known:
-            self._known[key] = self._probe(norm)
-        return self._known[key]
-
-    def _probe(self, norm: Any) -> bool:
+    `known`: the answers by class and width.
+    """
+    weight = getattr(norm, "weight", None)
+    if weight is None:
+        return False
+    key = type(norm), weight.shape[-1]
+    if key not in known:
         empty = copy.copy(norm)
         empty._parameters = {
-            key: None if p is None else nn.Parameter(torch.zeros(p.shape), requires_grad=False)
-            for key, p in norm._parameters.items()
+            name: None if p is None else nn.Parameter(torch.zeros(p.shape), requires_grad=False)
+            for name, p in norm._parameters.items()
         }
         with torch.no_grad():
-            return bool(empty(torch.arange(1.0, norm.weight.shape[-1] + 1)[None, None]).any())
+            known[key] = bool(empty(torch.arange(1.0, weight.shape[-1] + 1)[None, None]).any())
+    return known[key]
 
 
 def _example(model: Any) -> dict[str, Any]:
-    """Return two tokens as ModelOpt's exporter gives them; an image or sound of the config's size for other models."""
-    import inspect
-
+    """Two tokens, as in ModelOpt's exporter; for other models an image or sound of the config's size."""
     accepted = inspect.signature(model.forward).parameters
     kind, config = model.main_input_name, model.config
     if kind == "pixel_values":
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else size
-        given = {kind: torch.zeros(1, getattr(vision, "num_channels", 3), height, width)}
+        inputs = {kind: torch.zeros(1, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype)}
     elif kind == "input_features":
-        given = {kind: torch.zeros(1, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))}
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        inputs = {kind: torch.zeros(1, config.num_mel_bins, frames, dtype=model.dtype)}
     elif kind == "input_values":
-        given = {kind: torch.zeros(1, 16000)}
+        inputs = {kind: torch.zeros(1, 16000, dtype=model.dtype)}
     else:
-        given = {kind: torch.ones(1, 2, dtype=torch.long)}
-    if config.is_encoder_decoder:
-        given["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
-    return given | ({"use_cache": False} if "use_cache" in accepted else {})
+        inputs = {kind: torch.ones(1, 2, dtype=torch.long)}
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted:  # T5EncoderModel has this flag too
+        inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
+    return inputs | ({"use_cache": False} if "use_cache" in accepted else {})
 
 
 def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)

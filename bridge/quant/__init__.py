@@ -1,1 +1,1 @@
-"""Schemes, recipes, calibration and the reference arithmetic; importing this package loads no framework."""
+"""Schemes and recipes, encoding and decoding, calibration files."""

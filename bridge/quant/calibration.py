@@ -1,27 +1,30 @@
-"""`Calibration`: the statistics of activations that a scheme needs, and a file to keep them in; never runs a model.
+"""`Calibration`: the activation statistics that a scheme needs, and their file.
 
-The file is safetensors: arrays under `input_amax/MODULE` and so on, provenance as JSON in the header. No time, no
-machine and no path enters it: the same inputs give the same bytes. Module names are checkpoint names.
+The file is safetensors: arrays named `input_amax/MODULE` and so on, provenance as JSON in the header. It contains no
+time, machine or path, so the same inputs give the same bytes. Module names are checkpoint names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bridge.container import SafetensorsFile, file_bytes
-from bridge.errors import BridgeError, CalibrationError, WriteError, fold_layers, reason
-from bridge.json_data import parse_json
-from bridge.quant.scheme import is_calibrated, is_static
-from bridge.remote.place import as_path
-from bridge.values import Format, Numeric
+from bridge.core.errors import BridgeError, CalibrationError, WriteError, reason
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
+from bridge.core.output.temporary import write_whole
+from bridge.core.parsing import parse_json
+from bridge.core.remote.path import as_path
+from bridge.core.shown import Shown, Table
+from bridge.core.text import fold, fold_layers, grouped, number, pattern
+from bridge.core.typed_json import typed
+from bridge.core.values import Format, Numeric
+from bridge.quant.schemes.scheme import is_calibrated, is_static
 
 VERSION = "1"
 _STATISTICS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "expert_tokens")
@@ -32,7 +35,7 @@ _SCALARS = ("input_amax", "k_amax", "v_amax")
 class Provenance:
     """Where a calibration comes from. `model` is a digest of architecture and tensor specs, not of the weights.
 
-    `dtype` is the model's: statistics were taken in it, and are kept in float32, which holds all three exactly.
+    `dtype` is the model's: statistics are taken in it and stored as float32, which represents all three dtypes exactly.
     """
 
     scheme: str
@@ -48,7 +51,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Applied:
-    """A policy that was applied: `what` of `module` was `case` ("zero", "never seen", "not finite")."""
+    """An applied policy: `what` of `module` was `case` ("zero", "never seen", "not finite")."""
 
     module: str
     what: str
@@ -59,12 +62,11 @@ class Applied:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Inputs that calibration did not use, and what the models answered to the first batch.
+    """Inputs that calibration did not use, and the models' outputs for the first batch.
 
-    `quantized` is ModelOpt's fake-quantized model, `source` the model as it was: output 0 of each, its leading axes
-    flattened, at `rows` and `columns` (a vocabulary is too wide to be kept whole); `quantized` has no columns where
-    ModelOpt's kernels do not run. Perplexities are over all batches,
-    None where the model has no next-token loss.
+    `quantized` is of ModelOpt's fake-quantized model, `source` of the original: output 0, its leading axes flattened,
+    at `rows` and `columns` (a vocabulary is too wide to store whole). `quantized` has no columns if ModelOpt's kernels
+    do not run. Perplexities are over all batches, None if the model has no next-token loss.
     """
 
     inputs: tuple[dict[str, np.ndarray], ...]
@@ -76,16 +78,16 @@ class HeldOut:
     quantized_perplexity: float | None = None
 
 
-@dataclass(frozen=True)
-class Calibration:
+@dataclass(frozen=True, repr=False)
+class Calibration(Shown):
     """Statistics by checkpoint module name, all float32.
 
     `input_amax` (): max |x| of the input; under SmoothQuant and W4A8 of the smoothed input, as ModelOpt rounds it.
     `smoothing_amax` (in,): max |x| per `in` before smoothing (ModelOpt's `_amax_for_smoothing`).
-    `awq_scale` (in,): what the weight is multiplied by along `in` (ModelOpt's `awq_lite.best_scale`); the input is
-    divided by it. `pre_scale` (in,): what the input is multiplied by and the weight divided by, where that does not
-    follow from the two above (SmoothQuant with another alpha, modules that no token reached). `k_amax`, `v_amax` ():
-    by attention module. `expert_tokens` (experts,): how many tokens each expert got, by the name of a layer's experts.
+    `awq_scale` (in,): factor of the weight along `in` (ModelOpt's `awq_lite.best_scale`); the input is divided by it.
+    `pre_scale` (in,): factor of the input, by which the weight is divided, if it does not follow from the two above
+    (SmoothQuant with another alpha, modules that no token reached). `k_amax`, `v_amax` (): by attention module.
+    `expert_tokens` (experts,): tokens that each expert received, by the name of a layer's experts.
     """
 
     provenance: Provenance
@@ -99,39 +101,60 @@ class Calibration:
     applied: tuple[Applied, ...] = ()
     held_out: HeldOut | None = None
 
+    def lines(self) -> list[str]:
+        """What it was made for, and on what."""
+        of = self.provenance
+        head = f"calibration of {of.architecture} for {of.scheme}: {of.samples} sequences of {of.sequence} tokens"
+        modules = len({name for kind in _STATISTICS for name in getattr(self, kind)})
+        more = [f"{number(len(self.applied), 'policy', 'policies')} applied"] if self.applied else []
+        perplexity = ""
+        if (held := self.held_out) and held.source_perplexity and held.quantized_perplexity:
+            perplexity = f"; perplexity {held.source_perplexity:.2f} -> {held.quantized_perplexity:.2f}"
+        return [head, f"statistics of {number(modules, 'module')}{perplexity}", *more]
+
+    def table(self) -> Table:
+        """Each statistic with its range over the modules, layers folded."""
+        rows = []
+        for kind in _STATISTICS[:-1]:
+            for group in grouped(getattr(self, kind).items(), lambda item: pattern(f"{item[0]}.")):
+                low, high = min(a.min() for _, a in group), max(a.max() for _, a in group)
+                module = fold([f"{name}." for name, _ in group])[:-1]
+                rows.append((kind, module, str(len(group)), f"{low:.4g}", f"{high:.4g}"))
+        return ("statistic", "module", "n", "least", "largest"), rows
+
     def missing(
         self, formats: Mapping[str, Format | str], attention: Sequence[str] = (), kv: Numeric | None = None
     ) -> list[str]:
-        """What the formats (by module) need and this calibration does not hold, layers folded; [] if it is enough."""
-        lacks: dict[str, list[str]] = {}
+        """The statistics that formats (by module) need and this calibration lacks, layers folded."""
+        lacking: dict[str, list[str]] = {}
         for module, form in formats.items():
             if not isinstance(form, Format) or not is_calibrated(form):
                 continue
             smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
             if form.input is not None and is_static(form.input):
                 if module not in self.input_amax:
-                    lacks.setdefault("input amax", []).append(module)
+                    lacking.setdefault("input amax", []).append(module)
                 elif smoothed and not form.prescales:
-                    lacks.setdefault("amax of the input before it was smoothed", []).append(module)
+                    lacking.setdefault("amax of the input before smoothing", []).append(module)
             known = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale}.get(form.algorithm)
             if known is not None and module not in known and module not in self.pre_scale:
-                lacks.setdefault(f"pre-scale of {form.algorithm}", []).append(module)
+                lacking.setdefault(f"pre_quant_scale of {form.algorithm}", []).append(module)
         if kv is not None and is_static(kv):
             for module in attention:
                 if module not in self.k_amax or module not in self.v_amax:
-                    lacks.setdefault("KV amax", []).append(module)
-        return [f"{what}: {', '.join(fold_layers(names))}" for what, names in lacks.items()]
+                    lacking.setdefault("KV amax", []).append(module)
+        return [f"{what}: {', '.join(fold_layers(names))}" for what, names in lacking.items()]
 
     def require(
         self, formats: Mapping[str, Format | str], attention: Sequence[str] = (), kv: Numeric | None = None
     ) -> None:
-        """CalibrationError where `missing` is not empty."""
-        if lacks := self.missing(formats, attention, kv):
-            made = f"it was made for scheme {self.provenance.scheme} on {self.provenance.architecture}"
-            raise CalibrationError("\n  ".join([f"the calibration lacks what the plan needs; {made}", *lacks]))
+        """Raise CalibrationError if `missing` is not empty."""
+        if lacking := self.missing(formats, attention, kv):
+            origin = f"it was made for scheme {self.provenance.scheme} on {self.provenance.architecture}"
+            raise CalibrationError("\n  ".join([f"the calibration lacks statistics of the plan; {origin}", *lacking]))
 
     def check(self) -> None:
-        """CalibrationError where a statistic is not finite, not positive, or not float32 of its shape."""
+        """Raise CalibrationError if a statistic is not finite, not positive, or not float32 of its shape."""
         try:
             for kind in _STATISTICS:
                 for module, array in getattr(self, kind).items():
@@ -141,30 +164,23 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """sha256 of what `save` writes."""
+        """sha256 of the file that `save` writes."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | Path) -> Path:
-        """Write the sidecar; a reader sees the whole file or none."""
+        """Write the file; a reader sees all of it or none."""
         data = self.to_bytes()
         path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_whole(path, data)
         except OSError as cause:
             raise WriteError(f"{path}: the calibration cannot be written: {reason(cause)}") from cause
-        finally:
-            temporary.unlink(missing_ok=True)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a sidecar and check every field of it; CalibrationError says what is wrong.
+        """Read a file and check every field; CalibrationError names what is wrong.
 
         >>> Calibration.load("fp8.safetensors").input_amax["model.layers.0.mlp.down_proj"]  # doctest: +SKIP
         """
@@ -180,77 +196,60 @@ class Calibration:
             raise CalibrationError(f"{path}: not a calibration that this version reads: {cause}") from cause
 
     def to_bytes(self) -> bytes:
-        """The sidecar: what `save` writes."""
+        """The file that `save` writes."""
         return file_bytes(self._arrays(), self._metadata())
 
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {f"{kind}/{name}": a for kind in _STATISTICS for name, a in sorted(getattr(self, kind).items())}
-        if held := self.held_out:
-            for at, batch in enumerate(held.inputs):
+        if held_out := self.held_out:
+            for at, batch in enumerate(held_out.inputs):
                 arrays |= {f"held_out/inputs/{at}/{name}": a for name, a in sorted(batch.items())}
-            arrays |= {f"held_out/{key}": getattr(held, key) for key in ("rows", "columns", "source", "quantized")}
+            arrays |= {f"held_out/{key}": getattr(held_out, key) for key in ("rows", "columns", "source", "quantized")}
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        said: dict[str, Any] = {"provenance": asdict(self.provenance), "applied": [asdict(a) for a in self.applied]}
+        header: dict[str, Any] = {"provenance": asdict(self.provenance), "applied": [asdict(a) for a in self.applied]}
         if self.held_out:
-            said["perplexity"] = [self.held_out.source_perplexity, self.held_out.quantized_perplexity]
-        return {"qbridge.calibration": VERSION, "qbridge": json.dumps(said, sort_keys=True)}
+            header["perplexity"] = [self.held_out.source_perplexity, self.held_out.quantized_perplexity]
+        return {"qbridge.calibration": VERSION, "qbridge": json.dumps(header, sort_keys=True)}
 
 
 def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibration:
     if metadata.get("qbridge.calibration") != VERSION:
-        found = metadata.get("qbridge.calibration")
-        raise ValueError(f"version {found!r} where {VERSION!r} is expected")
-    said = parse_json(metadata["qbridge"])
-    if not isinstance(said["applied"], list):
-        raise ValueError(f"applied = {said['applied']!r} where a list is expected")
+        raise ValueError(f"version {metadata.get('qbridge.calibration')!r}; expected {VERSION!r}")
+    header = parse_json(metadata["qbridge"])
+    if not isinstance(header["applied"], list):
+        raise ValueError(f"applied = {header['applied']!r}; expected a list")
     statistics: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _STATISTICS}
-    held: dict[str, np.ndarray] = {}
+    held_out: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         kind, _, module = name.partition("/")
         if kind == "held_out":
-            held[module] = array
+            held_out[module] = array
         elif kind in statistics and module:
             statistics[kind][module] = _checked(name, array, 0 if kind in _SCALARS else 1)
         else:
             raise ValueError(f"unknown tensor {name!r}")
     return Calibration(
-        provenance=Provenance(**_typed(Provenance, said["provenance"])),
+        provenance=typed(Provenance, header["provenance"]),
         **statistics,
-        applied=tuple(Applied(**_typed(Applied, row)) for row in said["applied"]),
-        held_out=_held(held, said.get("perplexity")) if held else None,
+        applied=typed(tuple[Applied, ...], header["applied"]),
+        held_out=_parse_held_out(held_out, header.get("perplexity")) if held_out else None,
     )
 
 
 def _checked(name: str, array: np.ndarray, ndim: int) -> np.ndarray:
     if array.dtype != np.float32 or array.ndim != ndim or not array.size:
-        raise ValueError(f"{name}: {array.dtype} {array.shape} where float32 of {ndim} axes is expected")
-    # a channel that is always zero is left alone, and an expert may get no token; nothing else may be zero
+        raise ValueError(f"{name}: {array.dtype} {array.shape}; expected float32 of {ndim} axes")
+    # a channel that is always zero is not smoothed, and an expert may receive no token; nothing else may be zero
     zero = name.startswith(("smoothing_amax/", "expert_tokens/"))
     least = np.float32(0) if zero else np.nextafter(np.float32(0), np.float32(1))
     if not np.isfinite(array).all() or (array < least).any():
-        raise ValueError(f"{name}: holds a value that is not finite or not positive")
+        raise ValueError(f"{name}: contains a value that is not finite or not positive")
     return array
 
 
-def _typed(kind: type, row: Any) -> dict[str, Any]:
-    known = {f.name: str(f.type) for f in fields(kind)}
-    if not isinstance(row, dict):
-        raise ValueError(f"{kind.__name__} = {row!r} where an object is expected")
-    if set(row) != set(known):
-        raise ValueError(f"{kind.__name__} has the fields {sorted(row)} where {sorted(known)} are expected")
-    types: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int)}
-    for key, value in row.items():
-        wanted = types.get(known[key], (dict,))
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"{kind.__name__}.{key} = {value!r} where {known[key]} is expected")
-        if isinstance(value, dict) and not all(isinstance(x, str) for pair in value.items() for x in pair):
-            raise ValueError(f"{kind.__name__}.{key} must map strings to strings")
-    return dict(row)
-
-
-def _held(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
+def _parse_held_out(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
     batches: dict[str, dict[str, np.ndarray]] = {}
     rest = dict(arrays)
     for name, array in arrays.items():
@@ -260,17 +259,16 @@ def _held(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
             del rest[name]
     order = [str(at) for at in range(len(batches))]
     if set(rest) != {"rows", "columns", "source", "quantized"} or set(batches) != set(order):
-        raise ValueError(f"held_out holds {sorted(arrays)}")
+        raise ValueError(f"held_out contains {sorted(arrays)}")
     shape = (rest["rows"].size, rest["columns"].size)
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {"rows": ("int64", shape[:1]), "columns": ("int64", shape[1:])}
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {"rows": ("int64", shape[:1]), "columns": ("int64", shape[1:])}
     if rest["quantized"].shape == (shape[0], 0):  # ModelOpt's model could not be run
-        wanted["quantized"] = ("float32", (shape[0], 0))
+        expected["quantized"] = ("float32", (shape[0], 0))
     for name, array in rest.items():
-        if (array.dtype.name, array.shape) != wanted.get(name, ("float32", shape)):
+        if (array.dtype.name, array.shape) != expected.get(name, ("float32", shape)):
             raise ValueError(f"held_out/{name}: {array.dtype} {array.shape} does not fit {shape}")
-    if not isinstance(perplexity, list) or len(perplexity) != 2:
-        raise ValueError(f"perplexity = {perplexity!r}")
-    if not all(p is None or (isinstance(p, float) and p > 0) for p in perplexity):
+    pair = isinstance(perplexity, list) and len(perplexity) == 2
+    if not pair or not all(p is None or (isinstance(p, float) and p > 0) for p in perplexity):
         raise ValueError(f"perplexity = {perplexity!r}")
     inputs = tuple(batches[at] for at in order)
     return HeldOut(inputs, **rest, source_perplexity=perplexity[0], quantized_perplexity=perplexity[1])

@@ -1,24 +1,71 @@
-"""Pre-scales: what the input is multiplied by, along `in`, and the weight divided by; ModelOpt's arithmetic to the bit.
+"""Pre-scales: factors of the input, divided out of the weight.
 
-Source of the formulas: `apply_pre_quant_scale_and_smooth` and `smoothquant` of nvidia-modelopt 0.47
-(torch/quantization/model_calib.py), reproduced against its exports.
+They lie along `in` and are bit-equal to ModelOpt's. Source of the formulas: `apply_pre_quant_scale_and_smooth` and
+`smoothquant` of nvidia-modelopt 0.47 (torch/quantization/model_calib.py), reproduced against its exports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.dtypes import to_float32
-from bridge.errors import CalibrationError
-from bridge.quant.bits import Array, cast
+from bridge.core.dtypes import to_float32
+from bridge.core.errors import CalibrationError
+from bridge.core.values import Format
 from bridge.quant.calibration import Calibration
-from bridge.values import Format
+from bridge.quant.codec.arrays import Array, cast, rounded, smooth
 
-# ModelOpt's guards, as it has them: a channel that is always zero gets the largest scale, not one
+# ModelOpt's guards, unchanged: a channel that is always zero gets the largest scale, not one
 DEAD = 2.0**-31
 RANGE = (1e-4, 1e4)
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Pre-scales of the modules that a step joins, and their division out of the weight.
+
+    `dtype`: of the stored weight. `unified`: the modules that share one mean pre-scale. `inner`: the part of `in` that
+    the step takes, None for all of it.
+    """
+
+    calibration: Calibration
+    format: Format
+    dtype: str
+    unified: tuple[str, ...]
+    inner: tuple[int, int] | None = None
+
+    def scale(self) -> Array:
+        """The float32 factor (in,) of the step's input."""
+        return self._cut(mean_scale(self.calibration, self.unified, self.format, self.dtype))
+
+    def apply(self, module: str, bits: Array, layout: str = "out_in") -> Array:
+        """Rows of a module, divided by its pre-scale and, if modules share a mean, multiplied back to that mean.
+
+        bits: storage array (out, in), or (in, out) with `layout="in_out"`.
+        """
+        own = pre_scale(self.calibration, module, self.format)
+        bits = smooth(bits, self.dtype, self._cut(own), layout=layout)
+        if len(self.unified) < 2:
+            return bits
+        old, new = self._cut(rounded(own, self.dtype)), self.scale()
+        if np.array_equal(old, new):
+            return bits
+        along = (-1, 1) if layout == "in_out" else (1, -1)
+        value = to_float32(bits, self.dtype) * old.reshape(along)
+        value /= new.reshape(along)
+        return cast(value, "float32", self.dtype)
+
+    def clipped(self, modules: Sequence[str]) -> int:
+        """How many inputs of the modules have the largest pre-scale that SmoothQuant allows."""
+        if self.format.algorithm != "smoothquant":
+            return 0
+        scales = [pre_scale(self.calibration, module, self.format) for module in dict.fromkeys(modules)]
+        return sum(int((scale >= RANGE[1]).sum()) for scale in scales)
+
+    def _cut(self, scale: Array) -> Array:
+        return scale[slice(*(self.inner or (None, None)))]
 
 
 def pre_scale(calibration: Calibration, module: str, format_: Format) -> Array:
@@ -37,32 +84,14 @@ def pre_scale(calibration: Calibration, module: str, format_: Format) -> Array:
     return np.clip(scale, np.float32(RANGE[0]), np.float32(RANGE[1]))
 
 
-def rounded(scale: Array, dtype: str) -> Array:
-    """Return a pre-scale as ModelOpt keeps it: rounded to the model's dtype, as float32."""
-    return cast(cast(np.ascontiguousarray(scale), "float32", dtype), dtype, "float32")
-
-
 def mean_scale(calibration: Calibration, modules: Sequence[str], format_: Format, dtype: str) -> Array:
-    """Return the one pre-scale of modules that read one input, as float32: the mean of theirs, in the model's dtype.
+    """Return the common pre-scale of modules with the same input, as float32: their mean, in the model's dtype.
 
-    Source: `preprocess_linear_fusion` of nvidia-modelopt 0.47 (torch/export/quant_utils.py), whose `torch.mean` sums in
-    float32, one after the other.
+    Source: `preprocess_linear_fusion` of nvidia-modelopt 0.47 (torch/export/quant_utils.py), which rounds each of them
+    first, and whose `torch.mean` sums in float32, one after the other.
     """
     scales = [rounded(pre_scale(calibration, module, format_), dtype) for module in modules]
     total = scales[0].copy()
     for scale in scales[1:]:
         total += scale
     return rounded(total / np.float32(len(scales)), dtype)
-
-
-def smooth_again(bits: Array, dtype: str, old: Array, new: Array, layout: str = "out_in") -> Array:
-    """Return `w * old / new`, rounded once, where the group's pre-scale is not the module's own; `bits` where it is.
-
-    bits: (out, in), or (in, out) with `layout="in_out"`.  old, new: (in,) float32 of numbers that `dtype` holds.
-    """
-    if np.array_equal(old, new):
-        return bits
-    shape = (-1, 1) if layout == "in_out" else (1, -1)
-    value = to_float32(bits, dtype) * old.reshape(shape)
-    value /= new.reshape(shape)
-    return cast(value, "float32", dtype)

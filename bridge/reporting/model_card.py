@@ -1,34 +1,32 @@
-"""The model card: one marked section of the output's README.md, with the facts of the report.
+"""The model card: a section of README.md with the report's figures.
 
-It must carry no path, no time and no free memory: equal runs write equal bytes. What the source's card says stays.
+It holds no path, no time and no free memory, so that equal runs write equal bytes. The source's own card stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from bridge import __version__, show
-from bridge.errors import fold_layers
-
-if TYPE_CHECKING:
-    from bridge.report import Report
+from bridge.core.text import fold_layers, size
+from bridge.core.version import __version__
+from bridge.reporting.report import Report, count_rows, verdict
+from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 
 CARD = "README.md"
 BEGIN, END = "<!-- qbridge: quantization -->", "<!-- /qbridge -->"
-FACTS = ("architecture", "scheme", "calibration", "calibration data")  # of the provenance: what is no path
+FACTS = ("architecture", "scheme", "calibration", "calibration data")  # the part of the provenance without paths
 
 
 def add_section(directory: Path, report: Report) -> None:
-    """Write the section into the README.md of a written model: in the place of an earlier one, else at its end."""
+    """Write the section into the README.md of a written model; it replaces an earlier one, else it is appended."""
     path = directory / CARD
     before = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
     path.write_bytes(with_section(before, section(report)).encode("utf-8", "surrogateescape"))
 
 
 def with_section(card: str, text: str) -> str:
-    """`card` with `text` between its marks; a card without marks keeps every character and gets them at its end."""
+    """`card` with `text` between its marks; if it has none, they are appended and every character stays."""
     head, begin, rest = card.rpartition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
@@ -37,20 +35,19 @@ def with_section(card: str, text: str) -> str:
 
 
 def section(report: Report) -> str:
-    """The facts of a report as Markdown."""
+    """The report's figures as Markdown."""
     ratio = f" ({report.bytes / report.source_bytes:.0%})" if report.source_bytes else ""
     parts = [
         "## Quantization",
         f"Scheme `{report.scheme}` for target `{report.target}`, made by qbridge {__version__}: {report.tensors:,} "
-        f"tensors, {report.quantized:,} of them quantized matrices; {show.size(report.source_bytes)} became "
-        f"{show.size(report.bytes)}{ratio}. Parity with the source: {_cell(show.verdict(report))}.",
-        _table(("counted", "n", "of"), show.count_rows(report), (1, 2)),
+        f"tensors, {report.quantized:,} of them quantized matrices; {size(report.source_bytes)} became "
+        f"{size(report.bytes)}{ratio}. Parity with the source: {_cell(verdict(report))}.",
+        _table(("counted", "n", "of"), count_rows(report), (1, 2)),
     ]
-    if report.parity:
-        parts.append(_table(show.WEIGHTS, show.weight_rows(report.parity), range(3, 7)))
-        parts.append(_table(show.OUTPUTS, show.output_rows(report.parity), range(1, 7)))
-    parts.append(_table(("n", "why", "not quantized, carried or run"), show.by_reason(report.skipped), (0,)))
-    parts.append(_table(("n", "policy", "tensors"), show.by_reason(report.policies), (0,)))
+    parts.append(_table(WEIGHTS, weight_rows(report.parity), range(3, 7)))
+    parts.append(_table(OUTPUTS, output_rows(report.parity), range(1, 7)))
+    parts.append(_table(("n", "why", "not quantized, copied or run"), by_reason(report.skipped), (0,)))
+    parts.append(_table(("n", "policy", "tensors"), by_reason(report.policies), (0,)))
     unseen = [f"{layer.module}.{expert}" for layer in report.experts for expert in layer.unseen]
     if unseen:
         parts.append(f"Experts that no calibration token reached: {_code(', '.join(fold_layers(unseen)))}.")
@@ -63,13 +60,13 @@ def section(report: Report) -> str:
 def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> str:
     if not rows:
         return ""
-    rule = ["---:" if at in right else "---" for at in range(len(columns))]
+    rule = ["---:" if i in right else "---" for i in range(len(columns))]
     lines = [columns, rule, *([_cell(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(text: str) -> str:
-    """Names may hold anything: what Markdown or HTML would read is code, and a table's own sign is escaped."""
+    """A table cell. Names may hold any character: what Markdown or HTML would read becomes code, `|` is escaped."""
     plain = text.replace("\n", ", ")
     return _code(plain) if any(sign in plain for sign in "<>*_{}[]|`&") else plain
 

@@ -1,34 +1,30 @@
-"""What a report says beyond parity, counted from plan, calibration and proof; must never read a weight.
+"""The figures of a report beyond parity, from plan, calibration and verification.
 
-Everything is a function of values that earlier stages made: equal runs say the same.
+Reads no weight, and depends only on values of earlier stages, so that equal runs give equal figures.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.budget import extent
-from bridge.dtypes import DTYPES
-from bridge.planning import Plan, Step
-from bridge.report import Advice, Count, Coverage, Outliers, Parity, Storage
-from bridge.show import grouped, pattern
-from bridge.sources.shards import natural
-from bridge.tables.arch import load_arch
-from bridge.values import Slice
-
-if TYPE_CHECKING:
-    from bridge.quant.calibration import Calibration
-    from bridge.sources import Source
+from bridge.core.dtypes import DTYPES
+from bridge.core.text import grouped, natural, pattern
+from bridge.core.values import Slice
+from bridge.planning.memory import extent
+from bridge.planning.plan import Plan, Step
+from bridge.quant.calibration import Calibration
+from bridge.reporting.report import Advice, Coverage, Outliers, Storage
+from bridge.sources.source import Source
+from bridge.tables.architectures.arch import load_arch
+from bridge.verification.parity import Count, Parity
 
 ACCOUNTED = "source tensors written, tied or dropped for a reason"
-FAR = 10.0  # a channel counts as an outlier from so many medians: one scale for all then leaves the others under 4 bits
-STANDS_OUT = 2.0  # medians of damage from which a group of modules is worth a rule of its own
-MOST = 10  # pieces of advice
+OUTLIER = 10.0  # medians; with such a channel, one scale for all channels leaves the others less than 4 bits
+STANDS_OUT = 2.0  # medians of damage; above, a group of modules is worth a rule of its own
+MAX_ADVICE = 10  # groups of modules
 CODES = ("weight", "shape")
 
 
@@ -40,7 +36,7 @@ def accounted(plan: Plan) -> Count:
 
 
 def storage(plan: Plan) -> tuple[Storage, ...]:
-    """Bytes before and after by kind of tensor, in the order of the file; a slice that is read twice counts once."""
+    """Bytes before and after by kind of tensor, in file order; a slice that is read twice counts once."""
     seen: set[Slice] = set()
     rows = []
     for group in grouped(plan.steps, lambda step: pattern(step.outputs[0].spec.name)):
@@ -52,7 +48,7 @@ def storage(plan: Plan) -> tuple[Storage, ...]:
             Storage(
                 kind=pattern(group[0].outputs[0].spec.name),
                 tensors=len(weights) or len(outputs),
-                values=sum(_values(step, plan) for step in group),
+                values=sum(math.prod(extent(part, plan.sources)) for step in group for part in step.inputs),
                 was=", ".join(sorted(read)),
                 now=", ".join(sorted({spec.dtype for spec in weights} or {output.spec.dtype for output in outputs})),
                 before=before,
@@ -64,7 +60,7 @@ def storage(plan: Plan) -> tuple[Storage, ...]:
 
 
 def dtypes(plan: Plan) -> tuple[tuple[str, int, int], ...]:
-    """(dtype, bytes in the source, bytes written), the most bytes first."""
+    """(dtype, bytes in the source, bytes written), largest first."""
     before, after = Counter[str](), Counter[str]()
     for spec in plan.sources.values():
         before[spec.dtype] += spec.nbytes
@@ -74,71 +70,67 @@ def dtypes(plan: Plan) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, before[name], after[name]) for name in names)
 
 
-def _values(step: Step, plan: Plan) -> int:
-    return sum(rows * columns for rows, columns in (extent(part, plan.sources) for part in step.inputs))
-
-
 def _stored(part: Slice, plan: Plan, seen: set[Slice]) -> int:
-    """Bytes that a slice has in the source, 0 where they were counted before."""
-    place = Slice(part.source, part.rows, part.cols, expert=part.expert, step=part.step)
-    if not part.source or place in seen:
+    """Bytes of a slice in the source; 0 if they were counted before."""
+    stored = Slice(part.source, part.rows, part.cols, expert=part.expert, step=part.step)
+    if not part.source or stored in seen:
         return 0
-    seen.add(place)
+    seen.add(stored)
     rows, columns = extent(part, plan.sources)
     return (rows * columns * DTYPES[plan.sources[part.source].dtype].bits + 7) // 8
 
 
 def outliers(calibration: Calibration | None) -> tuple[Outliers, ...]:
-    """Modules whose input has channels far above the others, the farthest first."""
-    found = []
+    """Modules whose input has channels far above the others, the largest ratio first."""
+    rows = []
     for module, amax in calibration.smoothing_amax.items() if calibration else ():
-        middle = float(np.median(amax))
-        far = [int(at) for at in np.argsort(-amax, kind="stable") if middle > 0 and amax[at] >= FAR * middle]
-        if far:
-            found.append(Outliers(module, middle, float(amax[far[0]]), tuple(far), amax.size))
-    return tuple(sorted(found, key=lambda row: (-row.largest / row.median, row.module)))
+        median = float(np.median(amax))
+        channels = [int(i) for i in np.argsort(-amax, kind="stable") if median > 0 and amax[i] >= OUTLIER * median]
+        if channels:
+            rows.append(Outliers(module, median, float(amax[channels[0]]), tuple(channels), amax.size))
+    return tuple(sorted(rows, key=lambda row: (-row.largest / row.median, row.module)))
 
 
 def coverage(calibration: Calibration | None) -> tuple[Coverage, ...]:
-    """Tokens by expert of every layer that has experts, as far as the calibration counted them."""
+    """Tokens by expert of every layer whose experts the calibration counted."""
     counted = calibration.expert_tokens if calibration else {}
     return tuple(Coverage(name, tuple(map(int, counted[name]))) for name in sorted(counted, key=natural))
 
 
-def advice(plan: Plan, parity: Parity | None) -> tuple[Advice, ...]:
-    """Which modules to leave unquantized: those that hurt far more than the median, the most gained per byte first.
+def advice(plan: Plan, parity: Parity) -> tuple[Advice, ...]:
+    """Which modules to leave unquantized: damage far above the median, the largest gain per byte first.
 
-    Damage is that of the modules' own outputs where they were run, else the error of their weights. What reads one
-    input is kept together, since runtimes fuse it.
+    Damage is the error of the modules' own outputs if they were run, else of their weights. Modules that read the same
+    input stay together, since runtimes fuse them.
     """
-    damage = _damage(plan, parity) if parity else {}
+    damage = _damage(plan, parity)
     total = sum(value**2 for value in damage.values())
-    middle = float(np.median(list(damage.values()))) if damage else 0.0
-    found = []
+    median = float(np.median(list(damage.values()))) if damage else 0.0
+    rows = []
     for steps in _fused(plan):
         modules = tuple(dict.fromkeys(step.site.module for step in steps if step.site))
         worst = max(damage.get(module, 0.0) for module in modules)
-        if worst >= STANDS_OUT * middle and worst > 0:
+        if worst >= STANDS_OUT * median and worst > 0:
             more = sum(_stored(part, plan, set()) for step in steps for part in step.inputs)
             more -= sum(step.nbytes for step in steps)
             share = sum(damage.get(module, 0.0) ** 2 for module in modules) / total
-            found.append(Advice(modules, worst, share, max(more, 0)))
-    return tuple(sorted(found, key=lambda row: (-row.share / (row.bytes + 1), row.modules))[:MOST])
+            rows.append(Advice(modules, worst, share, max(more, 0)))
+    return tuple(sorted(rows, key=lambda row: (-row.share / (row.bytes + 1), row.modules))[:MAX_ADVICE])
 
 
 def _fused(plan: Plan) -> list[list[Step]]:
-    """Quantized steps by what they read: by the architecture's table; each alone where it has none."""
+    """Quantized steps grouped by their input, from the architecture's table; without a table each step alone."""
     table = load_arch(plan.architecture)
-    row = {role: number for number, reads in enumerate(table.reads if table else ()) for role in reads.readers}
+    group_of = {role: number for number, inputs in enumerate(table.inputs if table else ()) for role in inputs.readers}
 
-    def reads(step: Step) -> tuple[object, ...]:
+    def group(step: Step) -> tuple[object, ...]:
         site = step.site
         assert site
-        numbers = {row.get(role) for role in site.roles}
+        numbers = {group_of.get(role) for role in site.roles}
         (number,) = numbers if len(numbers) == 1 else (None,)
         return (site.module,) if number is None or site.layer is None else (site.layer, site.expert, number)
 
-    return grouped(plan.quantized, reads)
+    return grouped(plan.quantized, group)
 
 
 def _damage(plan: Plan, parity: Parity) -> dict[str, float]:
@@ -150,24 +142,18 @@ def _damage(plan: Plan, parity: Parity) -> dict[str, float]:
 
 
 def made_from(plan: Plan, source: Source, calibration: Calibration | None) -> dict[str, str]:
-    """Where the result comes from: source, arguments, calibration."""
-    said = {
+    """The provenance of the output: source, arguments, calibration."""
+    kv = sorted({step.kv.dtype for step in plan.steps if step.kv})
+    arguments = [("target", plan.target), ("quant", plan.scheme), *(("kv", name) for name in kv), *plan.options.items()]
+    facts = {
         "source": source.where,
         "fingerprint of the source": source.fingerprint,
         "architecture": plan.architecture,
-        "arguments": ", ".join(_arguments(plan)),
+        "arguments": ", ".join(f"{name}={value}" for name, value in arguments),
         "scheme": f"{plan.scheme} {plan.scheme_digest}".strip(),
     }
     if calibration and plan.scheme_digest:
-        made = calibration.provenance
-        said["calibration"] = f"scheme {made.scheme}, {made.samples} sequences of {made.sequence} tokens, {made.dtype}"
-        said["calibration data"] = made.data_digest or "unknown"
-    return {what: value for what, value in said.items() if value}
-
-
-def _arguments(plan: Plan) -> Iterator[str]:
-    yield f"target={plan.target}"
-    yield f"quant={plan.scheme}"
-    kv: Iterable[str] = {step.kv.dtype for step in plan.steps if step.kv}
-    yield from (f"kv={name}" for name in sorted(kv))
-    yield from (f"{name}={value}" for name, value in plan.options.items())
+        of = calibration.provenance
+        facts["calibration"] = f"scheme {of.scheme}, {of.samples} sequences of {of.sequence} tokens, {of.dtype}"
+        facts["calibration data"] = of.data_digest or "unknown"
+    return {what: value for what, value in facts.items() if value}

@@ -1,14 +1,14 @@
-"""Hub ids: brings a snapshot into huggingface_hub's cache, or takes it from there; never fetches code."""
+"""Download the snapshot of a hub id, or take the cached one."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from bridge.errors import SourceError
+from bridge.core.errors import SourceError
 
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
-# By exclusion, because a file that is not fetched is lost: only other frameworks' weights, and pickles at first.
+# By exclusion, because a file that is not fetched is lost: weights of other frameworks, pickles at first, and code.
 OTHER_WEIGHTS = [
     "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.ot", "*.npz",
     "*.pkl", "*.tflite", "*.mlmodel", "*.mlpackage/*", "*.nemo", "*.py", "consolidated*.safetensors", "original/*",
@@ -18,7 +18,7 @@ BIN = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
 
 
 def snapshot(model: str | Path) -> Path:
-    """Return the local directory of a hub id (`org/name`, `org/name@revision`); SourceError says why there is none."""
+    """Return the local directory of a hub id (`org/name`, `org/name@revision`); SourceError if it cannot be had."""
     text = str(model)
     match = HUB_ID.fullmatch(text)
     if isinstance(model, Path) or match is None or text.endswith((".nemo", ".safetensors", ".bin")):
@@ -31,43 +31,35 @@ def snapshot(model: str | Path) -> Path:
 
 
 def _download(text: str, name: str, revision: str | None, allow: list[str] | None, ignore: list[str] | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     def fetch(offline: bool) -> Path:
-        found = snapshot_download(
+        root = snapshot_download(
             name, revision=revision, allow_patterns=allow, ignore_patterns=ignore, local_files_only=offline
         )
-        return Path(found)
+        return Path(root)
 
     absent = f"{text}: no such directory here, and "
     try:
         try:
             return fetch(offline=False)
-        except (OSError, HfHubHTTPError) as error:
-            if isinstance(error, GatedRepoError | RepositoryNotFoundError | RevisionNotFoundError):
-                raise
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            raise
+        except OSError:
             return fetch(offline=True)
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise SourceError(
             f"{absent}the hub asks for access rights to {name}; request them and `hf auth login`"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise SourceError(f"{absent}{name} on the hub has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise SourceError(
             f"{absent}the hub has no (public) model {name}; check spelling, or `hf auth login`"
         ) from error
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise SourceError(f"{absent}not a valid hub id: {error}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except OSError as error:
         raise SourceError(
             f"{absent}the hub cannot be reached, nor does its cache hold {name}; check path, network, HF_HUB_OFFLINE"
         ) from error

@@ -1,4 +1,7 @@
-"""A `transformers` model in memory as a source, in checkpoint names; never changes it, copies no more than is read."""
+"""A `transformers` model in memory as a source.
+
+It is never changed, and only what is read is copied.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,34 @@ import zlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.scratch import scratch
-from bridge.sources import loading
-from bridge.sources.hf import settle_config
-from bridge.sources.live import Origin, computed, live_names, tied_names, without_ties
-from bridge.sources.refuse import quantized
-from bridge.sources.shards import listed, named
-from bridge.values import Program, TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.output.temporary import temporary_directory
+from bridge.core.text import listed, named
+from bridge.core.values import Program, TensorSpec
+from bridge.sources.config_json import settle_config
+from bridge.sources.live_models import loading
+from bridge.sources.unsupported import diffusers_model, quantized
+
+if TYPE_CHECKING:  # it imports torch, which opening a directory must not
+    from bridge.sources.live_models.checkpoint_names import Origin
 
 WRITTEN_BY = (
     Program(
         "transformers",
         "5.20 and later",
         "names, bytes and configuration are those that `save_pretrained` writes; the model is as it was afterwards",
-        ("tests/sources/test_live.py", "tests/sources/test_memory.py"),
+        ("tests/sources/live_models/test_checkpoint_names.py", "tests/sources/test_memory.py"),
     ),
 )
 
 
 class MemorySource:
-    """The caller's model: specs and reads are those of what `save_pretrained` would write."""
+    """The caller's model, with the specs and values that `save_pretrained` would write."""
 
     dialect = "hf"
     can_run = True
@@ -43,6 +48,8 @@ class MemorySource:
     calibration = None
 
     def __init__(self, model: Any, config: dict[str, Any], origins: dict[str, Origin], tokenizer: Any = None) -> None:
+        from bridge.sources.live_models.checkpoint_names import tied_names, without_ties
+
         self.where = f"{type(model).__name__} in memory"
         self.name = Path(str(getattr(model, "name_or_path", "") or "")).name or type(model).__name__.lower()
         self.config: Mapping[str, Any] = config
@@ -56,12 +63,24 @@ class MemorySource:
 
     @cached_property
     def side_files(self) -> dict[str, Path | bytes]:
-        """config.json, generation_config.json and the tokenizer's files, as `transformers` writes them."""
-        return _side_files(self._model, dict(self.config), self._tokenizer)
+        """config.json, generation_config.json and the tokenizer's files as `transformers` writes them."""
+        model, tokenizer = self._model, self._tokenizer
+        files: dict[str, Path | bytes] = {}
+        with temporary_directory() as root:
+            if model.can_generate() and getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(root)
+            if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(root)
+            paths = sorted(path for path in root.rglob("*") if path.is_file())
+            files |= {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+        files["config.json"] = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        return files
 
     def read(self, name: str) -> np.ndarray:
-        """Return one storage array: read-only, and a view of the model's memory where that is possible."""
+        """Return one storage array: read-only, and a view of the model's memory if possible."""
         import torch
+
+        from bridge.sources.live_models.checkpoint_names import computed
 
         origin, state = self._origins[name], self._state
         with torch.no_grad():
@@ -75,22 +94,21 @@ class MemorySource:
             return _bits(tensor.detach(), origin.spec.dtype)
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return rows of one tensor where they lie; a tensor that has to be put together is, once for all its rows."""
+        """Return rows of one tensor; a tensor that must be joined is joined once for all its rows."""
         last = getattr(self._last, "read", None)
         if last is None or last[0] != name or begin == 0:
             last = self._last.read = (name, self.read(name))
-        found: np.ndarray = last[1][begin:end]
+        rows: np.ndarray = last[1][begin:end]
         if end >= self.specs[name].shape[0]:
             self._last.read = None
-        return found
+        return rows
 
     def place(self, name: str) -> tuple[str, int]:
-        """There are no files."""
         return "", 0
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of config and all values: there is no file whose time of change would tell."""
+        """A digest of config and all values: there is no file with a modification time."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True, default=str).encode())
         for name, spec in self.specs.items():
             checksum = zlib.crc32(np.ascontiguousarray(self.read(name)).reshape(-1).view(np.uint8).data)
@@ -98,84 +116,74 @@ class MemorySource:
         return digest.hexdigest()
 
     def load_model(self) -> Any:
-        """Return the caller's own model, as it is."""
         return self._model
 
     def load_tokenizer(self) -> Any:
-        """Return the given tokenizer, else the one of the directory or hub id that the model was loaded from."""
+        """Return the given tokenizer, else that of the directory or hub id that the model was loaded from."""
         origin = str(getattr(self._model, "name_or_path", "") or "")
         return loading.load_tokenizer(self._tokenizer or origin or None, None, self.where)
 
 
 def recognizes(model: object) -> bool:
-    """Take torch modules; where torch was never imported there cannot be one."""
+    """Take torch modules; before torch is imported there is none."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemorySource:
-    """Open a `transformers` model; SourceError where it is another kind of module, quantized, or not in one piece."""
+    """Open a `transformers` model; SourceError if it is another kind of module, quantized, or has adapters."""
+    from bridge.sources.live_models.checkpoint_names import live_names
+
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     where = f"{type(model).__name__} in memory"
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise SourceError(
             f"{where}: not a transformers model (it has no config); give a PreTrainedModel, "
-            "or its `.module` where it is wrapped for parallel training"
+            "or its `.module` if it is wrapped for parallel training"
         )
-    problems = _wrapped(model)
-    if problems:
-        raise listed(where, problems)
-    found = settle_config(_config(model), config)
+    if why := diffusers_model(model.config):
+        raise SourceError(f"{where}: {why}")
+    if not hasattr(model.config, "to_json_string"):
+        kind = type(model.config).__name__
+        raise SourceError(f"{where}: not a transformers model (its config is a {kind}); give a PreTrainedModel")
+    if why := _why_wrapped(model):
+        raise SourceError(f"{where}: {why}")
+    settled = settle_config(_config(model), config)
     origins = live_names(model)
-    strange = sorted({o.spec.dtype for o in origins.values() if o.spec.dtype not in DTYPES})
-    if strange:
-        names = [name for name, o in origins.items() if o.spec.dtype in strange]
-        problems.append(f"{named(names)}: dtype {', '.join(strange)} is unknown")
-    problems += quantized(None, found, {name: origin.spec for name, origin in origins.items()})
+    problems = []
+    if unknown := {name: o.spec.dtype for name, o in origins.items() if o.spec.dtype not in DTYPES}:
+        problems.append(f"{named(unknown)}: dtype {', '.join(sorted({*unknown.values()}))} is unknown")
+    problems += quantized(None, settled, {name: origin.spec for name, origin in origins.items()})
     if problems:
         raise listed(where, problems)
-    return MemorySource(model, found, origins, tokenizer)
+    return MemorySource(model, settled, origins, tokenizer)
 
 
 def _config(model: Any) -> dict[str, Any]:
     """Return the content of the config.json that `save_pretrained` would write, without its changes to the model."""
-    found: dict[str, Any] = json.loads(model.config.to_json_string())
-    return {**found, "architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    content: dict[str, Any] = json.loads(model.config.to_json_string())
+    return {**content, "architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
 
 
-def _wrapped(model: Any) -> list[str]:
-    """Say what stands between this model and plain weights: adapters, quantizers."""
+def _why_wrapped(model: Any) -> str:
+    """Say why this model has no plain weights (adapters, quantizers); "" if it has."""
     kinds = {type(module).__name__ for module in model.modules()}
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
-        return ["carries adapters; merge them first: model = model.merge_and_unload()"]
+        return "has adapters; merge them first: model = model.merge_and_unload()"
     if "TensorQuantizer" in kinds:
-        return ["is quantized by ModelOpt already; give the plain model, and the scheme to quant="]
+        return "is quantized by ModelOpt already; give the plain model, and the scheme to quant="
     known = {"Params4bit", "Int8Params", "QuantLinear", "WQLinear_GEMM", "Linear4bit", "Linear8bitLt"}
     if getattr(model, "hf_quantizer", None) is not None or kinds & known:
         which = ", ".join(sorted(kinds & known)) or "quantization_config"
-        return [f"is quantized already ({which}); give the plain model"]
-    return []
+        return f"is quantized already ({which}); give the plain model"
+    return ""
 
 
 def _bits(tensor: Any, dtype: str) -> np.ndarray:
-    """Return the bits of a torch tensor as NumPy's storage dtype, without a copy where it is contiguous on the CPU."""
+    """Return the bits of a torch tensor in NumPy's storage dtype, without a copy if contiguous on the CPU."""
     import torch
 
     plain = tensor.cpu().contiguous().view(getattr(torch, DTYPES[dtype].storage))
     array: np.ndarray = plain.numpy()
     array.flags.writeable = False  # it may be the caller's own memory
     return array
-
-
-def _side_files(model: Any, config: dict[str, Any], tokenizer: Any) -> dict[str, Path | bytes]:
-    files: dict[str, Path | bytes] = {}
-    with scratch() as root:
-        if model.can_generate() and getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(root)
-        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(root)
-        for path in sorted(root.rglob("*")):
-            if path.is_file():
-                files[path.relative_to(root).as_posix()] = path.read_bytes()
-    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return files

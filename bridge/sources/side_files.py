@@ -1,7 +1,7 @@
-"""What lies beside the weights of a checkpoint in another dialect: its tokenizer and licence are carried, nothing else.
+"""Side files of a checkpoint: which are copied, and why others not.
 
-Those checkpoints are training runs: most of their files mean nothing to who loads the model. Each is named in the
-report with its reason.
+Checkpoints in other dialects are training runs: only tokenizer and licence are copied. The report names every other
+file with the reason.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from bridge.sources.dcp_metadata import training
-from bridge.sources.span import Folder, Span
+from bridge.core.files.span import Folder, Span
+from bridge.sources.weights.containers import training
+from bridge.sources.weights.shards import Weights
+
+# A file that ends like this has weights or training state; all other files of a Hugging Face directory are copied.
+WEIGHT_ENDINGS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".onnx.data", ".gguf",
+    ".ot", ".npz", ".npy", ".pkl", ".tflite", ".mlmodel", ".mlpackage", ".nemo", ".distcp", ".index.json", ".engine",
+)  # fmt: skip
+BOOKKEEPING = (".git", ".gitattributes", ".gitignore", ".cache", ".DS_Store", "__pycache__")
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -21,7 +29,7 @@ TOKENIZER = (
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
 LICENCE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([.-].*)?")
-MOST_BYTES = 256 << 20  # of a file out of an archive; the largest tokenizers take some tens of megabytes
+MAX_BYTES = 256 << 20  # of a file out of an archive; the largest tokenizers take some tens of megabytes
 _HASH = re.compile(r"[0-9a-f]{32}_")  # NeMo 1 puts it before the names of artefacts
 _RUN = "of the training run, not of the model"
 _READ = "its place is taken by the config.json that is made of it"
@@ -29,7 +37,7 @@ _READ = "its place is taken by the config.json that is made of it"
 
 @dataclass(frozen=True)
 class Beside:
-    """Relative name -> file to carry, or its content; file -> why it is not carried."""
+    """Relative name -> file to copy, or its content; file -> why it is not copied."""
 
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +48,7 @@ def beside(
 ) -> Beside:
     """Divide the files of a checkpoint. `used`: files of weights; `read`: names of its own configuration.
 
-    `tokenizer`: the files that the configuration names as such -> what transformers calls them.
+    `tokenizer`: the tokenizer's files that the configuration names -> transformers' names for them.
     """
     weights, configuration = set(used), {*read, "metadata.json"}
     rest: dict[str, Span] = {}
@@ -52,7 +60,7 @@ def beside(
             rest[name] = span
     chosen = tokenizer or {name: plain_name(name) for name in _tokenizer(rest)}
     counts = Counter(chosen.values())
-    carried: dict[str, Path | bytes] = {}
+    copied: dict[str, Path | bytes] = {}
     dropped = dict(folder.skipped)
     dropped |= {name: f"training state, {sum(sizes)} bytes in {len(sizes)} files" for name, sizes in states.items()}
     for name, span in rest.items():
@@ -60,30 +68,30 @@ def beside(
         if name in chosen and counts[plain] > 1:
             dropped[name] = f"one of {counts[plain]} that could be {plain}; give tokenizer="
         elif name in chosen or LICENCE.fullmatch(name):
-            carried[plain] = span.content(MOST_BYTES) if span.offset else span.path
+            copied[plain] = span.content(MAX_BYTES) if span.offset else span.path
         elif plain in TOKENIZER:
             dropped[name] = f"another tokenizer's than {min(chosen)}"
         elif name in configuration or PurePosixPath(name).name in configuration:
             dropped[name] = _READ
         else:
             dropped[name] = _RUN
-    return Beside(carried, dropped)
+    return Beside(copied, dropped)
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a file without its folder, and without what NeMo 1 puts before it."""
+    """Return the name of a file without its folder and without NeMo 1's prefix."""
     return _HASH.sub("", PurePosixPath(name).name)
 
 
 def _state(name: str) -> str:
-    """Return the name for all folders of training state like the one that a file lies in, "" where it lies in none."""
+    """Return one name for all folders of training state like the folder of a file; "" if it is in none."""
     parts = PurePosixPath(name).parts
-    found = (f"{'/'.join((*parts[:at], word))}.*/" for at, part in enumerate(parts[:-1]) if (word := training(part)))
-    return next(found, "")
+    folders = (f"{'/'.join((*parts[:at], word))}.*/" for at, part in enumerate(parts[:-1]) if (word := training(part)))
+    return next(folders, "")
 
 
 def _tokenizer(files: Mapping[str, Span]) -> set[str]:
-    """Return the files of the tokenizer: those of the directory that has most of them, the upper one of two."""
+    """Return the tokenizer's files: those of the directory that has most of them, the upper one of two."""
     by_directory: dict[str, set[str]] = {}
     for name in files:
         path = PurePosixPath(name)
@@ -91,3 +99,33 @@ def _tokenizer(files: Mapping[str, Span]) -> set[str]:
             by_directory.setdefault(str(path.parent), set()).add(name)
     best = min(by_directory, key=lambda at: (-len(by_directory[at]), at.count("/"), at), default="")
     return by_directory.get(best, set())
+
+
+def plain_side_files(root: Path, weights: Weights) -> Beside:
+    """Divide the other files of a Hugging Face directory: all are copied but weights, models and links."""
+    copied: dict[str, Path | bytes] = {}
+    dropped = dict(weights.ignored)
+    stem, _, suffix = weights.files[0].name.rpartition(".")
+    used = {*(path.name for path in weights.files), f"{stem.split('-')[0]}.{suffix}.index.json"}
+    left = _entries(root, "")
+    while left:  # a recursive inner function would keep the model alive until garbage is collected
+        name, path = left.pop()
+        if path.name in BOOKKEEPING or name in used:
+            continue
+        if path.is_symlink() and not path.is_file():  # following a link to a parent would never end
+            dropped[name] = "a link to a directory, or to nothing"
+        elif path.is_dir():
+            if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
+                dropped[name + "/"] = "another model in a subdirectory"
+            else:
+                left += _entries(path, name + "/")
+        elif name.endswith(WEIGHT_ENDINGS):
+            dropped[name] = "weights or training state that the checkpoint's index does not name"
+        else:
+            copied[name] = path
+    return Beside(copied, dropped)
+
+
+def _entries(folder: Path, prefix: str) -> list[tuple[str, Path]]:
+    """Return the entries of a folder by name, the first one last."""
+    return [(prefix + path.name, path) for path in sorted(folder.iterdir(), reverse=True)]

@@ -1,17 +1,17 @@
-"""What `bridge` cannot start from, recognized and explained; never reads a tensor for that."""
+"""Recognize and explain unsupported inputs, from headers and file names only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import SourceError
-from bridge.json_data import load_json
-from bridge.sources.shards import named
-from bridge.values import TensorSpec
+from bridge.core.errors import SourceError
+from bridge.core.parsing import load_json
+from bridge.core.text import named
+from bridge.core.values import TensorSpec
 
-# Suffix of a tensor that only a quantized checkpoint holds -> who writes it.
+# Suffix of a tensor that only quantized checkpoints have -> its writer.
 COMPANIONS = {
     ".weight_scale_inv": "block-scaled FP8 (as DeepSeek publishes)",
     ".weight_scale": "ModelOpt or compressed-tensors",
@@ -32,19 +32,24 @@ REMEDY = (
     "start from the unquantized checkpoint, or dequantize it first (transformers: dequantize=True, save_pretrained)"
 )
 
+_ONLY_TRANSFORMERS = (
+    "diffusers models are not supported; quantize it with diffusers (quantization_config=) or ModelOpt, and convert "
+    "only those models of a pipeline that belong to transformers, such as its text encoders"
+)
+
 
 def quantized(root: Path | None, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Return why this checkpoint counts as quantized already; empty for a plain one."""
-    if isinstance(section := config.get("tripy"), Mapping) and "snapped" in section:  # bridge.tripy.config
+    """Return why this checkpoint is quantized already; empty for a plain one."""
+    if isinstance(section := config.get("tripy"), Mapping) and "snapped" in section:  # bridge.targets.tripy.section
         return ["target tripy wrote this; give the checkpoint that it was made from"]
-    found = []
+    reasons = []
     for key in ("quantization_config", "compression_config"):
         for part, holder in (("config.json", config), *((f"config.json, {k}", v) for k, v in config.items())):
             if isinstance(holder, Mapping) and holder.get(key):
-                found.append(f"{part} has {key}: {_method(holder[key])}")
+                reasons.append(f"{part} has {key}: {_method(holder[key])}")
     for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json"):
         if root is not None and (root / name).is_file():
-            found.append(f"{name}: {_method(_load(root / name))}")
+            reasons.append(f"{name}: {_method(_load(root / name))}")
     by_writer: dict[str, list[str]] = {}
     for name, spec in specs.items():
         writer = next((who for suffix, who in COMPANIONS.items() if name.endswith(suffix)), None)
@@ -54,8 +59,8 @@ def quantized(root: Path | None, config: Mapping[str, Any], specs: Mapping[str, 
             writer = f"{spec.dtype} values"
         if writer is not None:
             by_writer.setdefault(writer, []).append(name)
-    found += [f"{named(names)}: {writer}" for writer, names in by_writer.items()]
-    return [f"already quantized ({'; '.join(found)}); {REMEDY}"] if found else []
+    reasons += [f"{named(names)}: {writer}" for writer, names in by_writer.items()]
+    return [f"already quantized ({'; '.join(reasons)}); {REMEDY}"] if reasons else []
 
 
 def _load(path: Path) -> Any:
@@ -66,7 +71,7 @@ def _load(path: Path) -> Any:
 
 
 def _method(section: Any) -> str:
-    """Return the words that tell which quantizer wrote it, as far as it says so."""
+    """Return the words of a section that tell its quantizer."""
     if not isinstance(section, Mapping):
         return "unknown method"
     inner = section.get("quantization")
@@ -77,38 +82,51 @@ def _method(section: Any) -> str:
     return ", ".join(words) or "unknown method"
 
 
+def diffusers_model(config: object) -> str:
+    """Say why a model or pipeline of diffusers is refused, by its config; "" for any other."""
+    if not isinstance(config, Mapping) or "_class_name" not in config or "model_type" in config:
+        return ""
+    return f"a diffusers model ({config['_class_name']}): {_ONLY_TRANSFORMERS}"
+
+
+def diffusers_directory(root: Path) -> str:
+    """Say why a directory of diffusers is refused, with the models in it that are supported; "" for any other."""
+    if (root / "config.json").is_file():
+        return diffusers_model(_load(root / "config.json"))
+    if not (root / "model_index.json").is_file():
+        return ""
+    index = _load(root / "model_index.json")
+    parts = index.items() if isinstance(index, Mapping) else ()
+    by_transformers = [name for name, part in parts if isinstance(part, list) and part[:1] == ["transformers"]]
+    given = [str(root / name) for name in by_transformers if (root / name / "config.json").is_file()]
+    more = f" (here {', '.join(given)})" if given else ""
+    return f"a diffusers pipeline (model_index.json): {_ONLY_TRANSFORMERS}{more}"
+
+
 def other_dialect(root: Path) -> str | None:
-    """Say what a directory without Hugging Face weights is, if it is anything known."""
-    names = {path.name for path in root.iterdir()}
+    """Say what a directory without Hugging Face weights is, if it is a known format."""
     if any((root / pattern).is_file() for pattern in _NEMO2):
         return (
             f"weights/ is a distributed checkpoint, as of NeMo 2, but context/, which says of what model, is missing: "
             f"copy it as well, or give {root / 'weights'} with config="
         )
-    for what, present in _DIALECTS:
-        if any(_matches(pattern, names) for pattern in present):
-            return what
-    return None
+    return next((what for what, patterns in _DIALECTS if any(any(root.glob(name)) for name in patterns)), None)
 
 
 def one_checkpoint(root: Path) -> None:
-    """SourceError where a directory holds checkpoints of several kinds, of which none is meant before the others."""
-    every = [min((path for pattern in patterns for path in root.glob(pattern)), default=None) for patterns in _FORMS]
-    found = [path.relative_to(root).as_posix() for path in every if path]
-    if len(found) > 1:
+    """SourceError if a directory has checkpoints of several kinds."""
+    every = [min((path for pattern in patterns for path in root.glob(pattern)), default=None) for patterns in _LAYOUTS]
+    firsts = [path.relative_to(root).as_posix() for path in every if path]
+    if len(firsts) > 1:
         raise SourceError(
-            f"{root}: holds {len(found)} checkpoints of several kinds ({', '.join(found)}); give the path of one, or "
+            f"{root}: holds {len(firsts)} checkpoints of several kinds ({', '.join(firsts)}); give the path of one, or "
             "move the others away"
         )
 
 
-def _matches(pattern: str, names: Iterable[str]) -> bool:
-    return any(Path(name).match(pattern) for name in names)
-
-
 _NEMO2 = ("weights/.metadata", "weights/metadata.json")
-# What each way to lay out weights in other dialects is known by.
-_FORMS = (
+# The file names of each layout of weights in other dialects.
+_LAYOUTS = (
     (".metadata", "*.distcp"),
     ("iter_[0-9]*/",),
     ("step-[0-9]*/.metadata",),
@@ -120,12 +138,11 @@ _FORMS = (
 )
 _DIALECTS = (
     ("an adapter without its base model; merge it: peft's merge_and_unload()", ("adapter_config.json",)),
-    ("a diffusers pipeline (model_index.json): give the directory of one of its models", ("model_index.json",)),
     ("a TensorRT-LLM checkpoint: give the Hugging Face checkpoint it came from", ("rank0.safetensors",)),
     ("a GGUF model: give the Hugging Face checkpoint it came from", ("*.gguf",)),
     ("TensorFlow or Flax weights: save them as safetensors with transformers 4", ("tf_model*.h5", "flax_model*")),
     ("an ONNX model: give the checkpoint it was exported from", ("*.onnx",)),
     ("a training run: give one of its checkpoint-* directories", ("checkpoint-[0-9]*",)),
-    ("files of torch's, none by a name of Hugging Face's: call that of the model's state_dict() pytorch_model.bin",
+    ("files of torch without Hugging Face names: name the one with the model's state_dict() pytorch_model.bin",
      ("*.pt", "*.pth", "*.ckpt")),
 )  # fmt: skip

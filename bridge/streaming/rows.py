@@ -1,71 +1,66 @@
-"""The rows of a step's matrix, piece by piece, put together from slices of source tensors; must never quantize.
+"""Read the rows of a step's matrix in pieces.
 
-A piece is about a megabyte. Rows are read into a buffer that the next piece reuses; only what is stored across its
-rows (`budget.held`) is read whole.
+They come from slices of source tensors. A piece is about a megabyte. Rows are read into a buffer that the next piece
+reuses; only a slice that is stored across its rows (`planning.memory.held_whole`) is read whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from bridge.budget import PIECE, extent, held, rows_at_once, spec_of
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.paged import paged
-from bridge.planning import Step
-from bridge.quant.bits import Array, transposed
-from bridge.sources import lazy
-from bridge.tables.rectangles import reordered
-from bridge.values import Slice, TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.machine import cores
+from bridge.core.pages import Buffers
+from bridge.core.remote.readers import readers
+from bridge.core.values import Slice, TensorSpec
+from bridge.planning.memory import extent, held_whole, rows_at_once, spec_of
+from bridge.planning.plan import Step
+from bridge.quant.codec.arrays import Array, transposed
+from bridge.sources.source import Source, lazy
+from bridge.tables.expressions.regions import reordered
 
-if TYPE_CHECKING:
-    from bridge.sources import Source
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-@dataclass
-class Buffers:
-    """One thread's reused memory, by purpose."""
+def in_threads(work: Callable[[T, Buffers], R], items: Iterable[T], *read: object) -> list[R]:
+    """Results of `work` on items, in order; each thread has its own buffers. `read`: the models that they read."""
+    own = threading.local()
 
-    held: dict[str, Array] = field(default_factory=dict)
+    def one(item: T) -> R:
+        if not hasattr(own, "buffers"):
+            own.buffers = Buffers()
+        return work(item, own.buffers)
 
-    def take(self, purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an uninitialized array over the buffer for `purpose`; the next `take` of it reuses the memory."""
-        kind = np.dtype(dtype)
-        need = math.prod(shape) * kind.itemsize
-        buffer = self.held.get(purpose)
-        if buffer is None or buffer.size < need:
-            buffer = self.held[purpose] = paged((max(need, PIECE),), np.uint8)
-        array: Array = buffer[:need].view(kind).reshape(shape)
-        return array
-
-    def piece(self, nbytes: int) -> Array:
-        """Bytes of a tensor that is read piece by piece."""
-        return self.take("piece", (nbytes,), np.uint8)
+    with readers(cores(), *read) as pool:
+        return list(pool.map(one, items))
 
 
 class TensorReader(Protocol):
-    """What holds tensors by their names: a safetensors file, a distributed checkpoint."""
+    """Tensors by name: a safetensors file, a distributed checkpoint."""
 
     specs: Mapping[str, TensorSpec]
 
     def pieces(self, name: str, size: int, take: Callable[[int], Array]) -> Iterator[Array]:
-        """Yield the bytes of one tensor, `size` at a time, each in a buffer that `take` gives."""
+        """Yield the bytes of one tensor, `size` at a time, each in a buffer from `take`."""
 
 
 @dataclass
-class Room:
-    """A stretch of memory that is handed out matrix by matrix."""
+class Arena:
+    """One stretch of memory, handed out matrix by matrix."""
 
     flat: Array
 
     def take(self, rows: int, cols: int) -> Array:
-        taken, self.flat = self.flat[: rows * cols], self.flat[rows * cols :]
-        return taken.reshape(rows, cols)
+        matrix, self.flat = self.flat[: rows * cols], self.flat[rows * cols :]
+        return matrix.reshape(rows, cols)
 
 
 @dataclass(frozen=True)
@@ -78,6 +73,17 @@ class Part:
     bits: Array
 
 
+def join(parts: list[tuple[Part, Array]], buffers: Buffers) -> Array:
+    """One matrix of the parts of a piece, each with its processed rows; the next call reuses its memory."""
+    if len(parts) == 1:
+        return parts[0][1]
+    first, bits = parts[0][0].first, parts[0][1]
+    joined = buffers.take("joined", (parts[-1][0].stop - first, bits.shape[1]), bits.dtype)
+    for part, rows in parts:
+        joined[part.first - first : part.stop - first] = rows
+    return joined
+
+
 class Rows:
     """A step's matrix (rows, columns), read in pieces; convolution kernels count as columns, vectors as rows of one."""
 
@@ -88,16 +94,16 @@ class Rows:
         self.rows, self.cols = sum(rows for rows, _ in self._extents), self._extents[0][1]
         self._storage = np.dtype(DTYPES[self.spec.dtype].storage)
         self._at_once, _ = rows_at_once(step, source.specs)
-        self._held: dict[Slice, Array] = {}
+        self._whole: dict[Slice, Array] = {}
 
     def pieces(self, unit: int = 1) -> Iterator[tuple[int, list[Part]]]:
-        """Yield (first row, its parts) in order; every piece but the last has a multiple of `unit` rows."""
+        """Yield (first row, parts) in order; every piece but the last has a multiple of `unit` rows."""
         step = max(unit, self._at_once // unit * unit)
         for first in range(0, self.rows, step):
             yield first, self._piece(first, min(first + step, self.rows))
 
     def whole(self) -> Array:
-        """Read the one slice of a step that cannot be made row by row, in the axes that the step sees."""
+        """Read the only slice of a step that cannot pass row by row, in the axes that the step sees."""
         (only,) = self._slices
         return self._rectangle(only)
 
@@ -109,56 +115,54 @@ class Rows:
                 wanted.append((part, a, b, begin))
             begin += rows
         passing = {part for part, *_ in wanted}
-        self._held = {part: array for part, array in self._held.items() if part in passing}
+        self._whole = {part: array for part, array in self._whole.items() if part in passing}
         # One buffer for all slices, so that a piece is held once however many it crosses.
-        room = Room(
-            self._buffers.take("rows", (sum((b - a) * self._width(p) for p, a, b, _ in wanted),), self._storage)
-        )
-        cuts = Room(
-            self._buffers.take("columns", (sum((b - a) * self.cols for p, a, b, _ in wanted if p.cols),), self._storage)
-        )
-        return [Part(p, a, b, self._read(p, a - begin, b - begin, room, cuts)) for p, a, b, begin in wanted]
+        stored = sum((b - a) * self._width(p) for p, a, b, _ in wanted)
+        cut = sum((b - a) * self.cols for p, a, b, _ in wanted if p.cols)
+        full = Arena(self._buffers.take("rows", (stored,), self._storage))
+        columns = Arena(self._buffers.take("columns", (cut,), self._storage))
+        return [Part(p, a, b, self._read(p, a - begin, b - begin, full, columns)) for p, a, b, begin in wanted]
 
     def _width(self, part: Slice) -> int:
-        """How many values a stored row of a slice has; 0 where it is held, not read into a buffer."""
+        """How many values a stored row of a slice has; 0 if the slice is held, not read into a buffer."""
         if not part.source:
             return self.cols
-        return 0 if held(part, self._source.specs) else math.prod(self._source.specs[part.source].shape[1:])
+        return 0 if held_whole(part, self._source.specs) else math.prod(self._source.specs[part.source].shape[1:])
 
-    def _read(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
-        """Rows a to b of one slice as (rows, columns), C-contiguous, in the order in which the step sees them."""
-        found = self._rows(part, a, b, room, cuts)
+    def _read(self, part: Slice, a: int, b: int, full: Arena, columns: Arena) -> Array:
+        """Rows a to b of one slice as (rows, columns), C-contiguous, in the order that the step sees."""
+        bits = self._rows(part, a, b, full, columns)
         if not part.rope:
-            return found
-        assert a % abs(part.rope) == b % abs(part.rope) == 0, "a piece holds whole heads: see budget.row_unit"
-        return np.ascontiguousarray(reordered(found, part.rope))
+            return bits
+        assert a % abs(part.rope) == b % abs(part.rope) == 0, "a piece holds whole heads: see memory.row_unit"
+        return np.ascontiguousarray(reordered(bits, part.rope))
 
-    def _rows(self, part: Slice, a: int, b: int, room: Room, cuts: Room) -> Array:
-        if held(part, self._source.specs):
-            if part not in self._held:
-                self._held[part] = self._rectangle(part)
-            return self._held[part][a:b]
-        out = room.take(b - a, self._width(part))
+    def _rows(self, part: Slice, a: int, b: int, full: Arena, columns: Arena) -> Array:
+        if held_whole(part, self._source.specs):
+            if part not in self._whole:
+                self._whole[part] = self._rectangle(part)
+            return self._whole[part][a:b]
+        out = full.take(b - a, self._width(part))
         if not part.source:
             out[:] = 0
             return out
         begin = part.rows[0] if part.rows else 0
-        found = self._stored_rows(self._source.specs[part.source], begin + a, begin + b, out)
+        stored = self._stored_rows(self._source.specs[part.source], begin + a, begin + b, out)
         if part.cols is None:
-            return found
-        cut = cuts.take(b - a, self.cols)
-        cut[:] = found[:, slice(*part.cols)]
+            return stored
+        cut = columns.take(b - a, self.cols)
+        cut[:] = stored[:, slice(*part.cols)]
         return cut
 
     def _stored_rows(self, spec: TensorSpec, begin: int, end: int, out: Array) -> Array:
-        """Rows of a tensor as it is stored: in `out`, or where they lie in memory anyway."""
+        """Rows of a tensor as it is stored: in `out`, or where they already are in memory."""
         if not spec.shape:
             return lazy(self._source, spec.name).read().reshape(1, 1)
-        found = self._source.read_rows(spec.name, begin, end, out.reshape(end - begin, *spec.shape[1:]))
+        rows = self._source.read_rows(spec.name, begin, end, out.reshape(end - begin, *spec.shape[1:]))
         want = (end - begin, *spec.shape[1:]), self._storage
-        if (found.shape, found.dtype) != want:
-            raise SourceError(f"{spec.name}: promised {want}, the source gave {(found.shape, found.dtype)}")
-        return np.ascontiguousarray(found).reshape(out.shape)
+        if (rows.shape, rows.dtype) != want:
+            raise SourceError(f"{spec.name}: expected {want}, the source returned {(rows.shape, rows.dtype)}")
+        return np.ascontiguousarray(rows).reshape(out.shape)
 
     def _rectangle(self, part: Slice) -> Array:
         if part.expert is None:

@@ -1,88 +1,64 @@
-"""The stream: runs a plan's steps on threads under a byte budget, each output straight to its place in its file.
+"""Run a plan's steps on threads, under a byte budget.
 
-Reading, computing and writing overlap because several threads do all three; there are no queues between them. Steps
-that share an amax are one task of one thread: it looks at all of them, then codes them. Tasks share nothing, so the
-bytes do not depend on the number of threads.
+Each output is written straight to its place in its file. Reading, computing and writing overlap because several threads
+do all three; there are no queues between them. Steps that share an amax are one task of one thread: it reads all of
+them for their amax, then codes them. Tasks share nothing, so the bytes do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bridge.budget import PIECE, cores, working_set
-from bridge.errors import SourceError, WriteError
-from bridge.journal import check_joined
-from bridge.making import Emit, Maker
-from bridge.planning import Output, Step
-from bridge.portions import cut
-from bridge.progress import BYTES
-from bridge.quant.bits import Array
-from bridge.quant.scheme import has_tensor_scale
-from bridge.remote.threads import readers
-from bridge.targets import load_target
-from bridge.tensor_file import TensorFile
-from bridge.values import TensorSpec
+from bridge.core.errors import SourceError, WriteError
+from bridge.core.machine import cores
+from bridge.core.output.journal import check_joined
+from bridge.core.pages import Buffers
+from bridge.core.progress import BYTES
+from bridge.core.remote.readers import readers
+from bridge.core.values import TensorSpec
+from bridge.planning.memory import PIECE, working_set
+from bridge.planning.plan import Output, Step
+from bridge.quant.codec.arrays import Array
+from bridge.quant.schemes.scheme import has_tensor_scale
+from bridge.sources.source import Source
+from bridge.streaming.budget import Budget
+from bridge.streaming.context import ConversionContext, Executor, Partition, Sink, StepResult
+from bridge.streaming.encode import weight_amax, write_step
+from bridge.streaming.tensor_file import TensorFile
 
-if TYPE_CHECKING:
-    from bridge.conversion import Conversion
-    from bridge.portions import Portion, Spread
-    from bridge.sources import Source
+MAX_PARTITIONS = 8  # per process: the last to end waits for little, and a killed one loses little
+MIN_PARTITION = 64 << 20  # bytes of a partition if a process gets several: starting one takes 0.1 s and more
 
 
 @dataclass
-class Streamed:
-    """What a run leaves to tell: tensor -> its policy, sharing group -> its largest over its smallest amax."""
+class Summary:
+    """The results of all steps: tensor -> its policy, sharing group -> its largest over its smallest amax."""
 
     policies: dict[str, str] = field(default_factory=dict)
     spreads: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: Step, told: Mapping[str, Any]) -> None:
-        """Take in what one step had to tell; it survives a kill in the journal."""
-        if "policy" in told:
-            self.policies[step.source] = told["policy"]
-        if "spread" in told:
-            self.spreads[step.shares] = told["spread"]
+    def add(self, step: Step, result: StepResult) -> None:
+        if result.policy:
+            self.policies[step.source] = result.policy
+        if result.spread is not None:
+            self.spreads[step.shares] = result.spread
 
     def notes(self) -> tuple[str, ...]:
-        """The sharing groups in one sentence."""
         if not self.spreads:
             return ()
         worst = max(self.spreads.values())
         return (f"{len(self.spreads)} groups share one weight scale; their amax differed {worst:.2f} times at most",)
 
 
-class Budget:
-    """Bytes in use by running tasks; a task larger than the budget runs alone."""
-
-    def __init__(self, total: int) -> None:
-        self._free, self._total = total, total
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        """Wait until `nbytes` (at most the whole budget) are free, and hold them."""
-        nbytes = min(nbytes, self._total)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= nbytes)
-            self._free -= nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += nbytes
-                self._changed.notify_all()
-
-
 class Tasks:
-    """Steps of a plan as tasks; each worker takes from an output file of its own while there is one.
+    """Steps of a plan, grouped into tasks; each worker takes from its own output file as long as there is one.
 
     Two writers of one file wait for its lock (0.78 against 0.41 thread-seconds for 1.2 GB on ext4); a worker whose file
     is done helps the others. Within a file tasks follow the source, so that a disk reads forward.
@@ -99,7 +75,7 @@ class Tasks:
         self._lock = threading.Lock()
 
     def take(self, worker: int) -> list[Step] | None:
-        """The next task for worker number `worker`, None when all are taken."""
+        """The next task for worker number `worker`; None if all are taken."""
         with self._lock:
             names = list(self._queues)
             for turn in range(len(names)):
@@ -109,74 +85,97 @@ class Tasks:
         return None
 
     def __iter__(self) -> Iterator[list[Step]]:
-        """Those that are not taken, file by file."""
+        """Tasks that are not taken, file by file."""
         return chain.from_iterable(self._queues.values())
 
 
-def run(conversion: Conversion, directory: Path, stop: threading.Event) -> Streamed:
+def run(context: ConversionContext, directory: Path, stop: threading.Event) -> Summary:
     """Run all steps of the plan into their files in `directory`; the first error, or `stop`, ends the run."""
-    plan, streamed = conversion.plan, Streamed()
-    _check_ties(conversion)
-    tasks, tell = Tasks(plan.steps, conversion.source), _Tell(conversion, streamed, conversion.work.mark)
-    files = _files(conversion, directory)
+    plan, summary = context.plan, Summary()
+    _check_ties(context)
+    record = _Record(context, summary, lambda key, result: context.work.mark(key, result.record()))
+    tasks, files = Tasks(plan.steps, context.source), _files(context, directory)
 
-    def emit(output: Output, array: Array, at: int) -> None:
+    def sink(output: Output, array: Array, at: int) -> None:
         files[output.file].write(output.spec.name, array, at)
-        tell.written(array.nbytes)
+        record.count(array.nbytes)
 
-    if conversion.spread:
-        _spread(conversion, conversion.spread, tasks, tell, stop)
+    if context.executor:
+        _run_partitions(context, context.executor, tasks, record, stop)
     else:
-        _run(conversion, tasks, emit, tell, stop)
-    return Streamed(dict(sorted(streamed.policies.items())), streamed.spreads)
+        _run_tasks(context, tasks, sink, record, stop)
+    return Summary(dict(sorted(summary.policies.items())), summary.spreads)
 
 
-def run_portion(conversion: Conversion, directory: Path, portion: Portion) -> dict[str, Mapping[str, Any]]:
+def run_partition(context: ConversionContext, directory: Path, partition: Partition) -> dict[str, StepResult]:
     """Run some steps of the plan for a run in another process, which made the files and keeps the journal.
 
-    Returns what there is to tell of each step that was not done before, by its key.
+    Returns the result of each step that was not done before, by its key.
     """
-    told: dict[str, Mapping[str, Any]] = {}
-    wanted, work = set(portion.steps), conversion.work
-    steps = [step for step in conversion.plan.steps if _key(step) in wanted]
-    files = _files(conversion, directory, steps)
+    results: dict[str, StepResult] = {}
+    wanted, work = set(partition.steps), context.work
+    steps = [step for step in context.plan.steps if _key(step) in wanted]
+    files = _files(context, directory, steps)
 
-    def emit(output: Output, array: Array, at: int) -> None:
+    def sink(output: Output, array: Array, at: int) -> None:
         check_joined(directory, work.identity)
         files[output.file].write(output.spec.name, array, at)
 
-    tell = _Tell(conversion, Streamed(), told.__setitem__)
-    _run(conversion, Tasks(steps, conversion.source), emit, tell, threading.Event())
-    return told
+    record = _Record(context, Summary(), results.__setitem__)
+    _run_tasks(context, Tasks(steps, context.source), sink, record, threading.Event())
+    return results
 
 
-def _spread(conversion: Conversion, spread: Spread, tasks: Tasks, tell: _Tell, stop: threading.Event) -> None:
+def _run_partitions(
+    context: ConversionContext, executor: Executor, tasks: Tasks, record: _Record, stop: threading.Event
+) -> None:
     """Let other processes run the tasks that a killed run had not finished."""
     steps = {_key(step): step for task in tasks for step in task}
-    open_ = [task for task in tasks if not all([tell.finished(step) for step in task])]
-    sizes = [(tuple(map(_key, task)), sum(step.nbytes for step in task)) for task in open_]
-    for told in spread.run(conversion, cut(sizes, conversion.work.done, spread.processes), stop):
-        for key, what in told.items():
-            tell.done(steps[key], what)
-            tell.written(steps[key].nbytes)
+    unfinished = [task for task in tasks if not all([record.is_done(step) for step in task])]
+    sizes = [(tuple(map(_key, task)), sum(step.nbytes for step in task)) for task in unfinished]
+    for results in executor.run(context, cut(sizes, context.work.done, executor.processes), stop):
+        for key, result in results.items():
+            record.done(steps[key], result)
+            record.count(steps[key].nbytes)
 
 
-def _run(conversion: Conversion, tasks: Tasks, emit: Emit, tell: _Tell, stop: threading.Event) -> None:
-    """Run tasks on threads under the budget of a conversion."""
-    plan, budget = conversion.plan, Budget(max(conversion.memory, 1))
+def cut(
+    tasks: Sequence[tuple[tuple[str, ...], int]], done: Mapping[str, Mapping[str, Any]], processes: int
+) -> list[Partition]:
+    """Group tasks (the keys of their steps, and their bytes); partitions that run at once are far from each other.
+
+    Neighbours write to one file: two processes in one file wait for its lock.
+    """
+    total = sum(nbytes for _, nbytes in tasks)
+    size = total / processes / min(max(total // processes // MIN_PARTITION, 1), MAX_PARTITIONS)
+    partitions: list[Partition] = []
+    keys: list[str] = []
+    taken = 0
+    for number, (names, nbytes) in enumerate(tasks, 1):
+        keys += names
+        taken += nbytes
+        if taken >= size * (len(partitions) + 1) or number == len(tasks):
+            partitions.append(Partition(tuple(keys), {key: done[key] for key in keys if key in done}))
+            keys = []
+    stride = -(-len(partitions) // processes)
+    return [partition for first in range(stride) for partition in partitions[first::stride]]
+
+
+def _run_tasks(context: ConversionContext, tasks: Tasks, sink: Sink, record: _Record, stop: threading.Event) -> None:
+    plan, budget = context.plan, Budget(max(context.memory, 1))
 
     def work(number: int) -> None:
-        maker = Maker(conversion)
+        buffers = Buffers()
         try:
             while not stop.is_set() and (task := tasks.take(number)) is not None:
                 with budget.taken(max(working_set(step, plan.sources) for step in task)):
-                    _do(task, maker, emit, tell, stop)
+                    _run_task(task, context, buffers, sink, record, stop)
         except BaseException:
             stop.set()
             raise
 
-    workers = conversion.workers or cores()
-    with readers(workers, conversion.source, name="stream") as pool:
+    workers = context.workers or cores()
+    with readers(workers, context.source, name="stream") as pool:
         futures = [pool.submit(work, number) for number in range(workers)]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -187,63 +186,68 @@ def _run(conversion: Conversion, tasks: Tasks, emit: Emit, tell: _Tell, stop: th
             future.result()
 
 
-def _do(task: list[Step], maker: Maker, emit: Emit, tell: _Tell, stop: threading.Event) -> None:
-    """Run the steps of one task, those that a killed run had finished excepted."""
-    open_ = [step for step in task if not tell.finished(step)]
-    amaxes = [maker.amax(step) for step in task if step.format and has_tensor_scale(step.format)] if open_ else []
+def _run_task(
+    task: list[Step], context: ConversionContext, buffers: Buffers, sink: Sink, record: _Record, stop: threading.Event
+) -> None:
+    """Run the steps of one task, except those that a killed run had finished."""
+    unfinished = [step for step in task if not record.is_done(step)]
+    shared = [step for step in task if step.format and has_tensor_scale(step.format)] if unfinished else []
+    amaxes = [weight_amax(step, context, buffers) for step in shared]
     largest = max(amaxes, default=None)
-    spread = {"spread": max(amaxes) / min(amaxes)} if len(amaxes) > 1 and min(amaxes) > 0 else {}
-    for step in open_:
+    spread = max(amaxes) / min(amaxes) if len(amaxes) > 1 and min(amaxes) > 0 else None
+    for step in unfinished:
         if stop.is_set():
             return
-        made = [0]
+        nbytes = [0]
 
-        def counted(output: Output, array: Array, at: int, made: list[int] = made) -> None:
-            made[0] += array.nbytes
-            emit(output, array, at)
+        def counted(output: Output, array: Array, at: int, nbytes: list[int] = nbytes) -> None:
+            nbytes[0] += array.nbytes
+            sink(output, array, at)
 
-        told = maker.make(step, largest, counted) | spread
-        if made[0] != step.nbytes:
-            raise WriteError(f"{step.source}: the plan has {step.nbytes} bytes, the step made {made[0]}: a bug of ours")
-        tell.done(step, told)
+        result = replace(write_step(step, context, buffers, largest, counted), spread=spread)
+        if nbytes[0] != step.nbytes:
+            raise WriteError(
+                f"{step.source}: the plan has {step.nbytes} bytes, the step wrote {nbytes[0]}: a bug in qbridge"
+            )
+        record.done(step, result)
 
 
-class _Tell:
-    """The journal, the progress and what is to be told, from all workers."""
+class _Record:
+    """The journal, the summary and the progress of a run, from all workers."""
 
-    def __init__(self, conversion: Conversion, streamed: Streamed, mark: Callable[[str, Mapping[str, Any]], None]):
-        self._conversion, self._streamed, self._mark = conversion, streamed, mark
-        self._total = sum(step.nbytes for step in conversion.plan.steps)
+    def __init__(self, context: ConversionContext, summary: Summary, mark: Callable[[str, StepResult], None]) -> None:
+        self._context, self._summary, self._mark = context, summary, mark
+        self._total = sum(step.nbytes for step in context.plan.steps)
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def finished(self, step: Step) -> bool:
-        """True for what a killed run had written, which is counted and told again."""
-        told = self._conversion.work.done.get(_key(step))
-        if told is None:
+    def is_done(self, step: Step) -> bool:
+        """Whether a killed run had written the step; if so, it is counted and summed up again."""
+        record = self._context.work.done.get(_key(step))
+        if record is None:
             return False
         with self._lock:
-            self._streamed.add(step, told)
-        self.written(step.nbytes)
+            self._summary.add(step, StepResult(record.get("policy", ""), record.get("spread")))
+        self.count(step.nbytes)
         return True
 
-    def done(self, step: Step, told: Mapping[str, Any]) -> None:
+    def done(self, step: Step, result: StepResult) -> None:
         with self._lock:
-            self._streamed.add(step, told)
-            self._mark(_key(step), told)
+            self._summary.add(step, result)
+            self._mark(_key(step), result)
 
-    def written(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
         with self._lock:
             self._bytes += nbytes
-            self._conversion.progress(self._bytes, self._total, BYTES[0])
+            self._context.progress(self._bytes, self._total, BYTES[0])
 
 
-def _files(conversion: Conversion, directory: Path, steps: Iterable[Step] | None = None) -> dict[str, TensorFile]:
-    """Make the files of the plan; with `steps` none is made, and only those that they write to are known."""
-    target, files = load_target(conversion.plan.target), conversion.plan.files
+def _files(context: ConversionContext, directory: Path, steps: Iterable[Step] | None = None) -> dict[str, TensorFile]:
+    """Create the files of the plan; with `steps`, open only the files that they write to, and create none."""
+    settings, files = context.files, context.plan.files
     names = files if steps is None else {output.file for step in steps for output in step.outputs}
     return {
-        name: TensorFile(directory / name, files[name], target.metadata, target.align, create=steps is None)
+        name: TensorFile(directory / name, files[name], settings.metadata, settings.align, create=steps is None)
         for name in names
     }
 
@@ -256,9 +260,9 @@ def _key(step: Step) -> str:
     return "/".join(step.outputs[0].key)
 
 
-def _check_ties(conversion: Conversion) -> None:
-    """A tensor that the config ties and the checkpoint stores twice must be one tensor; SourceError where it is two."""
-    plan, source = conversion.plan, conversion.source
+def _check_ties(context: ConversionContext) -> None:
+    """SourceError if the config ties two tensors that the checkpoint stores with different values."""
+    plan, source = context.plan, context.source
     for alias, canonical in (plan.tied | plan.untied).items():
         if {alias, canonical} <= set(plan.sources) and not _equal(source, plan.sources[alias], plan.sources[canonical]):
             raise SourceError(
@@ -268,7 +272,7 @@ def _check_ties(conversion: Conversion) -> None:
 
 
 def _equal(source: Source, one: TensorSpec, other: TensorSpec) -> bool:
-    """True where two stored tensors are equal to the bit; read in pieces."""
+    """Whether two stored tensors have equal bits; read in pieces."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = one.shape[0] if one.shape else 1

@@ -1,6 +1,7 @@
-"""One file of tensors under construction: its layout is known before its first byte, its tensors come in any order.
+"""One file of tensors under construction, written in any order.
 
-The name says the format: items of a distributed checkpoint (`.distcp`), or else safetensors.
+Its layout is known before its first byte. The suffix of its name decides the format: `.distcp` holds items of a
+distributed checkpoint, everything else is safetensors.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.container import layout
-from bridge.dcp import DISTCP
-from bridge.errors import WriteError
-from bridge.values import TensorSpec
+from bridge.core.errors import WriteError
+from bridge.core.formats.safetensors import layout
+from bridge.core.output.names import DISTCP
+from bridge.core.values import TensorSpec
 
 
 class TensorFile:
@@ -25,10 +26,10 @@ class TensorFile:
     def __init__(
         self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int, *, create: bool = True
     ) -> None:
-        """Write all but the tensors and reserve all bytes, so that a full disk is found before the work.
+        """Write everything except the tensors and reserve all bytes, so that a full disk is found before the work.
 
-        create: False for a process that joins a run, whose file is there. Reserving twice may lose what was written:
-        where a file system reserves nothing, the C library writes a zero into each block.
+        create: False for a process that joins a run, whose file exists. Reserving twice may lose data: if a file system
+        cannot reserve, the C library writes a zero into each block.
         """
         self.specs = {spec.name: spec for spec in specs}
         self._path = path
@@ -40,11 +41,11 @@ class TensorFile:
                     _write(fd, memoryview(data), at)
 
     def write(self, name: str, array: np.ndarray, at: int = 0) -> None:
-        """Write C-contiguous storage into tensor `name`, from byte `at` of it on."""
+        """Write C-contiguous storage into tensor `name`, from its byte `at` on."""
         data = memoryview(array.reshape(-1).view(np.uint8).data)
         size = self.specs[name].nbytes
         if at + len(data) > size:
-            raise WriteError(f"{name}: {len(data)} bytes at {at} do not fit the {size} that the plan has")
+            raise WriteError(f"{name}: {len(data)} bytes at {at} do not fit the {size} bytes of the plan")
         with _opened(self._path) as fd:
             _write(fd, data, self.offsets[name] + at)
 
@@ -52,11 +53,11 @@ class TensorFile:
 def _laid_out(
     specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int, items: bool
 ) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    """What stands around the tensors and where, where each tensor begins, and the size of the file."""
+    """The bytes around the tensors with their offsets, the offset of each tensor, and the size of the file."""
     if not items:
         header, offsets, size = layout(specs, metadata, align)
         return [(0, header)], offsets, size
-    from bridge.dcp.items import laid_out
+    from bridge.core.formats.dcp_items import laid_out
 
     around: list[tuple[int, bytes]] = []
     offsets, size = {}, 0
@@ -69,7 +70,7 @@ def _laid_out(
 
 @contextmanager
 def _opened(path: Path, flags: int = 0) -> Iterator[int]:
-    """Opened for every piece: a checkpoint has more shards than a process may hold open, and it costs microseconds."""
+    """Open for every piece: a process may not keep all shards of a checkpoint open, and opening takes microseconds."""
     fd = os.open(path, os.O_WRONLY | flags, 0o644)
     try:
         yield fd

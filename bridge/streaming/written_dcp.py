@@ -1,4 +1,4 @@
-"""A written distributed checkpoint, read back under the names that the plan has, by the reader of foreign ones."""
+"""Read a written distributed checkpoint under the names of its plan."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.dcp.index import slab_of, whole
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError, fold_problems
-from bridge.paged import paged
-from bridge.sources.archive import open_folder
-from bridge.sources.dcp import Dcp
-from bridge.values import TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.files.archive import open_folder
+from bridge.core.formats.dcp_index import slab_of, whole
+from bridge.core.pages import paged
+from bridge.core.text import fold_problems
+from bridge.core.values import TensorSpec
+from bridge.sources.weights.dcp import Dcp
 
 
 class Checkpoint:
-    """Tensors of a directory. `specs`: those of `planned` that are there with the shape and dtype of the plan."""
+    """Tensors of a directory. `specs`: the planned tensors that it holds with the plan's shape and dtype."""
 
     def __init__(self, directory: Path, planned: Iterable[TensorSpec]) -> None:
         self._dcp, planned = Dcp(open_folder(directory)), tuple(planned)
@@ -39,28 +40,28 @@ class Checkpoint:
         return out
 
     def pieces(self, name: str, size: int, take: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the bytes of one tensor, `size` at a time, each in a buffer that `take` gives."""
+        """Yield the bytes of one tensor, `size` at a time, each in a buffer from `take`."""
         nbytes = self.specs[name].nbytes
         for begin in range(0, nbytes, size):
             end = min(begin + size, nbytes)
             yield self.read_bytes(name, begin, end, take(end - begin))
 
     def differing(self, objects: Iterable[str] = ()) -> list[str]:
-        """Say what the index has otherwise than the plan, and than `objects`, which are no tensors; layers folded."""
+        """Differences between the index and the plan, and `objects` (not tensors) that are missing; layers folded."""
         problems: list[tuple[str, str]] = []
         for name, spec in self._planned.items():
-            found = self._dcp.specs.get(name)
-            if found is None:
+            stored = self._dcp.specs.get(name)
+            if stored is None:
                 problems.append((name, "is missing"))
-            elif found != spec:
-                problems.append((name, f"is {found.dtype} {found.shape}, the plan makes it {spec.dtype} {spec.shape}"))
+            elif stored != spec:
+                problems.append((name, f"is {stored.dtype} {stored.shape}, in the plan {spec.dtype} {spec.shape}"))
         states = dict.fromkeys(name.partition("/shard_")[0] for name in objects if name not in self._dcp.objects)
         problems += [(name, "is missing, or one of its shards") for name in states]
-        problems += [(name, "is none of the plan's") for name in self._dcp.specs if name not in self._planned]
+        problems += [(name, "is not in the plan") for name in self._dcp.specs if name not in self._planned]
         return fold_problems(problems)
 
     def damaged(self) -> list[str]:
-        """Open every item and say which differ from what the index says of them."""
+        """Open every item; problems of those that differ from the index."""
         problems: dict[str, None] = {}
         for spec in self.specs.values():
             first = np.empty(DTYPES[spec.dtype].bits // 8, np.uint8)
@@ -77,5 +78,5 @@ class Checkpoint:
 
     def _holds(self, spec: TensorSpec) -> bool:
         slab = slab_of(spec.name)
-        found = self._dcp.specs.get(slab.whole)
-        return found is not None and (found.shape, found.dtype) == (slab.of(spec.shape), spec.dtype)
+        stored = self._dcp.specs.get(slab.whole)
+        return stored is not None and (stored.shape, stored.dtype) == (slab.of(spec.shape), spec.dtype)

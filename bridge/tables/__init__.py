@@ -1,1 +1,1 @@
-"""Tables of names: what each tensor of a checkpoint means. Reads TOML and shapes, never a weight, never a framework."""
+"""Map tensor names to roles: expressions, architectures, dialects."""

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a written checkpoint: the source's, with what a runtime needs added."""
+"""config.json and generation_config.json of a written checkpoint."""
 
 from __future__ import annotations
 
@@ -6,38 +6,31 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.planning import Plan
-
 
 def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None, untied: bool) -> bytes:
-    """The source's config as it is, `quantization_config` last; `untied`: the head is a tensor of its own now."""
-    said = dict(config)
-    _repair_rope(said)
-    _repair_layer_types(said)
+    """The source's config with `quantization_config` last. `untied`: the head is now a tensor of its own."""
+    result = dict(config)
+    _repair_rope(result)
+    _repair_layer_types(result)
     if untied:
-        said["tie_word_embeddings"] = False
+        result["tie_word_embeddings"] = False
     if quantization is not None:
-        said.pop("quantization_config", None)
-        said["quantization_config"] = quantization
-    return json.dumps(said, indent=4).encode()
-
-
-def untied_head(plan: Plan) -> bool:
-    """True where a head that the source ties to the embedding is quantized, and so written beside it."""
-    return bool(plan.untied)
+        result.pop("quantization_config", None)
+        result["quantization_config"] = quantization
+    return json.dumps(result, indent=4).encode()
 
 
 def generation_config(content: bytes) -> bytes:
-    """The source's generation_config.json; one that samples says so, since transformers refuses it otherwise."""
-    said = json.loads(content)
-    samples = said.get("top_k") is not None or said.get("top_p") is not None
-    if not samples or said.get("do_sample") is True:
+    """The source's generation_config.json, with `do_sample` set if it samples; transformers refuses it otherwise."""
+    settings = json.loads(content)
+    samples = settings.get("top_k") is not None or settings.get("top_p") is not None
+    if not samples or settings.get("do_sample") is True:
         return content
-    return (json.dumps(said | {"do_sample": True}, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(settings | {"do_sample": True}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _repair_rope(config: dict[str, Any]) -> None:
-    """Llama 3's RoPE carries its theta inside: runtimes read it there."""
+    """Copy theta into Llama 3's RoPE parameters, where runtimes read it."""
     theta = config.get("rope_theta")
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)
@@ -48,7 +41,7 @@ def _repair_rope(config: dict[str, Any]) -> None:
 
 
 def _repair_layer_types(config: dict[str, Any]) -> None:
-    """Draft layers for multi-token prediction are no layers of the model: their types are cut off."""
+    """Drop the types of draft layers for multi-token prediction, which are not layers of the model."""
     layers, types = config.get("num_hidden_layers"), config.get("layer_types")
     if isinstance(layers, int) and isinstance(types, list):
         drafted = config.get("num_nextn_predict_layers")

@@ -1,32 +1,31 @@
-"""Target `torchtitan`: the distributed checkpoint that torchtitan starts to train from, in its own names."""
+"""Target `torchtitan`: the distributed checkpoint from which torchtitan starts training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bridge.errors import UsageError
-from bridge.planning import Draft, Drafted
-from bridge.targets._dcp import HELP, DcpTarget, written_config
-from bridge.targets._streamed import write
-from bridge.values import Program, Structure, TensorSpec
+from bridge.core.errors import UsageError
+from bridge.core.values import Program, Structure
+from bridge.planning.target import Draft, Drafted
+from bridge.targets.checkpoint import option, write_checkpoint
+from bridge.targets.dcp.target import HELP, DcpTarget, written_config
 
 if TYPE_CHECKING:
-    from bridge.conversion import Conversion, Written
-    from bridge.quant.scheme import Scheme
+    from bridge.planning.plan import Plan
+    from bridge.streaming.context import ConversionContext, WriteResult
 
 ERAS = ("0.3", "0.2")
-ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training, the model has none"
+ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training; the model has none"
 
 
 @dataclass(frozen=True)
 class TorchtitanOptions:
     """Options of target `torchtitan`."""
 
-    era: str = field(default=ERAS[0], metadata={"help": f"whose names: torchtitan {' or '.join(ERAS)}"})
-    dtype: str | None = field(default=None, metadata={"help": HELP})
+    era: str = option(ERAS[0], f"tensor names of torchtitan {' or '.join(ERAS)}")
+    dtype: str | None = option(None, HELP)
 
 
 class Torchtitan(DcpTarget):
@@ -41,45 +40,38 @@ class Torchtitan(DcpTarget):
         Program(
             "torchtitan",
             "0.3.0, and 0.2.2 with `--era 0.2`",
-            "its own state-dict adapters make the same tensors; torch 2.13's distributed checkpoint loads them",
-            ("tests/targets/test_torchtitan.py",),
+            "its own state-dict adapters give the same tensors; torch 2.13's distributed checkpoint loads them",
+            ("tests/targets/dcp/test_torchtitan.py",),
         ),
     )
 
-    def resolve(
-        self,
-        options: TorchtitanOptions,
-        structure: Structure,
-        scheme: Scheme | None,
-        specs: Mapping[str, TensorSpec],
-    ) -> TorchtitanOptions:
-        from bridge.tables.dialect import load_dialect
-
+    def resolve(self, options: TorchtitanOptions, structure: Structure, scheme: Any, specs: Any) -> Any:
         if str(options.era) not in ERAS:
             raise UsageError(f"era {options.era!r} is unknown; known: {', '.join(ERAS)}")
-        checked: TorchtitanOptions = self.checked(options, structure, load_dialect(self.name))
-        return checked
+        return super().resolve(options, structure, scheme, specs)
+
+    def next_command(self, plan: Plan) -> str:
+        return "./run_train.sh --checkpoint.enable --checkpoint.initial_load_path {out} ..."
 
     def draft(self, draft: Draft) -> Drafted:
-        from bridge.dcp.steps import Drafting, as_written, spelled_also
-        from bridge.tables.dialect import load_dialect
-        from bridge.tables.structure import match_table
+        from bridge.tables.architectures.structure import match_table
+        from bridge.tables.dialects.dialect import load_dialect
+        from bridge.targets.dcp.steps import Drafting
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
-        word = dialect.architectures[matched.architecture]
-        spelling = as_written if draft.options.era == ERAS[0] else spelled_also(dialect, "", word)
-        drafted = Drafting(draft, dialect, matched, spelling=spelling, biased=True).drafted()
+        also = () if draft.options.era == ERAS[0] else ("", dialect.architectures[matched.architecture])
+        drafted = Drafting(draft, dialect, matched, also=also, biased=True).drafted()
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 
     def notes(self, structure: Structure, options: TorchtitanOptions) -> tuple[str, ...]:
-        return (f"names of torchtitan {options.era}, which looks for them in <dump>/checkpoint/step-<N>",)
+        return (f"names of torchtitan {options.era}, which reads checkpoints from <dump>/checkpoint/step-<N>",)
 
-    def write(self, conversion: Conversion, directory: Path) -> Written:
-        from bridge.dcp.index import index_files
+    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        from bridge.core.formats.dcp_index import index_files
 
-        config = written_config(conversion.plan, conversion.source.config)
-        return write(conversion, directory, {"config.json": config, **index_files(conversion.plan.files)})
+        config = written_config(context.plan, context.source.config)
+        return write_checkpoint(context, directory, {"config.json": config, **index_files(context.plan.files)})
 
 
 TARGET = Torchtitan()

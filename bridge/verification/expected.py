@@ -1,30 +1,27 @@
-"""What calibration, or a quantized source, alone decides of the written tensors: what it should be; never writes.
+"""Expected values of scales that calibration or a quantized source decides.
 
-Scales of inputs, keys and values are computed here by a formula of their own, from the plan and the statistics, in
-float64; pre-scales with ModelOpt's roundings, which are part of their value.
+Scales of inputs, keys and values have formulas of their own here, in float64, from the plan and the statistics.
+Pre-scales have ModelOpt's roundings, which are part of their value.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.budget import extent
-from bridge.carrying import Carrier
-from bridge.dtypes import to_float32
-from bridge.planning import Output, Plan, Step
-from bridge.quant.bits import Array, cast, smooth
-from bridge.quant.compare import UNIT
-from bridge.quant.smoothing import mean_scale, pre_scale, rounded, smooth_again
-from bridge.quant.stored import NAME
-from bridge.values import Format, Numeric
-
-if TYPE_CHECKING:
-    from bridge.quant.calibration import Calibration
-    from bridge.sources import Source
+from bridge.core.dtypes import UNIT, to_float32
+from bridge.core.values import Format
+from bridge.planning.memory import extent
+from bridge.planning.plan import Layout, Output, Plan, Step
+from bridge.quant.calibration import Calibration
+from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.decode import as_values
+from bridge.quant.smoothing import Smoothing, mean_scale
+from bridge.sources.source import Source
+from bridge.streaming.passthrough import copied_constants
+from bridge.streaming.scales import input_modules, smoothing_of
 
 KV = ("k_scale", "v_scale", "kv_scale")
 E4M3_MAX = 448.0
@@ -32,78 +29,66 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class Expected:
-    """Values, and how far what is written may lie from them."""
+    """Values, and the allowed distance of the written ones."""
 
     values: Array
     within: Array | float = 0.0
 
-    def agrees(self, found: Array) -> bool:
-        return bool((np.abs(found.reshape(self.values.shape) - self.values) <= self.within).all())  # False for NaN
+    def agrees(self, written: Array) -> bool:
+        return bool((np.abs(written.reshape(self.values.shape) - self.values) <= self.within).all())  # False for NaN
 
 
-class Statistics:
-    """The statistics that a plan's constants were made from: a calibration, or a quantized source's own scales."""
+class ExpectedScales:
+    """The scales that a plan should have written, from its calibration or its quantized source."""
 
     def __init__(self, plan: Plan, source: Source, calibration: Calibration | None) -> None:
         self._plan, self._calibration = plan, calibration
-        self._carrier = Carrier(source.quantized.taken) if source.quantized and plan.scheme == NAME else None
+        self._quantized = source.quantized.tensors if source.quantized else None
 
-    @property
-    def carries(self) -> bool:
-        """True where codes and scales are the source's own."""
-        return self._carrier is not None
+    def copies(self, step: Step) -> bool:
+        """Whether codes and scales of the step are the source's own, and the source has them."""
+        return self._quantized is not None and self._plan.copies(step)
 
     def expected(self, step: Step) -> dict[str, Expected]:
-        """Part -> what it should be, for the parts of a step that do not come from a weight and that can be known."""
-        if step.format is None and not step.attention:
+        """Part -> its expected value, for parts of a step that do not depend on a weight and whose value is known."""
+        if step.layout is Layout.PLAIN:
             return {}
         outputs = {output.part: output for output in step.outputs}
-        if self._carrier:
-            return self._stored(step, outputs)
-        found: dict[str, Expected] = {}
+        if self._quantized and self.copies(step):
+            constants = copied_constants(step, self._quantized)
+            return {part: Expected(as_values(array, outputs[part].spec.dtype)) for part, array in constants.items()}
+        expected: dict[str, Expected] = {}
         if "shape" in outputs:
             sizes = [extent(part, self._plan.sources) for part in step.inputs]
-            found["shape"] = Expected(np.array([sum(rows for rows, _ in sizes), sizes[0][1]], np.float64))
+            expected["shape"] = Expected(np.array([sum(rows for rows, _ in sizes), sizes[0][1]], np.float64))
         if self._calibration is None:
-            return found
-        if step.attention:
+            return expected
+        if step.layout is Layout.SCALES:
             return {part: self._kv(step, output, self._calibration) for part, output in outputs.items()}
         if "input_scale" in outputs:
-            found["input_scale"] = self._input(step, outputs["input_scale"], self._calibration)
+            expected["input_scale"] = self._input(step, outputs["input_scale"], self._calibration)
         if "pre_quant_scale" in outputs:
-            scale, spec = self.pre_scale(step), outputs["pre_quant_scale"].spec
-            assert scale is not None
-            written = cast(np.ascontiguousarray(scale), "float32", spec.dtype)
-            found["pre_quant_scale"] = Expected(to_float32(written, spec.dtype))
-        return found
+            smoothing, spec = self.smoothing(step), outputs["pre_quant_scale"].spec
+            assert smoothing
+            scale = cast(np.ascontiguousarray(smoothing.scale()), "float32", spec.dtype)
+            expected["pre_quant_scale"] = Expected(to_float32(scale, spec.dtype))
+        return expected
 
     def unknown(self, step: Step) -> tuple[str, ...]:
-        """Parts of a step that nothing here knows."""
+        """Parts of a step whose expected value is not known here."""
         known = self.expected(step)
         constants = ("input_scale", "pre_quant_scale", *KV)
         parts = [output.part for output in step.outputs if output.part in constants and output.part not in known]
         return (*parts, "folded norm") if step.folded and self._calibration is None else tuple(parts)
 
-    def pre_scale(self, step: Step) -> Array | None:
-        """What the inputs of a step are multiplied by, float32 (in,), for the part of `in` that it takes."""
-        if self._calibration is None or step.format is None or self._carrier:
+    def smoothing(self, step: Step) -> Smoothing | None:
+        """How the weight of a step was smoothed; None if it was not, or if no calibration says how."""
+        if self._calibration is None or self.copies(step):
             return None
-        whole = mean_scale(self._calibration, _modules(step), step.format, self._plan.sources[step.source].dtype)
-        return whole[slice(*(step.inputs[0].inner or (None, None)))]
-
-    def smoothed(self, step: Step, module: str, bits: Array, layout: str) -> Array:
-        """Rows of one module as they were coded, to the bit."""
-        assert self._calibration and step.format
-        dtype, span = self._plan.sources[step.source].dtype, slice(*(step.inputs[0].inner or (None, None)))
-        own = pre_scale(self._calibration, module, step.format)
-        bits = smooth(bits, dtype, own[span], layout=layout)
-        if len(step.unified) < 2:
-            return bits
-        mean = mean_scale(self._calibration, step.unified, step.format, dtype)
-        return smooth_again(bits, dtype, rounded(own, dtype)[span], mean[span], layout)
+        return smoothing_of(step, self._plan.sources[step.source].dtype, self._calibration)
 
     def folded(self, step: Step, before: Array) -> Expected | None:
-        """A norm's weights (float32) times the pre-scale of who reads it, within the roundings of their dtype."""
+        """A norm's weights (float32) times the pre-scale of its readers, within the roundings of their dtype."""
         if self._calibration is None:
             return None
         dtype, one = step.outputs[0].spec.dtype, np.float64(step.plus_one)
@@ -115,14 +100,21 @@ class Statistics:
         return Expected(whole - one, within + np.float64(2.0**-24 if "float16" in (dtype, stored) else 0))
 
     @cached_property
+    def norms(self) -> dict[str, Step]:
+        """Module -> the step of the norm that its pre-scale was multiplied into."""
+        return {module: step for step in self._plan.steps for module in step.folded}
+
+    @cached_property
     def _formats(self) -> dict[str, Format]:
         return {step.site.module: step.format for step in self._plan.quantized if step.site and step.format}
 
     def _input(self, step: Step, output: Output, calibration: Calibration) -> Expected:
         assert step.format and step.format.input
-        largest = max(float(calibration.input_amax[module]) for module in _modules(step))
-        value = largest / _bound(step.format.input, step)
-        dtype, inverse = output.spec.dtype, step.format.input.dynamic and step.coding.reciprocal
+        largest = max(float(calibration.input_amax[module]) for module in input_modules(step))
+        numeric = step.format.input  # NVFP4's bound covers the FP8 scales of its blocks too
+        bound = numeric.maxbound * E4M3_MAX if numeric.dynamic else step.coding.bound or numeric.maxbound
+        value = largest / bound
+        dtype, inverse = output.spec.dtype, numeric.dynamic and step.coding.reciprocal
         value = 1 / value if inverse else value
         roundings = 3 * UNIT[step.coding.scale_dtype] if inverse else UNIT["float32"]
         return _scalar(value, dtype, roundings)
@@ -132,30 +124,6 @@ class Statistics:
         amax = max(largest.values()) if output.part == "kv_scale" else largest[output.part]
         assert step.kv
         return _scalar(max(float(amax) / step.kv.maxbound, step.coding.least), output.spec.dtype, UNIT["float32"])
-
-    def _stored(self, step: Step, outputs: dict[str, Output]) -> dict[str, Expected]:
-        assert self._carrier
-        if not step.attention:
-            made = self._carrier.constants(step)
-        else:
-            made = {}
-            self._carrier.make(step, outputs, lambda output, array, _: made.__setitem__(output.part, array))
-        return {part: Expected(as_values(array, outputs[part].spec.dtype)) for part, array in made.items()}
-
-
-def as_values(array: Array, dtype: str) -> Array:
-    """Return a storage array of floats as float32, one of integers in float64."""
-    return to_float32(array, dtype) if dtype in UNIT else array.astype(np.float64)
-
-
-def _modules(step: Step) -> tuple[str, ...]:
-    assert step.site
-    return step.unified or (step.inputs[0].module or step.site.module,)
-
-
-def _bound(numeric: Numeric, step: Step) -> float:
-    """NVFP4's scale covers the FP8 scales of its blocks too."""
-    return numeric.maxbound * E4M3_MAX if numeric.dynamic else step.coding.bound or numeric.maxbound
 
 
 def _scalar(value: float, dtype: str, roundings: float) -> Expected:

@@ -1,24 +1,22 @@
-"""NaN and infinity among stored tensors, tensor by tensor; must never read one whole that can be read in pieces."""
+"""Find tensors with NaN or infinity, reading them in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.budget import PIECE
-from bridge.dtypes import DTYPES
-from bridge.golden.digests import as_floats
-from bridge.planning import Step
-from bridge.quant.bits import Array
-from bridge.reading import Buffers, Rows, TensorReader
-from bridge.tally import is_finite
-from bridge.values import Slice, TensorSpec
-
-if TYPE_CHECKING:
-    from bridge.sources import Source
+from bridge.core.dtypes import DTYPES
+from bridge.core.pages import Buffers
+from bridge.core.values import Slice, TensorSpec
+from bridge.planning.memory import PIECE
+from bridge.planning.plan import Step
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.decode import as_floats
+from bridge.sources.source import Source
+from bridge.streaming.rows import Rows, TensorReader
+from bridge.verification.counts import is_finite
 
 
 def not_finite(files: Iterable[TensorReader]) -> Iterator[str]:
@@ -29,20 +27,16 @@ def not_finite(files: Iterable[TensorReader]) -> Iterator[str]:
     buffers = Buffers()
     for file in files:
         for name, spec in file.specs.items():
-            if _has_bad(spec, _in_file(file, spec, buffers)):
+            kind, pieces = DTYPES[spec.dtype].storage, file.pieces(name, PIECE, buffers.piece)
+            if _has_bad(spec, (piece.view(kind) for piece in pieces)):
                 yield name
 
 
 def first_not_finite(source: Source) -> str:
-    """The first float tensor of a source that holds NaN or infinity, "" where none does."""
+    """The first float tensor of a source that holds NaN or infinity; "" if none does."""
     buffers = Buffers()
-    found = (name for name, spec in source.specs.items() if _has_bad(spec, _in_source(source, spec, buffers)))
-    return next(found, "")
-
-
-def _in_file(file: TensorReader, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:
-    kind = DTYPES[spec.dtype].storage
-    yield from (piece.view(kind) for piece in file.pieces(spec.name, PIECE, buffers.piece))
+    bad = (name for name, spec in source.specs.items() if _has_bad(spec, _in_source(source, spec, buffers)))
+    return next(bad, "")
 
 
 def _in_source(source: Source, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:
@@ -51,7 +45,7 @@ def _in_source(source: Source, spec: TensorSpec, buffers: Buffers) -> Iterator[A
 
 
 def _has_bad(spec: TensorSpec, pieces: Iterable[Array]) -> bool:
-    """True for a float tensor of which some piece is not finite; others are not read."""
+    """Whether a float tensor has a piece that is not finite; other tensors are not read."""
     return DTYPES[spec.dtype].floating and not all(_is_finite(bits, spec.dtype) for bits in pieces)
 
 
@@ -63,6 +57,6 @@ def _is_finite(bits: Array, dtype: str) -> bool:
 
 @cache
 def _finite_codes(dtype: str) -> Array:
-    """Which of the 256 codes of a byte are finite; it is the same for every tensor, so it is decoded once."""
+    """Which of the 256 codes of a byte are finite, decoded once for all tensors."""
     finite: Array = np.isfinite(as_floats(np.arange(256, dtype=np.uint8), dtype))
     return finite

@@ -1,25 +1,13 @@
-"""The parts of the documentation that are made of the code and its tables: nothing is said twice."""
+"""Generates parts of the documentation from the code, the tables and real runs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.made import api, command_line, errors, limits, matrix, schemes, targets
+from docs.generate import api, code_map, command_line, errors, limits, matrix, schemes, targets
 
 ROOT = Path(__file__).parent.parent.parent
-README = ROOT / "README.md"
-
-
-def readme(*words: str) -> str:
-    """A section of README.md by its title, without the title."""
-    title = " ".join(words)
-    found = re.search(
-        rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README.read_text(encoding="utf-8"), re.DOTALL | re.M
-    )
-    assert found, f"README.md has no section {title!r}"
-    return re.sub(r"<!-- [^\n]* -->\n", "", found[1]).strip()
 
 
 def file(path: str) -> str:
@@ -28,9 +16,8 @@ def file(path: str) -> str:
     return f'```{Path(path).suffix[1:]} title="{path}"\n{text}\n```'
 
 
-# What a mark in a page names: see docs/hooks.py.
-MADE: dict[str, Callable[..., str]] = {
-    "readme": readme,
+# What the mark `<!-- generated: NAME WORDS -->` in a page names: see docs/hooks.py.
+PARTS: dict[str, Callable[..., str]] = {
     "schemes": matrix.schemes,
     "caches": matrix.caches,
     "tables": matrix.tables,
@@ -43,15 +30,16 @@ MADE: dict[str, Callable[..., str]] = {
     "file": file,
     "limits": limits.limits,
     "command-line": command_line.reference,
+    "code-map": code_map.code_map,
 }
 
 
 def make(name: str, *words: str) -> str:
-    """What `<!-- made: name words -->` stands for."""
-    assert name in MADE, f"nothing is made under the name {name!r}; known: {', '.join(MADE)}"
-    return MADE[name](*words)
+    """What `<!-- generated: name words -->` stands for."""
+    assert name in PARTS, f"no generator is called {name!r}; known: {', '.join(PARTS)}"
+    return PARTS[name](*words)
 
 
 def pages() -> dict[str, str]:
-    """Path below the pages -> Markdown, of the pages that are made whole."""
+    """Path below the pages -> Markdown, of the pages that are generated whole."""
     return schemes.pages() | api.pages()

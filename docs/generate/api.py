@@ -1,17 +1,17 @@
-"""The reference of the Python interface: which names stand on which page; their docstrings say the rest."""
+"""The pages of the Python interface: which names stand on which page. Their docstrings say the rest."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
 import bridge
-import bridge.golden
+import bridge.workflows.golden
 
-# Page -> (title, introduction, names). A name of `bridge` or `bridge.golden` is looked up where it is at home.
+# Page -> (title, introduction, names). `home` finds the module that defines a name.
 PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "verbs": (
         "Verbs",
-        "Functions of `bridge`; the command line has the same words.",
+        "Functions of `bridge`. The command line has the same verbs.",
         (
             "bridge.convert", "bridge.plan", "bridge.calibrate", "bridge.verify", "bridge.check", "bridge.sensitivity",
             "bridge.batch",
@@ -20,31 +20,40 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "values": (
         "Values",
-        "What the verbs return and take: frozen dataclasses, which print themselves and have a JSON form.",
+        "What the verbs take and return: frozen dataclasses that can be printed and have a JSON form.",
         (
-            "bridge.Report", "bridge.report.Parity", "bridge.report.TensorParity", "bridge.report.OutputParity",
-            "bridge.report.Count", "bridge.report.Advice", "bridge.Plan", "bridge.planning.Step",
-            "bridge.planning.Output", "bridge.Calibration", "bridge.quant.calibration.Provenance", "bridge.Scheme",
-            "bridge.quant.scheme.Rule", "bridge.quant.grammar.Gate", "bridge.Sensitivity", "bridge.costs.result.Layer",
-            "bridge.costs.result.Choice", "bridge.BatchReport", "bridge.golden.Golden", "bridge.golden.Moved",
+            "bridge.Report", "bridge.verification.parity.Parity", "bridge.verification.parity.TensorParity",
+            "bridge.verification.parity.OutputParity",
+            "bridge.verification.parity.Count", "bridge.reporting.report.Advice", "bridge.Plan",
+            "bridge.planning.plan.Step",
+            "bridge.planning.plan.Output", "bridge.Calibration", "bridge.quant.calibration.Provenance", "bridge.Scheme",
+            "bridge.quant.schemes.scheme.Rule", "bridge.quant.schemes.grammar.Gate", "bridge.Sensitivity",
+            "bridge.workflows.sensitivity.result.Layer",
+            "bridge.workflows.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
+            "bridge.golden.Moved",
             "bridge.BridgeError",
         ),
     ),
     "protocols": (
         "Protocols",
-        "What a source and a target of yours must have, and the values that pass between them and the core.",
+        "The members that a source or target of yours must have, and the values that it takes and returns.",
         (
-            "bridge.sources.Source", "bridge.sources.SourceKind", "bridge.sources.open_source", "bridge.targets.Target",
-            "bridge.targets.load_target", "bridge.planning.Draft", "bridge.planning.Drafted",
-            "bridge.conversion.Conversion", "bridge.conversion.Written", "bridge.values.TensorSpec",
-            "bridge.values.LazyTensor", "bridge.values.Numeric", "bridge.values.Format", "bridge.values.Coding",
-            "bridge.values.Slice", "bridge.values.Site", "bridge.values.InputGroup", "bridge.values.Structure",
-            "bridge.values.Program",
+            "bridge.sources.source.Source", "bridge.sources.source.SourceKind", "bridge.sources.opening.open_source",
+            "bridge.targets.target.Target", "bridge.planning.target.Planner",
+            "bridge.targets.load_target", "bridge.planning.target.Draft", "bridge.planning.target.Drafted",
+            "bridge.streaming.context.ConversionContext", "bridge.streaming.context.WriteResult",
+            "bridge.core.values.TensorSpec",
+            "bridge.core.values.LazyTensor", "bridge.core.values.Numeric", "bridge.core.values.Format",
+            "bridge.core.values.Encoding",
+            "bridge.core.values.Slice", "bridge.core.values.Site", "bridge.core.values.InputGroup",
+            "bridge.core.values.Structure",
+            "bridge.core.values.Program",
         ),
     ),
-    "doors": (
-        "Doors",
-        "Names that scripts of Tripy's nanoGPT example and of NeMo call already, with their signatures.",
+    "compatibility": (
+        "Compatibility",
+        "Functions that Tripy's nanoGPT example and NeMo call, with their signatures. They call the verbs. "
+        "The docstrings of their modules list what differs on purpose.",
         (
             "bridge.modelopt_quantize", "bridge.create_forward_loop", "bridge.convert_to_scale", "bridge.get_submodule",
             "bridge.load_weights_from_hf", "bridge.load_quant_weights_from_hf", "bridge.Quantizer",
@@ -55,10 +64,10 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def home(name: str) -> str:
-    """The dotted name under which the source of a public name stands.
+    """The dotted name of the module that defines a public name, with the name.
 
-    >>> home("bridge.convert"), home("bridge.golden.check"), home("bridge.values.Site")
-    ('bridge.api.convert', 'bridge.golden.verbs.check', 'bridge.values.Site')
+    >>> home("bridge.convert"), home("bridge.golden.check"), home("bridge.core.values.Site")
+    ('bridge.api.verbs.convert', 'bridge.workflows.golden.verbs.check', 'bridge.core.values.Site')
     """
     module, _, short = name.rpartition(".")
     homes = {"bridge": bridge._HOME, "bridge.golden": bridge.golden._HOME}.get(module, {})

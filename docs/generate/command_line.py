@@ -1,4 +1,4 @@
-"""The page of the command line, from the parser itself: every verb, its arguments, its flags."""
+"""The page of the command line, from the parser: every verb, its arguments and its flags."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from typer.main import get_command
 
-from bridge.arguments import target_flags
-from bridge.cli import app
-from docs.made.matrix import table
+from bridge.cli.main import app
+from docs.generate.matrix import table
 
 
 def reference() -> str:
@@ -29,8 +28,8 @@ def verbs(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 def _section(path: tuple[str, ...], command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-    own = [option for option in options if option.name not in target_flags()]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    own = [option for option in options if not option.hidden]  # the options of targets are hidden
     usage = " ".join([*path, *(_metavar(argument) for argument in arguments), "[OPTIONS]"])
     parts = [f"## `{' '.join(path)}`", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
     if arguments:
@@ -39,8 +38,10 @@ def _section(path: tuple[str, ...], command: Any) -> str:
         table(["flag", "what it is for {: .wide }"], [[_names(option), _escaped(option.help)] for option in own])
     )
     if len(own) < len(options):
-        parts.append("And the options of the target, each a flag: see [Targets](../targets/index.md).")
-    return "\n\n".join([*parts, *([command.epilog] if command.epilog else [])])
+        parts.append("Each option of the target is a flag too: see [Targets](../targets/index.md).")
+    exits, _, example = (command.epilog or "").rpartition("Example: ")
+    parts += [exits.strip()] if exits else []
+    return "\n\n".join([*parts, *([f"```text\n{example}\n```"] if example else [])])
 
 
 def _metavar(argument: Any) -> str:

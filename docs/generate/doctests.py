@@ -1,4 +1,4 @@
-"""Shows the examples of docstrings as code: Markdown would take `>>>` for three quotations within each other."""
+"""Shows the examples of docstrings as code. Markdown would read `>>>` as three nested quotations."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ PROMPT, FENCE = ">>> ", "```"
 
 
 class Fenced(Preprocessor):
-    """Puts a fence around each paragraph that begins with a prompt, outside of fences that are there."""
+    """Put a fence around each paragraph that begins with a prompt, outside of existing fences."""
 
     def run(self, lines: list[str]) -> list[str]:
-        made: list[str] = []
+        lines_out: list[str] = []
         fenced = example = False
         for line in lines:
             fenced ^= line.lstrip().startswith(FENCE)
             if example and not line.strip():
-                made.append(FENCE)
+                lines_out.append(FENCE)
                 example = False
             elif not example and not fenced and line.startswith(PROMPT):
-                made.append(f"{FENCE}pycon")
+                lines_out.append(f"{FENCE}pycon")
                 example = True
-            made.append(line)
-        return [*made, FENCE] if example else made
+            lines_out.append(line)
+        return [*lines_out, FENCE] if example else lines_out
 
 
 class Doctests(Extension):

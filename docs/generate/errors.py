@@ -1,4 +1,4 @@
-"""The catalogue of errors: every class, with a message that it really gave a moment ago."""
+"""The catalogue of errors: every class, with a message that was provoked while the site was built."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from importlib import import_module
 from pathlib import Path
 
 import bridge
-from bridge.errors import BridgeError
-from docs.made.targets import MODEL
+from bridge.core.errors import BridgeError
+from docs.generate.targets import MODEL
 
 SOURCE = "tiny-llama"
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a user does, doing it in a directory that holds the tiny Llama, and what to do then."""
+    """A call that fails, run in a directory with the tiny Llama, and the remedy."""
 
     call: str
     provoke: Callable[[], object]
@@ -36,7 +36,7 @@ def _pointer() -> None:
 
 
 def _refused() -> None:
-    """Ask a server of this machine that lets nobody in."""
+    """Ask a local server that answers 403."""
     from http.server import BaseHTTPRequestHandler, HTTPServer
     from threading import Thread
 
@@ -47,7 +47,7 @@ def _refused() -> None:
         do_HEAD = do_GET
 
         def log_message(self, *said: object) -> None:
-            """Say nothing in the midst of a build."""
+            """Keep the log of the build clean."""
 
     with HTTPServer(("127.0.0.1", 0), Closed) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -61,8 +61,9 @@ def _refused() -> None:
 
 
 def _row() -> None:
-    from bridge.tables.arch import load_roles, parse_arch
-    from bridge.tables.files import mappings, parse_table
+    from bridge.core.mappings import mappings, parse_table
+    from bridge.tables.architectures.arch import parse_arch
+    from bridge.tables.architectures.roles import load_roles
 
     text = (mappings() / "arch" / "llama.toml").read_text().replace('"attn.q.weight"', '"attn.qq.weight"')
     parse_arch(parse_table(text, "mine.toml"), load_roles())
@@ -74,7 +75,7 @@ def _recipe() -> None:
 
 
 def _export() -> None:
-    from bridge.graph.export import export_graph
+    from bridge.targets.trt.graph.export import export_graph
 
     config = json.loads((MODEL / "config.json").read_text())
     export_graph(config | {"hidden_act": "no_such_activation"})
@@ -112,93 +113,93 @@ EXAMPLES: dict[str, Example] = {
     "BatchError": Example(
         'bridge.batch("models.toml")   # strict = true, and a row that its target refuses',
         _batch,
-        "Mend the rows that the message names; without `strict` the others run.",
+        "Correct the rows that the message names. Without `strict` the other rows run.",
     ),
     "QuantizerError": Example(
         'bridge.Quantizer({"algorithm": "fp9"}, {"save_path": "out"})',
         lambda: bridge.Quantizer({"algorithm": "fp9"}, {"save_path": "out"}),
-        "Correct the two configs; NeMo's `assert`s are what a script catches.",
+        "Correct the two configs. It is an `AssertionError` too, as in NeMo.",
     ),
     "UnknownMode": Example(
         'bridge.modelopt_quantize(model, "fp9")',
         lambda: bridge.modelopt_quantize(None, "fp9"),
-        "Take one of the three modes of Tripy's example, or `bridge.convert` for all schemes.",
+        "Use one of the three modes of Tripy's example, or `bridge.convert` for all schemes.",
     ),
     "NoSuchAttribute": Example(
         'bridge.get_submodule(model, "transformer.h.0")',
         lambda: bridge.get_submodule(Path(), "parent.h.0"),
-        "Correct the path from the step that the message names.",
+        "Correct the path from the part that the message names.",
     ),
     "UsageError": Example(
         'bridge.plan("tiny-llama", "trtt")',
         lambda: bridge.plan(SOURCE, "trtt"),
-        "Correct the word: the message lists those that are known, and the nearest.",
+        "Correct the name. The message lists the known names and the nearest one.",
     ),
     "TableError": Example(
         "qbridge check mine.toml",
         _row,
-        "Correct the row that the message quotes; `qbridge check` reads a table again in a moment.",
+        "Correct the row that the message quotes, and run `qbridge check` on the table again.",
     ),
     "SourceError": Example(
         'bridge.plan("cloned", "hf", "int8_wo")   # a clone without git-lfs',
         _pointer,
-        "Mend or fetch the checkpoint. All that is wrong with its headers and its config is in one message.",
+        "Repair or fetch the checkpoint. One message lists all problems of its headers and its config.",
     ),
     "RefusedError": Example(
         'bridge.plan("https://models.example/llama", "hf", "int8_wo")',
         _refused,
-        "Ask for access, or give the credentials that the message names.",
+        "Ask for access, or set the credentials that the message names.",
     ),
     "SchemeError": Example(
         'bridge.plan("tiny-llama", "hf", "mixed.toml")',
         _recipe,
-        "Correct the recipe, or choose a scheme that the target has (`qbridge show schemes`).",
+        "Correct the recipe, or choose a scheme that the target takes (`qbridge show schemes`).",
     ),
     "PlanError": Example(
         'bridge.plan("tiny-llama", "trtllm", config={"architectures": ["OlmoForCausalLM"], "model_type": "olmo"})',
         lambda: bridge.plan(SOURCE, "trtllm", config={"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}),
-        "Nothing was read or written yet: change what the message names, or take the target that it points to.",
+        "No weight was read and nothing was written. Change what the message names, or use the target it suggests.",
     ),
     "CalibrationError": Example(
         'bridge.convert("tiny-llama", "hf", "fp8", "out", calib="short.txt")',
         _short,
-        "Give more or other data, or a calibration of this very model.",
+        "Give more data, other data, or a calibration of this model.",
     ),
     "ExportError": Example(
         'bridge.convert(..., target="trt")   # a config whose activation transformers does not have',
         _export,
-        "Targets without a graph (`hf`) may take the model; else the message says what torch could not trace.",
+        "Targets without a graph (`hf`) may take the model. The message says what torch could not trace.",
     ),
     "WriteError": Example(
         'bridge.convert("tiny-llama", "hf", "int8_wo", "results", overwrite=True)',
         _exists,
-        "Choose another directory, free space, or wait for the other run. What was there is as it was.",
+        "Choose another directory, free space, or wait for the other run. Existing files are unchanged.",
     ),
     "VerifyError": Example(
         'bridge.verify("empty", "tiny-llama")',
         _no_model,
-        "Give the directory that `convert` wrote, and the model that it was made from.",
+        "Give the directory that `convert` wrote, and the model that was converted.",
     ),
     "GoldenError": Example(
         'bridge.golden.check("empty", "out")',
         lambda: bridge.golden.check("empty", "out"),
-        "Record it anew from a model that passed, with `--reason`.",
+        "Record the golden again from a model that passed, with `--reason`.",
     ),
     "CannotRun": Example(
         "qbridge verify out --against tiny-llama   # out is of target trtllm",
         _not_here,
-        "The weights are compared all the same; run the model where its runtime is.",
+        "The weights are compared anyway. Run the model on a machine that has its runtime.",
     ),
     "EngineUnavailable": Example(
         'bridge.plan("tiny-llama", "trt", "fp8", engine=True)',
         lambda: bridge.plan(SOURCE, "trt", "fp8", engine=True),
-        "Build the engine where TensorRT and a GPU are; trtexec.txt beside the model has the command.",
+        "Build the engine on a machine with TensorRT and a GPU. trtexec.txt beside the model has the command.",
     ),
 }
 
 
 def classes() -> Iterator[type[BridgeError]]:
-    """Every class of errors that a user can meet, wherever it stands, by name after its base class."""
+    """Every class of errors that a user can meet: each base class, then its subclasses by name."""
     package = Path(bridge.__file__).parent
     for path in package.rglob("*.py"):
         if re.search(r"^class \w+\((?:\w+Error|CannotRun)\b", path.read_text(encoding="utf-8"), re.MULTILINE):
@@ -214,7 +215,7 @@ def _below(base: type[BridgeError]) -> Iterator[type[BridgeError]]:
 
 
 def message(name: str) -> str:
-    """What the command prints where the example of a class is done."""
+    """The message that the command prints for the example of a class."""
     with tempfile.TemporaryDirectory() as work, chdir(work):
         Path(SOURCE).symlink_to(MODEL)
         try:

@@ -1,4 +1,4 @@
-"""The limits that hold a stranger's file back, from the constants of the readers: what each is for stands beside it."""
+"""The limits for untrusted files and servers, from the constants of the readers and their comments."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs.made.matrix import table
+from docs.generate.matrix import table
 
 ROOT = Path(__file__).parent.parent.parent
 READERS = (
-    "bridge/container.py",
-    "bridge/json_data.py",
+    "bridge/core/files",
+    "bridge/core/formats",
+    "bridge/core/parsing.py",
+    "bridge/core/remote",
     "bridge/tables",
     "bridge/sources",
     "bridge/quant/calibration.py",
 )
-LIMIT = re.compile(
-    r"^(?P<name>(?:MAX|MOST|LONGEST|DEEPEST|LARGEST|MADE)[A-Z_]*) = (?P<value>[^#\n]+?)  # (?P<why>.+)$", re.M
+LIMIT = re.compile(r"^(?P<name>MAX_[A-Z_]*) = (?P<value>[^#\n]+?)  # (?P<why>.+)$", re.M)
+# Limits of our own work, not of a file: rows per system call, connections that are kept, ranks that a message names.
+OURS = (
+    ("bridge/core/files/scatter.py", "MAX_ROWS"),
+    ("bridge/core/remote/connections.py", "MAX_OPEN"),
+    ("bridge/sources/weights/ranks.py", "MAX_SHOWN"),
 )
-# Of our own work, not of a file's: rows that one system call takes, ranks that a message names.
-OURS = (("bridge/sources/scatter.py", "MOST"), ("bridge/sources/ranks.py", "MOST_SHOWN"))
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def limits() -> str:
-    """Every constant of a reader whose name says that it is a limit."""
-    return table(["limit", "value", "of what, and why {: .wide }"], [list(row) for row in found()])
+    """Every constant of a reader whose name marks it as a limit."""
+    return table(["limit", "value", "what is limited, and why {: .wide }"], [list(row) for row in found()])
 
 
 def found() -> Iterator[tuple[str, str, str]]:
@@ -44,7 +48,7 @@ def found() -> Iterator[tuple[str, str, str]]:
 
 
 def _value(node: ast.expr) -> int:
-    """A number, or one shifted by another: what such constants are written as."""
+    """A number, or one number shifted by another."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):
         return _value(node.left) << _value(node.right)
     assert isinstance(node, ast.Constant) and isinstance(node.value, int), ast.dump(node)
@@ -52,7 +56,7 @@ def _value(node: ast.expr) -> int:
 
 
 def _said(value: int, name: str, why: str) -> str:
-    """A number as a reader says it; names and comments tell which are bytes."""
+    """A number in words. Names and comments say which are bytes."""
     of_bytes = name.endswith(("_BYTES", "_HEADER")) or why.startswith("bytes")
     for unit, word in UNITS if of_bytes else ():
         if value % unit == 0:

@@ -1,6 +1,6 @@
-"""What goes with what, as Markdown tables: schemes and KV caches by target, architectures, dialects.
+"""The support matrix as Markdown tables: schemes and KV caches by target, architectures, dialects.
 
-It says what can be expressed and planned; what was run and measured is the business of tests and benchmarks.
+It says what can be expressed and planned. Tests and benchmarks say what was run and measured.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bridge.describe import architectures, needs, numeric, weights
-from bridge.quant.scheme import Scheme, kv_names, load_scheme, scheme_names, with_kv
-from bridge.sources.foreign_config.families import parse_family
-from bridge.sources.foreign_source import DIALECTS
-from bridge.tables.arch import load_roles, parse_arch
-from bridge.tables.dialect import Dialect, dialect_names, load_dialect
-from bridge.tables.files import TableFile, own_files, read_table
-from bridge.tables.grammar import roles_in
+from bridge.cli.show import architectures
+from bridge.core.mappings import TableFile, own_files, read_table
+from bridge.core.values import Structure
+from bridge.quant.describe import needs, numeric, weights
+from bridge.quant.schemes.catalog import kv_names, scheme_names
+from bridge.quant.schemes.load import load_scheme, with_kv
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.configs.families import parse_family
+from bridge.sources.dialects.opening import DIALECTS
+from bridge.tables.architectures.arch import parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.dialect import Dialect, dialect_names, load_dialect
+from bridge.tables.expressions.grammar import roles_in
 from bridge.targets import Target, load_target, target_names
-from bridge.values import Structure
-
-
-def matrix() -> str:
-    """Schemes by target, KV caches by target, architectures that have tables, and dialects by those."""
-    return "\n\n".join([schemes(), caches(), tables(), dialects()])
 
 
 def schemes() -> str:
-    """What each scheme is, and which targets take it."""
+    """What each scheme is, and which targets take it; those that take none are left out."""
     targets = [load_target(name) for name in target_names()]
+    targets = [target for target in targets if any(cell(load_scheme(s), target) != "no" for s in scheme_names())]
     known = [load_scheme(name) for name in scheme_names()]
     rows = [[f"`{s.name}`", weights(s), numeric(s.input), _where(s), *(cell(s, t) for t in targets)] for s in known]
     return table(["scheme", "weights", "activations", "calibration", *_named(targets)], rows)
 
 
 def caches() -> str:
-    """What `kv=` takes, and which targets take that."""
+    """The values of `kv=`, and which targets take each."""
     targets = [load_target(name) for name in target_names()]
     known = [(name, with_kv(load_scheme("fp8"), name)) for name in kv_names()]
     rows = [[f"`{name}`", numeric(scheme.kv), *(kv_cell(scheme, t) for t in targets)] for name, scheme in known]
@@ -53,7 +53,7 @@ def tables() -> str:
 
 
 def dialects() -> str:
-    """Markdown: what is read from each dialect and written in it, by table, and what it cannot say."""
+    """What is read and written in each dialect, by table, and what the dialect cannot express."""
     known = {name: load_dialect(name) for name in dialect_names()}
     rows, notes = [], {}
     for path in own_files("arch"):
@@ -73,7 +73,7 @@ def dialects() -> str:
 
 
 def _said(name: str, dialect: Dialect, file: TableFile) -> str:
-    """`read`, where its configuration can be made or lies beside it, and `written`, where it is a target."""
+    """`read` if its configuration is found or derived, `written` if it is a target."""
     reads = dialect.files is not None or (name in DIALECTS and parse_family(file) is not None)
     return ", ".join(["read"] * reads + ["written"] * (name in target_names())) or "no"
 
@@ -90,14 +90,14 @@ def cell(scheme: Scheme, target: Target) -> str:
 
 
 def _fits(scheme: Scheme, target: Target, options: Any) -> bool:
-    return not any(target.refuse(format_, options) for format_ in scheme.formats)
+    return not any(target.why_unsupported(format_, options) for format_ in scheme.formats)
 
 
 def kv_cell(scheme: Scheme, target: Target) -> str:
     """`yes` or `no`, for the KV cache of `scheme`."""
     assert scheme.kv is not None
     some = Structure("any", (), attention=("model.layers.0.self_attn",))
-    return "no" if target.refuse_kv(scheme.kv, some, target.Options()) else "yes"
+    return "no" if target.why_kv_unsupported(scheme.kv, some, target.Options()) else "yes"
 
 
 def _where(scheme: Scheme) -> str:

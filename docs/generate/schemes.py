@@ -1,4 +1,4 @@
-"""A page a scheme, from `mappings/schemes/*.toml`: what is coded how, gates, calibration, which targets take it."""
+"""One page per scheme, from `mappings/schemes/*.toml`: numerics, gates, calibration, targets."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import ast
 from pathlib import Path
 
 import bridge
-from bridge.describe import describe
-from bridge.planning import Step
-from bridge.quant.scheme import load_scheme, scheme_names
-from bridge.tables.files import find_table_file
+from bridge.cli.show import describe
+from bridge.core.mappings import find_table_file
+from bridge.planning.plan import Step
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target, target_names
-from docs.made.matrix import cell, table
-from docs.made.targets import MODEL
+from docs.generate.matrix import cell, table
+from docs.generate.targets import MODEL
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def pages() -> dict[str, str]:
-    """File name -> page, one a scheme."""
+    """File name -> page, one per scheme."""
     named = tests()
     return {f"schemes/{name}.md": page(name, named[name]) for name in scheme_names()}
 
 
 def page(name: str, named: list[tuple[str, str]]) -> str:
-    """All that can be said of a scheme without running it, and the tests that run it."""
+    """Everything known about a scheme without running it, and the tests that run it."""
     scheme, path = load_scheme(name), find_table_file("schemes", name)
     assert path
     targets = {target: cell(scheme, load_target(target)) for target in target_names()}
@@ -37,18 +38,17 @@ def page(name: str, named: list[tuple[str, str]]) -> str:
             f"# `{name}`",
             f"{scheme.summary}.",
             f"```sh\nqbridge convert MODEL --target {taken[0]} --quant {name}{flag}\n```",
-            "## What is coded how",
+            "## Numerics",
             table(["", ""], facts),
             _calibration(name),
-            "## What is written of a matrix",
-            "For target `hf`, `codes(W)` of a weight `W` of the tiny Llama, in the words of `qbridge plan`:",
+            "## What is written for a matrix",
+            "For target `hf` and a weight `W` of the tiny Llama, as `qbridge plan` prints it:",
             _expressions(name),
             "## Which targets take it",
             table(["target", "taken"], [[f"[`{t}`](../targets/{t}.md)", said] for t, said in targets.items()]),
-            "## How it was verified",
-            "These files name the scheme; their first lines say what they hold it to. `qbridge convert` then holds "
-            "each model to the gates above.",
-            table(["test", "what it holds"], [[f"`{test}`", what] for test, what in named]),
+            "## How it is tested",
+            "These test files name the scheme. `qbridge convert` also checks each model against the gates above.",
+            table(["test", "what it checks"], [[f"`{test}`", what] for test, what in named]),
             "## The file",
             f"```toml\n{path.read_text(encoding='utf-8').strip()}\n```",
         ]
@@ -58,8 +58,8 @@ def page(name: str, named: list[tuple[str, str]]) -> str:
 def _calibration(name: str) -> str:
     scheme = load_scheme(name)
     if not scheme.needs_calibration:
-        return "It needs no calibration: no framework is loaded, rows stream from shard to shard."
-    said = "It is calibrated with ModelOpt (`pip install 'qbridge[calibrate]'`), once for all targets."
+        return "It needs no calibration. No framework is loaded, and rows stream from shard to shard."
+    said = "ModelOpt calibrates it (`pip install 'qbridge[calibrate]'`), once for all targets."
     if not scheme.simulation_needs_cuda:
         return said
     return f"{said} Its outputs are compared with ModelOpt's own only with CUDA: {scheme.simulation_needs_cuda}."
@@ -77,9 +77,9 @@ def _expressions(name: str) -> str:
 
 
 def tests() -> dict[str, list[tuple[str, str]]]:
-    """Scheme -> (file, first line) of every test of codes and targets that names it in a table of its own."""
+    """Scheme -> (file, first line) of every test of codes and targets that names it in a table."""
     found: dict[str, list[tuple[str, str]]] = {name: [] for name in scheme_names()}
-    for path in sorted(path for kind in ("quant", "targets") for path in (ROOT / "tests" / kind).glob("test_*.py")):
+    for path in sorted(path for kind in ("quant", "targets") for path in (ROOT / "tests" / kind).rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tables = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
         words = {n.value for value in tables for n in ast.walk(value) if isinstance(n, ast.Constant)}

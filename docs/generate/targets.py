@@ -1,4 +1,4 @@
-"""What a page of a target says: its options, the files of a real conversion, the schemes it takes, what was proved."""
+"""The parts of a target's page: options, files of a real conversion, schemes, programs that load it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import bridge
-from bridge.planning import Plan
-from bridge.quant.scheme import kv_names, load_scheme, scheme_names, with_kv
-from bridge.show import fold, grouped, pattern
-from bridge.sources import KINDS
+from bridge.core.text import fold, grouped, pattern
+from bridge.core.values import Program
+from bridge.planning.plan import Plan
+from bridge.quant.schemes.catalog import kv_names, scheme_names
+from bridge.quant.schemes.load import load_scheme, with_kv
+from bridge.sources.opening import KINDS
 from bridge.targets import load_target
-from bridge.values import Program
-from docs.made.matrix import cell, kv_cell, table
+from docs.generate.matrix import cell, kv_cell, table
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
 
 
 def options(name: str) -> str:
-    """A target's options: by keyword, as a flag, what they take and what they are for."""
+    """A target's options: keyword, flag, type, default and purpose."""
     target = load_target(name)
     hints = get_type_hints(target.Options)
     rows = []
@@ -38,7 +39,7 @@ def options(name: str) -> str:
 
 
 def takes(name: str) -> str:
-    """The schemes and KV caches that a target takes, and what it asks for."""
+    """The schemes and KV caches that a target takes, with the flags that they need."""
     target = load_target(name)
     cells = [(scheme, cell(load_scheme(scheme), target)) for scheme in scheme_names()]
     rows = [[f"[`{scheme}`](../schemes/{scheme}.md)", said, load_scheme(scheme).summary] for scheme, said in cells]
@@ -46,23 +47,23 @@ def takes(name: str) -> str:
     caches = [kv for kv in kv_names() if kv_cell(with_kv(load_scheme("fp8"), kv), target) == "yes"]
     cached = f"`kv=`: {', '.join(f'`{kv}`' for kv in caches)}." if caches else "It takes no quantized KV cache."
     if not rows:
-        return f"No scheme: plain weights only (`quant=None`). {cached}"
+        return f"None: unquantized weights only (`quant=None`). {cached}"
     return "\n\n".join([table(["scheme", "taken", "what it is"], rows), cached])
 
 
 def programs(kind: str, name: str) -> str:
-    """Who loads what a target writes, or wrote what a source reads, and how that is known."""
+    """Programs that load what a target writes, or that wrote what a source reads, and the evidence."""
     if kind == "target":
         found: Iterable[Program] = load_target(name).loaded_by
     else:
         assert name in KINDS
         found = importlib.import_module(f"bridge.sources.{name}").WRITTEN_BY
     rows = [[p.name, p.versions, p.proof, ", ".join(f"`{test}`" for test in p.tests)] for p in found]
-    return table(["program", "versions", "how that is known {: .wide }", "tests"], rows)
+    return table(["program", "versions", "evidence {: .wide }", "tests"], rows)
 
 
 def written(name: str, quant: str, *given: str) -> str:
-    """The files and the tensors of a conversion of the tiny Llama, made now; `given`: options such as `tp=2`."""
+    """Files and tensors of a conversion of the tiny Llama, run now. `given`: options such as `tp=2`."""
     target, scheme = load_target(name), None if quant == "none" else quant
     choice = {key: int(value) for key, value in (pair.split("=") for pair in given)}
     with tempfile.TemporaryDirectory() as work:
@@ -71,28 +72,28 @@ def written(name: str, quant: str, *given: str) -> str:
         plan = bridge.plan(MODEL, name, scheme, **choice)
         files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     rows = [[f"`{file}`", _purpose(file, target.loads, plan)] for file in files]
-    return "\n\n".join([table(["file", "what for"], rows), _tensors(plan)])
+    return "\n\n".join([table(["file", "purpose"], rows), _tensors(plan)])
 
 
 def _purpose(file: str, loads: Iterable[str], plan: Plan) -> str:
     if any(fnmatchcase(file, glob) for glob in loads):
         return "loaded by the runtime"
     if file in plan.side_files:
-        return "carried from the source" + (", with a marked section of facts" if file == "README.md" else "")
+        return "copied from the source" + (", with a marked section of facts" if file == "README.md" else "")
     return OURS.get(file, "written for readers of this format")
 
 
 OURS = {
-    "bridge.json": "the plan and the gates: what `verify` and `golden` hold it to",
+    "bridge.json": "the plan and the gates, for `verify` and `golden`",
     "report.json": "the report",
     "report.html": "the report, as one page without script or network",
     "README.md": "the model card",
-    "bridge/calibration.safetensors": "the statistics that it was calibrated with",
+    "bridge/calibration.safetensors": "the calibration",
 }
 
 
 def _tensors(plan: Plan) -> str:
-    """Every tensor, layers folded to a line; of ranks that hold the same names, those of the first."""
+    """Every tensor, repeated layers on one line. If ranks hold the same names, only the first rank's."""
     outputs = {output.spec.name: output for output in reversed(plan.outputs)}
     rows = []
     for group in grouped(reversed(outputs.values()), lambda o: (pattern(o.spec.name), o.spec.shape, o.spec.dtype)):

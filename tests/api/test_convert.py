@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import bridge
-from bridge.container import read_header
-from bridge.errors import (
+from bridge.core.errors import (
     BridgeError,
     CalibrationError,
     ExportError,
@@ -27,12 +27,13 @@ from bridge.errors import (
     VerifyError,
     WriteError,
 )
-from bridge.graph.runtime import Runtime
+from bridge.core.formats.safetensors import read_header
 from bridge.quant.calibration import Calibration
-from tests.sources_made import made_llama
-from tests.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
+from bridge.targets.trt.runtime import Runtime
+from tests.models.sources_made import made_llama
+from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 
-MODELS = Path(__file__).parent.parent / "examples" / "models"
+MODELS = Path(__file__).parents[2] / "examples" / "models"
 LLAMA = MODELS / "tiny-llama"
 # What a conversion writes whose bytes are a promise; reports hold seconds and memory.
 STABLE = (
@@ -56,6 +57,7 @@ def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_tiny_llama_passes_every_gate(converted: tuple[Path, Any]) -> None:
     _, report = converted
     assert report.passed, report.parity
@@ -67,6 +69,7 @@ def test_the_tiny_llama_passes_every_gate(converted: tuple[Path, Any]) -> None:
     assert report.bytes < 0.5 * report.source_bytes
 
 
+@pytest.mark.slow
 def test_every_side_file_is_carried_and_the_report_is_readable(converted: tuple[Path, Any]) -> None:
     out, report = converted
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -76,6 +79,7 @@ def test_every_side_file_is_carried_and_the_report_is_readable(converted: tuple[
     assert (out / "trtexec.txt").read_text().startswith("trtexec --onnx=model.onnx")
 
 
+@pytest.mark.slow
 def test_the_layers_that_hurt_are_named(converted: tuple[Path, Any]) -> None:
     layers = converted[1].parity.layers
     assert len(layers) == 35
@@ -83,6 +87,8 @@ def test_the_layers_that_hurt_are_named(converted: tuple[Path, Any]) -> None:
     assert 0.005 < layers[0][1] < 0.2  # fp8 rounds to 3 mantissa bits: some percent of each product
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
 def test_the_written_model_generates_with_and_without_its_cache_alike(tmp_path: Path) -> None:
     ids = np.array([[5, 17, 300, 41, 9]])
     bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "cached", verify=False)
@@ -94,6 +100,7 @@ def test_the_written_model_generates_with_and_without_its_cache_alike(tmp_path: 
     np.testing.assert_array_equal(tokens, plain.generate(ids, 12))
 
 
+@pytest.mark.slow
 def test_verify_passes_on_what_was_written_and_sees_what_was_changed(
     converted: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -112,6 +119,7 @@ def test_verify_passes_on_what_was_written_and_sees_what_was_changed(
     assert [t.name for t in report.parity.tensors if not t.passed] == ["model.layers.2.mlp.up_proj.weight"]
 
 
+@pytest.mark.slow
 def test_verify_refuses_a_tensor_that_no_plan_wrote(converted: tuple[Path, Any], tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -123,13 +131,16 @@ def test_verify_refuses_a_tensor_that_no_plan_wrote(converted: tuple[Path, Any],
         bridge.verify(tmp_path / "more", LLAMA)
 
 
+@pytest.mark.slow
 def test_verify_refuses_another_source_and_another_directory(converted: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="was not made from"):
         bridge.verify(converted[0], MODELS / "tiny-gpt2")
-    with pytest.raises(VerifyError, match="not a model that bridge wrote"):
+    with pytest.raises(VerifyError, match=r"bridge did not write this model .*; name a directory that `convert` wrote"):
         bridge.verify(tmp_path, LLAMA)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
 def test_memory_and_directory_give_the_same_files(
     converted: tuple[Path, Any], calibration: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +152,7 @@ def test_memory_and_directory_give_the_same_files(
         assert (tmp_path / "memory" / name).read_bytes() == (converted[0] / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_second_run_gives_the_same_bytes(converted: tuple[Path, Any], calibration: Path, tmp_path: Path) -> None:
     bridge.convert(LLAMA, "trt", "fp8", tmp_path / "again", calib=Calibration.load(calibration), kv="fp8", verify=False)
     for name in STABLE:
@@ -158,6 +170,7 @@ def test_a_calibration_of_another_model_is_refused(calibration: Path, tmp_path: 
         bridge.convert(MODELS / "tiny-gpt2", "trt", "fp8", tmp_path / "out", calib=calibration)
 
 
+@pytest.mark.slow
 def test_weight_only_int8_hurts_no_layer_of_a_model_with_biases(tmp_path: Path) -> None:
     report = bridge.convert(MODELS / "tiny-gpt2", "trt", "int8_wo", tmp_path / "out")
     assert report.passed, report
@@ -165,12 +178,16 @@ def test_weight_only_int8_hurts_no_layer_of_a_model_with_biases(tmp_path: Path) 
     assert report.parity.layers[0][1] < 0.02
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
 def test_an_unquantized_conversion_is_proved_too(tmp_path: Path) -> None:
     report = bridge.convert(LLAMA, "trt", None, tmp_path / "out")
     (source,) = report.parity.outputs
     assert report.passed and source.relative_l2 < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
 @pytest.mark.parametrize(("differ", "refused"), [(False, False), (True, True)])
 def test_a_tie_stored_twice_must_be_one_tensor(differ: bool, refused: bool, tmp_path: Path) -> None:
     source = made_llama()
@@ -186,6 +203,7 @@ def test_a_tie_stored_twice_must_be_one_tensor(differ: bool, refused: bool, tmp_
         assert bridge.convert(source, "trt", "int8_wo", tmp_path / "out", verify=False).skipped[head]
 
 
+@pytest.mark.slow
 def test_a_nan_weight_under_a_calibrated_scheme_is_named(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -197,6 +215,7 @@ def test_a_nan_weight_under_a_calibrated_scheme_is_named(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_value_that_overflows_float16_is_refused(tmp_path: Path) -> None:
     source = made_llama("bfloat16", model__norm__weight=np.full(128, 1e5, np.float32))
     with pytest.raises(SourceError, match="does not fit float16"):
@@ -224,6 +243,13 @@ def test_too_little_memory_is_refused_with_what_is_needed(tmp_path: Path) -> Non
         bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", memory=enough - 1)
 
 
+def test_too_small_a_disk_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_500))
+    with pytest.raises(WriteError, match=r" has 1\.5 kB free, the plan needs "):
+        bridge.convert(LLAMA, "hf", "int8_wo", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_engine_without_tensorrt_is_refused_before_the_work(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorrt") is not None:
         pytest.skip("tensorrt is installed here")
@@ -231,25 +257,39 @@ def test_an_engine_without_tensorrt_is_refused_before_the_work(tmp_path: Path) -
         bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", engine=True)
 
 
-def test_an_architecture_that_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
+def test_a_graph_that_cannot_be_exported_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.targets.trt.graph import export
 
-    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
-    with pytest.raises(ExportError, match="Mamba"):
-        bridge.convert(model, "trt", "int8_wo", tmp_path / "out", verify=False)
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ExportError("torch cannot export this architecture")
+
+    monkeypatch.setattr(export, "export_graph", refuse)
+    with pytest.raises(ExportError, match="torch cannot"):
+        bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", verify=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_leaves_nothing(calibration: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
+def test_an_interrupt_keeps_what_is_done_and_the_same_call_goes_on(
+    converted: tuple[Path, Any], calibration: Path, tmp_path: Path
+) -> None:
     def interrupt(done: int, total: int, text: str) -> None:
-        if text == "weights":
+        if text == "weights" and done:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        bridge.convert(LLAMA, "trt", "fp8", tmp_path / "out", calib=calibration, progress=interrupt)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        bridge.convert(LLAMA, "trt", "fp8", tmp_path / "out", kv="fp8", calib=calibration, progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    assert str(tmp_path / ".out.partial") in stopped.value.__notes__[0]
+    bridge.convert(LLAMA, "trt", "fp8", tmp_path / "out", kv="fp8", calib=calibration, verify=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for name in ("model.onnx", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (converted[0] / name).read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
 def test_a_killed_run_is_continued_and_gives_the_same_bytes(
     converted: tuple[Path, Any], calibration: Path, tmp_path: Path
 ) -> None:
@@ -284,6 +324,7 @@ def test_a_405b_checkpoint_is_planned_from_headers_without_a_framework(tmp_path:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_text_that_is_too_short_is_refused_before_the_work(tmp_path: Path) -> None:
     for text in ("", "short"):
         (tmp_path / "text.txt").write_text(text)
@@ -344,7 +385,7 @@ def embed(run: Any, tokenizer: Any, texts: list[str]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["fp8", "int8"])
+@pytest.mark.parametrize("quant", ["fp8", pytest.param("int8", marks=pytest.mark.product)])
 def test_sentence_embeddings_of_a_real_model_keep_their_direction(quant: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModel, AutoTokenizer

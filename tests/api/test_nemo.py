@@ -27,14 +27,14 @@ from transformers import (  # noqa: E402
 )
 
 import bridge  # noqa: E402
-from bridge.doors import nemo  # noqa: E402
-from bridge.doors.nemo import ExportConfig, QuantizationConfig, Quantizer  # noqa: E402
-from bridge.errors import PlanError, SourceError, WriteError  # noqa: E402
+from bridge.api import nemo  # noqa: E402
+from bridge.api.nemo import ExportConfig, QuantizationConfig, Quantizer  # noqa: E402
+from bridge.core.errors import PlanError, SourceError, WriteError  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
-from bridge.quant.scheme import load_scheme  # noqa: E402
-from tests import trtllm_oracle as oracle  # noqa: E402
-from tests.export_families import tokens  # noqa: E402
-from tests.export_oracle import calibrated, load, save, unexplained  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from tests.models.export_families import tokens  # noqa: E402
+from tests.oracles import trtllm_oracle as oracle  # noqa: E402
+from tests.oracles.export_oracle import calibrated, load, save, unexplained  # noqa: E402
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 DECODER = {
@@ -89,6 +89,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in sorted(files.items()) if name not in OURS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "algorithm", "kv", "configs", "changes"),
     [
@@ -118,6 +119,7 @@ def test_what_is_exported_equals_modelopts_export_of_its_own_calibration(
     assert unexplained(lines, oracle.expected(family, algorithm, tp, 1)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["trtllm", "hf"])
 def test_what_is_exported_equals_a_conversion_with_the_same_calibration(form: str, tmp_path: Path) -> None:
     model, scheme = built("llama", torch.bfloat16), load_scheme("fp8", kv="fp8")
@@ -167,6 +169,7 @@ def test_the_cache_is_quantized_by_nemos_rule(family: str, algorithm: str, said:
     assert {module.num_bits for module in found if module.is_enabled} == ({bits} if bits else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.5, 0.75])
 def test_sq_alpha_is_modelopts_alpha(alpha: float) -> None:
     theirs = copy.deepcopy(mtq.INT8_SMOOTHQUANT_CFG) | {"algorithm": {"method": "smoothquant", "alpha": alpha}}
@@ -186,6 +189,7 @@ def test_nemo_2_does_not_read_its_sq_alpha(tmp_path: Path) -> None:
         assert torch.equal(ours(IDS).logits, expected(IDS).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["int4_awq", "w4a8_awq"])
 def test_awq_block_size_is_modelopts_block_size(algorithm: str) -> None:
     preset = copy.deepcopy({"int4_awq": mtq.INT4_AWQ_CFG, "w4a8_awq": mtq.W4A8_AWQ_BETA_CFG}[algorithm])
@@ -200,6 +204,7 @@ def test_awq_block_size_is_modelopts_block_size(algorithm: str) -> None:
         assert not torch.equal(ours(IDS).logits, quantized("llama", algorithm, enable_kv_cache=False)(IDS).logits)
 
 
+@pytest.mark.slow
 def test_w4a8_of_gemma_is_searched_coarsely_as_in_nemo_2() -> None:
     torch.manual_seed(5)
     model = GemmaForCausalLM(GemmaConfig(**DECODER)).eval()
@@ -234,6 +239,7 @@ def test_modelopt_quantizes_once_and_the_callers_model_stays_as_it_is(monkeypatc
         assert torch.equal(model(IDS).logits, before) and not torch.equal(found(IDS).logits, before)
 
 
+@pytest.mark.slow
 def test_no_algorithm_changes_modelopts_presets() -> None:
     names = [name for name in dir(mtq) if name.endswith("_CFG")]
     before = {name: copy.deepcopy(getattr(mtq, name)) for name in names}
@@ -299,6 +305,7 @@ def test_without_a_loop_the_configs_text_calibrates_and_the_tokenizer_goes_along
     assert (tmp_path / "out/tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_nemos_data_sets_stand_for_the_text_that_comes_with_bridge() -> None:
     model = AutoModelForCausalLM.from_pretrained(TINY)
     twin = Quantizer(QuantizationConfig("fp8", enable_kv_cache=False), None).quantize(model)

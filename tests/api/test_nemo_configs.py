@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bridge.doors.nemo import ExportConfig, QuantizationConfig, Quantizer
-from bridge.errors import UsageError
+from bridge.api.nemo import ExportConfig, QuantizationConfig, Quantizer
+from bridge.core.errors import UsageError
 
 ONE = ({"algorithm": "fp8", "decoder_type": "llama"}, {"decoder_type": "llama", "save_path": "out"})  # NeMo 1's words
 WRONG = [
@@ -17,9 +17,13 @@ WRONG = [
     ({}, {"dtype": 32}, "dtype 32 is unknown"),
     ({}, {"export_format": "nemo"}, "NeMo checkpoints are not written yet"),
     ({}, {"export_format": "onnx"}, "export_format 'onnx' is unknown"),
-    ({}, {"export_format": "hf", "inference_tensor_parallel": 2}, "inference_tp: a Hugging Face checkpoint is not cut"),
+    (
+        {},
+        {"export_format": "hf", "inference_tensor_parallel": 2},
+        "inference_tp: a Hugging Face checkpoint is not split",
+    ),
     ({}, {"save_path": None}, "names no directory to write"),
-    ({}, {"path": "elsewhere"}, "'save_path' and 'path' say the same"),
+    ({}, {"path": "elsewhere"}, "'save_path' and 'path' mean the same"),
     ({}, {"compres": True}, r"export_config: 'compres' is unknown; .*nearest: compress"),
     ({"kv_cache_qformat": "int8"}, {}, "kv_cache_qformat 'int8' is unknown; known: fp8, nvfp4"),
     ({"enable_kv_cache": "yes"}, {}, "enable_kv_cache is 'yes'"),
@@ -27,12 +31,12 @@ WRONG = [
     ({"sq_alpha": 2}, {}, r"sq_alpha is 2; expected a number in \(0, 1\]"),
     ({"decoder_type": "gpt"}, {}, "decoder_type is gpt and llama"),
     ({"num_calib_size": 0}, {}, "calibration_dataset_size is 0; expected a positive whole number"),
-    ({"calib_dataset": ["a"]}, {}, r"calibration_dataset is \['a'\]; expected a file or a data set's id"),
+    ({"calib_dataset": ["a"]}, {}, r"calibration_dataset is \['a'\]; expected a file or a dataset id"),
     ({}, {"inference_tensor_parallel": "2"}, "inference_tp is '2'; expected a positive whole number"),
     ({}, {"inference_pipeline_parallel": 0}, "inference_pp is 0; expected a positive whole number"),
     ({}, {"save_path": 3}, r"export_config has the path 3: set path \(save_path in NeMo 1\)"),
     ({}, {"compress": "no"}, "compress is 'no'; expected true or false"),
-    ({"algorithm": "mine.json"}, {}, r"algorithm 'mine.json': no config of ModelOpt is read here; write a recipe"),
+    ({"algorithm": "mine.json"}, {}, r"algorithm 'mine.json': ModelOpt configs are not supported; write a recipe"),
     ({"algorithm": ["fp8"]}, {}, r"algorithm \['fp8'\] is unknown"),
 ]
 

@@ -12,18 +12,19 @@ import bridge
 SIGNATURES = {
     "plan": "model, target, quant=None, *, kv=None, config=None, **options",
     "convert": (
-        "model, target, quant=None, out=None, *, calib=None, kv=None, device=None, config=None, tokenizer=None, "
-        "verify=True, overwrite=False, resume=True, progress=None, memory=None, **options"
+        "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
+        "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
+        "memory=None, **options"
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, device=None, config=None, tokenizer=None, samples=None, sequence=None, "
-        "progress=None"
+        "field=None, progress=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, progress=None",
     "check": "",
     "sensitivity": (
         "model, quant, data=None, *, budget=None, fallback=None, method='kl', kv=None, device=None, config=None, "
-        "tokenizer=None, samples=None, sequence=None, progress=None"
+        "tokenizer=None, samples=None, sequence=None, field=None, progress=None"
     ),
     "batch": (
         "manifest, *, engine=None, workers=None, memory=None, dry_run=False, resume=True, only=None, strict=None, "
@@ -43,7 +44,7 @@ SIGNATURES = {
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
     "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
-    "outliers", "experts", "advice",
+    "outliers", "experts", "advice", "next",
 )  # fmt: skip
 
 
@@ -76,8 +77,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_error_of_the_package_has_one_base_and_an_exit_code() -> None:
-    from bridge import errors
+    from bridge.core import errors
 
-    classes = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
+    own = {value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__}
+    classes = own - {errors.BridgeWarning, errors.Stopped}
     assert len(classes) > 5
     assert all(issubclass(cls, bridge.BridgeError) and cls.exit_code in (1, 2) for cls in classes)

@@ -21,7 +21,7 @@ datasets = pytest.importorskip("datasets")
 from modelopt.torch.utils import dataset_utils  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
-from bridge.doors.tripy import (  # noqa: E402
+from bridge.api.tripy import (  # noqa: E402
     MODES,
     NoSuchAttribute,
     UnknownMode,
@@ -30,7 +30,7 @@ from bridge.doors.tripy import (  # noqa: E402
     get_submodule,
     modelopt_quantize,
 )
-from bridge.errors import CalibrationError, UsageError  # noqa: E402
+from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 IDS = torch.arange(7, 7 + 2 * 35).reshape(2, 35)
@@ -74,6 +74,7 @@ def as_the_example(model: Any, mode: str) -> Any:
     return mtq.quantize(copy.deepcopy(model), config, forward_loop=loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_amax_pre_scales_weights_and_answers_are_those_of_the_example(model: Any, mode: str, articles: None) -> None:
     ours, theirs = modelopt_quantize(model, mode, dataset_name="cnn_dailymail"), as_the_example(model, mode)
@@ -84,6 +85,7 @@ def test_amax_pre_scales_weights_and_answers_are_those_of_the_example(model: Any
     assert torch.equal(ours(IDS).logits, theirs(IDS).logits)
 
 
+@pytest.mark.slow
 def test_only_float8_quantizes_the_head(model: Any, articles: None) -> None:
     enabled = {
         mode: modelopt_quantize(model, mode, dataset_name="cnn_dailymail").lm_head.weight_quantizer.is_enabled
@@ -92,6 +94,7 @@ def test_only_float8_quantizes_the_head(model: Any, articles: None) -> None:
     assert enabled == {"int8-weight-only": False, "float8": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int4-weight-only", "float8"])
 def test_the_callers_model_and_the_presets_stay_as_they_are(mode: str, articles: None) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-gpt2").train()
@@ -116,6 +119,7 @@ def test_without_network_the_text_that_comes_with_bridge_calibrates(monkeypatch:
     assert len(seen) == 64 and float(amax) == float(max(seen))
 
 
+@pytest.mark.slow
 def test_a_model_without_tokenizer_takes_one_as_an_argument_and_needs_none_for_int8() -> None:
     config = GPT2Config(n_embd=60, n_head=6, n_layer=2, n_inner=80, vocab_size=1290, n_positions=96, bos_token_id=0)
     model = GPT2LMHeadModel(config).eval()
@@ -218,7 +222,7 @@ def test_the_callers_tokenizer_keeps_its_padding(tokenizer: Any) -> None:
         ({"dataset_name": ["a", "b"]}, "expected one name, a file or None"),
         ({"tokenizer": None}, "needs a tokenizer, or a dataloader"),
         ({"num_samples": 0, "batch_size": 1.5}, "batch_size=1.5, num_samples=0; expected positive whole numbers"),
-        ({"batch_size": 0}, "tries how many rows CUDA has memory for"),
+        ({"batch_size": 0}, "tries how many rows fit CUDA memory"),
         ({"batch_size": "cpu"}, r"batch_size='cpu' is a device, which is the 7th argument.* by name: device=\.\.\."),
         (
             {"batch_size": torch.device("cpu")},
@@ -247,7 +251,8 @@ def test_a_dataset_that_is_out_of_reach_says_what_works_without_network(
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name in ("cnn_dailymail", "org/unheard-of"):
-        with pytest.raises(CalibrationError, match=rf"{name}.*cannot? be loaded here|{name}: neither a file") as caught:
+        said = rf"{name}.*cannot? be loaded here|{name}: not a file, and loading it as a dataset failed"
+        with pytest.raises(CalibrationError, match=said) as caught:
             create_forward_loop(None, name, tokenizer)
         assert "Couldn't reach the Hub; without network give" in str(caught.value)
 
@@ -276,7 +281,7 @@ def test_rows_end_where_the_positions_of_the_model_do(tokenizer: Any, tmp_path: 
     loop = create_forward_loop(model, text, tokenizer, num_samples=1, max_sample_length=5000)
     assert batches(loop)[0]["input_ids"].shape == (1, 96)
     loop(model)
-    with pytest.raises(UsageError, match=r"tokens, and GPT2LMHeadModel has 96 positions; give .*max_sample_length=96"):
+    with pytest.raises(UsageError, match=r"tokens, but GPT2LMHeadModel has 96 positions; give .*max_sample_length=96"):
         create_forward_loop(None, text, tokenizer, num_samples=1, max_sample_length=5000)(model)
 
 
@@ -348,6 +353,6 @@ def test_a_quantizer_of_a_quantized_model_is_reached_and_gives_the_examples_scal
 
 
 def test_importing_the_doors_loads_no_framework() -> None:
-    code = "import bridge.doors.tripy, sys; print(sorted({'torch', 'numpy', 'modelopt', 'nvtripy'} & set(sys.modules)))"
+    code = "import bridge.api.tripy, sys; print(sorted({'torch', 'numpy', 'modelopt', 'nvtripy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

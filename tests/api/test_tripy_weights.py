@@ -17,9 +17,9 @@ pytest.importorskip("modelopt.torch.quantization")
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
-from bridge.doors.tripy import UnknownMode, load_quant_weights_from_hf, load_weights_from_hf, modelopt_quantize  # noqa: E402
-from bridge.errors import BridgeError, CannotRun, PlanError, SourceError, UsageError  # noqa: E402
-from tests.doors.nanogpt import gpt  # noqa: E402
+from bridge.api.tripy import UnknownMode, load_quant_weights_from_hf, load_weights_from_hf, modelopt_quantize  # noqa: E402
+from bridge.core.errors import BridgeError, CannotRun, PlanError, SourceError, UsageError  # noqa: E402
+from tests.api.nanogpt import gpt  # noqa: E402
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "tiny-gpt2"
 IDS = torch.randint(0, 1290, (2, 70), generator=torch.Generator().manual_seed(8))
@@ -64,7 +64,7 @@ def module_for(tp: Any, config: Any, mode: str | None, dtype: Any) -> Any:
 
 def block_module(tp: Any, config: Any, dtype: Any) -> Any:
     """int4 in bridge's own layer, which has a place for AWQ's pre-scales."""
-    from bridge.tripy.layers import BlockLinear
+    from bridge.targets.tripy.models.layers import BlockLinear
 
     return gpt(tp, config, dtype, lambda _, in_, out, bias: BlockLinear(in_, out, bias, dtype, pre_quant_scale=True))
 
@@ -139,6 +139,7 @@ def test_int4_in_plain_linear_answers_as_blocks_along_the_outputs_do(tp: Any, mo
     assert apart(logits(tp, module), refitted(IDS).logits) < 5e-6  # float32 sums in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8-weight-only", "float8"])
 def test_scales_are_those_of_the_example_and_weights_lie_on_their_codes(
     mode: str, tp: Any, model: Any, checkpoint: Path
@@ -162,6 +163,7 @@ def test_scales_are_those_of_the_example_and_weights_lie_on_their_codes(
             assert bool((error <= allowed * 1.05 + weight.abs() * 2**-9).all()), owner
 
 
+@pytest.mark.slow
 def test_scales_that_the_module_has_no_place_for_are_not_made(tp: Any, model: Any, checkpoint: Path) -> None:
     """float8 leaves a plain head plain: what is quantized follows from how the module is built."""
     name, dim = PLAIN["float8"]
@@ -176,7 +178,7 @@ def test_scales_that_the_module_has_no_place_for_are_not_made(tp: Any, model: An
 
 def test_a_module_built_for_another_mode_is_refused_before_anything_is_read(tp: Any, model: Any) -> None:
     int8 = module_for(tp, model.config, "int8-weight-only", tp.float16)
-    with pytest.raises(UsageError, match=r"needs linear layers with quant_dtype float8, the module has int8"):
+    with pytest.raises(UsageError, match=r"needs linear layers with quant_dtype float8, but the module has int8"):
         load_quant_weights_from_hf(int8, "no/where", tp.float16, "float8")
     plain = module_for(tp, model.config, None, tp.float16)
     with pytest.raises(UsageError, match=r"the module has no quantized linear layers"):
@@ -216,8 +218,9 @@ def test_a_module_that_differs_is_told_every_difference_and_stays_empty(
     assert not hasattr(module.transformer.wte.weight, "eval"), "something was loaded"
 
 
+@pytest.mark.slow
 def test_messages_name_the_model_and_advise_what_a_door_takes(tp: Any, model: Any, checkpoint: Path) -> None:
-    from bridge.tripy.layers import BlockLinear
+    from bridge.targets.tripy.models.layers import BlockLinear
 
     def mixed(name: str, in_: int, out: int, bias: bool) -> Any:
         if name.endswith("c_fc"):
@@ -283,11 +286,11 @@ def test_a_module_that_does_not_fit_is_told_before_anything_runs(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("converted")
 
-    monkeypatch.setattr("bridge.api.convert", never)
+    monkeypatch.setattr("bridge.api.verbs.convert", never)
     config = copy.deepcopy(model.config)
     config.n_embd += config.n_head
     wide = module_for(tp, config, "float8", tp.float16)
     with pytest.raises(PlanError, match=r"transformer\.ln_f\.weight: shape"):
         load_quant_weights_from_hf(wide, checkpoint, tp.float16, "float8")
-    with pytest.raises(UsageError, match="dtype=None; give the module's"):
+    with pytest.raises(UsageError, match="dtype=None; give the module's dtype"):
         load_weights_from_hf(module_for(tp, model.config, None, tp.float16), checkpoint, None)

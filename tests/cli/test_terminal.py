@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bridge.cli import app
-from bridge.terminal import session
+from bridge.cli.main import app
+from bridge.cli.terminal import session
 
-MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 
 
 class Tty(io.StringIO):
@@ -53,7 +53,7 @@ def test_bars_wipe_nothing_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_library_had_begun_is_not_told_after_a_signal() -> None:
     code = """
 import signal, sys
-from bridge.terminal import session
+from bridge.cli.terminal import session
 
 async def asked():
     pass

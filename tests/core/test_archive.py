@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge.errors import SourceError
-from bridge.sources.archive import open_folder
-from bridge.sources.dcp import Dcp
-from bridge.sources.ranks import Cut, Joined, Rank, open_ranks
-from bridge.sources.torch_zip import TorchFile
-from bridge.sources.weights_folder import distributed
-from tests.sources.dcp_saves import read, same, save
+from bridge.core.errors import SourceError
+from bridge.core.files.archive import open_folder
+from bridge.core.formats.torch_file import TorchFile
+from bridge.sources.weights.dcp import Dcp
+from bridge.sources.weights.distributed import distributed
+from bridge.sources.weights.ranks import Joined, Rank, open_ranks
+from bridge.tables.dialects.dialect import Cut
+from tests.sources.weights.dcp_saves import read, same, save
 
 STATE = {"model.a": torch.arange(6.0).reshape(2, 3), "model.b": torch.arange(5).to(torch.bfloat16)}
 
@@ -137,6 +138,7 @@ def test_truncated_archive_is_refused(root: Path, tmp_path: Path, keep: int) -> 
     assert "truncated" in refusal(archive) or "not a complete tar" in refusal(archive)
 
 
+@pytest.mark.slow
 def test_damaged_archive_reads_or_is_refused(root: Path, tmp_path: Path) -> None:
     torch.save(STATE, root / "model_weights.ckpt")
     archive = pack(tmp_path / "m.nemo", root)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.utils.serialization
 
-from bridge.dcp.items import Item, object_item, tensor_item
-from bridge.dcp.opcodes import pickled
-from bridge.sources.span import Span, span_of
-from bridge.sources.zip_directory import Ends, read_directory
-from bridge.values import TensorSpec
+from bridge.core.files.span import Span, span_of
+from bridge.core.formats.dcp_items import Item, object_item, tensor_item
+from bridge.core.formats.pickle_writer import pickled
+from bridge.core.formats.zip_directory import Ends, read_directory
+from bridge.core.values import TensorSpec
 
 
 def saved(value: Any) -> bytes:

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from bridge import journal
-from bridge.errors import WriteError
-from bridge.output import check_disk, output_directory
-from bridge.visible import make_visible, settle, work_directory
+from bridge.core.errors import SourceError, Stopped, WriteError
+from bridge.core.output import journal
+from bridge.core.output.directory import check_disk, output_directory
+from bridge.core.output.names import CALIBRATION
+from bridge.core.output.replace import make_visible, recover, work_directory
 
 
 def names(path: Path) -> list[str]:
@@ -40,6 +41,35 @@ def test_a_failure_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)), output_directory(tmp_path / "model", "a") as work:
         (work.directory / "x").write_text("1")
         raise error
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Stopped(15), MemoryError(), SourceError("its server")])
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(tmp_path: Path, error: BaseException) -> None:
+    if isinstance(error, SourceError):
+        error.__cause__ = TimeoutError()
+    with pytest.raises(type(error)) as stopped, output_directory(tmp_path / "model", "a") as work:
+        work.mark("x", {"sum": 1})
+        raise error
+    (note,) = stopped.value.__notes__
+    assert str(tmp_path / ".model.partial") in note and "--no-resume" in note
+    with output_directory(tmp_path / "model", "a") as work:
+        assert work.done == {"x": {"sum": 1}}
+
+
+def test_an_interrupted_run_keeps_its_calibration(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), output_directory(tmp_path / "model", "a") as work:
+        (work.directory / CALIBRATION).parent.mkdir()
+        (work.directory / CALIBRATION).write_text("statistics")
+        raise KeyboardInterrupt
+    with output_directory(tmp_path / "model", "a") as work:
+        assert (work.directory / CALIBRATION).read_text() == "statistics"
+
+
+def test_an_error_that_makes_the_work_worthless_removes_it(tmp_path: Path) -> None:
+    with pytest.raises(SourceError), output_directory(tmp_path / "model", "a") as work:
+        work.mark("x", {})
+        raise SourceError("a shard is damaged")
     assert names(tmp_path) == []
 
 
@@ -75,7 +105,7 @@ def test_two_runs_into_one_directory_are_refused(tmp_path: Path) -> None:
 def kill_inside(out: Path, identity: str) -> None:
     """Die by SIGKILL inside the block, after one tensor was finished."""
     code = (
-        "import os, signal\nfrom pathlib import Path\nfrom bridge.output import output_directory\n"
+        "import os, signal\nfrom pathlib import Path\nfrom bridge.core.output.directory import output_directory\n"
         f"with output_directory(Path({str(out)!r}), {identity!r}) as work:\n"
         "    (work.directory / 'x').write_text('1')\n    work.mark('x', {'policy': 'floor'})\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -130,9 +160,7 @@ def test_a_journal_torn_twice_is_still_read(tmp_path: Path) -> None:
             file.write('{"done": "torn')
         with pytest.raises(SystemExit), output_directory(tmp_path / "model", "a") as work:
             work.mark(name, {})
-            shutil.copytree(work.directory, tmp_path / "kept")
             raise SystemExit
-        (tmp_path / "kept").rename(work.directory)
     with output_directory(tmp_path / "model", "a") as work:
         assert sorted(work.done) == ["x", "y", "z"]
 
@@ -159,7 +187,7 @@ def replaced_and_killed(out: Path) -> None:
 
 def test_what_a_run_killed_after_its_rename_had_to_remove_is_removed(tmp_path: Path) -> None:
     replaced_and_killed(tmp_path / "model")
-    settle(tmp_path / "model")
+    recover(tmp_path / "model")
     assert names(tmp_path) == ["model"]
     assert names(tmp_path / "model") == ["bridge.json"]
 
@@ -168,7 +196,7 @@ def test_a_run_that_lives_is_not_settled_by_another(tmp_path: Path) -> None:
     replaced_and_killed(tmp_path / "model")
     with (tmp_path / "model" / "journal.jsonl").open() as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        settle(tmp_path / "model")
+        recover(tmp_path / "model")
     assert names(tmp_path) == [".model.old", "model"]
 
 
@@ -176,7 +204,7 @@ def test_a_run_that_lives_is_not_settled_by_another(tmp_path: Path) -> None:
 def test_a_journal_that_is_no_run_s_is_somebody_s_file(text: str, tmp_path: Path) -> None:
     replaced_and_killed(tmp_path / "model")
     (tmp_path / "model" / "journal.jsonl").write_text(text)
-    settle(tmp_path / "model")
+    recover(tmp_path / "model")
     assert (tmp_path / "model" / "journal.jsonl").read_text() == text
 
 
@@ -186,8 +214,25 @@ def test_the_old_output_is_put_back_only_while_it_is_whole(marked: bool, found: 
     aside = tmp_path / ".model.old"
     aside.mkdir()
     (aside / ("bridge.json" if marked else "rest")).write_text("old")
-    settle(tmp_path / "model")
+    recover(tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").glob("*")] == found
+
+
+def test_an_old_output_has_lost_its_mark_when_its_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, rmtree = [], shutil.rmtree
+
+    def watched(path: Path, **options: Any) -> None:
+        removed.extend(names(Path(path)) if Path(path).exists() else [])
+        rmtree(path, **options)
+
+    for content in ("old", "new"):
+        with output_directory(tmp_path / "model", content, overwrite=True) as work:
+            (work.directory / "bridge.json").write_text(content)
+            (work.directory / "weights").write_text(content)
+            monkeypatch.setattr(shutil, "rmtree", watched)
+    assert removed == ["weights"]
 
 
 @pytest.mark.parametrize("cut", [1, 2])
@@ -224,7 +269,7 @@ def test_an_interrupt_at_the_end_leaves_the_whole_output_or_nothing(
             other.mkdir(parents=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bridge.output.make_visible", interrupted)
+    monkeypatch.setattr("bridge.core.output.directory.make_visible", interrupted)
     with pytest.raises(KeyboardInterrupt), output_directory(out, "a") as work:
         (work.directory / "x").write_text("1")
     assert names(tmp_path) == ([other.parent.name, "model"] if seen else [])

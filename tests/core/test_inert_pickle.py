@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.sources.records import Record, inert
-from bridge.sources.span import span_of
-from bridge.sources.torch_zip import Saved, open_saved
-from bridge.sources.unpickle import load_bytes
+from bridge.core.files.span import span_of
+from bridge.core.formats.inert_pickle import Record, inert
+from bridge.core.formats.torch_file import Saved, open_saved
+from bridge.core.formats.unpickle import load_bytes
 
 
 class Backend(enum.Enum):

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from bridge.tables.arch import arch_files
-from bridge.tables.files import mappings, parse_table, read_table
+from bridge.core.mappings import mappings, parse_table, read_table, table_files
 
 
 def test_every_row_knows_its_line() -> None:
-    for path in [mappings() / "roles.toml", *arch_files()]:
+    for path in [mappings() / "roles.toml", *table_files("arch")]:
         file = read_table(path)
         lines = path.read_text().splitlines()
         inner = {f"foreign.{name}": group for name, group in file.data.get("foreign", {}).items()}

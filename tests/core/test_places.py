@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
-from bridge.cli import app
-from bridge.errors import UsageError
-from bridge.paths import check_length
+from bridge.cli.main import app
+from bridge.core.errors import UsageError
+from bridge.core.places import check_length
 
 TINY = "examples/models/tiny-llama"
 FP8 = [TINY, "--target", "hf", "--quant", "fp8"]
@@ -60,6 +60,6 @@ def test_what_is_short_enough_or_no_path_is_let_through() -> None:
 def test_a_golden_is_not_converted_again_under_what_is_no_directory(tmp_path: Path) -> None:
     bridge.convert(TINY, "hf", "int8_wo", tmp_path / "out", verify=False)
     bridge.golden.record(tmp_path / "out", tmp_path / "golden", run=False)
-    for work, said in ((tmp_path / "gone", "is no directory"), (NAME, "too long")):
+    for work, said in ((tmp_path / "gone", "is not a directory"), (NAME, "too long")):
         with pytest.raises(UsageError, match=said):
             bridge.golden.check(tmp_path / "golden", model=TINY, work=work)

@@ -14,12 +14,12 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from bridge.container import SafetensorsFile, file_bytes, layout, read_header, stored_shape
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from bridge.values import TensorSpec
-from tests.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, layout, read_header, stored_shape
+from bridge.core.values import TensorSpec
+from bridge.sources.opening import open_source
+from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 
 GOOD: dict[str, Any] = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

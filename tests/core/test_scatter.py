@@ -8,14 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.errors import SourceError
-from bridge.sources.scatter import MOST, read_rows_into
-from bridge.sources.span import span_of
+from bridge.core.errors import SourceError
+from bridge.core.files.scatter import MAX_ROWS, read_rows_into
+from bridge.core.files.span import span_of
 
 
 @pytest.mark.parametrize(
     ("count", "length", "apart", "dtype"),
-    [(1, 5, 9, "u1"), (7, 3, 11, "<f4"), (MOST, 1, 2, "<u2"), (2 * MOST + 3, 2, 5, "<u2"), (40, 700, 701, "<f8")],
+    [
+        (1, 5, 9, "u1"),
+        (7, 3, 11, "<f4"),
+        (MAX_ROWS, 1, 2, "<u2"),
+        (2 * MAX_ROWS + 3, 2, 5, "<u2"),
+        (40, 700, 701, "<f8"),
+    ],
 )
 def test_rows_are_filled_in_the_order_of_the_file(
     count: int, length: int, apart: int, dtype: str, tmp_path: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.scratch import scratch
+from bridge.core.output.temporary import temporary_directory
 
 
 def names(path: Path) -> list[str]:
@@ -19,8 +19,8 @@ def names(path: Path) -> list[str]:
 
 def killed(parent: Path) -> None:
     code = (
-        "import os, signal\nfrom bridge.scratch import scratch\n"
-        f"with scratch({str(parent)!r}) as here:\n"
+        "import os, signal\nfrom bridge.core.output.temporary import temporary_directory\n"
+        f"with temporary_directory({str(parent)!r}) as here:\n"
         "    (here / 'big').touch()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
@@ -28,7 +28,7 @@ def killed(parent: Path) -> None:
 
 
 def test_it_is_gone_at_the_end_whatever_happens(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), scratch(tmp_path) as here:
+    with pytest.raises(KeyboardInterrupt), temporary_directory(tmp_path) as here:
         (here / "file").touch()
         raise KeyboardInterrupt
     assert names(tmp_path) == []
@@ -36,13 +36,13 @@ def test_it_is_gone_at_the_end_whatever_happens(tmp_path: Path) -> None:
 
 def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
     killed(tmp_path)
-    with scratch(tmp_path) as here:
+    with temporary_directory(tmp_path) as here:
         assert names(tmp_path) == [here.name]
     assert names(tmp_path) == []
 
 
 def test_that_of_a_run_that_lives_stays(tmp_path: Path) -> None:
-    with scratch(tmp_path) as one, scratch(tmp_path) as other:
+    with temporary_directory(tmp_path) as one, temporary_directory(tmp_path) as other:
         assert names(tmp_path) == sorted([one.name, other.name])
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     (tmp_path / "target" / "precious").touch()
     (tmp_path / "qbridge-link").symlink_to(tmp_path / "target")
     before = names(tmp_path)
-    with scratch(tmp_path):
+    with temporary_directory(tmp_path):
         pass
     assert names(tmp_path) == before
     assert names(tmp_path / "target") == ["precious"]
@@ -63,5 +63,5 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 def test_that_of_another_user_stays(tmp_path: Path) -> None:
     killed(tmp_path)
     os.chown(next(tmp_path.iterdir()), 12345, 12345)
-    with scratch(tmp_path):
+    with temporary_directory(tmp_path):
         assert len(names(tmp_path)) == 2

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from bridge.sources.span import span_of
-from bridge.sources.stored_tensor import WEIGHTS
-from bridge.sources.torch_zip import TorchFile
-from bridge.sources.unpickle import load_bytes
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.files.span import span_of
+from bridge.core.formats.torch_file import TorchFile
+from bridge.core.formats.torch_pickle import WEIGHTS
+from bridge.core.formats.unpickle import load_bytes
+from bridge.sources.opening import open_source
 
 
 def same(file: TorchFile, state: dict[str, torch.Tensor]) -> None:
@@ -310,7 +310,7 @@ def test_geometry_is_checked(arguments: dict[str, str], reason: str) -> None:
 
 
 def test_persistent_id_that_is_a_string_is_refused() -> None:
-    assert "which is no storage" in attacked(b"Pabc\n.")
+    assert "which is not a storage" in attacked(b"Pabc\n.")
 
 
 def test_extra_state_between_the_weights_is_set_aside_where_the_caller_expects_it(tmp_path: Path) -> None:

@@ -9,11 +9,15 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-from bridge.quant.scheme import scheme_names
-from docs.made import api
+from bridge.quant.schemes.catalog import scheme_names
+from docs.generate import api
 
 pytestmark = pytest.mark.slow
 
+COMPARED = (
+    "NVIDIA/Model-Optimizer|vllm-project/llm-compressor|intel/auto-round|huggingface/optimum|huggingface/optimum-onnx|"
+    "NVIDIA-NeMo/Megatron-Bridge"
+)
 LOADS = {
     "script": "src",
     "link": "href",
@@ -71,9 +75,15 @@ def test_every_link_leads_to_a_page_and_a_place_that_exist(site: Path, pages: di
     assert not lost, "\n".join(lost)
 
 
-def test_links_to_elsewhere_are_few_and_known(pages: dict[Path, Page]) -> None:
-    found = {link for page in pages.values() for link in page.links if link.startswith("http")}
-    assert not found, found
+def test_links_to_elsewhere_are_sources_of_the_comparison(site: Path, pages: dict[Path, Page]) -> None:
+    """They lead to repositories that are compared, and to a commit, so that what they show stays the same."""
+    for path, page in pages.items():
+        found = {link for link in page.links if link.startswith("http")}
+        where = path.relative_to(site).as_posix()
+        if where != "compare.html" and not where.startswith("coming-from/"):
+            assert not found, (where, found)
+        known = rf"https://github\.com/({COMPARED})(/(blob|tree)/[0-9a-f]{{40}}/.+)?"
+        assert not [link for link in found if not re.fullmatch(known, link)], where
 
 
 def test_every_scheme_and_public_name_has_its_place(site: Path, pages: dict[Path, Page]) -> None:
@@ -93,7 +103,7 @@ def test_examples_of_docstrings_are_shown_as_code(site: Path) -> None:
 
 def test_no_mark_is_left_on_a_page(site: Path) -> None:
     for path in site.rglob("*.html"):
-        assert "<!-- made:" not in path.read_text(encoding="utf-8"), path
+        assert "<!-- generated:" not in path.read_text(encoding="utf-8"), path
 
 
 def test_no_path_of_the_machine_is_on_a_page(site: Path) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bridge
-from bridge.container import layout
-from tests.sources_made import CONFIG, made_llama
+from bridge.core.formats.safetensors import layout
+from tests.models.sources_made import CONFIG, made_llama
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 

@@ -14,16 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bridge.journal import JOURNAL
-from bridge.remote.note import NOTE
-from bridge.remote.outgoing import LAST
+from bridge.core.output.names import JOURNAL
+from bridge.core.remote.upload import LAST
+from bridge.core.remote.upload_note import NOTE
+from bridge.workflows.batch.run import KEPT as KEPT_ROWS
 from tests.faults.commands import COMMANDS, Command
 from tests.faults.stand import Calm, Stand
 from tests.faults.struck import Ended, complaints, contents, differing, left, left_over
 
 Fault = dict[str, Any]
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk is full", errno.EIO: "Input/output error"}
-WORKER = "was killed by SIGKILL in the middle"
+WORKER = "was killed by SIGKILL during the job"
+# What a stopped command may say: that it keeps what is done, in a hidden directory, or of the rows of a batch.
+KEPT = rf"what is done is kept in (?P<work>\S+); .*|{re.escape(KEPT_ROWS)}|nothing half-written is left"
 
 
 def shares(points: int, kind: str) -> dict[str, int]:
@@ -36,11 +39,12 @@ def shares(points: int, kind: str) -> dict[str, int]:
 def killed(command: Command, stand: Stand, points: int, seed: int) -> list[str]:
     """kill -9; the same command again ends with the bytes of an undisturbed run, and nothing is left over.
 
-    A quarter by time, the rest before, or inside, a call that changes the disk or talks to a store; among them the last
-    ones, which rename and remove. Every third point has a second kill, of the run that goes on.
+    A quarter by time (one at least, of two); the rest before, or inside, a call that changes the disk or talks to a
+    store; among them the last ones, which rename and remove. Every third point has a second kill, of the second run.
     """
     calm, drawn = stand.calm(command), random.Random(f"{seed} {command.name}")
-    timed, ends = points // 4, [calm.calls, calm.calls - 1, calm.calls - 2][: max(points // 5, 1)]
+    timed = max(points // 4, min(points - 1, 1))
+    ends = [calm.calls, calm.calls - 1, calm.calls - 2][: max(points // 5, 1)]
     counted = ends + drawn.sample(range(1, calm.calls - 2), min(points - timed - len(ends), calm.calls - 3))
     kills: list[Fault] = [{"at": at, "action": "kill"} for at in counted]
     kills += [{"after": drawn.uniform(0, calm.seconds)} for _ in range(timed)]
@@ -141,6 +145,7 @@ def signalled(command: Command, stand: Stand, points: int, seed: int) -> list[st
         old = contents(place / "out")
         ended = stand.run(command, place, argv, **fault)
         wrong += [f"{fault}: {text}" for text in _half_written(command, place, ended, number, old, calm.out)]
+        wrong += [f"{fault}: {text}" for text in (_again(command, stand, place, argv, calm) if ended.code else ())]
     return wrong
 
 
@@ -163,7 +168,9 @@ def _stopped_sending(command: Command, stand: Stand, fault: Fault, number: int) 
         wrong += [] if int(sent[1]) <= int(sent[2]) == len(calm.out) and Path(sent[3]).is_dir() else [f"said {sent[0]}"]
     elif ended.said.startswith(f"stopped by {name}; a note, {NOTE}, may be at"):
         wrong += [f"more than a note: {sorted(seen['out'])}"] if _but_note(seen) != _but_note(old) else []
-    elif ended.code and ended.said != f"stopped by {name}; nothing half-written is left\n":
+    elif (said := re.fullmatch(rf"stopped by {name}; (?:{KEPT})\n", ended.said)) and said["work"]:
+        wrong += [] if seen == old and Path(said["work"]).is_dir() else [f"said {ended.said}"]
+    elif ended.code and not said:
         wrong.append(f"said {ended.said}")
     elif ended.code and seen != _visible(stand, calm.place, command):
         wrong += [f"sent {sorted(seen['out'])}, and does not say so"] if seen != old else []
@@ -183,20 +190,25 @@ def _number(drawn: random.Random) -> signal.Signals:
 def _half_written(
     command: Command, place: Path, ended: Ended, number: int, old: dict[str, bytes], whole: dict[str, bytes]
 ) -> list[str]:
-    """What is wrong after a signal."""
+    """What is wrong after a signal. What is kept lies in hidden directories, and the command says so."""
     wrong = [] if ended.code in (128 + number, 0) else [f"ended with {ended.code}"]
-    if ended.code and ended.said != f"stopped by {signal.Signals(number).name}; nothing half-written is left\n":
+    said = re.fullmatch(rf"stopped by {signal.Signals(number).name}; (?:{KEPT})\n", ended.said)
+    if ended.code and not said:
         wrong.append(f"said {ended.said}")
+    if said and said["work"] and not (Path(said["work"]) / JOURNAL).is_file():
+        wrong.append(f"kept nothing, and said {ended.said}")
+    keeps = said is not None and "kept" in said[0]
     seen = contents(place / "out")
     for part in command.parts:
         here, was, will = (_part(files, part) for files in (seen, old, whole))
         if here not in ({}, was, will) or (was and not here):
             wrong.append(f"half of {part} is visible: {sorted(here)}")
     if hidden := [name for name in seen if name not in whole and any(part[0] == "." for part in Path(name).parts)]:
-        wrong.append(f"left over: {hidden}")
+        wrong += [] if keeps else [f"left over: {hidden}"]
     if ended.code == 0 and differing(seen, whole):
         wrong.append("says it is done, and is not")
-    wrong += [f"left over: {over}"] if (over := left_over(place)) else []
+    over = [name for name in left_over(place) if not (keeps and ".partial/" in name)]
+    wrong += [f"left over: {over}"] if over else []
     return wrong + _outlived(ended)
 
 

@@ -12,6 +12,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -25,9 +26,11 @@ from typing import Any
 PR_SET_CHILD_SUBREAPER = 36
 ACTIONS = {"count": 0, "kill": 1, "fail": 2, "signal": 3, "clock": 4}
 CLASSES = {"change": 1, "space": 2, "read": 4, "rename": 8}
-PART = 32 << 10  # bytes of an upload in parts: of 50 MiB, no model here would have two
-WORKER = "bridge.batches.worker"  # in the command line of each
+PART = 32 << 10  # bytes of an upload in parts: of 16 MiB, no model here would have two
+WORKER = "bridge.workflows.batch.engines.worker"  # in the command line of each
 GRACE = 10.0  # seconds that a child of a killed run has to notice it
+
+WARNING = re.compile(r"^warning: .*\n", re.MULTILINE)  # on stderr, whatever happens
 
 
 def main() -> None:
@@ -46,19 +49,21 @@ def main() -> None:
 
 def _warm() -> None:
     """Import what any command imports: a fork then starts in milliseconds."""
+    import boto3  # noqa: F401
+    import obstore.auth.boto3  # noqa: F401
     import onnxruntime  # noqa: F401
-    import s3fs.core
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import bridge.cli
-    import bridge.finish
-    import bridge.golden.verbs
-    import bridge.graph.export
-    import bridge.quant.modelopt  # noqa: F401
-    from bridge.terminal import load_kernels
+    import bridge.calibration.modelopt
+    import bridge.cli.main
+    import bridge.core.remote.upload
+    import bridge.targets.trt.graph.export
+    import bridge.verification.verify
+    import bridge.workflows.golden.verbs
+    from bridge.quant.codec.warm_up import load_kernels
 
-    s3fs.core.calculate_chunksize = lambda *_, **__: PART
+    bridge.core.remote.objects.PART = PART
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
     load_kernels()
 
@@ -66,7 +71,7 @@ def _warm() -> None:
 def _warmed(asked: dict[str, Any]) -> dict[str, Any]:
     """Run a command here, so that forks find its kernels and modules loaded."""
     os.chdir(asked["place"])
-    from bridge.cli import app
+    from bridge.cli.main import app
 
     try:
         app(asked["argv"], prog_name="qbridge")
@@ -105,7 +110,7 @@ def _served(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "code": codes[0],
         "seconds": seconds,
-        "said": _said(place, 0, "said").read_text(),
+        "said": WARNING.sub("", _said(place, 0, "said").read_text()),
         "calls": int(calls.read_text()) if calls.exists() else None,
         "orphans": orphans,
         "shared": [p.name for p in Path("/dev/shm").iterdir() if any(str(pid) in p.name for pid in pids)],
@@ -155,7 +160,7 @@ def _child(asked: dict[str, Any], place: Path, number: int, begun: int) -> None:
         (place / "tmp").mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(place / "tmp")
         os.chdir(place)
-        from bridge.cli import main
+        from bridge.cli.main import main
 
         os.environ.update(asked.get("env", {}))
         _arm(asked, place)

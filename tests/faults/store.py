@@ -8,7 +8,7 @@ from typing import Any
 
 import boto3
 
-from tests.remote.server import S3, serving_s3
+from tests.core.remote.server import S3, serving_s3
 
 BUCKET = "faults"  # servers of one process share what they hold: tests of other stores have one called `bucket`
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.report import report_from_dict
-from bridge.show import html
+from bridge.reporting.page import render
+from bridge.reporting.report import report_from_dict
 
 ROOT = Path(__file__).parents[2]
 TIMES = {"seconds": {}, "peak_memory": 0}  # of a report: all of it that two runs may differ in
@@ -107,7 +107,7 @@ def timeless(found: dict[str, bytes]) -> dict[str, bytes]:
     """Files of an output; a report without its times, and its page only if it is the page of that report."""
     for name in [name for name in found if name.endswith("report.json")]:
         report, page = report_from_dict(json.loads(found[name])), name.replace(".json", ".html")
-        if found.get(page, b"").decode() == html(report):
+        if found.get(page, b"").decode() == render(report):
             found[page] = b"the page of report.json"
         found[name] = dataclasses.replace(report, out="", **TIMES).to_json().encode()
     if "summary.json" in found:

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from bridge.progress import BYTES
-from bridge.terminal import _bars
+from bridge.cli.terminal import _bars
+from bridge.core.progress import BYTES
 from tests.faults.commands import COMMANDS, Command
 from tests.faults.stand import Stand
 from tests.faults.struck import contents, differing
@@ -19,7 +19,10 @@ SEED = 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.kinds], ids=lambda command: command.name)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, id=c.name, marks=pytest.mark.product if c.name == "trt" else ()) for c in COMMANDS if not c.kinds],
+)
 def test_a_clock_that_jumps_changes_no_byte(command: Command, stand: Stand) -> None:
     calm, drawn = stand.calm(command), random.Random(f"{SEED} {command.name}")
     offset, at = (DAY, -400 * DAY)[COMMANDS.index(command) % 2], drawn.randrange(1, calm.calls)

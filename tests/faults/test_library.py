@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge import foreseen, stream
-from bridge.errors import BridgeError, SourceError, WriteError
-from bridge.journal import JOURNAL
+from bridge.api import request
+from bridge.core.errors import BridgeError, SourceError, WriteError
+from bridge.core.output.names import JOURNAL
+from bridge.streaming import run as stream
 from tests.faults.commands import make_checkpoint
 from tests.faults.struck import contents
 
@@ -44,7 +45,7 @@ def counted(call):
 os.pwrite, os.posix_fallocate, Path.mkdir = counted(os.pwrite), counted(os.posix_fallocate), counted(Path.mkdir)
 Path.rename, Path.write_text, Path.write_bytes = (counted(c) for c in (Path.rename, Path.write_text, Path.write_bytes))
 Path.unlink = counted(Path.unlink)
-from bridge.output import Work
+from bridge.core.output.directory import Work
 Work.mark = counted(Work.mark)
 bridge.convert(sys.argv[1], target=sys.argv[4], quant=sys.argv[5], out=sys.argv[2], verify=False)
 print(left)
@@ -74,6 +75,7 @@ def victim(checkpoint: Path, out: Path, at: int, quant: str = "nvfp4_wo") -> sub
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_call_resumes_to_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
     """Of the library, at a few calls: `tests.faults` kills every command."""
     convert(checkpoint, tmp_path / "calm")
@@ -93,6 +95,7 @@ def test_a_run_killed_at_any_call_resumes_to_the_same_bytes(checkpoint: Path, tm
         assert [p.name for p in tmp_path.iterdir() if p.name.startswith(f".killed-{number}")] == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_write_again_what_was_finished(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = MANY - int(victim(checkpoint, tmp_path / "count", MANY).stdout)
@@ -184,6 +187,7 @@ def test_a_read_error_in_the_middle_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_not_continued_for_another_scheme(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     victim(checkpoint, out, 40, quant="int8_wo")
@@ -196,7 +200,7 @@ def test_a_killed_run_is_not_continued_for_another_scheme(checkpoint: Path, tmp_
 
 def busiest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tasks ran at once, each time one began; the first ones wait for each other, so that all can."""
-    running, seen, real, lock = [0], [], stream._do, threading.Lock()
+    running, seen, real, lock = [0], [], stream._run_task, threading.Lock()
 
     def counted(*given: Any) -> None:
         with lock:
@@ -207,7 +211,7 @@ def busiest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with lock:
             running[0] -= 1
 
-    monkeypatch.setattr(stream, "_do", counted)
+    monkeypatch.setattr(stream, "_run_task", counted)
     return seen
 
 
@@ -242,6 +246,7 @@ def test_what_appears_at_the_output_meanwhile_is_not_touched(checkpoint: Path, t
     assert contents(out) == contents(tmp_path / "calm")
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_where_the_disk_holds_its_work_once_only(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,8 +256,8 @@ def test_a_killed_run_resumes_where_the_disk_holds_its_work_once_only(
     assert kept > 100_000
     usage = shutil.disk_usage(tmp_path)
     plan = bridge.plan(checkpoint, "hf", "nvfp4_wo")
-    beside = plan.disk + foreseen.TEXTS + foreseen.TEXT * len(plan.outputs) - kept
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=beside))
+    free = plan.disk + request.BASE_TEXT_BYTES + request.TENSOR_TEXT_BYTES * len(plan.outputs) - kept
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     convert(checkpoint, out)
 
 

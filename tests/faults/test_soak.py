@@ -1,6 +1,6 @@
 """Conversions in one process leave memory, objects, open files, threads and temporary files as they were.
 
-Forty here, four of each of ten kinds; `python benchmarks/soak.py` does two hundred, of all kinds.
+Forty here, by `make test-all`, four of each of ten kinds; `python benchmarks/soak.py` does two hundred, of all kinds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ FLAT = Measured(memory=1 << 30, objects=400_000, files=9, threads=4, temporary=0
 
 
 @pytest.mark.slow
+@pytest.mark.product
 def test_forty_conversions_in_one_process_stay_flat() -> None:
     done = subprocess.run([sys.executable, SOAK, "--count", "40"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

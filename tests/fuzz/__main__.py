@@ -1,4 +1,4 @@
-"""Attacks every target and states how many cases were survived: `python -m tests.attack --cases 100000 --seed 7`.
+"""Attacks every target and states how many cases were survived: `python -m tests.fuzz --cases 100000 --seed 7`.
 
 A process a target, and as many at once as there are cores; without `--seed` a new one is taken, and printed.
 """
@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.attack.targets import NAMES, shares
+from tests.fuzz.targets import NAMES, shares
 
 CI = 2_000
 LIMIT = 3600 * 3  # seconds for a process: the cage ends what hangs long before
@@ -22,7 +22,7 @@ LIMIT = 3600 * 3  # seconds for a process: the cage ends what hangs long before
 
 def attacked(name: str, cases: int, seed: int, *more: str) -> dict[str, Any]:
     """Attack one target in a process of its own; `failures` is empty where it survived."""
-    command = [sys.executable, "-m", "tests.attack.worker", name, str(cases), str(seed), *more]
+    command = [sys.executable, "-m", "tests.fuzz.worker", name, str(cases), str(seed), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     lines = done.stdout.splitlines()

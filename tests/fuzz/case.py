@@ -11,8 +11,8 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from bridge.errors import BridgeError
-from tests.attack.cage import Cage
+from bridge.core.errors import BridgeError
+from tests.fuzz.cage import Cage
 
 Case = Mapping[str, bytes | None]  # file, relative to the target's folder -> its content; None: it is not there
 

@@ -1,4 +1,4 @@
-"""Attacks one target with bytes that coverage leads to: `python -m tests.attack.guided pickles --seconds 60`.
+"""Attacks one target with bytes that coverage leads to: `python -m tests.fuzz.guided pickles --seconds 60`.
 
 Needs `pip install atheris` (libFuzzer; wheels for Linux), which is no part of `dev`. It pays where a parser is ours and
 takes bytes: headers, pickles, records, metadata, archives. What it finds is kept as a file, and goes into
@@ -12,13 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.attack.cage import Cage
-from tests.attack.case import Target, attack, keep
+from tests.fuzz.cage import Cage
+from tests.fuzz.case import Target, attack, keep
 
 PARSERS = (
-    "bridge.container",
-    "bridge.json_data",
-    "bridge.toml_data",
+    "bridge.core",
     "bridge.sources",
     "bridge.tables",
     "bridge.quant",
@@ -36,7 +34,7 @@ def main() -> None:
     except ImportError:
         sys.exit("coverage-guided attacks need atheris: pip install atheris")
     with atheris.instrument_imports(include=list(PARSERS)):
-        from tests.attack.targets import target
+        from tests.fuzz.targets import target
 
         aim = target(asked.target)
     work = Path(tempfile.mkdtemp(prefix="attack-"))  # libFuzzer ends the process itself: nobody comes back to remove it

@@ -58,8 +58,8 @@ GLOBALS = (
     "a.b c.d",
     "__main__ x",
     "sys exit",
-    "bridge.sources.unpickle Call",
-    "bridge.errors BridgeError",
+    "bridge.core.formats.unpickle Call",
+    "bridge.core.errors BridgeError",
 )
 NUMBERS = (0, 1, 2, 3, 4, 5, 6, 24, 255, 2**31 - 1, -1, -(2**31))
 LONGS = (2**31, 2**40, 2**63 - 1, 2**63, 2**64, 2**200, -(2**70))

@@ -18,27 +18,29 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.container import SafetensorsFile, file_bytes, read_header
-from bridge.errors import BridgeError, SourceError, TableError, fold_layers, nearest
-from bridge.plan_json import plan_from_dict
+from bridge.calibration.documents import documents
+from bridge.core.errors import BridgeError, SourceError, TableError
+from bridge.core.files.archive import open_folder
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header
+from bridge.core.formats.torch_file import TorchFile
+from bridge.core.formats.unpickle import load_bytes
+from bridge.core.mappings import Place, parse_table, read_table
+from bridge.core.parsing import parse_toml
+from bridge.core.text import fold_layers, nearest
+from bridge.core.typed_json import typed
+from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
-from bridge.quant.data import documents
-from bridge.quant.scheme import load_scheme
-from bridge.sources.archive import open_folder
-from bridge.sources.dcp_metadata import METADATA
-from bridge.sources.shards import find_weights
-from bridge.sources.stored import words
-from bridge.sources.torch_zip import TorchFile
-from bridge.sources.unpickle import load_bytes
-from bridge.sources.weights_folder import distributed
-from bridge.tables.files import Place, parse_table, read_table
-from bridge.tables.grammar import parse_formula
-from bridge.toml_data import parse_toml
-from tests.attack.case import clean
-from tests.attack.corpus.texts import header
-from tests.attack.opcodes import integer, named, text
-from tests.attack.targets import configs, quantized, sidecars
-from tests.sources.test_zarr_folder import array
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.quantized import fields as words
+from bridge.sources.weights.dcp_metadata import METADATA
+from bridge.sources.weights.distributed import distributed
+from bridge.sources.weights.shards import find_weights
+from bridge.tables.expressions.grammar import parse_formula
+from tests.fuzz.case import clean
+from tests.fuzz.corpus.texts import header
+from tests.fuzz.opcodes import integer, named, text
+from tests.fuzz.targets import configs, quantized, sidecars
+from tests.sources.weights.test_zarr import array
 
 DEEP = b"[" * 100_000
 PLACE = Place("x.toml", 1, "row")
@@ -135,7 +137,7 @@ def test_legacy_file_is_held_to_what_torch_holds_it_to(
     assert why in refusal(tmp_path, lambda: TorchFile(tmp_path / "a.bin"))
 
 
-@pytest.mark.parametrize(("at", "why"), [(-18, "of several files"), (None, "another name where its bytes lie")])
+@pytest.mark.parametrize(("at", "why"), [(-18, "of several files"), (None, "another name in its local header")])
 def test_zip_that_readers_differ_on_is_refused(tmp_path: Path, at: int | None, why: str) -> None:
     torch.save({"a": torch.arange(3.0)}, tmp_path / "a.bin")
     data = bytearray((tmp_path / "a.bin").read_bytes())
@@ -170,6 +172,7 @@ def test_number_of_a_pickle_is_one_that_can_be_printed(tmp_path: Path, program: 
     assert why in refusal(tmp_path, lambda: TorchFile(tmp_path / "a.bin"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [b"}", b"\x8f", b"]\x94", b"}K\0K\0s"])
 def test_small_index_makes_no_more_than_so_much_for_each_byte(body: bytes) -> None:
     data = b"\x80\x04](" + body * (3_000_000 // len(body)) + b"e."
@@ -303,9 +306,9 @@ def test_calibration_and_texts_that_are_nested_are_one_error(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda said: said.update(applied=""), "applied = '' where a list"),
-        (lambda said: said.update(applied={}), "applied = {} where a list"),
-        (lambda said: said.update(provenance=sorted(said["provenance"])), "where an object is expected"),
+        (lambda said: said.update(applied=""), "applied = ''; expected a list"),
+        (lambda said: said.update(applied={}), "applied = {}; expected a list"),
+        (lambda said: said.update(provenance=sorted(said["provenance"])), "expected an object for Provenance"),
     ],
 )
 def test_words_of_a_calibration_are_held_to_their_types(
@@ -327,7 +330,7 @@ def test_batches_of_a_calibration_are_counted_in_one_way(tmp_path: Path, at: str
     saved = SafetensorsFile(tmp_path / sidecars.FILE)
     arrays = {name.replace("inputs/0/", f"inputs/{at}/"): saved.read(name) for name in saved.specs}
     (tmp_path / "changed.calib").write_bytes(file_bytes(arrays, saved.header.metadata))
-    assert "held_out holds" in refusal(tmp_path, lambda: Calibration.load(tmp_path / "changed.calib"))
+    assert "held_out contains" in refusal(tmp_path, lambda: Calibration.load(tmp_path / "changed.calib"))
 
 
 @pytest.mark.parametrize(
@@ -349,10 +352,10 @@ def test_plan_is_read_with_the_types_of_its_fields_or_not_at_all(
 
     configs.make(tmp_path)
     plan = json.loads(json.dumps(bridge.plan(tmp_path, "hf").to_dict()))
-    assert plan_from_dict(plan).target == "hf"
+    assert typed(Plan, plan).target == "hf"
     change(plan)
     with pytest.raises((TypeError, ValueError)):
-        plan_from_dict(plan)
+        typed(Plan, plan)
 
 
 def test_attributes_of_gigabytes_are_not_read() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack.__main__ import CI, attacked
-from tests.attack.targets import NAMES, shares
+from tests.fuzz.__main__ import CI, attacked
+from tests.fuzz.targets import NAMES, shares
 
 ROOT = Path(__file__).parent.parent.parent
 # What a process does that the cage must notice; each runs in one, since nothing takes an audit hook out again.
@@ -45,7 +45,7 @@ def test_shares_are_no_fewer_than_asked_for() -> None:
 
 @pytest.mark.slow
 def test_malicious_files_do_nothing() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.attack.corpus"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "tests.fuzz.corpus"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["wrong"] == {}
@@ -62,7 +62,7 @@ def ran(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def caged(what: str, seconds: float, loose: bool = False) -> str:
     """A program that does something in a cage, and prints what that noticed."""
     return (
-        "from tests.attack import cage\n"
+        "from tests.fuzz import cage\n"
         f"cage.SECONDS = {seconds}\n"
         f"held = cage.Cage(loose={loose})\n"
         "try:\n"
@@ -83,8 +83,8 @@ def test_first_cases_are_held_as_all_others(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
         "from hypothesis import strategies as st\n"
-        "from tests.attack import worker\n"
-        "from tests.attack.case import Target\n"
+        "from tests.fuzz import worker\n"
+        "from tests.fuzz.case import Target\n"
         "def make(root): (root / 'a').write_bytes(b'valid')\n"
         "def read(root):\n"
         "    if (root / 'a').read_bytes() != b'valid': open(root / 'b', 'w').close()\n"

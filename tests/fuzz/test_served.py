@@ -8,15 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge.arguments import byte_count
-from bridge.batches.manifest import read_manifest
-from bridge.errors import SourceError, UsageError
-from bridge.remote.address import Look
-from bridge.remote.http import HttpAddress, HttpStore
-from bridge.remote.place import Tree
-from tests.attack.case import clean
-from tests.attack.targets import listings
-from tests.attack.wire import client
+from bridge.core.errors import SourceError, UsageError
+from bridge.core.remote.exchange import Address
+from bridge.core.remote.http import HttpStore
+from bridge.core.remote.path import RemoteTree
+from bridge.core.remote.store import RemoteStat
+from bridge.core.text import byte_count
+from bridge.workflows.batch.manifest.read import read_manifest
+from tests.fuzz.case import clean
+from tests.fuzz.targets import listings
+from tests.fuzz.wire import client
 
 ROW = '[[row]]\nmodel = "m"\ntarget = "hf"\n'
 HEAD = b"HTTP/1.1 206 Partial Content\r\n"
@@ -27,18 +28,18 @@ HEAD = b"HTTP/1.1 206 Partial Content\r\n"
     [
         (f"workers = {'9' * 5000}\n{ROW}", "cannot be read as TOML"),
         (f"a{'.a' * 20_000} = 1\n{ROW}", "cannot be read as TOML"),
-        (f"local = 3\n{ROW}", "written as a table"),
-        (f'memory = "{"9" * 400}GB"\n{ROW}', "is no size"),
+        (f"local = 3\n{ROW}", "write it as a table"),
+        (f'memory = "{"9" * 400}GB"\n{ROW}', "is not a size"),
         (f'summary = "a\\u0000b"\n{ROW}', "control characters"),
-        (f'summary = "~nobody-here/x"\n{ROW}', "nobody is called that"),
-        (f'{ROW}out = "~nobody-here/x"\n', "nobody is called that"),
+        (f'summary = "~nobody-here/x"\n{ROW}', "no such user"),
+        (f'{ROW}out = "~nobody-here/x"\n', "no such user"),
         (
             f'{ROW}name = "{"{model}" * 500}"\nquant = "{"q" * 3000}"\nout = "{"{name}" * 600}"\n',
             "is unknown|characters",
         ),
-        (f'{ROW}out = "{"{name}" * 600}"\n', "4096 at most"),
-        (f'{ROW}calib = "{"c" * 5000}"\n', "4096 characters at most"),
-        ('[[matrix]]\nmodel = ["m"]\ntarget = ["hf"]\nexclude = [' + '{kv = "a"},' * 101 + "]\n", "100 at most"),
+        (f'{ROW}out = "{"{name}" * 600}"\n', "at most 4096"),
+        (f'{ROW}calib = "{"c" * 5000}"\n', "at most 4096 characters"),
+        ('[[matrix]]\nmodel = ["m"]\ntarget = ["hf"]\nexclude = [' + '{kv = "a"},' * 101 + "]\n", "at most 100"),
     ],
 )
 def test_manifest_that_is_none_is_one_error(tmp_path: Path, text: str, why: str) -> None:
@@ -54,15 +55,15 @@ def test_name_that_no_directory_can_have_is_a_hub_id(tmp_path: Path) -> None:
 
 
 def test_size_of_too_many_digits_is_no_size() -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         byte_count("9" * 400)
 
 
-def looked(*answers: bytes) -> Look | None:
+def looked(*answers: bytes) -> RemoteStat | None:
     """What is found out of a file that a server answers so about."""
     said = iter(answers)
     asker = client(lambda request: (next(said, b""), True), tries=1)
-    return asker.look(HttpAddress("http://server/a", {}))
+    return asker.look(Address("http://server/a", {}))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def looked(*answers: bytes) -> Look | None:
     [b"http://a..b/", b"http://" + b"a" * 70 + b"/", b"ftp://h/x", b"http://[::1", b"http://h:0/", b"//h/?\xe9"],
 )
 def test_server_that_sends_on_to_no_address_is_one_error(place: bytes) -> None:
-    with pytest.raises(SourceError, match="sends on to what is no address"):
+    with pytest.raises(SourceError, match="redirects to an address that is malformed"):
         looked(b"HTTP/1.1 302 Found\r\nLocation: " + place + b"\r\nContent-Length: 0\r\n\r\n")
 
 
@@ -82,7 +83,7 @@ def test_letters_of_the_address_that_a_server_sends_on_to_are_spelled_out() -> N
         onward = b"HTTP/1.1 302 Found\r\nLocation: /\xe9 b\r\nContent-Length: 0\r\n\r\n"
         return (onward if len(asked) == 1 else HEAD + b"Content-Range: bytes 0-1/2\r\n\r\nab"), True
 
-    found = client(answer, tries=1).look(HttpAddress("http://server/a", {}))
+    found = client(answer, tries=1).look(Address("http://server/a", {}))
     assert found and found.head == b"ab"
     assert asked == [b"/a", b"/%C3%A9%20b"]
 
@@ -113,9 +114,9 @@ def test_answer_without_end_is_left(answer: bytes) -> None:
 
 @pytest.mark.parametrize("nbytes", [-1, 1 << 63, "12", 1.5])
 def test_size_that_no_file_has_is_one_error(nbytes: object) -> None:
-    store = SimpleNamespace(where="s3://bucket/m", files={"a": Look(nbytes, "")})  # type: ignore[arg-type]
-    with pytest.raises(SourceError, match="s3://bucket/m/a: listed with"):
-        Tree(store)  # type: ignore[arg-type]
+    store = SimpleNamespace(where="s3://bucket/m", files={"a": RemoteStat(nbytes, "")})  # type: ignore[arg-type]
+    with pytest.raises(SourceError, match="s3://bucket/m/a: the server lists an invalid size"):
+        RemoteTree(store)  # type: ignore[arg-type]
 
 
 def test_what_a_store_lists_beside_the_directory_is_none_of_its_files(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_what_a_store_lists_beside_the_directory_is_none_of_its_files(tmp_path: 
     assert [*listings.read(root)[listings.XML]] == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", [listings.XML, listings.JSON, listings.HUB])
+@pytest.mark.parametrize("name", [listings.XML, listings.GS, listings.HUB])
 def test_a_part_of_a_listing_is_not_taken_for_all_of_it(tmp_path: Path, name: str) -> None:
     root = tmp_path / "model"
     root.mkdir()
@@ -188,5 +189,5 @@ def test_a_user_in_the_address_that_a_server_sends_on_to_reaches_no_header() -> 
         onward = b"HTTP/1.1 302 Found\r\nLocation: http://user:secret@h/x\r\nContent-Length: 0\r\n\r\n"
         return (onward if len(asked) == 1 else HEAD + b"Content-Range: bytes 0-1/2\r\n\r\nab"), True
 
-    assert client(answer, tries=1).look(HttpAddress("http://server/a", {}))
+    assert client(answer, tries=1).look(Address("http://server/a", {}))
     assert b"\r\nHost: h\r\n" in asked[1] and b"secret" not in asked[1]

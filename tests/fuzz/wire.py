@@ -1,26 +1,25 @@
-"""Servers without a network: what they answer goes through `http.client` as from a socket; must never connect.
+"""Servers without a network: what they answer goes through urllib3 as from a socket; must never connect.
 
 A server that falls silent is one that timed out, and time that would be waited for is counted, not spent.
 """
 
 from __future__ import annotations
 
-import http.client
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import SplitResult
 
-from bridge.remote.client import Client
-from bridge.remote.connections import Connections
+from bridge.core.remote import connections
+from bridge.core.remote.client import Client
+from bridge.core.remote.connections import Connections
 
 MOST = 4 << 20  # bytes that one connection brings: who reads more reads without end
 Answer = Callable[[bytes], tuple[bytes, bool]]  # what is said to a request, and whether the connection ends with it
 
 
 class Socket(socket.socket):
-    """One that is never connected; `http.client` uses no more of it than this."""
+    """One that is never connected; urllib3 uses no more of it than this."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -57,17 +56,16 @@ class Wire(Connections):
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(timeout=1.0)
-        self._answer = answer
 
-    def _made(self, parts: SplitResult) -> http.client.HTTPConnection:
-        made = super()._made(parts._replace(scheme="http"))
+        class Plain(connections.Http):
+            def _new_conn(self) -> Socket:
+                self.host.encode("idna")  # as `socket.create_connection` does
+                return Socket(answer)
 
-        def connect(address: tuple[str, int], *more: Any) -> Socket:
-            address[0].encode("idna")  # as `socket.create_connection` does
-            return Socket(self._answer)
+        class Pool(connections.HttpPool):
+            ConnectionCls = Plain
 
-        made._create_connection = connect  # type: ignore[attr-defined]
-        return made
+        self.pools = {"http": Pool, "https": Pool}
 
 
 class Clock(threading.Event):

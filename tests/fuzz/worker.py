@@ -1,4 +1,4 @@
-"""One process that attacks one target: `python -m tests.attack.worker headers 1000 7`; prints a line of JSON.
+"""One process that attacks one target: `python -m tests.fuzz.worker headers 1000 7`; prints a line of JSON.
 
 What fails is shrunk to a small case and kept, as a folder, where `--keep` says.
 """
@@ -22,9 +22,9 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from tests.attack.cage import Cage
-from tests.attack.case import READ, Case, Target, attack, keep
-from tests.attack.targets import target
+from tests.fuzz.cage import Cage
+from tests.fuzz.case import READ, Case, Target, attack, keep
+from tests.fuzz.targets import target
 
 ROUND = 500  # cases that Hypothesis is asked for at once: what it learns in a round is forgotten after it
 SHOWN = 3000  # characters of a failure at its beginning and at its end: a message may be as long as a file

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.quant import reference
-from bridge.quant.bits import amax
+from bridge.quant.codec.arrays import amax
+from tests.oracles import codec_reference as reference
 
 SHAPES = [(1, 1), (3, 5), (9, 37), (130, 129), (64, 160)]
 BLOCKS = [

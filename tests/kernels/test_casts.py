@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.errors import SourceError
-from bridge.quant import reference
-from bridge.quant.bits import cast, smooth
-from bridge.quant.bits import words as checked
+from bridge.core.errors import SourceError
+from bridge.quant.codec.arrays import cast, smooth
+from bridge.quant.codec.arrays import words as checked
+from tests.oracles import codec_reference as reference
 
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EVERY16 = np.arange(65536, dtype=np.uint16)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, INT4, INT8, ROWS, compare
-from bridge.quant.decode import values
+from bridge.quant.codec.decode import values
 
 NAMES = {INT8: "int8", INT4: "int4", E4M3: "float8_e4m3fn", E2M1: "float4_e2m1fn"}
 LARGEST = {INT8: 127, INT4: 7, E4M3: 0x7E, E2M1: 7}

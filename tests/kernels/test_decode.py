@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.errors import SchemeError
-from bridge.quant import reference
-from bridge.quant.decode import values
+from bridge.core.errors import SchemeError
+from bridge.quant.codec.decode import values
+from tests.oracles import codec_reference as reference
 
 TABLES = {
     "float8_e4m3fn": (256, ml_dtypes.float8_e4m3fn),

@@ -31,10 +31,10 @@ print(codes.tolist(), __import__("bridge").__file__, __import__("sys").modules["
 EVERY = """
 import sys
 import numpy as np
-from bridge.quant.bits import smooth
-from bridge.quant.compare import compare
-from bridge.quant.encode import encode
-from bridge.values import Coding, Numeric
+from bridge.quant.codec.arrays import smooth
+from bridge.verification.weight_error import compare
+from bridge.quant.codec.encode import encode
+from bridge.core.values import Encoding, Numeric
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
 for numeric, packed in [
     (Numeric(FP8, "tensor"), "in"), (Numeric(FP8, "block", (128, 128)), "in"), (Numeric("int8", "channel"), "in"),
@@ -44,7 +44,7 @@ for numeric, packed in [
     for dtype, kind in ("bfloat16", np.uint16), ("float16", np.float16), ("float32", np.float32):
         for quotient in "float32", "weight":
             for transpose in False, True:
-                coding = Coding(packed=packed, quotient=quotient)
+                coding = Encoding(packed=packed, quotient=quotient)
                 bits = np.ones((8, 256), kind)
                 smooth(bits, dtype, np.ones(256, np.float32))
                 made = encode(bits, dtype, (numeric,), transpose=transpose, coding=coding)
@@ -92,22 +92,28 @@ def python(script: str, **environment: str) -> str:
     return run.stdout
 
 
-@pytest.mark.slow
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    assert int(python(EVERY, NUMBA_CACHE_DIR=str(tmp_path))) > 10
-    assert int(python(EVERY, NUMBA_CACHE_DIR=str(tmp_path))) == 0
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One new cache of numba for the tests below: the first compiles, the second compiles the rest."""
+    return tmp_path_factory.mktemp("numba")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
-def test_the_inner_loops_are_vectorised_in_32_bits(tmp_path: Path) -> None:
+def test_the_inner_loops_are_vectorised_in_32_bits(cache: Path) -> None:
     divide = {("fp8", "_uniform"), ("fp8", "_varied"), ("fp4", "_uniform"), ("fp4", "_varied")}
     divide |= {("integer", "_uniform"), ("integer", "_varied"), ("quotient", "_brain")}
-    for line in python(MACHINE, NUMBA_CACHE_DIR=str(tmp_path)).splitlines():
+    for line in python(MACHINE, NUMBA_CACHE_DIR=str(cache)).splitlines():
         module, name, vectors, division, *widened = line.split()
         assert vectors == "True", line
         assert division == ("wide" if (module, name) in divide else "none"), line
         assert not widened, f"{line}: 64-bit lanes, half of the speed"
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(cache: Path) -> None:
+    assert int(python(EVERY, NUMBA_CACHE_DIR=str(cache))) > 10
+    assert int(python(EVERY, NUMBA_CACHE_DIR=str(cache))) == 0
 
 
 def test_without_a_writable_cache_kernels_still_run_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bridge._kernels import layout
-from bridge.quant.bits import transposed
+from bridge.quant.codec.arrays import transposed
 
 RNG = np.random.default_rng(11)
 

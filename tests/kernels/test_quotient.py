@@ -10,7 +10,7 @@ from bridge._kernels.fp4 import fp4
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.integer import integer
 from bridge._kernels.quotient import to_brain, to_half
-from bridge.quant import reference
+from tests.oracles import codec_reference as reference
 
 ONE = np.ones((1, 1), np.float32)
 SCALES = [1.0, 0.37, 1e-3, *(m * 2.0**-7 / 448 for m in range(128, 256, 5))]
@@ -23,6 +23,7 @@ def every(dtype: torch.dtype) -> torch.Tensor:
     return torch.stack((magnitudes, magnitudes | -32768)).view(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_number_gets_the_codes_of_torchs_quotient(dtype: torch.dtype) -> None:
     w = every(dtype)

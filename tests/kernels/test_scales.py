@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bridge._kernels.scales import e4m3, e8m0, single
-from bridge.quant import reference
+from tests.oracles import codec_reference as reference
 
 EVERY_BF16 = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32).reshape(64, 510)  # magnitudes, all finite
 RANDOM = np.random.default_rng(8).integers(0, 0x7F800000, (64, 510)).astype(np.uint32).view(np.float32)

@@ -19,12 +19,12 @@ from transformers import (  # noqa: E402
     MixtralForCausalLM,
 )
 
+from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.modelopt import FakeQuantized, fake_quantize  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
-from bridge.quant.data import prepare  # noqa: E402
-from bridge.quant.modelopt import FakeQuantized, fake_quantize  # noqa: E402
-from bridge.quant.scheme import Scheme  # noqa: E402
-from bridge.sources import open_source  # noqa: E402
-from bridge.tables.structure import structure  # noqa: E402
+from bridge.quant.schemes.scheme import Scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from bridge.tables.architectures.structure import structure  # noqa: E402
 
 DECODER = {
     "hidden_size": 60, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,

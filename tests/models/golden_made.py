@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 import bridge
-from bridge.container import read_header
+from bridge.core.formats.safetensors import read_header
 from bridge.quant.calibration import Calibration, Provenance
-from tests.sources_made import made_llama
+from tests.models.sources_made import made_llama
 
-LLAMA = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+LLAMA = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from tests.megatron_families import PADDED, VOCAB, Family
+from tests.models.megatron_families import PADDED, VOCAB, Family
 
 DIVISIBLE = 72  # 131 pads to 144 with one rank and with two
 ACTIVATIONS = {  # megatron's function: what NeMo 2 writes, what NeMo 1 says when gated and when not

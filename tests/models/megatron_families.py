@@ -1,4 +1,4 @@
-"""Tiny Megatron models and the Hugging Face configs of the same models: data, read by tests.megatron_oracle.
+"""Tiny Megatron models and the Hugging Face configs of the same models: data, read by tests.oracles.megatron_oracle.
 
 Extents differ pairwise: hidden 60, q rows 96, k and v rows 32, qkv rows 160, ffn 88, gate and up 176, experts' ffn 36,
 vocab 131, padded 144, positions 112. Two ranks divide what they must, five experts and three layers not. Latent
@@ -291,7 +291,7 @@ _GEMMA2: dict[str, Any] = _HF_TIED | {
 _GEMMA3: dict[str, Any] = _HF_TIED | {
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 16,
+    "query_pre_attn_scalar": 24,
     "sliding_window": POSITIONS,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "rope_parameters": {
@@ -350,7 +350,11 @@ FAMILIES: dict[str, Family] = {
 MORE: dict[str, Family] = {
     "gemma2": _family("Gemma2", "gemma2.Gemma2Model", _GEMMA | {"num_query_groups": 2}, _TIED, _GEMMA2),
     "gemma3": _family(
-        "Gemma3", "gemma3.Gemma3Model", _GEMMA | {"num_query_groups": 2, "qk_layernorm": True}, _TIED, _GEMMA3
+        "Gemma3",
+        "gemma3.Gemma3Model",
+        _GEMMA | {"num_query_groups": 2, "qk_layernorm": True, "softmax_scale": 24**-0.5},
+        _TIED,
+        _GEMMA3,
     ),
     "deepseek": _family("DeepseekV3", "deepseek.DeepSeekModel", _LATENT | {"moe_grouped_gemm": True}, hf=_DEEPSEEK),
     "deepseek-plain": _family(

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from bridge.dtypes import DTYPES, from_float32
-from bridge.errors import SourceError
-from bridge.values import TensorSpec
+from bridge.core.dtypes import DTYPES, from_float32
+from bridge.core.errors import SourceError
+from bridge.core.values import TensorSpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bridge.container import layout
-from bridge.values import TensorSpec
+from bridge.core.formats.safetensors import layout
+from bridge.core.values import TensorSpec
 
 LLAMA_405B = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,7 +1,7 @@
 """Tiny torchtitan models of both naming eras (0.2 and 0.3) and the Hugging Face configs of the same models.
 
 Extents differ pairwise; there are twelve experts, since ids sorted as strings go wrong from ten on. What calls
-torchtitan runs in the processes of tests.torchtitan_process.
+torchtitan runs in the processes of tests.oracles.torchtitan_process.
 """
 
 from __future__ import annotations

@@ -21,12 +21,15 @@ import transformers
 from safetensors import safe_open
 
 import bridge
-from bridge.quant.scheme import Scheme, load_scheme
-from tests.modelopt_oracle import Answer, ask
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
+from tests import once
+from tests.models.export_families import build
+from tests.oracles.modelopt_oracle import Answer, ask
 
 # What ModelOpt's export does not write: our own records, and what its user would copy.
 OURS = ("bridge", "bridge.json", "report.json", "report.html", "README.md")
-EXCEPTIONS = Path(__file__).parent / "targets" / "exceptions.toml"
+EXCEPTIONS = Path(__file__).with_name("exceptions.toml")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -66,6 +69,11 @@ def save(model: Any, directory: Path, shard_size: str = "5GB") -> Path:
         model.save_pretrained(first)
         load(Path(first)).save_pretrained(directory, max_shard_size=shard_size)
     return directory
+
+
+def source(family: str, dtype: str) -> Path:
+    """The checkpoint of a family of `tests.models.export_families`, written once a run; nothing may change it."""
+    return once.directory(f"source-{family}-{dtype}", lambda part: save(build(family, DTYPES[dtype]), part))
 
 
 def load(directory: Path) -> Any:
@@ -133,6 +141,14 @@ def unexplained(lines: Iterable[str], entries: Iterable[Mapping[str, Any]]) -> l
     return wrong + [f"equal, though {entry['reason']}" for entry in stale]
 
 
+WRITTEN_BY = re.compile(rb',\n    "written_by": "qbridge [^"]+"')
+
+
+def content(file: Path) -> bytes:
+    """The bytes of a file, without the entry by which hf_quant_config.json says who wrote it: ModelOpt has none."""
+    return WRITTEN_BY.sub(b"", file.read_bytes())
+
+
 def differences(ours: Path, theirs: Path, renamed: Iterable[tuple[str, str]] = ()) -> list[str]:
     """Everything in which two checkpoints differ: files, bytes, and of tensors the names, dtypes, shapes and values.
 
@@ -148,12 +164,12 @@ def differences(ours: Path, theirs: Path, renamed: Iterable[tuple[str, str]] = (
     other = {path.name for path in theirs.iterdir()}
     found = [f"{name}: only {'ours' if name in mine else 'theirs'}" for name in sorted(mine ^ other)]
     for name in sorted(mine & other):
-        if (ours / name).read_bytes() == (theirs / name).read_bytes():
+        if content(ours / name) == content(theirs / name):
             continue
         if name.endswith(".safetensors"):
             found += [f"{name}: {what}" for what in _tensors(ours / name, theirs / name, right)] or [f"{name}: layout"]
         else:
-            said = (ours / name).read_text(), right((theirs / name).read_text())
+            said = content(ours / name).decode(), right(content(theirs / name).decode())
             lines = _json(*map(json.loads, said)) or ["spelling"]
             found += [f"{name}: {what}" for what in lines if said[0] != said[1]]
     return found

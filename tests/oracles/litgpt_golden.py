@@ -1,7 +1,7 @@
 """What litgpt makes of the tiny Llama's tensors, as digests; run as a script it makes them anew.
 
 pip install litgpt==0.5.13
-python -m tests.litgpt_golden
+python -m tests.oracles.litgpt_golden
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
-GOLDEN = Path(__file__).parent / "golden" / "litgpt.json"
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+GOLDEN = Path(__file__).with_name("litgpt.json")
 
 
 def digests(tensors: dict[str, Any]) -> dict[str, str]:

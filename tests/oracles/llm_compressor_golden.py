@@ -1,7 +1,7 @@
 """What llm-compressor's `model_free_ptq` writes for small models, as digests; run as a script it makes them anew.
 
     pip install --no-deps llmcompressor==0.14.0.1 loguru accelerate
-    python -m tests.llm_compressor_golden
+    python -m tests.oracles.llm_compressor_golden
 
 The weights come from NumPy's Philox, so that no release of torch changes them.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from bridge.container import layout
-from bridge.dtypes import from_float32
-from bridge.values import TensorSpec
-from tests.sources_made import CONFIG, llama_shapes
+from bridge.core.dtypes import from_float32
+from bridge.core.formats.safetensors import layout
+from bridge.core.values import TensorSpec
+from tests.models.sources_made import CONFIG, llama_shapes
 from tests.tables.checkpoints import headers
 
-GOLDEN = Path(__file__).parent / "golden" / "llm_compressor.json"
+GOLDEN = Path(__file__).with_name("llm_compressor.json")
 PRESETS = ("FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "NVFP4A16")
 EXPERT_PRESETS = ("FP8_DYNAMIC", "W4A16", "NVFP4A16")
 IGNORED = ("lm_head", "re:.*embed_tokens")

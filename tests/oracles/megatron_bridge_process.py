@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import megatron_process
-from tests.megatron_configs import DIVISIBLE
-from tests.megatron_families import BASE, EVERY, VOCAB, Family, te_name
-from tests.stand_ins import stand_in
+from tests.models.megatron_configs import DIVISIBLE
+from tests.models.megatron_families import BASE, EVERY, VOCAB, Family, te_name
+from tests.oracles import megatron_process
+from tests.oracles.stand_ins import stand_in
 
 # Mixtral has no bridge in 0.3.1: its names in Megatron are those of Qwen3-MoE. GPT and Starcoder 2 have none.
 BRIDGES = {

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import yaml
 
-from tests import megatron_bridge_process, megatron_process
-from tests.megatron_configs import megatron_lm, nemo1, nemo2
-from tests.megatron_families import EVERY, Family, te_name
+from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
+from tests.models.megatron_families import EVERY, Family, te_name
+from tests.oracles import megatron_bridge_process, megatron_process
 
 KINDS = ("bridge", "nemo2", "nemo1", "nemo1-dist", "megatron-lm", "megatron-lm-legacy")
 PREFIX = {"nemo2": "module.", "nemo1": "model.", "nemo1-dist": "model."}
@@ -102,12 +102,12 @@ def quantized(directory: Path, name: str, scheme: str = "FP8_DEFAULT_CFG") -> di
 
 def bridged(name: str) -> dict[str, np.ndarray]:
     """The family's tensors under Hugging Face names, by Megatron-Bridge's own mappings."""
-    return _bridge().submit(megatron_bridge_process.to_hf, name, family(name).state).result()
+    return in_bridge().submit(megatron_bridge_process.to_hf, name, family(name).state).result()
 
 
 def bridge_differs(name: str) -> list[str]:
     """What Megatron-Bridge derives otherwise than the family says, from the family's Hugging Face config."""
-    return _bridge().submit(megatron_bridge_process.differing, name).result()
+    return in_bridge().submit(megatron_bridge_process.differing, name).result()
 
 
 @functools.cache
@@ -120,21 +120,41 @@ def _scratch() -> Path:
 _HELD: list[Any] = []  # removed when the interpreter ends
 
 
+def close() -> None:
+    """End the processes: each has some twenty threads of gloo, which look for work a hundred times a second."""
+    _ranks.cache_clear()
+    in_bridge.cache_clear()
+    while _POOLS:
+        _POOLS.pop().shutdown()
+
+
+_POOLS: list[ProcessPoolExecutor] = []
+atexit.register(close)
+
+
 @functools.cache
 def _ranks(tp: int, pp: int) -> list[ProcessPoolExecutor]:
-    store = str(_scratch() / f"store-{tp}-{pp}")
+    store = tempfile.mktemp(prefix=f"store-{tp}-{pp}-", dir=_scratch())  # gloo makes the file
     return [_process(megatron_process.start, rank, tp, pp, store) for rank in range(tp * pp)]
 
 
 @functools.cache
-def _bridge() -> ProcessPoolExecutor:
-    return _process(megatron_bridge_process.start, str(_scratch() / "store-bridge"))
+def in_bridge() -> ProcessPoolExecutor:
+    """The process that has Megatron-Bridge, and stand-ins for Transformer Engine."""
+    return _process(megatron_bridge_process.start, tempfile.mktemp(prefix="store-bridge-", dir=_scratch()))
 
 
 def _process(initializer: Callable[..., None], *args: Any) -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer, args)
-    atexit.register(pool.shutdown)
-    return pool
+    _POOLS.append(ProcessPoolExecutor(1, processes(), initializer, args))
+    return _POOLS[-1]
+
+
+@functools.cache
+def processes() -> Any:
+    """Where processes come from: forks of one that has imported megatron, which takes ten seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.oracles.megatron_imports"])
+    return context
 
 
 def _ask(tp: int, pp: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -186,7 +206,7 @@ def _save_bridge(made: Family, name: str, directory: Path, options: dict[str, An
 def _beside(name: str, directory: Path, tp: int, pp: int) -> None:
     """What Megatron-Bridge writes besides tensors."""
     iteration = directory / "iter_0000100"
-    written = _bridge().submit(megatron_bridge_process.run_config, name, tp, pp).result()
+    written = in_bridge().submit(megatron_bridge_process.run_config, name, tp, pp).result()
     (iteration / "run_config.yaml").write_text(written)
     train_state = {"step": torch.tensor(100, dtype=torch.int32), "do_train": torch.tensor(True)}
     for path in (iteration / "train_state.pt", directory / "latest_train_state.pt"):

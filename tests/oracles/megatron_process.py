@@ -1,4 +1,4 @@
-"""What one rank of megatron-core does on a CPU, for tests.megatron_oracle. Nothing of bridge is used."""
+"""What one rank of megatron-core does on a CPU, for tests.oracles.megatron_oracle. Nothing of bridge is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.megatron_families import EVERY, VOCAB, Family
+from tests.models.megatron_families import EVERY, VOCAB, Family
 
 SEQUENCE = 72  # a wrong RoPE permutation shows after some twenty positions
 UNFUSED = {  # megatron's fused kernels and its GPU initialization need a GPU

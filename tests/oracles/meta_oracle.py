@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import torchtitan_families as F
-from tests import torchtitan_oracle
+from tests.models import torchtitan_families as F
+from tests.oracles import torchtitan_oracle
 
 # The last transformers whose wheel carries the script, beside the environment's own; see the Makefile.
 SCRIPT = Path(sys.prefix) / "transformers-4.45/transformers/models/llama/convert_llama_weights_to_hf.py"

@@ -1,6 +1,7 @@
 """ModelOpt's own answer: presets run as they are (norm quantizers off), statistics and fake-quantized outputs read off.
 
-Independent of `bridge.quant.modelopt`: the presets come from ModelOpt, the statistics are read from its modules here.
+Independent of `bridge.calibration.modelopt`: the presets come from ModelOpt, the statistics are read from its
+modules here.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.quant.scheme import load_scheme
-from bridge.sources.live import live_modules, live_names
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.live_models.checkpoint_names import live_modules, live_names
 
 PRESETS = {
     "fp8": "FP8_DEFAULT_CFG",

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import torchtitan_process
-from tests.torchtitan_families import CONFIGS, EVERY
+from tests.models.torchtitan_families import CONFIGS, EVERY
+from tests.oracles import torchtitan_process
 
 ERAS = ("0.2", "0.3")
 MODELS = [*((name, era) for era in ERAS for name in CONFIGS), ("gpt_oss", "0.3")]

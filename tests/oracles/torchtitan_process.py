@@ -1,4 +1,5 @@
-"""torchtitan's models and adapters on a CPU, one era a process, for tests.torchtitan_oracle. It uses no bridge."""
+"""torchtitan's models and adapters on a CPU, one era a process, for tests.oracles.torchtitan_oracle. It uses no
+bridge."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import torchtitan_families as F
-from tests.stand_ins import stand_in
+from tests.models import torchtitan_families as F
+from tests.oracles.stand_ins import stand_in
 
 ERA_02 = Path(sys.prefix) / "torchtitan-0.2"  # the older wheel, beside the environment's own; see the Makefile
 SEQUENCE = 72  # a wrong RoPE permutation shows after some twenty positions

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import bridge
-from bridge.sources.live import LiveRef, live_names
-from tests.modelopt_oracle import Answer
+from bridge.sources.live_models.checkpoint_names import LiveSlice, live_names
+from tests.oracles.modelopt_oracle import Answer
 
 COMPANIONS = ("weight_scale", "input_scale", "pre_quant_scale")
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -98,7 +98,7 @@ def theirs(answer: Answer, model: Any, tensor: str) -> Held:
     )
 
 
-def _found(model: Any, ref: LiveRef) -> tuple[torch.Tensor, Any, Any]:
+def _found(model: Any, ref: LiveSlice) -> tuple[torch.Tensor, Any, Any]:
     """A live matrix [out, in], its quantizer and that of its input; stacked experts have their own words for these."""
     owner, _, leaf = ref.live.rpartition(".")
     module = model.get_submodule(owner)

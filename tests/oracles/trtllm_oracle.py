@@ -10,10 +10,10 @@ import torch
 import transformers as T
 
 import bridge
-from tests import export_families
-from tests.export_families import GQA, TEXT
-from tests.export_oracle import DTYPES, ask_modelopt, differences, exceptions, scheme_of
-from tests.modelopt_oracle import Answer
+from tests.models import export_families
+from tests.models.export_families import GQA, TEXT
+from tests.oracles.export_oracle import DTYPES, ask_modelopt, differences, exceptions, scheme_of
+from tests.oracles.modelopt_oracle import Answer
 
 # Groups of 128 still fit when `in` is cut in four.
 WIDE: dict[str, Any] = TEXT | {
@@ -33,7 +33,7 @@ SIDE = "generation_config.json: only ours"  # carried with the tokenizer; ModelO
 
 
 def build(family: str, dtype: torch.dtype) -> Any:
-    """A family of `tests.export_families`, or one of our own."""
+    """A family of `tests.models.export_families`, or one of our own."""
     if family not in OWN:
         return export_families.build(family, dtype)
     torch.manual_seed(0)

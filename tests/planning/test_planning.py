@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bridge
-from bridge import opening
-from bridge.errors import PlanError, SchemeError, UsageError
-from bridge.plan_json import plan_from_dict
+from bridge.api import request as opening
+from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.core.typed_json import typed
+from bridge.planning.plan import Plan
+from bridge.planning.target import Drafted
 from bridge.targets import load_target
-from bridge.unified.steps import APART
-from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
+from bridge.targets.hf.steps import MIXED
+from tests.models.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
 
-TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 
 SCHEMES_OF_STANDARD_ONNX = (
     "fp8",
@@ -69,7 +73,7 @@ def test_linear_weights_are_planned_transposed_and_heads_are_kept_with_the_reaso
 
 def test_a_plan_survives_json() -> None:
     plan = bridge.plan(headers_only(), target="trt", quant="w4a8_awq", kv="fp8")
-    assert plan_from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert typed(Plan, json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_digest_changes_with_what_is_written() -> None:
@@ -129,13 +133,13 @@ def test_dimensions_that_do_not_divide_into_blocks_name_modules_and_remedy(tmp_p
     assert "block = 64" in text
 
 
-def test_unknown_words_name_the_nearest() -> None:
+def test_unknown_words_are_told_the_known_ones() -> None:
     for call, says in (
         ({"target": "trtt"}, "nearest: trt"),
         ({"target": "trt", "quant": "fp9"}, "nearest: fp8"),
         ({"target": "trt", "opsett": 21}, "nearest: opset"),
         ({"target": "trt", "task": "causal"}, "nearest: causal-lm"),
-        ({"target": "trt", "dtype": "fp61"}, "nearest: fp16"),
+        ({"target": "trt", "dtype": "fp61"}, "'fp61' is not a dtype of graphs; use fp32, fp16 or bf16"),
     ):
         with pytest.raises(UsageError, match=says):
             bridge.plan(headers_only(), **call)
@@ -144,14 +148,14 @@ def test_unknown_words_name_the_nearest() -> None:
 def test_half_graphs_need_an_opset_with_float32_scales() -> None:
     plan = bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16")
     assert plan.options["opset"] == 23
-    with pytest.raises(UsageError, match="known: 23 to 24"):
+    with pytest.raises(UsageError, match="use 23 to 24"):
         bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16", opset=21)
 
 
 def test_kv_without_a_scheme_and_dynamic_kv_are_refused() -> None:
     with pytest.raises(UsageError, match="needs a scheme"):
         bridge.plan(headers_only(), target="trt", kv="fp8")
-    with pytest.raises(PlanError, match="  KV cache: standard ONNX has no scales made at run"):
+    with pytest.raises(PlanError, match="  KV cache: standard ONNX cannot compute scales at run time"):
         bridge.plan(headers_only(), target="trt", quant="fp8", kv="nvfp4")
 
 
@@ -168,7 +172,7 @@ def test_what_a_problem_is_about_is_told_whatever_its_text_holds(monkeypatch: py
     assert scheme
     draft = type(target).draft
     monkeypatch.setattr(type(target), "draft", lambda *given: replace(draft(*given), problems=[*problems]))
-    assert opening.misfits_of(source, structure, "trt", scheme) == problems
+    assert opening.incompatibilities_of(source, structure, "trt", scheme) == problems
     with pytest.raises(PlanError) as refused:
         bridge.plan(source, target="trt", quant="fp8")
     assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [
@@ -176,10 +180,27 @@ def test_what_a_problem_is_about_is_told_whatever_its_text_holds(monkeypatch: py
     ]  # fmt: skip
 
 
-def test_a_matrix_kept_apart_from_those_it_is_fused_with_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant", [None, "fp8"])
+def test_a_tensor_that_a_target_forgets_is_told(quant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, target = "model.layers.1.mlp.up_proj.weight", load_target("hf")
+    draft = type(target).draft
+
+    def forgetful(*given: Any) -> Drafted:
+        drafted = draft(*given)
+        return replace(drafted, steps=[step for step in drafted.steps if step.source != lost])
+
+    monkeypatch.setattr(type(target), "draft", forgetful)
+    with pytest.raises(PlanError, match=re.escape(lost)):
+        bridge.plan(headers_only(), target="hf", quant=quant)
+
+
+def test_a_matrix_kept_apart_from_those_it_is_fused_with_is_refused_unless_asked(tmp_path: Path) -> None:
     recipe = tmp_path / "apart.toml"
     recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nroles = ["attn.q.weight"]\nlayers = [1]\nquant = "none"\n')
-    (note,) = [note for note in bridge.plan(TINY, "hf", recipe).notes if "one input" in note]
-    modules = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
-    assert note == f"{', '.join(modules)}: {APART}"
-    assert not any("one input" in note for note in bridge.plan(TINY, "hf", "fp8_pc_pt").notes)
+    modules = ", ".join(f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
+    with pytest.raises(PlanError, match="--allow-split") as told:
+        bridge.plan(TINY, "hf", recipe)
+    assert f"{modules}: {MIXED}" in str(told.value)
+    (note,) = [note for note in bridge.plan(TINY, "hf", recipe, allow_split=True).notes if "the same input" in note]
+    assert note == f"{modules}: {MIXED}"
+    assert not any("the same input" in note for note in bridge.plan(TINY, "hf", "fp8_pc_pt").notes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -12,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensor
 
 import bridge
-from bridge.sources import open_source
-from bridge.sources.live import live_modules, live_names
-from bridge.trace import trace_structure
-from bridge.unified.steps import APART
-from bridge.values import InputGroup, Structure
-from tests.decoder_families import DECODERS, OTHERS, build
+from bridge.core.errors import BridgeError
+from bridge.core.values import InputGroup, Structure
+from bridge.planning.trace import NEVER_RUN, trace_structure
+from bridge.sources.live_models.checkpoint_names import live_modules, live_names
+from bridge.sources.opening import open_source
+from bridge.targets.hf.steps import MIXED
+from tests.models.decoder_families import DECODERS, OTHERS, build
 
 # One of each kind: parallel attention, norms of 1 + w, post-norm, MLA with shared experts, stacked experts, Conv1D.
 _KINDS = {
@@ -153,6 +157,57 @@ def test_heads_and_routers_are_kept(name: str) -> None:
     assert kept.keys() - heads.keys() == routers
 
 
+IMAGE = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_hidden_layers": 2, "patch_size": 8}
+STATE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "state_size": 8}
+READ_PAST = {  # modules whose weight the model reads itself, without running them
+    "BambaForCausalLM": {"mamba.conv1d"},
+    "FalconMambaForCausalLM": {"mixer.conv1d", "mixer.dt_proj"},
+    "JambaForCausalLM": {"mamba.conv1d", "mamba.dt_proj"},
+    "Lfm2ForCausalLM": {"conv.conv"},
+    "MambaForCausalLM": {"mixer.conv1d", "mixer.dt_proj"},
+    "SiglipVisionModel": {"head.attention.out_proj"},
+}
+
+
+JAMBA = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_dt_rank": 12,
+}  # fmt: skip
+
+
+def reading_past(name: str) -> Any:
+    fields = {"FalconMamba": STATE, "Jamba": JAMBA, "SiglipVision": IMAGE | {"image_size": 40}}
+    kind = re.sub("(ForCausalLM|Model)$", "", name)
+    if kind not in fields:
+        return build(name)
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**fields[kind]))
+
+
+def batches_of(model: Any) -> list[dict[str, torch.Tensor]]:
+    if model.main_input_name == "pixel_values":
+        return [{"pixel_values": torch.randn(2, 3, 40, 40)} for _ in range(2)]
+    return [{"input_ids": torch.randint(3, 97, (2, 70))} for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ_PAST)
+def test_what_never_runs_is_kept_and_the_rest_calibrates(name: str, tmp_path: Path) -> None:
+    model = reading_past(name)
+    keeps = {site.module: site.keep for site in trace_structure(open_source(model)).sites}
+    never = [module for module in keeps if module.endswith(tuple(READ_PAST[name]))]
+    assert never and all(keeps[module] in (NEVER_RUN, "recurrent") for module in never)
+    assert [module for module in keeps if keeps[module] == NEVER_RUN and module not in never] == []
+    assert bridge.convert(model, "hf", "fp8", tmp_path / "out", calib=batches_of(model)).passed
+
+
+def test_what_the_target_keeps_needs_no_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model does not run on fake tensors, the trace does not know that the convolution never runs."""
+    monkeypatch.setattr("bridge.planning.trace._reads", lambda *_: ((), set(), "not known"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = build("Lfm2ForCausalLM")
+    assert bridge.convert(model, "hf", "fp8", tmp_path / "out", calib=batches_of(model)).passed
+
+
 SMALL = {"depths": [1, 2, 1, 1], "num_labels": 7}
 READ_NUMBERS = {  # off tensors, while they are built: how likely a layer is dropped, how many layers are before a stage
     "Bit": SMALL | {"hidden_sizes": [32, 64, 64, 64], "embedding_size": 16, "num_groups": 4},
@@ -169,6 +224,59 @@ def test_classes_may_read_numbers_off_tensors_while_they_are_built(name: str) ->
     matrices = {module for module, found in model.named_modules() if isinstance(found, kinds)}
     assert len(matrices) > 8
     assert {site.module for site in trace_structure(open_source(model)).sites} == matrices
+
+
+# transformers' classes that keep tensors by shape and device in caches of their modules, of each kind one
+SWIN = {"image_size": 64, "embed_dim": 12, "depths": [1] * 4, "num_heads": [1, 2, 3, 4], "window_size": 2}
+STAGES = transformers.SwinConfig(**SWIN, out_features=["stage1", "stage2", "stage3", "stage4"])
+KEEP_TENSORS: dict[str, dict[str, Any]] = {
+    "BeitModel": IMAGE | {"use_relative_position_bias": True},
+    "DINOv3ViTModel": IMAGE,
+    "Data2VecVisionModel": IMAGE | {"use_relative_position_bias": True},
+    "Sapiens2Model": IMAGE,
+}
+KEEP_THE_LAST = {"MaskFormerModel": {"fpn_feature_size": 32, "mask_feature_size": 32, "backbone_config": STAGES}}
+
+
+def caching(name: str, **more: Any) -> Any:
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**(KEEP_TENSORS | KEEP_THE_LAST)[name], **more)).eval()
+
+
+@pytest.mark.parametrize("name", KEEP_TENSORS)
+def test_the_callers_model_answers_with_values_after_a_trace(name: str) -> None:
+    model = caching(name, image_size=40)
+    trace_structure(open_source(model))
+    with torch.no_grad():
+        out = model(pixel_values=torch.ones(1, 3, 40, 40)).last_hidden_state
+    assert type(out) is torch.Tensor
+    assert out.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*KEEP_TENSORS, *KEEP_THE_LAST, "LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_no_tensor_of_a_trace_lives_on(name: str) -> None:
+    def weightless() -> list[torch.Tensor]:
+        gc.collect()
+        found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        return [each for each in found if isinstance(each, FakeTensor) or each.is_meta]
+
+    if name in KEEP_TENSORS:
+        source = open_source(caching(name, image_size=56))
+    else:
+        source = open_source(caching(name) if name in KEEP_THE_LAST else build(name))
+    before = weightless()
+    trace_structure(source)
+    assert [each for each in weightless() if not any(each is other for other in before)] == []
+
+
+@pytest.mark.parametrize("name", ["ConvNext", "Hiera"])
+def test_models_of_bfloat16_are_given_pixels_of_it(name: str) -> None:
+    model = getattr(transformers, f"{name}ForImageClassification")(
+        getattr(transformers, f"{name}Config")(**READ_NUMBERS[name])
+    )
+    structure = trace_structure(open_source(model.to(torch.bfloat16)))
+    assert structure.ungrouped == ""
 
 
 def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -199,5 +307,18 @@ def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[s
 def test_only_what_is_fused_is_told_to_be_kept_apart(name: str, kept: str, told: str, tmp_path: Path) -> None:
     recipe = tmp_path / "apart.toml"
     recipe.write_text(f'base = "fp8_pc_pt"\n[[rule]]\nmodules = ["*.1.*{kept}"]\nquant = "none"\n')
-    notes = [note for note in bridge.plan(build(name), "hf", recipe).notes if APART in note]
-    assert notes == [f"{', '.join(f'model.layers.1.{module}' for module in told.split())}: {APART}"] * bool(told)
+    notes = [note for note in bridge.plan(build(name), "hf", recipe, allow_split=True).notes if MIXED in note]
+    assert notes == [f"{', '.join(f'model.layers.1.{module}' for module in told.split())}: {MIXED}"] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("MambaForCausalLM", {}, "MambaForCausalLM keeps no keys and values, which a graph with a cache takes"),
+        ("T5ForConditionalGeneration", {}, "T5ForConditionalGeneration is of no task that bridge writes graphs for"),
+        ("T5ForConditionalGeneration", {"task": "feature-extraction"}, "is an encoder with a decoder"),
+    ],
+)
+def test_what_no_graph_can_be_made_of_is_refused_by_the_plan(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BridgeError, match=says):
+        bridge.plan(build(name), "trt", "int8_wo", **options)

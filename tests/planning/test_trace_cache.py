@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 import bridge
-from bridge.recall import recall, remember
-from bridge.sources import open_source
-from bridge.trace import trace_structure
-from tests.decoder_families import build
+from bridge.planning.trace import trace_structure
+from bridge.planning.trace_cache import _changed, load, store
+from bridge.sources.opening import open_source
+from tests.models.decoder_families import build
 
 FAMILY = "Qwen2MoeForCausalLM"  # no table: experts, a group without norm, routers of both kinds
 
@@ -31,6 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "qbridge" / "structures"
 
 
+@pytest.mark.slow
 def test_the_second_plan_imports_no_torch(saved: Path, cache: Path) -> None:
     code = (
         "import sys, bridge\n"
@@ -48,25 +50,26 @@ def test_the_second_plan_imports_no_torch(saved: Path, cache: Path) -> None:
 
 def test_what_is_recalled_is_what_was_traced(saved: Path, cache: Path) -> None:
     source = open_source(saved)
-    assert recall(source) is None
+    assert load(source) is None
     traced = trace_structure(source)
-    remember(source, traced)
-    assert recall(open_source(saved)) == traced
+    store(source, traced)
+    assert load(open_source(saved)) == traced
     assert [path.suffix for path in cache.iterdir()] == [".json"]
 
 
+@pytest.mark.slow
 def test_another_config_or_other_tensors_are_not_taken_for_it(saved: Path, cache: Path) -> None:
     source = open_source(saved)
-    remember(source, trace_structure(source))
-    assert recall(open_source(saved, config={"num_attention_heads": 3})) is None
-    assert recall(open_source(build(FAMILY, torch.float16))) is None
+    store(source, trace_structure(source))
+    assert load(open_source(saved, config={"num_attention_heads": 3})) is None
+    assert load(open_source(build(FAMILY, torch.float16))) is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "empty", "text", "foreign"])
 def test_a_damaged_file_is_traced_anew(saved: Path, cache: Path, damage: str) -> None:
     source = open_source(saved)
     traced = trace_structure(source)
-    remember(source, traced)
+    store(source, traced)
     (path,) = cache.iterdir()
     head, body = path.read_text().split("\n")
     texts = {
@@ -78,13 +81,13 @@ def test_a_damaged_file_is_traced_anew(saved: Path, cache: Path, damage: str) ->
     }
     assert len(set(texts.values()) | {f"{head}\n{body}"}) == 6
     path.write_text(texts[damage])
-    assert recall(source) is None
+    assert load(source) is None
     plan = bridge.plan(saved, target="trt", quant="int8_wo")
     assert plan.traced
-    assert recall(source) == traced
+    assert load(source) == traced
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(
+def test_a_directory_that_cannot_be_written_is_not_an_error(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -93,9 +96,34 @@ def test_a_directory_that_cannot_be_written_is_no_error(
 
 
 def test_old_files_make_room(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.recall._MOST", 2)
+    monkeypatch.setattr("bridge.planning.trace_cache.MAX_FILES", 2)
     source = open_source(saved)
     traced = trace_structure(source)
     for heads in (1, 2, 3, 6):
-        remember(open_source(saved, config={"num_attention_heads": heads}), traced)
+        store(open_source(saved, config={"num_attention_heads": heads}), traced)
     assert len(list(cache.iterdir())) == 2
+
+
+def test_another_version_and_a_changed_checkout_are_traced_anew(
+    saved: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("bridge", "mappings"):
+        (tmp_path / folder).mkdir()
+    code = tmp_path / "bridge" / "trace.py"
+    code.touch()
+    monkeypatch.setattr("bridge.planning.trace_cache.mappings", lambda: tmp_path / "mappings")
+    source = open_source(saved)
+    store(source, trace_structure(source))
+    assert load(source) is not None
+    with monkeypatch.context() as newer:
+        newer.setattr("bridge.planning.trace_cache.__version__", "9")
+        assert load(source) is None
+    os.utime(code, ns=(0, code.stat().st_mtime_ns + 1))
+    assert load(source) is None
+
+
+def test_files_of_an_installed_package_may_have_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bridge" / "_mappings").mkdir(parents=True)
+    (tmp_path / "bridge" / "trace.py").touch()
+    monkeypatch.setattr("bridge.planning.trace_cache.mappings", lambda: tmp_path / "bridge" / "_mappings")
+    assert _changed() == 0

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bridge.inputs import input_groups
-from bridge.values import InputGroup
+from bridge.core.values import InputGroup
+from bridge.planning.trace_inputs import input_reads
 
 WIDTH = 6
 
@@ -44,7 +44,7 @@ def groups(flow: Callable[[Any, Any], Any], norm: Callable[[], nn.Module] = lamb
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = Model(flow, norm)
-    return input_groups(model, mode)
+    return input_reads(model, mode).groups
 
 
 def plain(m: Any, x: Any) -> Any:
@@ -129,10 +129,46 @@ def test_a_norm_that_adds_one_is_told_by_what_it_does() -> None:
     )
 
 
+def multiplied(m: Any, x: Any) -> Any:
+    """As Mamba reads its `dt_proj`: the product is the model's own."""
+    return m.a(x) + x @ m.b.weight.T
+
+
+def through_a_view(m: Any, x: Any) -> Any:
+    """As LFM2 reads its convolution."""
+    return m.a(x) + nn.functional.conv1d(x.mT, m.conv.weight.squeeze(1)[:, None], groups=WIDTH).mT
+
+
+def run_too(m: Any, x: Any) -> Any:
+    """As T5 asks a weight for its dtype, and as DeepSeek multiplies by one that runs elsewhere."""
+    return m.a(x.to(m.a.weight.dtype)) + m.b(x) + x @ m.b.weight.T
+
+
+def only_asked(m: Any, x: Any) -> Any:
+    return m.a(x.to(m.b.weight.dtype)) * m.c.weight.shape[0]
+
+
+def tied(m: Any, x: Any) -> Any:
+    m.b.weight = m.a.weight
+    return m.a(x)
+
+
+@pytest.mark.parametrize(
+    ("flow", "want"),
+    [(multiplied, ("b",)), (through_a_view, ("conv",)), (run_too, ()), (only_asked, ()), (tied, ())],
+)
+def test_a_module_whose_weight_is_read_but_that_never_runs_is_found(flow: Any, want: tuple[str, ...]) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = Model(flow, lambda: nn.LayerNorm(WIDTH))
+        model.conv = nn.Conv1d(WIDTH, WIDTH, 1, groups=WIDTH)
+    assert input_reads(model, mode).never_run == want
+
+
 def test_no_hook_is_left() -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = Model(lambda m, x: m.a(m.norm(x).missing), lambda: nn.LayerNorm(WIDTH))
     with pytest.raises(AttributeError, match="missing"):
-        input_groups(model, mode)
+        input_reads(model, mode)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.container import layout
-from bridge.errors import CalibrationError, WriteError
+from bridge.calibration.policies import settle
+from bridge.core.errors import CalibrationError, WriteError
+from bridge.core.formats.safetensors import layout
+from bridge.core.values import Site, TensorSpec
 from bridge.quant.calibration import Applied, Calibration, HeldOut, Provenance
-from bridge.quant.grammar import Policies
-from bridge.quant.policies import settle
-from bridge.quant.scheme import load_scheme
-from bridge.values import Site, TensorSpec
+from bridge.quant.schemes.grammar import Policies
+from bridge.quant.schemes.load import load_scheme
 
 PROVENANCE = Provenance("fp8", "d1", "LlamaForCausalLM", "m1", "bfloat16", "d2", 32, 128, {"torch": "2"})
 
@@ -108,11 +108,11 @@ SAID: dict[str, object] = {
         ({"awq_scale/a": scalar(1)}, SAID, "float32 of 1 axes"),
         ({"input_amax/a": np.asarray(1.0)}, SAID, "float64"),
         ({"weights/a": scalar(1)}, SAID, "unknown tensor 'weights/a'"),
-        ({}, {**SAID, "applied": [{"module": "a"}]}, "Applied has the fields"),
-        ({}, {**SAID, "provenance": {**SAID["provenance"], "samples": "1"}}, "Provenance.samples = '1'"),  # type: ignore[dict-item]
-        ({}, {**SAID, "provenance": {**SAID["provenance"], "versions": {"t": 2}}}, "must map strings"),  # type: ignore[dict-item]
+        ({}, {**SAID, "applied": [{"module": "a"}]}, "Applied: case, policy, value, what is missing or unknown"),
+        ({}, {**SAID, "provenance": {**SAID["provenance"], "samples": "1"}}, "Provenance.samples: expected int"),  # type: ignore[dict-item]
+        ({}, {**SAID, "provenance": {**SAID["provenance"], "versions": {"t": 2}}}, "versions: expected str, found 2"),  # type: ignore[dict-item]
         ({}, {"applied": []}, "provenance"),
-        ({"held_out/rows": np.array([0])}, SAID, "held_out holds"),
+        ({"held_out/rows": np.array([0])}, SAID, "held_out contains"),
     ],
 )
 def test_every_field_is_checked_on_load(
@@ -125,7 +125,7 @@ def test_every_field_is_checked_on_load(
 
 
 def test_other_versions_and_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="version '2' where '1' is expected"):
+    with pytest.raises(CalibrationError, match="version '2'; expected '1'"):
         Calibration.load(written(tmp_path / "c.safetensors", {}, SAID, version="2"))
     (tmp_path / "d.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(CalibrationError, match="not a calibration"):
@@ -174,6 +174,14 @@ def test_a_dead_layer_gets_a_scale_of_one() -> None:
 def test_what_no_policy_can_mend_is_an_error(value: float | None, policies: Policies, said: str) -> None:
     with pytest.raises(CalibrationError, match=said):
         settle({"q": value}, "input amax", EXPERTS, BOUNDS, policies)
+
+
+def test_what_the_plan_keeps_is_left_out_where_it_would_be_an_error() -> None:
+    found = {"kept": None, "dead": 0.0, "q": 2.0}
+    settled, _ = settle(found, "input amax", EXPERTS, BOUNDS | {"dead": 448.0}, Policies(), {"q"})
+    assert {name: float(amax) for name, amax in settled.items()} == {"dead": 448.0, "q": 2.0}
+    with pytest.raises(CalibrationError, match="never seen: kept: no calibration token"):
+        settle(found, "input amax", EXPERTS, BOUNDS | {"dead": 448.0}, Policies(), {"q", "kept"})
 
 
 def test_floor_can_be_asked_for() -> None:

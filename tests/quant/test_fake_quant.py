@@ -14,17 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.dtypes import DTYPES, to_float32
-from bridge.errors import SourceError
-from bridge.quant import reference
-from bridge.quant.bits import Array, cast
-from bridge.quant.blocks import grid
-from bridge.quant.compare import compare
-from bridge.quant.decode import decode
-from bridge.quant.encode import encode
-from bridge.quant.scales import FAINT, LEAST, TINY, resolved
-from bridge.quant.snapped import coded, snapped
-from bridge.values import Coding, Numeric
+from bridge.core.dtypes import DTYPES, to_float32
+from bridge.core.errors import SourceError
+from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.blocks import grid
+from bridge.quant.codec.decode import decode
+from bridge.quant.codec.encode import encode
+from bridge.quant.codec.fake_quant import fake_quantized, runtime_codes
+from bridge.quant.codec.scales import MIN_AMAX, SMALLEST, TINY, round_up_subnormals
+from bridge.verification.weight_error import compare
+from tests.oracles import codec_reference as reference
 
 FP8 = "float8_e4m3fn"
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -56,7 +56,7 @@ def all_scales(dtype: str) -> Array:
         return np.exp2(np.random.default_rng(0).uniform(-60, 60, 1 << 14)).astype(np.float32)
     bits = np.arange(1, 1 << 15, dtype=np.uint16)
     found = to_float32(bits if dtype == "bfloat16" else bits.view(np.float16), dtype)
-    return found[(found >= (TINY if dtype == "bfloat16" else LEAST)[dtype]) & (found <= LARGEST[dtype])]
+    return found[(found >= (TINY if dtype == "bfloat16" else SMALLEST)[dtype]) & (found <= LARGEST[dtype])]
 
 
 def meant(codes: Array, dtype: str) -> torch.Tensor:
@@ -93,7 +93,7 @@ def lost(dtype: str, codes: str, arithmetic: Any, least: float = 0.0) -> float:
     """The part of all (code, scale) pairs whose code is another one after it was stored as `dtype`."""
     scales, each = all_scales(dtype), all_codes(codes)
     scales = scales[scales >= least]
-    stored = snapped(
+    stored = fake_quantized(
         np.broadcast_to(each, (len(scales), len(each))).copy(),
         Numeric(codes, "channel"),
         scales[:, None],
@@ -137,7 +137,9 @@ def test_an_engine_that_divides_in_the_models_dtype_loses_codes_of_int8_in_bfloa
 def test_float8_codes_that_float16_loses_are_a_rounding_away_at_most() -> None:
     scales, each = all_scales("float16"), all_codes(FP8)
     scales = scales[scales < COMPLETE["float16", FP8]]
-    stored = snapped(np.tile(each, (len(scales), 1)), Numeric(FP8, "channel"), scales[:, None], 1, 256, "float16")
+    stored = fake_quantized(
+        np.tile(each, (len(scales), 1)), Numeric(FP8, "channel"), scales[:, None], 1, 256, "float16"
+    )
     assert within_a_rounding(torch.from_numpy(stored), meant(each, FP8).double() * torch.from_numpy(scales)[:, None])
     assert lost("float16", FP8, division) > 0.001
 
@@ -149,10 +151,10 @@ def test_float8_codes_that_float16_loses_are_a_rounding_away_at_most() -> None:
 @given(st.floats(2.0**-149, 2.0**100, width=32), st.sampled_from(list(TORCH)))
 def test_a_resolved_scale_is_never_zero_never_smaller_and_stays_what_it_is(scale: float, dtype: str) -> None:
     given_ = np.array([scale], np.float32)
-    found = resolved(given_, dtype)
+    found = round_up_subnormals(given_, dtype)
     assert found.dtype == np.float32 and (found >= given_).all()
-    assert found[0] <= LEAST[dtype] or float(found[0]) - float(given_[0]) < LEAST[dtype]
-    np.testing.assert_array_equal(resolved(found, dtype), found)
+    assert found[0] <= SMALLEST[dtype] or float(found[0]) - float(given_[0]) < SMALLEST[dtype]
+    np.testing.assert_array_equal(round_up_subnormals(found, dtype), found)
     if scale >= TINY[dtype]:
         np.testing.assert_array_equal(found, given_)
     elif dtype != "float32":  # where the dtype has few bits the codes are made with what it holds, exactly
@@ -162,7 +164,7 @@ def test_a_resolved_scale_is_never_zero_never_smaller_and_stays_what_it_is(scale
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(2.0**-149, 1.0, width=32), min_size=2, max_size=20), st.sampled_from(list(TORCH)))
 def test_resolved_scales_keep_their_order(scales: list[float], dtype: str) -> None:
-    found = resolved(np.sort(np.array(scales, np.float32)), dtype)
+    found = round_up_subnormals(np.sort(np.array(scales, np.float32)), dtype)
     assert (np.diff(found) >= 0).all()
 
 
@@ -183,19 +185,19 @@ def recoded(made: dict[str, Array], format_: Numeric, shape: tuple[int, int], dt
     """The codes that a runtime makes of `encode`'s arrays."""
     cells = grid(format_, shape, "out_in")
     scale = to_float32(made["scale"], dtype).reshape(cells.shape)
-    return coded(made["codes"], dtype, format_, scale, cells.down, cells.across)
+    return runtime_codes(made["codes"], dtype, format_, scale, cells.down, cells.across)
 
 
 def by_torch(w: torch.Tensor, format_: Numeric, dtype: str, source: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and stored scales by the formulas of the reference, in torch alone."""
     cells = grid(format_, tuple(w.shape), "out_in")
     amax = reference.block_amax(w, cells.down, cells.across)
-    exact = torch.where(amax == 0, torch.tensor(1.0), amax.clamp(min=FAINT) / torch.tensor(format_.maxbound))
-    scale = torch.from_numpy(resolved(exact.numpy(), dtype))
+    exact = torch.where(amax == 0, torch.tensor(1.0), amax.clamp(min=MIN_AMAX) / torch.tensor(format_.maxbound))
+    scale = torch.from_numpy(round_up_subnormals(exact.numpy(), dtype))
     stored, bound = scale.to(TORCH[dtype]), torch.tensor(format_.maxbound)
     cover = (*w.shape, cells.down, cells.across)
     # ModelOpt's fake quantizer multiplies with bound / amax; a scale that was raised covers another amax
-    largest = torch.where((scale == exact) & (amax > FAINT), amax, scale * bound)
+    largest = torch.where((scale == exact) & (amax > MIN_AMAX), amax, scale * bound)
     if format_.dtype == FP8:  # of a number and a tensor, which torch rounds twice
         quotient = w * reference.expand(448.0 / largest, *cover)
         return quotient.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), stored
@@ -209,7 +211,7 @@ def by_torch(w: torch.Tensor, format_: Numeric, dtype: str, source: str) -> tupl
 @pytest.mark.parametrize("source", TORCH)
 def test_a_written_weight_has_the_codes_of_the_source(source: str, dtype: str, name: str, magnitude: float) -> None:
     format_, (bits, w) = FORMATS[name], weight(source, magnitude)
-    made = encode(bits, source, (format_,), coding=Coding(values=dtype))
+    made = encode(bits, source, (format_,), coding=Encoding(values=dtype))
     codes, scale = by_torch(w, format_, dtype, source)
     stored = to_float32(made["scale"], dtype)
     np.testing.assert_array_equal(stored.reshape(-1), scale.float().numpy().reshape(-1))
@@ -231,7 +233,7 @@ def test_the_least_weights_become_numbers(source: str, name: str) -> None:
     """127 / amax has no float32 where amax is below 2^-121: infinity times a zero would be NaN."""
     format_, (bits, w) = FORMATS[name], weight(source, 2.0**-126)
     for dtype in ("float32", "bfloat16"):
-        made = encode(bits, source, (format_,), coding=Coding(values=dtype))
+        made = encode(bits, source, (format_,), coding=Encoding(values=dtype))
         found, scale = torch.from_numpy(to_float32(made["codes"], dtype)), to_float32(made["scale"], dtype)
         assert torch.isfinite(found).all() and (scale > 0).all() and not found[w == 0].any()
         half = 17 if format_.dtype == FP8 else 1  # of the largest step, and what the few bits of such a scale lose
@@ -242,7 +244,7 @@ def test_the_least_weights_become_numbers(source: str, name: str) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_conv1d_gives_the_values_of_its_linear_in_either_layout(name: str, turned: bool) -> None:
     format_, (bits, _) = FORMATS[name], weight("bfloat16", 0.02)
-    coding = Coding(values="float16")
+    coding = Encoding(values="float16")
     linear = encode(bits, "bfloat16", (format_,), coding=coding)
     across = np.ascontiguousarray(bits.T)
     conv1d = encode(across, "bfloat16", (format_,), layout="in_out", transpose=turned, coding=coding)
@@ -255,15 +257,15 @@ def test_a_conv1d_gives_the_values_of_its_linear_in_either_layout(name: str, tur
 def test_parity_and_values_of_what_is_written_are_those_of_the_codes(name: str) -> None:
     format_, (bits, _) = FORMATS[name], weight("float32", 0.02)
     for dtype in TORCH:
-        coding, shape = Coding(values=dtype), (256, 384)
+        coding, shape = Encoding(values=dtype), (256, 384)
         made = encode(bits, "float32", (format_,), coding=coding)
         np.testing.assert_array_equal(
             decode(made, (format_,), shape, coding=coding), to_float32(made["codes"], dtype).reshape(shape)
         )
-        plain = encode(bits, "float32", (format_,), coding=Coding(scale_dtype="float32"))
+        plain = encode(bits, "float32", (format_,), coding=Encoding(scale_dtype="float32"))
         ours = compare(bits, "float32", made, (format_,), coding=coding)
         theirs = compare(bits, "float32", plain, (format_,))
-        assert ours.beyond == 0
+        assert ours.not_nearest == 0
         # scales differ by the rounding to the model's dtype, and by nothing in float32
         assert ours.cosine == pytest.approx(theirs.cosine, abs=1e-4 if dtype == "bfloat16" else 1e-6)
         assert ours.norm_ratio == pytest.approx(theirs.norm_ratio, rel=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
@@ -274,14 +276,14 @@ def test_parity_and_values_of_what_is_written_are_those_of_the_codes(name: str) 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_changed_code_is_seen(name: str) -> None:
     format_, (bits, _) = FORMATS[name], weight("float32", 0.02)
-    coding = Coding(values="float16")
+    coding = Encoding(values="float16")
     made = encode(bits, "float32", (format_,), coding=coding)
     cells = grid(format_, bits.shape, "out_in")
     scale = to_float32(made["scale"], "float16").reshape(cells.shape)[9 // cells.down, 5 // cells.across]
     made["codes"][9, 5] = np.float16(
         to_float32(made["codes"][9, 5:6], "float16")[0] + (64 if format_.dtype == FP8 else 1) * scale
     )
-    assert compare(bits, "float32", made, (format_,), coding=coding).beyond == 1
+    assert compare(bits, "float32", made, (format_,), coding=coding).not_nearest == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -289,8 +291,8 @@ def test_one_changed_code_is_seen(name: str) -> None:
 def test_a_weight_that_the_dtype_does_not_hold_is_refused(name: str, magnitude: float) -> None:
     format_, (bits, _) = FORMATS[name], weight("bfloat16", magnitude)
     with pytest.raises(SourceError, match=r"^h\.w: does not fit float16; choose another dtype \(--dtype\)$"):
-        encode(bits, "bfloat16", (format_,), coding=Coding(values="float16"), name="h.w")
-    found = encode(bits, "bfloat16", (format_,), coding=Coding(values="bfloat16"), name="h.w")
+        encode(bits, "bfloat16", (format_,), coding=Encoding(values="float16"), name="h.w")
+    found = encode(bits, "bfloat16", (format_,), coding=Encoding(values="bfloat16"), name="h.w")
     assert np.isfinite(to_float32(found["codes"], "bfloat16")).all()
 
 
@@ -298,7 +300,7 @@ def test_the_largest_number_of_a_dtype_may_round_up_to_infinity_with_its_scale()
     """65504 / 127 is stored as 516: 127 times that has no float16. It is refused, not clamped in silence."""
     bits = np.full((4, 6), 65504, np.float32)
     with pytest.raises(SourceError, match="does not fit float16"):
-        encode(bits, "float32", (FORMATS["int8"],), coding=Coding(values="float16"))
+        encode(bits, "float32", (FORMATS["int8"],), coding=Encoding(values="float16"))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -306,10 +308,10 @@ def test_no_bad_number_is_snapped(bad: float) -> None:
     bits, _ = weight("float32", 0.02)
     bits[9, 9] = bad
     with pytest.raises(SourceError, match="such weights are refused, quantized or not: repair the checkpoint"):
-        encode(bits, "float32", (FORMATS["int8"],), coding=Coding(values="float16"))
+        encode(bits, "float32", (FORMATS["int8"],), coding=Encoding(values="float16"))
 
 
 def test_storage_is_that_of_the_dtype() -> None:
     for dtype in TORCH:
-        made = encode(weight("float32", 1.0)[0], "float32", (FORMATS["int4"],), coding=Coding(values=dtype))
+        made = encode(weight("float32", 1.0)[0], "float32", (FORMATS["int4"],), coding=Encoding(values=dtype))
         assert {array.dtype for array in made.values()} == {np.dtype(DTYPES[dtype].storage)}

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge.errors import SchemeError, UsageError
-from bridge.problems import ENOUGH, MOST
-from bridge.quant.scheme import Scheme, load_scheme
-from bridge.values import Format, Site
+from bridge.core.errors import SchemeError, UsageError
+from bridge.core.problems import ENOUGH, MAX_KINDS
+from bridge.core.values import Format, Site
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
 
 LAYERS = 5
 
@@ -111,7 +112,7 @@ def test_options_of_a_rules_algorithm_come_along(tmp_path: Path) -> None:
         ('roles = ["mlp.up.weight"]', "rule 1: matches no module; known: .*nearest: mlp.gate.weight"),
         ("layers = [5]", "layers 0 to 4; `layers` reaches 5"),
         ("layers = [-6]", "layers 0 to 4; `layers` reaches -1"),
-        ('roles = ["attn.q.weight"]', r"names attn.q.weight but model.layers.\{0..4\}.attn.qkv holds attn.k.weight"),
+        ('roles = ["attn.q.weight"]', r"names attn.q.weight but model.layers.\{0..4\}.attn.qkv has attn.k.weight"),
     ],
 )
 def test_a_rule_that_does_not_fit_the_model_is_an_error(tmp_path: Path, rule: str, said: str) -> None:
@@ -172,7 +173,7 @@ def test_rules_that_agree_do_not_contradict(tmp_path: Path) -> None:
         ("base = 'fp9'", "base: quant='fp9' is unknown"),
         ("base = 'other.toml'", "starts from a scheme by name"),
         ("base = 'fp8'\nrules = 1", "key `rules` is unknown.*nearest: rule"),
-        ("base = 'fp8'\n[[rule]]\nquant = 'none'", "rule 1: says nothing about what it matches"),
+        ("base = 'fp8'\n[[rule]]\nquant = 'none'", "rule 1: does not say what it matches"),
         ("base = 'fp8'\n[[rule]]\nlayers = [0]", "rule 1: `quant` is missing"),
         ("base = 'fp8'\n[[rule]]\nlayers = [0]\nquant = 'fp9'", "rule 1: quant='fp9' is unknown"),
         ("base = 'fp8'\n[[rule]]\nlayer = [0]\nquant = 'none'", "key `layer` is unknown.*nearest: layers"),
@@ -245,7 +246,7 @@ def test_after_many_problems_the_rest_of_a_recipe_is_not_looked_at(tmp_path: Pat
     with pytest.raises(SchemeError) as raised:
         recipe(tmp_path, text)
     told = str(raised.value).splitlines()
-    assert told[-1].strip() == last and len(told) <= 1 + MOST + 2
+    assert told[-1].strip() == last and len(told) <= 1 + MAX_KINDS + 2
 
 
 def test_a_path_that_is_not_there_says_so(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.quant import reference
-from bridge.values import Coding, Numeric
+from bridge.core.values import Encoding, Numeric
+from tests.oracles import codec_oracle
+from tests.oracles import codec_reference as reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EVERY_BF16 = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
@@ -60,7 +61,7 @@ def test_nvfp4_is_modelopts_tensor(dtype: torch.dtype) -> None:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     w = weight(dtype)
-    ours = reference.encode(w, NVFP4)
+    ours = codec_oracle.encode(w, NVFP4)
     theirs, block, whole = NVFP4QTensor.quantize(w.clone(), 16)
     assert torch.equal(ours["codes"], theirs._quantized_data)
     assert torch.equal(ours["scale"], block.view(torch.uint8))
@@ -72,7 +73,7 @@ def test_mxfp8_is_modelopts_tensor(dtype: torch.dtype) -> None:
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     w = weight(dtype)
-    ours = reference.encode(w, MXFP8)
+    ours = codec_oracle.encode(w, MXFP8)
     theirs, scale = MXFP8QTensor.quantize(w.clone())
     assert torch.equal(ours["codes"], theirs._quantized_data.view(torch.uint8))
     assert torch.equal(ours["scale"], scale)
@@ -93,7 +94,7 @@ def test_mxfp4_is_modelopts_tensor_except_at_ties_and_zero(dtype: torch.dtype) -
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     w = weight(dtype)
-    ours = reference.encode(w, MXFP4)
+    ours = codec_oracle.encode(w, MXFP4)
     theirs, scale = MXFP4QTensor.quantize(w.clone(), 32)
     used = (
         w.float().unflatten(1, (-1, 32)).abs().amax(-1) > 0
@@ -111,7 +112,7 @@ def test_int4_codes_are_modelopts_export(dtype: torch.dtype) -> None:
     from modelopt.torch.export.quant_utils import pack_int4_in_uint8
 
     w = weight(dtype)
-    ours = reference.encode(w, INT4, coding=Coding(packed="out"))  # rows 2r and 2r + 1 share a byte there
+    ours = codec_oracle.encode(w, INT4, coding=Encoding(packed="out"))  # rows 2r and 2r + 1 share a byte there
     assert torch.equal(ours["codes"], pack_int4_in_uint8(w, ours["scale"], 128))
 
 
@@ -120,7 +121,7 @@ def test_per_tensor_fp8_is_rounded_twice_as_in_modelopts_unified_export(dtype: t
     from modelopt.torch.export.quant_utils import QUANTIZATION_FP8, to_quantized_weight
 
     w = weight(dtype, rows=200)
-    once, twice = (reference.encode(w, FP8, coding=Coding(quotient=q)) for q in ("float32", "weight"))
+    once, twice = (codec_oracle.encode(w, FP8, coding=Encoding(quotient=q)) for q in ("float32", "weight"))
     assert twice["scale"] == w.abs().amax().float() / 448
     assert torch.equal(twice["codes"], to_quantized_weight(w, twice["scale"], QUANTIZATION_FP8).view(torch.uint8))
     if dtype == torch.bfloat16:
@@ -131,7 +132,7 @@ def test_a_cast_weight_keeps_the_scale_of_what_it_was() -> None:
     from modelopt.torch.export.quant_utils import QUANTIZATION_FP8_PC_PT, to_quantized_weight
 
     w = weight(torch.float32)
-    ours = reference.encode(w, (Numeric("float8_e4m3fn", "channel"),), coding=Coding(cast="bfloat16"))
+    ours = codec_oracle.encode(w, (Numeric("float8_e4m3fn", "channel"),), coding=Encoding(cast="bfloat16"))
     amax = w.abs().amax(1)
     assert torch.equal(ours["scale"], torch.where(amax == 0, 448, amax) / 448)
     theirs = to_quantized_weight(w.bfloat16(), ours["scale"], QUANTIZATION_FP8_PC_PT)
@@ -142,10 +143,10 @@ def test_a_cast_weight_keeps_the_scale_of_what_it_was() -> None:
 def test_int32_holds_codes_plus_half_of_their_range(dtype: str, bits: int) -> None:
     """The layout that compressed-tensors documents: first code in the lowest bits, what is missing is zero bits."""
     codes = torch.tensor([[-(1 << bits - 1), 0, (1 << bits - 1) - 1]], dtype=torch.int8)
-    packed = reference.pack_int32(codes, bits)
+    packed = codec_oracle.pack_int32(codes, bits)
     assert packed.tolist() == [[0 | (1 << bits - 1) << bits | ((1 << bits) - 1) << 2 * bits]]
     mask = (1 << bits) - 1
-    assert torch.equal(reference.unpack_int32(packed, bits, 3), (codes.long() & mask).to(torch.uint8))
+    assert torch.equal(codec_oracle.unpack_int32(packed, bits, 3), (codes.long() & mask).to(torch.uint8))
 
 
 def test_int4_codes_differ_from_modelopts_reciprocal_only_at_ties() -> None:
@@ -153,7 +154,7 @@ def test_int4_codes_differ_from_modelopts_reciprocal_only_at_ties() -> None:
 
     w = weight(torch.float32)
     w[3] = 1
-    ours = reference.encode(w, INT4)
+    ours = codec_oracle.encode(w, INT4)
     theirs, inverse = INT4QTensor.quantize(w, 128)
     torch.testing.assert_close(ours["scale"].flatten(), 1 / inverse.flatten(), rtol=2e-7, atol=0)
     packed = theirs._quantized_data  # the even code in the high nibble there, offset by 8
@@ -182,7 +183,7 @@ def test_decoded_weights_are_modelopts_fake_quantized_ones(
     w[3] = 1
     quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=bits, axis=axis))
     quantizer.amax = w.abs().amax(dim=None if axis is None else 1, keepdim=axis is not None)
-    ours = reference.decode(reference.encode(w, (numeric,)), (numeric,), tuple(w.shape))
+    ours = codec_oracle.decode(codec_oracle.encode(w, (numeric,)), (numeric,), tuple(w.shape))
     torch.testing.assert_close(ours, quantizer(w), rtol=3e-7, atol=0)  # theirs divides by maxbound / amax
 
 

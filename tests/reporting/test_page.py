@@ -6,10 +6,11 @@ import dataclasses
 import re
 from html.parser import HTMLParser
 
-from bridge.plots import MARKS, experts_plot, parity_plots, scales_plot, short, storage_plot
-from bridge.report import Advice, Coverage, Parity, ScaleRange
-from bridge.show import html
-from tests.test_show import full, report, tensor
+from bridge.reporting.page import render
+from bridge.reporting.plots import MAX_MARKS, experts_plot, parity_plots, scales_plot, short, storage_plot
+from bridge.reporting.report import Advice, Coverage
+from bridge.verification.parity import Parity, ScaleRange
+from tests.cli.test_show import full, report, tensor
 
 
 class Page(HTMLParser):
@@ -37,38 +38,38 @@ class Page(HTMLParser):
 
 def test_the_page_is_whole_fetches_nothing_and_escapes_names() -> None:
     page = Page()
-    page.feed(html(report()))
+    page.feed(render(report()))
     assert (page.open, page.fetched) == ([], [])
     assert "head<b>.weight" in page.text
-    for words in ("283.25", "why & how", "zero: floor", "one note", "2.13.0", "BELOW"):
+    for words in ("283.25", "why & how", "zero: floor", "one note", "2.13.0", "FAILED"):
         assert words in page.text
 
 
 def test_the_page_plots_every_tensor_and_marks_those_below() -> None:
-    page = html(report())
+    page = render(report())
     assert page.count('<rect class="ok" x=') == 2 * 5 + 1
     assert page.count('<rect class="low" x=') == 2
-    assert page.count("layers.2.up.weight: ") == 2 and page.count("BELOW its gate</title>") == 2
+    assert page.count("<title>layers.2.up.weight: ") == 2 and page.count("BELOW its gate</title>") == 2
 
 
 def test_equal_reports_make_equal_pages() -> None:
-    assert html(report()) == html(report())
-    assert html(report()) != html(report(scheme="int8"))
+    assert render(report()) == render(report())
+    assert render(report()) != render(report(scheme="int8"))
 
 
 def test_numbers_that_are_not_finite_do_not_break_the_plots() -> None:
     parity = Parity((tensor("a.weight", float("inf")), tensor("b.weight", -3.0)), layers=(("a", float("nan")),))
-    page = html(report(parity=parity))
+    page = render(report(parity=parity))
     assert not re.search(r'(?:x|y|width|height)="(?:nan|inf|-inf)"', page)
 
 
 def test_a_page_without_comparison_says_so() -> None:
-    assert "not compared" in html(report(parity=None))
+    assert "not compared" in render(report(parity=Parity()))
 
 
 def test_the_page_shows_each_kind_of_fact() -> None:
     page = Page()
-    page.feed(html(full()))
+    page.feed(render(full()))
     for words in (
         "accounted", "48", "FAILS", "BELOW", "layers.0.experts.1.", "9.60", "2^-3", "18", "7, 3", "here",
         'modules = [\n    "layers.0.q",\n    "layers.0.k",\n]', "50% of the summed squares", "4.1 kB",
@@ -77,8 +78,8 @@ def test_the_page_shows_each_kind_of_fact() -> None:
 
 
 def test_no_section_is_empty_and_every_link_leads_to_one() -> None:
-    for made in (full(), report(), report(parity=None, quantized=0)):
-        page = html(made)
+    for made in (full(), report(), report(parity=Parity(), quantized=0)):
+        page = render(made)
         links, ids = re.findall(r'href="#(\w+)"', page), re.findall(r' id="(\w+)"', page)
         assert set(links) <= set(ids) and len(ids) == len(set(ids))
         for section in re.findall(r"<section.*?</section>", page, re.DOTALL):
@@ -86,19 +87,19 @@ def test_no_section_is_empty_and_every_link_leads_to_one() -> None:
 
 
 def test_the_page_says_where_nothing_stands_out() -> None:
-    assert "No layer stands out" in html(report())
-    advised = html(report(advice=(Advice(("layers.1.up",), 0.5, 0.75, 10),)))
+    assert "No layer stands out" in render(report())
+    advised = render(report(advice=(Advice(("layers.1.up",), 0.5, 0.75, 10),)))
     assert "No layer stands out" not in advised and "75%" in advised
 
 
 def test_a_deep_model_is_drawn_with_a_bounded_number_of_marks() -> None:
     deep = Parity(tuple(tensor(f"layers.{n}.{kind}.weight", 30 + n % 7) for n in range(900) for kind in "abcdef"))
     for plot in parity_plots(deep):
-        assert len(plot.marks) == 900 <= MARKS
+        assert len(plot.marks) == 900 <= MAX_MARKS
         assert "900 of 5,400 weights" in plot.about
     wide = [Coverage(f"layers.{n}.experts", tuple(range(256))) for n in range(60)]
     drawn = experts_plot(wide)
-    assert drawn and len(drawn.marks) <= MARKS and "60 experts got no token" in drawn.about
+    assert drawn and len(drawn.marks) <= MAX_MARKS and "60 experts got no token" in drawn.about
 
 
 def test_of_more_weights_than_are_drawn_the_failed_one_is() -> None:
@@ -127,7 +128,7 @@ def test_marks_lie_inside_their_plot() -> None:
         scales_plot(ranges),
         experts_plot(layers),
         storage_plot(full().storage),
-        *parity_plots(full().parity or Parity()),
+        *parity_plots(full().parity),
     ]
     for plot in plots:
         assert plot and plot.marks
@@ -147,5 +148,5 @@ def test_a_name_too_long_for_its_place_keeps_its_end() -> None:
 
 def test_a_hostile_path_is_escaped_everywhere() -> None:
     name = "x</title><script>alert(1)</script>"
-    page = html(dataclasses.replace(full(), out=f"out/{name}", made_from={"source": name}, notes=(name,)))
+    page = render(dataclasses.replace(full(), out=f"out/{name}", made_from={"source": name}, notes=(name,)))
     assert "<script" not in page

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge import facts
-from bridge.container import SafetensorsFile
-from bridge.planning import Plan
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.report import Parity, Report, TensorParity
-from bridge.tally import COMPARED, EQUAL, FINITE, NEAREST, SHARED, USABLE
-from tests.sources_made import MadeSource, made_llama
+from bridge.reporting import summary as facts
+from bridge.reporting.report import Report
+from bridge.verification.counts import COMPARED, EQUAL, FINITE, NEAREST, SHARED, USABLE
+from bridge.verification.parity import Parity, TensorParity
+from tests.models.sources_made import MadeSource, made_llama
 
-TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 MADE = Provenance("", "", "", "", "", "", 0, 0)
 
 
@@ -126,7 +127,7 @@ def test_every_scale_lies_in_its_histogram(written: tuple[Path, Report], source:
 
 
 def source_values(source: MadeSource, layer: int) -> np.ndarray:
-    from bridge.dtypes import to_float32
+    from bridge.core.dtypes import to_float32
 
     return to_float32(source.arrays[f"model.layers.{layer}.mlp.up_proj.weight"], "bfloat16")
 
@@ -192,7 +193,7 @@ def test_what_hurts_far_more_than_the_median_is_to_be_kept_with_what_reads_the_s
 
 def test_nothing_is_advised_where_all_hurt_alike_or_nothing_was_compared() -> None:
     plan, parity = plan_and_damage()
-    assert facts.advice(plan, parity) == () == facts.advice(plan, None) == facts.advice(plan, Parity())
+    assert facts.advice(plan, parity) == () == facts.advice(plan, Parity())
 
 
 def test_the_most_gained_per_byte_comes_first_and_advice_has_an_end() -> None:
@@ -200,7 +201,7 @@ def test_the_most_gained_per_byte_comes_first_and_advice_has_an_end() -> None:
     plan, parity = plan_and_damage(**worse, model_layers_2_self_attn_o_proj=0.5)
     found = facts.advice(plan, parity)
     assert found[0].modules == ("model.layers.2.self_attn.o_proj",)  # as much damage, fewer bytes
-    assert len(found) == facts.MOST
+    assert len(found) == facts.MAX_ADVICE
     assert [row.share / row.bytes for row in found] == sorted((row.share / row.bytes for row in found), reverse=True)
 
 

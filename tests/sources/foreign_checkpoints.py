@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import yaml
 
-from tests.sources.dcp_saves import save
+from tests.sources.weights.dcp_saves import save
 from tests.tables import foreign
 from tests.tables.checkpoints import LLAMA, headers
 

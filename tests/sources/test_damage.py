@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bridge.container import SafetensorsFile
-from bridge.errors import BridgeError, SourceError
-from bridge.sources import open_source
-from bridge.sources.torch_zip import TorchFile
+from bridge.core.errors import BridgeError, SourceError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.formats.torch_file import TorchFile
+from bridge.sources.opening import open_source
 from tests.sources.foreign_checkpoints import CONFIG, llama, megatron_bridge, meta, spelled
-from tests.sources.test_zarr_folder import array
+from tests.sources.weights.test_zarr import array
 
 STATE = {"a": torch.randn(4, 3), "b": torch.randn(5).to(torch.bfloat16)}
 FORMS: dict[str, tuple[type[TorchFile] | type[SafetensorsFile], Callable[[Path], object]]] = {
@@ -40,6 +40,7 @@ def damage(data: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_damaged_file_reads_or_is_refused(form: str, tmp_path: Path) -> None:
     opener, save = FORMS[form]
@@ -85,6 +86,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHECKPOINTS)
 def test_damaged_checkpoint_reads_or_is_refused(what: str, tmp_path: Path) -> None:
     """Through the front door: no other exception, no hang, and what can still be read has the shapes that it says."""

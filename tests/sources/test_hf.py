@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bridge.errors import SourceError, UsageError
-from bridge.sources import lazy, open_source
+from bridge.core.errors import SourceError, UsageError
+from bridge.sources.opening import open_source
+from bridge.sources.source import lazy
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 6}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n"
@@ -161,7 +162,7 @@ def test_config_without_architectures_says_what_to_give(single: Path, architectu
     (single / "config.json").write_text(json.dumps({**CONFIG, "architectures": architectures}))
     message = refusal(single)
     assert "config.json has no architectures (model_type is 'llama')" in message
-    assert 'give config={"architectures": ["LlamaForCausalLM"]}' in message
+    assert 'config={"architectures": ["LlamaForCausalLM"]}, or --config FILE' in message
     assert open_source(single, config={"architectures": ["LlamaForCausalLM"]}).config["architectures"]
 
 
@@ -316,6 +317,34 @@ def test_what_is_no_checkpoint_is_recognized(tmp_path: Path, names: tuple[str, .
         (tmp_path / name).write_text("{}")
     message = refusal(tmp_path)
     assert message.startswith(f"{tmp_path}: {what}")
+
+
+DIFFUSERS = {"_class_name": "DiTTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 2}
+
+
+@pytest.mark.parametrize("given", [None, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_diffusers_model_is_not_supported_and_no_class_makes_it_so(tmp_path: Path, given: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DIFFUSERS))
+    save_file(FIRST, tmp_path / "diffusion_pytorch_model.safetensors")
+    message = refusal(tmp_path, config=given)
+    assert message.startswith(f"{tmp_path}: a diffusers model (DiTTransformer2DModel): diffusers models are not supp")
+    assert "quantize it with diffusers (quantization_config=) or ModelOpt" in message
+    assert "LlamaForCausalLM" not in message
+
+
+def test_of_a_diffusers_pipeline_the_models_of_transformers_are_named(tmp_path: Path) -> None:
+    parts = {"text_encoder": "transformers", "tokenizer": "transformers", "unet": "diffusers"}
+    index = {"_class_name": "StableDiffusionPipeline", "safety_checker": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {name: [of, "X"] for name, of in parts.items()}))
+    save_file(FIRST, tmp_path / "all-in-one.safetensors")
+    for name in ("text_encoder", "unet"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    message = refusal(tmp_path)
+    assert message.startswith(
+        f"{tmp_path}: a diffusers pipeline (model_index.json): diffusers models are not supported"
+    )
+    assert message.endswith(f"such as its text encoders (here {tmp_path / 'text_encoder'})")
 
 
 def test_a_file_is_not_a_model(single: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import save_file
 
-from bridge.errors import SourceError
-from bridge.sources import hub, open_source
+from bridge.core.errors import SourceError
+from bridge.sources import hub
+from bridge.sources.opening import open_source
 
 REVISION = "0" * 40
 

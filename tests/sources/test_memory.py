@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bridge.errors import SourceError, UsageError
-from bridge.sources import open_source
+from bridge.core.errors import SourceError, UsageError
+from bridge.sources.opening import open_source
 from tests.sources.tiny_families import build
 
 
@@ -27,8 +27,42 @@ def test_module_that_is_no_transformers_model_is_refused() -> None:
     assert "Linear in memory: not a transformers model (it has no config)" in refusal(torch.nn.Linear(2, 3))
 
 
+class FrozenDict(dict[str, Any]):
+    """What diffusers keeps a config in; it has no `to_json_string`."""
+
+
+class ModelMixin(torch.nn.Linear):
+    """A model of diffusers, as far as it is looked at."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(2, 3)
+        self.config = FrozenDict(config)
+
+    def save_pretrained(self, directory: str) -> None:
+        raise AssertionError
+
+
+class DiffusionPipeline:
+    """No torch module."""
+
+    config = FrozenDict(_class_name="StableDiffusionPipeline", _diffusers_version="0.42.1")
+
+
+def test_a_diffusers_model_is_not_supported() -> None:
+    message = refusal(ModelMixin(_class_name="DiTTransformer2DModel", _diffusers_version="0.42.1"))
+    assert message.startswith(
+        "ModelMixin in memory: a diffusers model (DiTTransformer2DModel): diffusers models are not"
+    )
+    assert "quantize it with diffusers (quantization_config=) or ModelOpt" in message
+    assert refusal(DiffusionPipeline()).startswith("DiffusionPipeline in memory: a diffusers model (StableDiffusionPi")
+
+
+def test_another_modules_config_is_no_transformers_model() -> None:
+    assert "ModelMixin in memory: not a transformers model (its config is a FrozenDict)" in refusal(ModelMixin(width=3))
+
+
 def test_wrapper_for_parallel_training_is_named() -> None:
-    assert "or its `.module` where it is wrapped" in refusal(torch.nn.DataParallel(build("llama")))
+    assert "or its `.module` if it is wrapped" in refusal(torch.nn.DataParallel(build("llama")))
 
 
 def test_compiled_model_is_unwrapped() -> None:
@@ -41,7 +75,7 @@ def test_compiled_model_is_unwrapped() -> None:
 def test_model_with_adapters_is_refused() -> None:
     model = build("llama")
     model.peft_config = {"default": object()}
-    assert "carries adapters; merge them first: model = model.merge_and_unload()" in refusal(model)
+    assert "has adapters; merge them first: model = model.merge_and_unload()" in refusal(model)
 
 
 def test_model_with_modelopt_quantizers_is_refused() -> None:
@@ -123,7 +157,7 @@ def test_tokenizer_is_handed_back_and_carried() -> None:
 
 
 def test_model_in_memory_without_a_tokenizer_asks_for_one() -> None:
-    with pytest.raises(UsageError, match="a model in memory brings no tokenizer; give tokenizer="):
+    with pytest.raises(UsageError, match="a model in memory has no tokenizer; give tokenizer="):
         open_source(build("llama")).load_tokenizer()
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from tests import meta_oracle
+from bridge.core.errors import SourceError
+from bridge.sources.opening import open_source
+from tests.oracles import meta_oracle
 from tests.sources.foreign_checkpoints import llama, meta, spelled
 
 
@@ -74,7 +74,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_the_last_missing_rank_is_guessed_from_the_shapes(tmp_path: Path) -> None:
     root = meta(tmp_path / "m", spelled(llama(), "meta"), 2)
     (root / "consolidated.01.pth").unlink()
-    assert "it looks like 2 ranks' model, of which 1 lie there; copy the other" in refusal(root)
+    assert "the model seems to have 2 ranks, of which 1 are there; copy the other" in refusal(root)
 
 
 def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
     torch.save(state, root / "consolidated.01.pth")
     message = refusal(root)
     assert "layers.1.feed_forward.w1.weight: its ranks differ in shape or dtype: float16" in message
-    assert "layers.2.attention.wo.weight: not in every rank of its stage: tp 1 pp 0 is without it" in message
+    assert "layers.2.attention.wo.weight: not in every rank of its stage: tp 1 pp 0 does not have it" in message
 
 
 def test_a_pickle_that_asks_for_more_than_tensors_runs_nothing(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import transformers
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests import megatron_oracle, meta_oracle, torchtitan_oracle
-from tests.megatron_families import EVERY, FAMILIES, PADDED, VOCAB
-from tests.torchtitan_families import CONFIGS
+from tests.covering import grid
+from tests.models.megatron_families import EVERY, FAMILIES, PADDED, VOCAB
+from tests.models.torchtitan_families import CONFIGS
+from tests.oracles import megatron_oracle, meta_oracle, torchtitan_oracle
 
-pytestmark = pytest.mark.slow  # each starts processes, which import for ten seconds
+pytestmark = pytest.mark.slow  # each asks processes, which import for ten seconds
 CLOSE = 1e-4  # float32, logits about one
 # Megatron-Bridge trains: how it balances and moves tokens is not the model. Its squared ReLU is a function of its own.
 NOT_THE_MODEL = {"moe_router_load_balancing_type", "moe_token_dispatcher_type"}
@@ -82,8 +83,7 @@ def test_megatron_bridge_derives_the_same_model(name: str) -> None:
     assert differing <= NOT_THE_MODEL | OWN_FUNCTION.get(name, set())
 
 
-@pytest.mark.parametrize("layers", ["stacked", "single", "singleton"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@grid({"name": ["llama", "qwen3-moe"], "layers": ["stacked", "single", "singleton"]})
 def test_megatron_loads_what_it_saved(name: str, layers: str, tmp_path: Path) -> None:
     made = megatron_oracle.family(name)
     made.save(tmp_path, "nemo2", layers=layers, optimizer=True)
@@ -133,6 +133,7 @@ def test_ranks_of_a_nemo_archive_are_the_whole_cut(tmp_path: Path) -> None:
             assert torch.equal(torch.cat(halves, axis), tensor)
 
 
+@pytest.mark.product  # tests of sources read every kind
 @pytest.mark.parametrize("kind", megatron_oracle.KINDS)
 def test_every_kind_is_written(kind: str, tmp_path: Path) -> None:
     made = megatron_oracle.family("gemma")
@@ -158,8 +159,7 @@ def test_torchtitan_answers_as_transformers_does(name: str, era: str, tmp_path: 
     assert np.abs(answer(made.hf, made.config_hf, made.ids, tmp_path) - made.logits).max() < CLOSE
 
 
-@pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
-@pytest.mark.parametrize("name", CONFIGS)
+@grid({"name": list(CONFIGS), "era": torchtitan_oracle.ERAS})
 def test_torchtitan_comes_back(name: str, era: str, tmp_path: Path) -> None:
     """Qwen3's router correction has no Hugging Face name: its adapter drops it."""
     import torch.distributed.checkpoint as dcp
@@ -173,8 +173,7 @@ def test_torchtitan_comes_back(name: str, era: str, tmp_path: Path) -> None:
     assert all(np.array_equal(tensor.numpy(), made.native[key]) for key, tensor in loaded.items())
 
 
-@pytest.mark.parametrize("version", ["2", "3.1"])
-@pytest.mark.parametrize("shards", [1, 2])
+@grid({"shards": [1, 2], "version": ["2", "3.1"]})
 def test_shards_of_meta_convert_to_the_same_model(shards: int, version: str, tmp_path: Path) -> None:
     made = meta_oracle.family()
     found = meta_oracle.converted(meta_oracle.save(tmp_path, shards, version), shards, version)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from bridge.errors import SourceError
-from bridge.sources import open_source
+from bridge.core.errors import SourceError
+from bridge.sources.opening import open_source
 from tests.sources.foreign_checkpoints import MODEL, llama, megatron_bridge, nemo_archive, spelled
 
 TINY = Path("examples/models/tiny-llama/tokenizer.json")

@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bridge
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from tests import torchtitan_oracle
-from tests.sources.dcp_saves import bits, save
+from bridge.core.errors import SourceError
+from bridge.sources.opening import open_source
+from tests.oracles import torchtitan_oracle
 from tests.sources.foreign_checkpoints import CONFIG, llama, spelled
 from tests.sources.tiny_families import build
-from tests.targets.test_hf_stacked import build as gpt_oss
+from tests.sources.weights.dcp_saves import bits, save
+from tests.targets.hf.test_hf_stacked import build as gpt_oss
 
 
 def refusal(model: object, **arguments: Any) -> str:
@@ -98,8 +98,8 @@ def test_all_that_contradicts_the_tensors_is_told_at_once(tmp_path: Path) -> Non
 def test_names_that_no_dialect_knows_are_shown(tmp_path: Path) -> None:
     step = save(tmp_path / "step-3", {f"blocks.{n}.w": torch.ones(3) for n in range(4)})
     assert refusal(step, config=CONFIG) == (
-        f"{step}: its tensors bear names of no dialect that is known here (megatron, torchtitan, meta): "
-        "blocks.{0..3}.w; a table in mappings/dialects would say what they mean"
+        f"{step}: its tensors have names of no known dialect (megatron, torchtitan, meta): "
+        "blocks.{0..3}.w; add a table of their meaning to mappings/dialects"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(tmp_path: Path) -> None:
     message = refusal(save(tmp_path / "step-3", state), config=CONFIG)
     assert "layers.1.attention.gate.weight: " in message
     assert "torchtitan.toml has no row for it" in message
-    assert "layers.1.attention.wo.weight: is missing; model.layers.1.self_attn.o_proj.weight would be made" in message
+    assert "layers.1.attention.wo.weight: is missing; model.layers.1.self_attn.o_proj.weight needs it" in message
 
 
 def test_hugging_faces_own_weights_come_first(tmp_path: Path) -> None:
@@ -176,5 +176,5 @@ def test_a_state_dict_without_its_config_is_told(tmp_path: Path) -> None:
     step = save(tmp_path / "step", {f"model.{name}": tensor for name, tensor in build("llama").state_dict().items()})
     for config in (None, {"num_attention_heads": 6}, {"architectures": ["GPT2LMHeadModel"]}):
         message = refusal(step, config=config)
-        assert "its tensors bear names of Hugging Face's (model.lm_head.weight, model.model.embed_tokens" in message
+        assert "its tensors have Hugging Face names (model.lm_head.weight, model.model.embed_tokens" in message
         assert message.endswith("put its config.json beside them, or give config=")

@@ -10,19 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge import api, opening
-from bridge.budget import working_set
-from bridge.container import SafetensorsFile
-from bridge.conversion import Conversion
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.making import Maker
-from bridge.output import Work, output_directory
+from bridge.api import request as opening
+from bridge.api import verbs as api
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.output.directory import Work, output_directory
+from bridge.core.pages import Buffers
+from bridge.core.values import TensorSpec
+from bridge.planning.memory import working_set
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.sources import open_source
-from bridge.stream import run
-from bridge.values import TensorSpec
-from tests.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
+from bridge.sources.opening import open_source
+from bridge.streaming.context import ConversionContext
+from bridge.streaming.encode import write_step
+from bridge.streaming.run import run
+from bridge.targets import file_settings
+from tests.models.sources_made import CONFIG, MadeSource, llama_shapes, made_llama
 
 PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)
 DOWN = "model.layers.1.mlp.down_proj"
@@ -39,8 +42,8 @@ def stream(
     wide = {n: np.linspace(1, 3, source.specs[site.weight].shape[1], dtype=np.float32) for n, site in modules.items()}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)), wide, wide)
     with output_directory(out, plan.digest) as work:
-        conversion = Conversion(plan, source, calibration, scheme, memory, work, workers)
-        run(conversion, work.directory, threading.Event())
+        context = ConversionContext(plan, source, calibration, scheme, memory, work, file_settings("trt"), workers)
+        run(context, work.directory, threading.Event())
     return SafetensorsFile(out / "model.safetensors")
 
 
@@ -125,33 +128,31 @@ def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: 
     modules = {part.module for step in plan.quantized for part in step.inputs}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)))
     work = Work(Path(), {}, io.StringIO())
-    conversion = Conversion(plan, source, calibration, scheme, 1, work)
+    context = ConversionContext(plan, source, calibration, scheme, 1, work, file_settings(target))
     for step in plan.steps:
-        maker = Maker(conversion)
-        maker.make(step, 1.0, lambda output, array, at: None)  # compiles
-        maker = Maker(conversion)
+        write_step(step, context, Buffers(), 1.0, lambda output, array, at: None)  # compiles
         tracemalloc.start()
-        maker.make(step, 1.0, lambda output, array, at: None)
+        write_step(step, context, Buffers(), 1.0, lambda output, array, at: None)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak <= working_set(step, plan.sources) + 100_000, (step.source, peak, working_set(step, plan.sources))
 
 
 @pytest.mark.parametrize("target", ["tripy", "trt"])
-def test_carrying_int4_over_takes_no_more_memory_than_the_plan_says(tmp_path: Path, target: str) -> None:
+def test_copying_int4_takes_no_more_memory_than_the_plan_says(tmp_path: Path, target: str) -> None:
     config = {**CONFIG, "intermediate_size": 14336, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
     arrays = {n: np.ones(s, np.float16) for n, s in llama_shapes(config).items()}
     made = MadeSource(arrays, {n: TensorSpec(n, a.shape, "float16") for n, a in arrays.items()}, config)
     api.convert(made, target="hf", quant="int4_wo", out=tmp_path / "hf", verify=False)
     source = open_source(tmp_path / "hf")
     structure = opening.structure_of(source)
-    scheme = opening.stored_of(None, source)
+    scheme = opening.passthrough_of(None, source)
     plan = opening.plan_of(source, structure, target, scheme, {"dtype": "fp16"})
-    conversion = Conversion(plan, source, None, scheme, 1, Work(Path(), {}, io.StringIO()))
+    context = ConversionContext(plan, source, None, scheme, 1, Work(Path(), {}, io.StringIO()), file_settings(target))
     for step in plan.quantized:
-        Maker(conversion).make(step, None, lambda output, array, at: None)  # compiles
+        write_step(step, context, Buffers(), None, lambda output, array, at: None)  # compiles
         tracemalloc.start()
-        Maker(conversion).make(step, None, lambda output, array, at: None)
+        write_step(step, context, Buffers(), None, lambda output, array, at: None)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak <= working_set(step, plan.sources) + 100_000, (step.source, peak, working_set(step, plan.sources))

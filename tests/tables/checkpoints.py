@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bridge.tables.arch import load_arch
-from bridge.tables.match import entries_of
-from bridge.values import TensorSpec
+from bridge.core.values import TensorSpec
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.architectures.match import entries_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
@@ -33,7 +33,7 @@ def headers(config: dict[str, Any]) -> dict[str, TensorSpec]:
     names = table.names(config)
     tied = {tie.alias for tie in table.ties if tie.when.value(names)}
     found = [e for e in entries_of(table, config["architectures"][0], names) if e.row.expr and e.name not in tied]
-    return {name: TensorSpec(name, entry.shape, "bfloat16") for entry in found for name in entry.tensors()}
+    return {name: TensorSpec(name, entry.shape, "bfloat16") for entry in found for name, _, _ in entry.placed()}
 
 
 def tiny_fields(architecture: str) -> dict[str, Any]:

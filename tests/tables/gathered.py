@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bridge.tables.rectangles import Array, Block, Blocks
+from bridge.tables.expressions.regions import Array, Block, Blocks
 
 
 def gathered(blocks: Blocks, tensors: Mapping[str, Array]) -> Array:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.errors import TableError, UsageError
-from bridge.quant.scheme import load_scheme, scheme_names
-from bridge.tables import files
-from bridge.tables.arch import load_arch
-from bridge.tables.dialect import dialect_names, load_dialect
-from bridge.tables.files import mappings
+from bridge.core import mappings as files
+from bridge.core.errors import TableError, UsageError
+from bridge.core.mappings import mappings
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.dialects.dialect import dialect_names, load_dialect
 
 LLAMA = (mappings() / "arch/llama.toml").read_text()
 COUSIN = LLAMA.replace("Llama", "Cousin")
@@ -48,6 +49,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     files._added.cache_clear()
 
 
+@pytest.mark.slow
 def test_an_architecture_a_dialect_and_a_scheme_are_found_by_name(site: Site) -> None:
     scheme = FP8.replace('["float8"]', '["theirs"]')
     site.add("theirs", {"arch/cousin.toml": COUSIN, "dialects/kin.toml": META, "schemes/eight.toml": scheme})
@@ -58,6 +60,7 @@ def test_an_architecture_a_dialect_and_a_scheme_are_found_by_name(site: Site) ->
     assert bridge.check() == []
 
 
+@pytest.mark.slow
 def test_an_architecture_says_how_a_dialect_that_ships_lays_it_out(site: Site) -> None:
     said = '\n[layouts.CousinForCausalLM]\nmegatron = "llama"\nmeta = "llama"\n'
     site.add("theirs", {"arch/cousin.toml": COUSIN.replace("\n[foreign]", f"{said}\n[foreign]")})
@@ -66,6 +69,7 @@ def test_an_architecture_says_how_a_dialect_that_ships_lays_it_out(site: Site) -
     assert bridge.check() == []
 
 
+@pytest.mark.slow
 def test_a_wrong_row_of_theirs_is_told_with_its_file(site: Site) -> None:
     site.add("theirs", {"arch/cousin.toml": COUSIN.replace('"mlp.norm.weight"', '"mlp.nrm.weight"')})
     (problem,) = bridge.check()
@@ -84,9 +88,10 @@ def test_two_files_of_one_name_are_an_error_wherever_they_lie(site: Site) -> Non
         load_scheme("one")
 
 
+@pytest.mark.slow
 def test_two_tables_of_one_architecture_are_a_problem(site: Site) -> None:
     site.add("theirs", {"arch/own.toml": LLAMA})
-    assert any("`LlamaForCausalLM` stands in mappings/arch/llama.toml, too" in problem for problem in bridge.check())
+    assert any("`LlamaForCausalLM` is also listed in mappings/arch/llama.toml" in problem for problem in bridge.check())
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from itertools import combinations
 import pytest
 import torch
 
-from bridge.errors import BridgeError
-from bridge.tables.arch import ArchTable, Row, load_arch, parse_arch
-from bridge.tables.grammar import Call, roles_in
-from bridge.tables.slices import locate, role_shapes
-from bridge.tables.structure import match_table
+from bridge.core.errors import BridgeError
+from bridge.core.mappings import parse_table
+from bridge.tables.architectures.arch import ArchTable, Row, load_arch, parse_arch
+from bridge.tables.architectures.structure import match_table
+from bridge.tables.dialects.layout import locate, role_shapes
+from bridge.tables.expressions.grammar import Call, roles_in
 from tests.tables.gathered import gathered
 from tests.tables.reference_forward import Roles
 from tests.tables.tiny import CASES, Tiny, reference, tiny
@@ -72,7 +73,7 @@ def test_roles_give_the_logits_of_transformers(make: Make, case: str) -> None:
 def _noticed(case: str, model: Tiny, text: str, table: ArchTable) -> bool:
     """True when parsing, matching or the reference forward tells the broken table from the right one."""
     try:
-        roles = _read(model, parse_arch(text, table.roles, "broken.toml"))
+        roles = _read(model, parse_arch(parse_table(text, "broken.toml"), table.roles))
         return not _distance(case, model, roles) < NOTICED  # NaN is noticed, too
     except BridgeError:
         return True
@@ -80,7 +81,7 @@ def _noticed(case: str, model: Tiny, text: str, table: ArchTable) -> bool:
 
 def _active(table: ArchTable, model: Tiny) -> list[Row]:
     matched = match_table(model.config, model.specs, table)
-    used = {id(entry.row) for entry, _, _ in matched.found.values()}
+    used = {id(entry.row) for entry, _, _ in matched.placed.values()}
     return [row for row in table.rows if id(row) in used]
 
 

@@ -4,12 +4,14 @@ import tomllib
 
 import pytest
 
-from bridge.errors import TableError
-from bridge.tables.arch import arch_files, load_arch, load_roles, parse_arch, parse_roles
+from bridge.core.errors import TableError
+from bridge.core.mappings import mappings, parse_table, table_files
+from bridge.tables.architectures.arch import load_arch, parse_arch
+from bridge.tables.architectures.roles import load_roles, parse_roles
 from bridge.tables.check import check, check_table
-from bridge.tables.files import mappings, parse_table
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_house_hold_together() -> None:
     assert check() == []
 
@@ -19,7 +21,9 @@ def _broken(old: str, new: str, arch: str = "llama") -> str:
     text = (mappings() / f"arch/{arch}.toml").read_text()
     assert text.count(old) >= 1
     try:
-        return "\n".join(check_table(parse_arch(text.replace(old, new, 1), load_roles(), f"mappings/arch/{arch}.toml")))
+        return "\n".join(
+            check_table(parse_arch(parse_table(text.replace(old, new, 1), f"mappings/arch/{arch}.toml"), load_roles()))
+        )
     except TableError as error:
         return str(error)
 
@@ -28,8 +32,8 @@ def _broken(old: str, new: str, arch: str = "llama") -> str:
     ("old", "new", "says"),
     [
         ('"attn.q.weight"', '"attn.query.weight"', "role `attn.query.weight` is unknown"),
-        ('"attn.k.weight"', '"attn.q.weight"', "role `attn.q.weight` is held 2 times"),
-        ('"model.norm.weight"', '"model.{l}.weight"', "role `final.norm.weight` has no index, the row's name has not"),
+        ('"attn.k.weight"', '"attn.q.weight"', "role `attn.q.weight` occurs 2 times"),
+        ('"model.norm.weight"', '"model.{l}.weight"', "role `final.norm.weight` has no index, the row's name does not"),
         ("layers.{l}.input", "layers.{n}.input", "index `{n}` is unknown"),
         ("layers.{l}.input", "layers.x{l}.input", "an index is a whole component"),
         ("layers.{l}.input", "layers.0.input", "role `attn.norm.weight` has {l}"),
@@ -37,17 +41,17 @@ def _broken(old: str, new: str, arch: str = "llama") -> str:
         ("[ignore]", "[ignored]", "nearest: ignore"),
         ('vocab    = "vocab_size"', 'vocab    = "vocab_sizes"', "`vocab_sizes` is neither a dim nor a field"),
         ('vocab    = "vocab_size"', 'vocabs   = "vocab_size"', "dim `vocabs` is unknown"),
-        ("mlp_bias            = false", "mlp_bias = false\nmlp_biases = false", "field `mlp_biases` is dead"),
-        ('labels   = "id2label', 'types = "num_labels"\nlabels   = "id2label', "dim `types` is dead"),
+        ("mlp_bias            = false", "mlp_bias = false\nmlp_biases = false", "field `mlp_biases` is unused"),
+        ('labels   = "id2label', 'types = "num_labels"\nlabels   = "id2label', "dim `types` is unused"),
         ('ffn      = "intermediate_size"\n', "", "needs the dim `ffn`"),
         ('layers   = "num_hidden_layers"\n', "", "index `{l}` needs the dim `layers`"),
         ('bare          = ["LlamaModel"]', 'bare = ["LamaModel"]', "architecture `LamaModel` is not listed"),
         ('[rows_for."LlamaForCausalLM"]', '[rows_for."LlamaForCausal"]', "nearest: LlamaForCausalLM"),
         ('[rows_if."mlp_bias"]', '[rows_if."mlp_biass"]', "nearest: mlp_bias"),
         ('"lm_head.weight" = "model', '"head.weight" = "model', "`head.weight` is tied but has no row"),
-        ("computed from the config; a buffer that older versions of transformers saved", "", "needs its reason"),
+        ("computed from the config; a buffer that older versions of transformers saved", "", "needs a reason"),
         ('"attn.v.weight"', "3", "a row's value is a string, not 3"),
-        ("self_attn.v_proj.weight", "self_attn.k_proj.weight", "a row that stands twice"),
+        ("self_attn.v_proj.weight", "self_attn.k_proj.weight", "duplicate rows are not valid"),
         ("architectures", "archs", "unknown key `archs`"),
     ],
 )
@@ -64,12 +68,12 @@ def test_a_row_left_out_breaks_what_stands_together() -> None:
 
 def test_conditions_that_overlap_are_told() -> None:
     message = _broken("decoder_sparse_step != 0", "decoder_sparse_step == 0", "qwen3_moe")
-    assert "layer 0 holds mlp.gate.weight and moe.gate.weight in Qwen3MoeForCausalLM" in message
+    assert "layer 0 has mlp.gate.weight and moe.gate.weight in Qwen3MoeForCausalLM" in message
 
 
 def test_conditions_that_leave_a_gap_are_told() -> None:
     message = _broken("(l + 1) % decoder_sparse_step == 0", "(l + 1) % decoder_sparse_step == 1", "qwen3_moe")
-    assert "layer 0 holds none of mlp.gate.weight, mlp.fc1.weight, moe.gate.weight" in message
+    assert "layer 0 has none of mlp.gate.weight, mlp.fc1.weight, moe.gate.weight" in message
 
 
 def test_a_switch_is_tried_both_ways() -> None:
@@ -98,5 +102,5 @@ def test_roles_are_checked() -> None:
 
 
 def test_no_architecture_stands_in_two_files() -> None:
-    names = [name for path in arch_files() for name in tomllib.loads(path.read_text())["architectures"]]
+    names = [name for path in table_files("arch") for name in tomllib.loads(path.read_text())["architectures"]]
     assert len(names) == len(set(names))

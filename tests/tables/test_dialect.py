@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.errors import TableError
-from bridge.tables.arch import load_roles
-from bridge.tables.dialect import load_dialect, parse_dialect
-from bridge.tables.files import mappings
+from bridge.core.errors import TableError
+from bridge.core.mappings import mappings, parse_table
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.dialect import load_dialect, parse_dialect
 
 
 def test_a_layer_has_the_rows_whose_roles_it_holds() -> None:
@@ -25,7 +25,7 @@ def test_a_layer_has_the_rows_whose_roles_it_holds() -> None:
         ('"vocab(embed.tokens.weight)"', '"vocab(embed.tokens.weight, heads=heads)"', "`vocab` has no count `heads`"),
         ("heads=kv_heads)", "heads=kv_head)", "`kv_head` is neither a dim"),
         ("heads=kv_heads)", "groups=kv_heads)", "`column` has no count `groups`"),
-        ("mlp.router.weight", "mlp.{l}.router.weight.{e}", "role `moe.router.weight` has {l}, the row"),
+        ("mlp.router.weight", "mlp.{l}.router.weight.{e}", "role `moe.router.weight` has {l}; the row"),
         ('"transformer.ln_f.weight"', '"transformer.{l}.ln_f.weight"', "role `final.norm.weight` has no index"),
         ("[layer.gated]", "[layer.gate]", "nearest: gated"),
         ("[last]", "[final]", "unknown key `final`"),
@@ -37,10 +37,10 @@ def test_a_layer_has_the_rows_whose_roles_it_holds() -> None:
         (
             '"stack(row(moe.down.weight), experts=experts)"',
             '"row(stack(moe.down.weight, experts=experts))"',
-            "so it stands outermost",
+            "so it must be outermost",
         ),
         ('{l}.mlp.gate" = "', '{l}.mlp.gates" = "', "`transformer.layers.{l}.mlp.gates` has no row"),
-        ('shared_head = ["gemma"]', 'shared_head = ["gemma9"]', "`gemma9` is no layout"),
+        ('shared_head = ["gemma"]', 'shared_head = ["gemma9"]', "`gemma9` is not a layout"),
         ('= "attn.norm.weight"', '= ["attn.norm.weight"]', "a row's value is a string"),
     ],
 )
@@ -48,6 +48,6 @@ def test_a_broken_row_is_named_with_its_line(old: str, new: str, says: str) -> N
     text = (mappings() / "dialects/trtllm.toml").read_text()
     assert old in text
     with pytest.raises(TableError) as error:
-        parse_dialect(text.replace(old, new, 1), load_roles(), "mappings/dialects/trtllm.toml")
+        parse_dialect(parse_table(text.replace(old, new, 1), "mappings/dialects/trtllm.toml"), load_roles())
     assert says in str(error.value)
     assert "mappings/dialects/trtllm.toml:" in str(error.value)

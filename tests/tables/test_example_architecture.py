@@ -14,16 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bridge.describe import check_path
-from bridge.sources.foreign_config.families import parse_family
-from bridge.tables.arch import load_roles, parse_arch
-from bridge.tables.match import match
-from bridge.values import TensorSpec
+from bridge.cli.check import check_path
+from bridge.core.mappings import parse_table
+from bridge.core.values import TensorSpec
+from bridge.sources.configs.families import parse_family
+from bridge.tables.architectures.arch import parse_arch
+from bridge.tables.architectures.match import match
+from bridge.tables.architectures.roles import load_roles
 from tests.installed import install, run
 from tests.tables.foreign import interleaved
-from tests.targets.test_torchtitan import read_by_torch
+from tests.targets.dcp.test_torchtitan import read_by_torch
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "adding_an_architecture"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "adding_an_architecture"
 TABLE = EXAMPLE / "qbridge_arcee" / "arch" / "arcee.toml"
 
 
@@ -43,7 +45,7 @@ def test_the_table_checks_and_a_mistake_in_it_does_not(tmp_path: Path) -> None:
     assert check_path(TABLE) == []
     text = TABLE.read_text()
     for was, now, says in (
-        ('megatron = "gpt"', 'megatron = "llama3"', "`llama3` is no layout of mappings/dialects/megatron.toml"),
+        ('megatron = "gpt"', 'megatron = "llama3"', "`llama3` is not a layout of mappings/dialects/megatron.toml"),
         ('megatron = "gpt"', 'torchtitan = "llama3"', "has no row for `mlp.fc1.weight` of ArceeForCausalLM"),
         ('"kv_heads"\n', '"kvheads"\n', "term `kvheads` is unknown"),
         ('= "mlp.fc1.weight" ', '= "mlp.up.weight" ', "mlp.up.weight without mlp.gate.weight"),
@@ -56,7 +58,7 @@ def test_the_table_checks_and_a_mistake_in_it_does_not(tmp_path: Path) -> None:
 def test_transformers_has_those_tensors_and_reads_those_fields(model: Path) -> None:
     from transformers import ArceeConfig
 
-    table = parse_arch(TABLE.read_text(), load_roles(), TABLE.name)
+    table = parse_arch(parse_table(TABLE.read_text(), TABLE.name), load_roles())
     config = json.loads((model / "config.json").read_text())
     tensors = load_file(model / "model.safetensors")
     specs = {name: TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()}

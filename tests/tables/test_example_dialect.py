@@ -15,14 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bridge.tables.arch import load_arch, load_roles
-from bridge.tables.dialect import Dialect, parse_dialect
-from bridge.tables.dialect_check import check_dialect
+from bridge.core.mappings import parse_table
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.check import check_dialect
+from bridge.tables.dialects.dialect import Dialect, parse_dialect
 from tests.installed import install, run
-from tests.litgpt_golden import GOLDEN, MODEL, digests
+from tests.oracles.litgpt_golden import GOLDEN, MODEL, digests
 from tests.tables.foreign import interleaved
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "adding_a_dialect"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "adding_a_dialect"
 DIALECT = EXAMPLE / "qbridge_litgpt" / "dialects" / "litgpt.toml"
 
 
@@ -39,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def dialect() -> Dialect:
-    return parse_dialect(DIALECT.read_text(), load_roles(), DIALECT.name)
+    return parse_dialect(parse_table(DIALECT.read_text(), DIALECT.name), load_roles())
 
 
 def test_the_checkpoint_of_the_example_is_litgpts_own(litgpt: Path) -> None:
@@ -59,6 +61,7 @@ def in_groups(matrix: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(interleaved(q, k, v, heads=8, groups=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True])
 def test_what_is_read_is_the_model(older: bool, litgpt: Path, installed: dict[str, str], tmp_path: Path) -> None:
     state: dict[str, Any] = torch.load(litgpt / "lit_model.pth")

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from bridge.tables.arch import arch_files, load_roles, parse_arch
-from bridge.tables.dialect import load_dialect
-from bridge.tables.files import read_table
-from bridge.tables.rows import row_shape
-from bridge.tables.slices import role_shapes
-from bridge.tables.spelled import spelled, speller
-from bridge.tables.structure import canonical_names, structure
-from bridge.values import TensorSpec
+from bridge.core.mappings import read_table, table_files
+from bridge.core.values import TensorSpec
+from bridge.tables.architectures.arch import parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.architectures.structure import canonical_names, structure
+from bridge.tables.dialects.dialect import load_dialect
+from bridge.tables.dialects.layout import role_shapes
+from bridge.tables.dialects.translate import translate, translator
+from bridge.tables.expressions.shapes import row_shape
 from tests.tables.checkpoints import headers, saved_headers, tiny_fields
 
 _QWEN3_235B = {
@@ -123,6 +124,7 @@ def test_tables_cover_full_size_models_exactly(size: str) -> None:
     assert canonical_names(config, specs) == {}
 
 
+@pytest.mark.slow
 def test_qwen3_moe_235b_has_one_module_for_each_projection_of_each_expert() -> None:
     config = _QWEN3_235B | {"architectures": ["Qwen3MoeForCausalLM"]}
     specs = headers(config)
@@ -130,7 +132,7 @@ def test_qwen3_moe_235b_has_one_module_for_each_projection_of_each_expert() -> N
     assert len(structure(config, specs).sites) == 94 * (4 + 1 + 128 * 3) + 1
 
 
-ARCHITECTURES = [name for path in arch_files() for name in parse_arch(read_table(path), load_roles()).architectures]
+ARCHITECTURES = [n for path in table_files("arch") for n in parse_arch(read_table(path), load_roles()).architectures]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -139,6 +141,7 @@ def test_every_architecture_covers_what_transformers_saves(architecture: str) ->
     assert structure(config, specs).roles.keys() == specs.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "seconds"),
     # Measured on two busy cores: 0.04 s and 0.7 to 0.9 s; the bounds only catch a change of order.
@@ -157,9 +160,9 @@ def test_structure_is_quick(config: dict[str, Any], seconds: float) -> None:
 
 def foreign_headers(dialect: str, config: dict[str, Any], dims: dict[str, int]) -> list[TensorSpec]:
     """Every tensor that a dialect writes for a config."""
-    made = speller(load_dialect(dialect), config, dims)
+    made = translator(load_dialect(dialect), config, dims)
     specs = []
-    for layer, held in made.held.items():
+    for layer, held in made.roles_by_layer.items():
         for stage in ("first", "last") if layer is None else ("layer",):
             for row in made.dialect.rows_of(stage, held, made.dialect.architectures[made.architecture]):
                 shapes = role_shapes(made.table.roles.roles, row.roles, made.names)
@@ -168,6 +171,7 @@ def foreign_headers(dialect: str, config: dict[str, Any], dims: dict[str, int]) 
     return specs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["megatron", "torchtitan"])
 @pytest.mark.parametrize(
     ("config", "seconds"),
@@ -180,6 +184,6 @@ def test_foreign_checkpoints_of_full_size_are_spelled_quickly(
     dims = {"vocab_multiple": 128, "centered": 0}
     specs = foreign_headers(dialect, config, dims)
     start = time.process_time()
-    found, _ = spelled(load_dialect(dialect), config, dims, specs, "here")
+    found, _ = translate(load_dialect(dialect), config, dims, specs, "here")
     assert time.process_time() - start < seconds
     assert {name: tensor.spec for name, tensor in found.items()} == headers(config)

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.errors import PlanError, TableError
-from bridge.tables.files import Place
-from bridge.tables.grammar import Call, Expr, Formula, Ref, parse_formula, parse_row, parse_shape, roles_in
-from bridge.tables.ops import OPS
-from bridge.tables.rows import row_shape
+from bridge.core.errors import PlanError, TableError
+from bridge.core.mappings import Place
+from bridge.tables.expressions.grammar import Call, Expr, Formula, Ref, parse_formula, parse_row, parse_shape, roles_in
+from bridge.tables.expressions.ops import OPS
+from bridge.tables.expressions.shapes import row_shape
 
 ROLES = ["attn.q.weight", "attn.k.weight", "attn.v.weight", "mlp.fc1.weight"]
 DIMS = ["heads", "kv_heads", "head_dim"]
@@ -56,13 +56,13 @@ def test_unknown_role_names_the_nearest_of_its_stem() -> None:
     ("text", "says"),
     [
         ("interlave(attn.q.weight, attn.k.weight)", "nearest: interleave"),
-        ("interleave(attn.q.weight, attn.k.weight)", "`interleave` must be told groups"),
+        ("interleave(attn.q.weight, attn.k.weight)", "`interleave` needs groups"),
         ("interleave(attn.q.weight, attn.k.weight, group=heads)", "nearest: groups"),
         ("interleave(attn.q.weight, attn.k.weight, groups=kvheads)", "nearest: kv_heads"),
         ("transpose(attn.q.weight, attn.k.weight)", "takes 1 inputs, not 2"),
         ("concat(attn.q.weight)", "takes 2 or more inputs, not 1"),
         ("transpose(attn.q.weight, dim=1)", "takes no count"),
-        ("rope(attn.q.weight)", "must be told heads"),
+        ("rope(attn.q.weight)", "`rope` needs heads"),
         ("attn.q.weight + 1", "neither a role nor an op"),
         ("transpose(*attn)", "neither a role nor an op"),
         ("(lambda: 1)()", "neither a role nor an op"),

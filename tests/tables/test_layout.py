@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.tables.dialect import load_dialect
-from bridge.tables.match import Matched
-from bridge.tables.ops import Rank
-from bridge.tables.rectangles import Block, Refusal, split
-from bridge.tables.slices import lay_out, locate
-from bridge.tables.structure import match_table
-from bridge.values import Slice, TensorSpec
+from bridge.core.values import Slice, TensorSpec
+from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.structure import match_table
+from bridge.tables.dialects.dialect import load_dialect
+from bridge.tables.dialects.layout import lay_out, locate
+from bridge.tables.expressions.ops import Rank
+from bridge.tables.expressions.regions import Block, Refusal, split
 from tests.tables.checkpoints import GPT2, LLAMA, MIXTRAL, headers
 
 Tensors = dict[str, np.ndarray]
@@ -190,7 +190,7 @@ def test_what_does_not_divide_is_refused(row: str, ranks: int, says: str) -> Non
 
 def test_key_heads_that_cannot_be_repeated_evenly_are_refused() -> None:
     config = LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 6}
-    with pytest.raises(Refusal, match="tp=9 is no multiple of the 6 heads that the ranks would have to repeat"):
+    with pytest.raises(Refusal, match="tp=9 is not a multiple of the 6 heads that the ranks would have to repeat"):
         laid_out(config, QKV, Rank(0, 9))
 
 

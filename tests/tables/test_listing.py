@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bridge.cli import app
-from bridge.describe import check_path, describe
-from bridge.errors import UsageError
-from bridge.tables.dialect import dialect_names, load_dialect
-from bridge.tables.files import mappings
-from bridge.tables.grammar import roles_in
-from bridge.tables.merged import Line, find_table, merged
+from bridge.cli.check import check_path
+from bridge.cli.main import app
+from bridge.cli.show import describe
+from bridge.core.errors import UsageError
+from bridge.core.mappings import mappings
+from bridge.tables.dialects.dialect import dialect_names, load_dialect
+from bridge.tables.dialects.listing import Line, find_table, merged
+from bridge.tables.expressions.grammar import roles_in
 
 LAYER, THEIRS = "model.layers.{l}", "decoder.layers.{l}"
 
@@ -76,8 +77,12 @@ def test_the_command_prints_both() -> None:
     ("what", "dialect", "says"),
     [
         ("phi3", "megatron", "mappings/dialects/megatron.toml has no layout for 'phi3'"),
-        ("llama", "megatrn", "'megatrn' is no dialect; known: megatron, meta, torchtitan, transformers, trtllm; near"),
-        ("lama", "meta", "'lama' is no architecture with a table"),
+        (
+            "llama",
+            "megatrn",
+            "no dialect named 'megatrn'; known: megatron, meta, torchtitan, transformers, trtllm; near",
+        ),
+        ("lama", "meta", "no table for 'lama'"),
         ("lama", None, "nearest: llama"),
     ],
 )

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import TableError
-from bridge.tables.arch import arch_files, load_roles, parse_arch
+from bridge.core.errors import TableError
+from bridge.core.mappings import mappings, parse_table, read_table, table_files
+from bridge.core.values import InputGroup
+from bridge.planning.trace import trace_structure
+from bridge.tables.architectures.arch import parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.architectures.structure import structure
 from bridge.tables.check import check_table
-from bridge.tables.files import mappings, parse_table, read_table
-from bridge.tables.structure import structure
-from bridge.trace import trace_structure
-from bridge.values import InputGroup
 from tests.tables.checkpoints import BERT, GPT2, LLAMA, MIXTRAL, headers, saved_headers, tiny_fields
 from tests.tables.tiny import CASES
 
-ARCHITECTURES = [n for path in arch_files() for n in parse_arch(read_table(path), load_roles()).architectures]
+ARCHITECTURES = [n for path in table_files("arch") for n in parse_arch(read_table(path), load_roles()).architectures]
 ALL = dict(CASES) | {name: (name, tiny_fields(name)) for name in ARCHITECTURES}
 
 
@@ -62,7 +63,7 @@ def test_bert_reads_the_norm_of_the_layer_before() -> None:
     assert not any(group.alone for group in groups)
 
 
-def test_what_is_one_matrix_is_no_group() -> None:
+def test_what_is_one_matrix_is_not_a_group() -> None:
     assert structure(GPT2, headers(GPT2)).groups == ()
 
 
@@ -83,7 +84,7 @@ _MLP = '"mlp.gate.weight, mlp.up.weight"'
 
 def _told(inputs: str) -> list[str]:
     """Return what the check says of Llama's table with `inputs` under [inputs]."""
-    return check_table(parse_arch(_llama(inputs), load_roles(), "mappings/arch/llama.toml"))
+    return check_table(parse_arch(parse_table(_llama(inputs), "mappings/arch/llama.toml"), load_roles()))
 
 
 def _llama(inputs: str) -> str:
@@ -92,10 +93,10 @@ def _llama(inputs: str) -> str:
 
 
 def _groups(inputs: str) -> tuple[InputGroup, ...]:
-    from bridge.tables.match import match
-    from bridge.tables.reads import groups_of
+    from bridge.tables.architectures.input_groups import groups_of
+    from bridge.tables.architectures.match import match
 
-    table = parse_arch(_llama(inputs), load_roles())
+    table = parse_arch(parse_table(_llama(inputs), "table"), load_roles())
     config: dict[str, Any] = LLAMA | {"num_hidden_layers": 1}
     return groups_of(match(table, "LlamaForCausalLM", config, headers(config)))
 
@@ -128,9 +129,9 @@ def test_a_shared_norm_is_not_read_alone() -> None:
         (f'{_QKV} = "attn.norms.weight"', "nearest: attn.norm.weight"),
         (f'{_QKV} = "attn.o.weight"', "role `attn.o.weight` is a linear, not a norm"),
         ('"attn.norm.weight" = "residual"', "role `attn.norm.weight` is a norm, not a linear"),
-        (f'{_QKV} = "residual"\n"attn.q.weight" = "residual"', "role `attn.q.weight` reads two things"),
-        (f'{_QKV} = "previous(attn.norm.weight)"', "is not what matrices read"),
-        (f'{_QKV} = "shared(shared(attn.norm.weight))"', "is not what matrices read"),
+        (f'{_QKV} = "residual"\n"attn.q.weight" = "residual"', "role `attn.q.weight` has two inputs"),
+        (f'{_QKV} = "previous(attn.norm.weight)"', "is not an input"),
+        (f'{_QKV} = "shared(shared(attn.norm.weight))"', "is not an input"),
         (f'{_QKV} = "attn.norm.weight +"', "is not an expression"),
     ],
 )
@@ -144,12 +145,12 @@ def test_a_broken_row_is_told_with_its_place(inputs: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
-        ('"attn.q.weight, attn.k.weight" = "attn.norm.weight"', "what `attn.v.weight` reads is not told"),
-        (f'{_QKV} = "attn.add_norm.weight"', "holds no `attn.add_norm.weight`"),
-        (f'{_QKV} = "previous(mlp.norm.weight, embed.norm.weight)"', "holds no `embed.norm.weight`"),
+        ('"attn.q.weight, attn.k.weight" = "attn.norm.weight"', "the input of `attn.v.weight` is missing"),
+        (f'{_QKV} = "attn.add_norm.weight"', "has no `attn.add_norm.weight`"),
+        (f'{_QKV} = "previous(mlp.norm.weight, embed.norm.weight)"', "has no `embed.norm.weight`"),
         (
             '"mlp.gate.weight, mlp.up.weight, mlp.fc1.weight" = "mlp.norm.weight"',
-            "role `mlp.fc1.weight` reads something, but no row holds it",
+            "role `mlp.fc1.weight` has an input, but no row has the role",
         ),
     ],
 )
@@ -162,17 +163,19 @@ def test_a_row_that_does_not_fit_its_table_is_told(inputs: str, says: str) -> No
 def test_a_table_without_the_norm_of_roles_toml_must_say_what_is_read() -> None:
     text = (mappings() / "arch/llama.toml").read_text()
     row = next(line for line in text.splitlines() if '"attn.norm.weight"' in line)
-    told = "\n".join(check_table(parse_arch(text.replace(row, ""), load_roles(), "mappings/arch/llama.toml")))
-    assert "mappings/arch/llama.toml holds no `attn.norm.weight`" in told
+    told = "\n".join(
+        check_table(parse_arch(parse_table(text.replace(row, ""), "mappings/arch/llama.toml"), load_roles()))
+    )
+    assert "mappings/arch/llama.toml has no `attn.norm.weight`" in told
     assert '[inputs] "attn.q.weight, attn.k.weight, attn.v.weight" = "residual"' in told
 
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('"mlp", "input_layernorm", "post', '"mlp", "post', "leaves out: input_layernorm"),
+        ('"mlp", "input_layernorm", "post', '"mlp", "post', "lacks children of `model.layers.{l}`: input_layernorm"),
         ('"self_attn", "mlp"', '"self_attn", "mlp", "mpl"', "no row has `mpl`"),
-        ("\n[config]", 'scaled = ["attn.q.weight"]\n[config]', "role `attn.q.weight` is no embedding"),
+        ("\n[config]", 'scaled = ["attn.q.weight"]\n[config]', "role `attn.q.weight` is not an embedding"),
     ],
 )
 def test_a_wrong_order_is_told(old: str, new: str, says: str) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.errors import BridgeError
-from bridge.tables.arch import load_roles
-from bridge.tables.dialect import load_dialect, parse_dialect
-from bridge.tables.grammar import Call
-from bridge.tables.rectangles import Block
-from bridge.tables.slices import role_shapes
-from bridge.tables.spelled import Native, Spelled, Speller, spelled, speller
-from bridge.values import TensorSpec
+from bridge.core.errors import BridgeError
+from bridge.core.mappings import parse_table
+from bridge.core.values import TensorSpec
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.dialect import load_dialect, parse_dialect
+from bridge.tables.dialects.layout import role_shapes
+from bridge.tables.dialects.translate import Native, Translated, Translator, translate, translator
+from bridge.tables.expressions.grammar import Call
+from bridge.tables.expressions.regions import Block
 from tests.tables.checkpoints import LLAMA, headers
 from tests.tables.foreign import CENTERED, CONFIGS, Tensors, megatron, meta, torchtitan
 
@@ -37,14 +38,14 @@ def specs_of(tensors: Tensors, dtype: str = "float32") -> list[TensorSpec]:
     return [TensorSpec(name, tensor.shape, dtype) for name, tensor in tensors.items()]
 
 
-def spell(dialect: str, case: str, native: Tensors, centered: int | None = None) -> tuple[Tensors, Speller]:
+def spell(dialect: str, case: str, native: Tensors, centered: int | None = None) -> tuple[Tensors, Translator]:
     """Every tensor that the rectangles make of `native`, by NumPy alone."""
     dims = {"vocab_multiple": 16, "centered": int(case in CENTERED) if centered is None else centered}
-    found, made = spelled(load_dialect(dialect), CONFIGS[case], dims, specs_of(native), "here")
+    found, made = translate(load_dialect(dialect), CONFIGS[case], dims, specs_of(native), "here")
     return {name: put_together(tensor, made.native, native) for name, tensor in found.items()}, made
 
 
-def put_together(tensor: Spelled, native: dict[str, Native], stored: Tensors) -> np.ndarray:
+def put_together(tensor: Translated, native: dict[str, Native], stored: Tensors) -> np.ndarray:
     parts = [part(block, native[block.source], stored) for block in tensor.blocks]
     made = np.concatenate(parts)
     return (made.T if tensor.turned else made).reshape(tensor.spec.shape)
@@ -131,7 +132,7 @@ def test_every_role_in_the_place_of_another_is_noticed(dialect: str, case: str) 
     hf = hugging_face(CONFIGS[case])
     native = megatron(case, hf) if dialect == "megatron" else torchtitan(case, hf, old=dialect == "meta")
     dims = {"vocab_multiple": 16, "centered": int(case in CENTERED)}
-    made = speller(load_dialect(dialect), CONFIGS[case], dims)
+    made = translator(load_dialect(dialect), CONFIGS[case], dims)
     rows = {row.place.line: row for name in native if (row := made.row_of(name))}
     held = sorted({role for row in rows.values() for role in row.roles})
     shapes = role_shapes(made.table.roles.roles, held, made.names)  # of another shape it is refused
@@ -170,8 +171,8 @@ def _replaced(text: str, line: int, value: str) -> str:
 def _noticed(text: str, case: str, dims: dict[str, int], native: Tensors, hf: Tensors) -> bool:
     """True where parsing or spelling refuses the broken table, or a tensor has other values."""
     try:
-        dialect = parse_dialect(text, load_roles(), "broken.toml")
-        found, made = spelled(dialect, CONFIGS[case], dims, specs_of(native), "here")
+        dialect = parse_dialect(parse_table(text, "broken.toml"), load_roles())
+        found, made = translate(dialect, CONFIGS[case], dims, specs_of(native), "here")
     except BridgeError:
         return True
     values = {name: put_together(tensor, made.native, native) for name, tensor in found.items()}
@@ -294,10 +295,10 @@ def test_what_only_training_needs_is_ignored_where_the_architecture_has_no_role_
     ],
 )
 def test_rows_say_how_ranks_share_a_tensor(dialect: str, case: str, name: str, cut: tuple[int, int] | None) -> None:
-    row = speller(load_dialect(dialect), CONFIGS[case], {"vocab_multiple": 1, "centered": 0}).row_of(name)
+    row = translator(load_dialect(dialect), CONFIGS[case], {"vocab_multiple": 1, "centered": 0}).row_of(name)
     assert row is not None
     assert row.cut == cut
 
 
 def test_a_tensor_that_no_row_knows_has_none() -> None:
-    assert speller(load_dialect("meta"), LLAMA, {}).row_of("layers.0.lora.weight") is None
+    assert translator(load_dialect("meta"), LLAMA, {}).row_of("layers.0.lora.weight") is None

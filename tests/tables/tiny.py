@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from bridge.values import TensorSpec
+from bridge.core.values import TensorSpec
 from tests.tables.reference_forward import (
     Formulas,
     Roles,

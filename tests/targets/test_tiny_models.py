@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.errors import PlanError, SchemeError
+from bridge.core.errors import PlanError, SchemeError
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.quant.scheme import load_scheme, scheme_names
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target
-from docs.made.matrix import cell
+from docs.generate.matrix import cell
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,10 +27,10 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
 PRESCALED = ("int4_awq", "int8", "int8_sq", "w4a8_awq")
 # (spelling, model) -> what it refuses before it reads a weight, and in which words.
 REFUSED: dict[tuple[str, str], dict[str, str]] = {
-    ("compressed-tensors", "tiny-llama"): dict.fromkeys(PRESCALED, "no place for the pre-scales"),
+    ("compressed-tensors", "tiny-llama"): dict.fromkeys(PRESCALED, "cannot hold the pre-scales"),
     ("compressed-tensors", "tiny-gpt2"): {
         **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
-        **dict.fromkeys(PRESCALED, "no place for the pre-scales"),
+        **dict.fromkeys(PRESCALED, "cannot hold the pre-scales"),
     },
     ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},
 }

@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
-from bridge import finite
-from bridge.budget import PIECE
-from bridge.cli import app
-from bridge.container import SafetensorsFile
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.finite import first_not_finite, not_finite
-from bridge.golden.digests import as_floats
-from bridge.values import TensorSpec
-from tests.sources_made import MadeSource
+from bridge.cli.main import app
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.values import TensorSpec
+from bridge.planning.memory import PIECE
+from bridge.quant.codec.decode import as_floats
+from bridge.verification import finite
+from bridge.verification.finite import first_not_finite, not_finite
+from tests.models.sources_made import MadeSource
 
 MODEL = "examples/models/tiny-llama"
 CHECKED = ("hf", "trt", "tripy", "trtllm", "megatron")
@@ -108,6 +108,7 @@ def check(out: Path) -> tuple[int, str]:
     return done.exit_code, done.stdout.replace("\n", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", CHECKED)
 def test_a_nan_in_an_unquantized_weight_is_told_by_name(target: str, tmp_path: Path) -> None:
     quant = None if target == "megatron" else "int8_wo"

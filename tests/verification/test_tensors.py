@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.budget import working_set
-from bridge.container import SafetensorsFile
-from bridge.finish import load_manifest
-from bridge.planning import CALIBRATION
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.output.names import CALIBRATION
+from bridge.planning.memory import working_set
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.quant.scheme import load_scheme
-from bridge.sources import open_source
-from bridge.verification import tensor_parity
-from tests.sources_made import MadeSource, made_llama
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.opening import open_source
+from bridge.targets.manifest import load_manifest
+from bridge.verification.tensors import tensor_parity
+from tests.models.sources_made import MadeSource, made_llama
 
 PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)
 LAYERS = [f"model.layers.{n}" for n in range(3)]
@@ -220,10 +220,10 @@ def test_what_no_calibration_tells_is_said(fp8: Written, tmp_path: Path) -> None
 
 
 def test_steps_wait_for_their_share_of_the_memory(fp8: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge import verification
+    from bridge.verification import tensors as verification
 
     manifest, lock, running, most = load_manifest(fp8.out), threading.Lock(), [0], [0]
-    compare = verification.compare_rows
+    compare = verification.compare_step
 
     def watched(*arguments: Any) -> Any:
         with lock:
@@ -235,8 +235,8 @@ def test_steps_wait_for_their_share_of_the_memory(fp8: Written, monkeypatch: pyt
             with lock:
                 running[0] -= 1
 
-    monkeypatch.setattr(verification, "compare_rows", watched)
-    monkeypatch.setattr(verification, "cores", lambda: 4)
+    monkeypatch.setattr(verification, "compare_step", watched)
+    monkeypatch.setattr("bridge.streaming.rows.cores", lambda: 4)
     largest = max(working_set(step, manifest.plan.sources) for step in manifest.plan.steps)
     parity = tensor_parity(manifest.plan, fp8.source, manifest.gates, fp8.out, memory=largest)
     assert parity.passed

@@ -1,4 +1,4 @@
-"""Directories and `.nemo` archives as folders of files, read in place; nothing is ever unpacked or followed outside."""
+"""List directories and `.nemo` archives as folders of files, without unpacking."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import tarfile
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from bridge.container import identity, opened, read_at, refuse_pointer, size_of
-from bridge.errors import SourceError
-from bridge.remote.place import remote
-from bridge.sources.shards import listed, named
-from bridge.sources.span import Folder, Span, span_of
+from bridge.core.errors import SourceError
+from bridge.core.files.handles import identity, opened, read_at, refuse_pointer, size_of
+from bridge.core.files.span import Folder, Span, span_of
+from bridge.core.remote.path import remote
+from bridge.core.text import listed, named
 
-MOST_HEADER = 1 << 20  # bytes of names and attributes, which take hundreds
-MOST_MEMBERS = 1 << 18  # a checkpoint in zarr's form has a file for each chunk of each tensor, some 10,000
+MAX_HEADER = 1 << 20  # bytes of names and attributes, which take hundreds
+MAX_MEMBERS = 1 << 18  # a zarr checkpoint has a file for each chunk of each tensor, some 10,000
 _HEADERS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE
 )  # fmt: skip
@@ -22,7 +22,7 @@ GZIP = b"\x1f\x8b"
 
 
 def open_folder(path: Path) -> Folder:
-    """List a directory, or an archive as if it were one; SourceError for what is neither.
+    """List a directory or an archive; SourceError for anything else.
 
     >>> sorted(open_folder(Path("model.nemo")).files)  # doctest: +SKIP
     ['model_config.yaml', 'model_weights.ckpt']
@@ -31,10 +31,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def _directory(root: Path) -> Folder:
-    """List the files below `root`. Links to files are followed, as the hub's cache has them.
-
-    What cannot be opened is skipped: who needs it says so.
-    """
+    """List the files below `root`, links to files included: the hub's cache has them. Unreadable files are skipped."""
     if far := remote(root):
         return Folder(str(root), {name: span_of(cast(Path, path)) for name, path in far.files()}, {})
     files: dict[str, Span] = {}
@@ -62,7 +59,7 @@ def _directory(root: Path) -> Folder:
 
 
 def _archive(path: Path) -> Folder:
-    """List the members of an uncompressed tar by where their bytes lie in it."""
+    """List the members of an uncompressed tar by the place of their bytes."""
     with opened(path) as fd:
         head, mark, size = read_at(fd, 512, 0, path), identity(fd), size_of(fd)
     refuse_pointer(path, head)
@@ -78,11 +75,10 @@ def _archive(path: Path) -> Folder:
     twice: list[str] = []
     outside: list[str] = []
     for member in members:
-        name = member.name.removeprefix("./")
-        why = _unsafe(member)
-        if _is_outside(member):
+        name, place = member.name.removeprefix("./"), PurePosixPath(member.name)
+        if place.is_absolute() or ".." in place.parts:
             outside.append(member.name[:200])
-        elif why:
+        elif why := _unsafe(member):
             skipped[name] = why
         elif member.isdir():
             continue
@@ -95,11 +91,11 @@ def _archive(path: Path) -> Folder:
         else:
             files[name] = Span(path, member.offset_data, member.size, f"{path}: {name}", mark)
     if twice:
-        problems.append(f"holds {named(set(twice))} twice: which one counts depends on who unpacks it; pack it again")
+        problems.append(f"holds {named(set(twice))} twice: programs differ in which one they unpack; pack it again")
     if outside:
         problems.append(
-            f"holds names outside its directory ({named(outside)}), where who unpacks it would write; no archive of "
-            "NeMo's does: do not unpack it, get it from who made it"
+            f"holds names outside its directory ({named(outside)}), where unpacking would write; no archive of NeMo's "
+            "does: do not unpack it, get it from its maker"
         )
     if not files and not problems:
         problems.append("an archive without files")
@@ -109,16 +105,16 @@ def _archive(path: Path) -> Folder:
 
 
 class _Member(tarfile.TarInfo):
-    """A member with a size that is none to fall for."""
+    """A member whose sizes are checked before they are used."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         """Refuse long names and attributes that would fill the memory: tarfile reads them whole."""
-        if self.type in _HEADERS and self.size > MOST_HEADER:
+        if self.type in _HEADERS and self.size > MAX_HEADER:
             raise tarfile.ReadError(f"a header of {self.size} bytes")
         return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
 
     def _block(self, count: int) -> int:
-        """Refuse a negative one, which sends older versions of tarfile backwards, for ever (CVE-2025-8194)."""
+        """Refuse a negative size, on which older versions of tarfile loop forever (CVE-2025-8194)."""
         if count < 0:
             raise tarfile.ReadError("a member has a negative size")
         return super()._block(count)  # type: ignore[misc,no-any-return]
@@ -130,24 +126,19 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
             members = []
             for member in tar:
                 members.append(member)
-                if len(members) > MOST_MEMBERS:
-                    raise tarfile.ReadError(f"more than {MOST_MEMBERS} members")
-    except RecursionError as error:  # tarfile reads a long name, and what it is the name of, by calling itself
+                if len(members) > MAX_MEMBERS:
+                    raise tarfile.ReadError(f"more than {MAX_MEMBERS} members")
+    except RecursionError as error:  # tarfile reads a long name and its member recursively
         raise SourceError(f"{path}: long names of long names without end; get it again") from error
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
         raise SourceError(f"{path}: not a complete tar archive ({error}); get it again") from error
-    # A tar ends with zero blocks: without them, members may be missing that nobody can name.
+    # A tar ends with zero blocks: without them, unknown members may be missing.
     with opened(path) as fd:
         last = members[-1] if members else None
         end = last.offset_data + -(-last.size // 512) * 512 if last else 0
         if end >> 63 or read_at(fd, 512, end, path) != bytes(512):
             raise SourceError(f"{path}: truncated: the archive has no end after {last.name if last else 'nothing'}")
     return members
-
-
-def _is_outside(member: tarfile.TarInfo) -> bool:
-    path = PurePosixPath(member.name)
-    return path.is_absolute() or ".." in path.parts
 
 
 def _unsafe(member: tarfile.TarInfo) -> str:

@@ -1,6 +1,6 @@
-"""Runs of bytes in files: a file, a member of an archive, an item of a checkpoint; read in place, never copied out.
+"""Byte ranges of files, archive members and checkpoint items, read in place.
 
-Every foreign format ends as `Extent`s, so that reading any of them is the same `pread`.
+Every foreign format becomes `Extent`s, so that reading any of them is the same `pread`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from bridge.container import close_file, identity, open_file, opened, read_at, read_into, size_of
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.json_data import parse_json
-from bridge.remote.place import Handle
-from bridge.sources.scatter import read_rows_into
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.files.handles import close_file, identity, open_file, opened, read_at, read_into, size_of
+from bridge.core.files.scatter import read_rows_into
+from bridge.core.parsing import parse_json
+from bridge.core.remote.path import Handle
 
-STEP = 1 << 20  # bytes read at once where only some of them are wanted
-MOST_JSON = 1 << 20
+STEP = 1 << 20  # bytes read at once if only some of them are wanted
+MAX_JSON = 1 << 20
 
 
 @dataclass(frozen=True)
 class Span:
-    """`nbytes` of the file `path` from `offset` on; `name` is what messages call it: `model.nemo: weights.ckpt`."""
+    """`nbytes` of the file `path` from `offset` on; `name` is for messages: `model.nemo: weights.ckpt`."""
 
     path: Path
     offset: int
@@ -39,36 +39,36 @@ class Span:
 
     @contextmanager
     def opened(self) -> Iterator[Handle]:
-        """Open the file; SourceError where it is not the one any more that was listed."""
+        """Open the file; SourceError if it changed since it was listed."""
         with opened(self.path) as fd:
-            self._check(fd)
+            self.check(fd)
             yield fd
 
-    def read_into(self, out: np.ndarray, begin: int, end: int | None = None) -> None:
+    def read_into(self, out: np.ndarray, begin: int) -> None:
         """Fill `out` from byte `begin` of the span on, in the order of its axes, of which the last is contiguous.
 
-        What follows, up to byte `end`, is read next.
-        What `opened` does without its context managers, which took a tenth of the time for a megabyte.
+        No context managers: they took a tenth of the time for a megabyte.
         """
         fd = open_file(self.path)
         try:
-            self._check(fd)
+            self.check(fd)
             read = read_into if out.flags.c_contiguous else read_rows_into
-            read(fd, out, self.offset + begin, self.path, None if end is None else self.offset + end)
+            read(fd, out, self.offset + begin, self.path)
         finally:
             close_file(fd)
 
-    def _check(self, fd: Handle) -> None:
+    def check(self, fd: Handle) -> None:
+        """SourceError if the file changed since it was listed."""
         if identity(fd) != self.identity:
             raise SourceError(f"{self.path}: changed since it was opened; nothing was kept, run again")
 
     def at(self, fd: Handle, begin: int, nbytes: int) -> bytes:
-        """Return bytes of the span from `begin` on: fewer where it ends before."""
+        """Return bytes of the span from `begin` on: fewer if it ends before."""
         inside = 0 <= begin < self.nbytes
         return read_at(fd, min(nbytes, self.nbytes - begin), self.offset + begin, self.path) if inside else b""
 
     def part(self, begin: int, nbytes: int) -> Span:
-        """A run of bytes inside this one; the caller has checked that it is inside."""
+        """Return a span inside this one; the caller has checked that it is inside."""
         assert 0 <= begin <= begin + nbytes <= self.nbytes, (self, begin, nbytes)
         return replace(self, offset=self.offset + begin, nbytes=nbytes)
 
@@ -77,18 +77,18 @@ class Span:
         if self.nbytes > most:
             raise SourceError(f"{self.name}: {self.nbytes} bytes; at most {most} are allowed for such a file")
         out = np.empty(self.nbytes, np.uint8)
-        self.read_into(out, 0, self.nbytes)
+        self.read_into(out, 0)
         return out.tobytes()
 
     def json(self) -> dict[str, Any]:
-        """Return the object that a small JSON file holds; SourceError where it holds none."""
+        """Return the object of a small JSON file; SourceError if it is not one."""
         try:
-            found = parse_json(self.content(MOST_JSON))
+            content = parse_json(self.content(MAX_JSON))
         except ValueError as error:
             raise SourceError(f"{self.name}: cannot be read as JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise SourceError(f"{self.name}: must hold a JSON object, not {type(found).__name__}")
-        return found
+        if not isinstance(content, dict):
+            raise SourceError(f"{self.name}: must hold a JSON object, not {type(content).__name__}")
+        return content
 
 
 def span_of(path: Path) -> Span:
@@ -99,23 +99,20 @@ def span_of(path: Path) -> Span:
 
 @dataclass(frozen=True)
 class Folder:
-    """Files by their name relative to `where`: a directory, or an archive that is read in place.
-
-    `skipped`: what lies there and is no file to read -> why.
-    """
+    """Files of a directory or archive by their name relative to `where`. `skipped`: unreadable entry -> why."""
 
     where: str
     files: Mapping[str, Span]
     skipped: Mapping[str, str]
 
     def find(self, name: str) -> Span | None:
-        """Return a file that the checkpoint may have; SourceError where it is there and cannot be read."""
+        """Return a file that the checkpoint may have, or None; SourceError if it cannot be read."""
         if name in self.skipped:
             raise SourceError(f"{self.where}: {name}: {self.skipped[name]}")
         return self.files.get(name)
 
     def below(self, prefix: str) -> Folder:
-        """The folder `prefix` in this one, which ends in `/` or is ""; without files where there is no such folder."""
+        """Return the folder `prefix` in this one, which ends in `/` or is ""; it is empty if there is none."""
         if not prefix:
             return self
         self.find(prefix.rstrip("/"))
@@ -127,7 +124,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Extent:
-    """A tensor that lies in one place: `offset` counts bytes of `span`, `stride` elements."""
+    """A tensor in one place: `offset` counts bytes of `span`, `stride` elements."""
 
     span: Span
     offset: int
@@ -145,18 +142,18 @@ class Extent:
 
     @cached_property
     def is_row_order(self) -> bool:
-        """Whether the elements lie in row-major order without gaps; the stride of an axis of one does not matter."""
+        """Whether the elements are in row-major order without gaps; the stride of an axis of one does not matter."""
         return all(n == 1 or s == r for n, s, r in zip(self.shape, self.stride, row_order(self.shape), strict=True))
 
     def read_flat(self, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Fill `out` with elements `begin` to `end` in row-major order, whatever the strides.
 
-        They come in the order of its axes, of which the last is contiguous: its rows may lie anywhere.
+        The last axis of `out` is contiguous; its rows may lie anywhere.
         """
         if begin == end:
             return out
         if self.is_row_order:
-            self.span.read_into(out, self.offset + begin * self.itemsize, self.offset + self.nbytes)
+            self.span.read_into(out, self.offset + begin * self.itemsize)
             return out
         flat = np.empty(end - begin, out.dtype)
         self._read_strided(begin, end, flat)
@@ -164,7 +161,7 @@ class Extent:
         return out
 
     def _read_strided(self, begin: int, end: int, flat: np.ndarray) -> None:
-        """Read whole indices of the first axis together; what is a part of one, as whole indices of the next."""
+        """Read whole indices of the first axis together; parts of one, as whole indices of the next axis."""
         row = math.prod(self.shape[1:])
         bounds = {begin, min(-(-begin // row) * row, end), max(end // row * row, begin), end}
         for a, b in itertools.pairwise(sorted(bounds)):
@@ -177,11 +174,11 @@ class Extent:
                 inner._read_strided(a - first * row, b - first * row, part)
 
     def place(self, begin: int) -> tuple[str, int]:
-        """File, and offset in it, of element `begin`, as far as the order of the elements is that of the bytes."""
+        """File and offset of element `begin`, if the elements are in the order of the bytes."""
         return str(self.span.path), self.span.offset + self.offset + begin * self.itemsize
 
     def _gather(self, at: int, out: np.ndarray) -> None:
-        """Fill `out`, whose first element lies at `at`; what lies between its elements is read too, `STEP` at once."""
+        """Fill `out`, whose first element is at `at`; bytes between its elements are read too, `STEP` at once."""
         steps = [step if n > 1 else 0 for n, step in zip(out.shape, self.stride, strict=True)]
         reach = 1 + sum((n - 1) * step for n, step in zip(out.shape, steps, strict=True))
         widest = max(range(len(steps)), key=steps.__getitem__, default=0)

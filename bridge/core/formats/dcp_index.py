@@ -1,4 +1,7 @@
-"""`.metadata`, the index of a distributed checkpoint, as torch 2.13 pickles it; written last, it marks a whole one."""
+"""Write `.metadata`, the index of a distributed checkpoint, as torch 2.13 does.
+
+It is written last: a checkpoint with an index is complete.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from bridge.dcp.items import laid_out, object_item
-from bridge.dcp.opcodes import Call, Name, New, Pairs, pickled
-from bridge.values import TensorSpec
+from bridge.core.formats.dcp_items import laid_out, object_item
+from bridge.core.formats.pickle_writer import Call, Name, New, Pairs, pickled
+from bridge.core.formats.torch_pickle import Chunk, Item
+from bridge.core.values import TensorSpec
 
-OBJECTS = "__0_1.distcp"  # what is no tensor
+OBJECTS = "__0_1.distcp"  # the file of objects that are not tensors
 INDEX = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SLAB = re.compile(r"\[(\d+)\]\.(\d+)")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, from `offsets` on, and where its item lies."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    at: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -39,29 +32,20 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """An object that is no tensor: where its item lies, which several may share."""
-
-    file: str
-    at: int
-    length: int
-
-
-@dataclass(frozen=True)
 class Slab:
-    """What a plan calls one tensor: layer `number` of a tensor that stacks `count`, or a whole one (`count` 0)."""
+    """The parts of a plan's name: layer `number` of a tensor that stacks `count`, or a whole tensor (`count` 0)."""
 
     whole: str
     number: int = 0
     count: int = 0
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole tensor, of that of a slab."""
+        """Return the shape of the whole tensor from that of a slab."""
         return (self.count, *shape[1:]) if self.count else shape
 
 
 def slab_name(row: str, layer: int, layers: int) -> str:
-    """How a plan calls a layer of a stacked tensor.
+    """Return a plan's name for a layer of a stacked tensor.
 
     >>> slab_name("decoder.layers.{l}.mlp.linear_fc2.weight", 3, 32)
     'decoder.layers[32].3.mlp.linear_fc2.weight'
@@ -70,36 +54,33 @@ def slab_name(row: str, layer: int, layers: int) -> str:
 
 
 def slab_of(name: str) -> Slab:
-    """Undo `slab_name`; a name without a stack stands for itself."""
-    found = _SLAB.search(name)
-    return Slab(_SLAB.sub("", name), int(found[2]), int(found[1])) if found else Slab(name)
+    """Invert `slab_name`; a name without a stack is a whole tensor."""
+    match = _SLAB.search(name)
+    return Slab(_SLAB.sub("", name), int(match[2]), int(match[1])) if match else Slab(name)
 
 
 def whole(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of the checkpoint, of the slabs that a plan has."""
-    found: dict[str, TensorSpec] = {}
-    for spec in specs:
-        slab = slab_of(spec.name)
-        found[slab.whole] = replace(spec, name=slab.whole, shape=slab.of(spec.shape))
-    return found
+    """Return the tensors of the checkpoint from a plan's slabs."""
+    slabs = ((slab_of(spec.name), spec) for spec in specs)
+    return {slab.whole: replace(spec, name=slab.whole, shape=slab.of(spec.shape)) for slab, spec in slabs}
 
 
 def index_files(files: Mapping[str, Iterable[TensorSpec]], objects: Iterable[str] = ()) -> dict[str, bytes]:
-    """The index of files of tensors, and the file of objects: each of those is `[None]`, which all share."""
+    """Return the index of files of tensors, and the file of objects: all share one `[None]`."""
     tensors: dict[str, Tensor] = {}
     for file, specs in files.items():
         for spec, at, item in laid_out(specs):
             slab = slab_of(spec.name)
             offsets = (slab.number, *[0] * (len(spec.shape) - 1))
-            chunk = Chunk(offsets, spec.shape, file, at, item.length)
+            chunk = Chunk(offsets, spec.shape, Item(file, at, item.length))
             before = tensors.get(slab.whole, Tensor(slab.of(spec.shape), spec.dtype, ()))
             tensors[slab.whole] = replace(before, chunks=(*before.chunks, chunk))
     content = object_item([None])
-    stored = {name: Stored(OBJECTS, 0, len(content)) for name in objects}
+    stored = {name: Item(OBJECTS, 0, len(content)) for name in objects}
     return ({OBJECTS: content} if stored else {}) | {INDEX: index(tensors, stored)}
 
 
-def index(tensors: Mapping[str, Tensor], objects: Mapping[str, Stored]) -> bytes:
+def index(tensors: Mapping[str, Tensor], objects: Mapping[str, Item]) -> bytes:
     """Return the content of `.metadata`."""
     described: Iterator[tuple[str, New]] = ((name, _described(tensor)) for name, tensor in tensors.items())
     states = ((name, _new("BytesStorageMetadata")) for name in objects)
@@ -116,13 +97,13 @@ def index(tensors: Mapping[str, Tensor], objects: Mapping[str, Stored]) -> bytes
     )
 
 
-def _stored(tensors: Mapping[str, Tensor], objects: Mapping[str, Stored]) -> Iterable[tuple[New, New]]:
+def _stored(tensors: Mapping[str, Tensor], objects: Mapping[str, Item]) -> Iterable[tuple[New, New]]:
     for name, tensor in tensors.items():
         for number, chunk in enumerate(tensor.chunks):
             key = _new("MetadataIndex", fqn=name, index=number, offset=_size(chunk.offsets))
-            yield key, _info(chunk.file, chunk.at, chunk.length)
+            yield key, _info(chunk.item)
     for name, stored in objects.items():
-        yield _new("MetadataIndex", fqn=name, index=None), _info(stored.file, stored.at, stored.length)
+        yield _new("MetadataIndex", fqn=name, index=None), _info(stored)
 
 
 def _described(tensor: Tensor) -> New:
@@ -137,8 +118,8 @@ def _properties(dtype: str) -> New:
     return New(Name(f"{_CHECKPOINT}.metadata", "TensorProperties"), state)
 
 
-def _info(file: str, at: int, length: int) -> New:
-    state = {"relative_path": file, "offset": at, "length": length}
+def _info(item: Item) -> New:
+    state = {"relative_path": item.file, "offset": item.offset, "length": item.length}
     return New(Name(f"{_CHECKPOINT}.filesystem", "_StorageInfo"), state)
 
 

@@ -1,7 +1,8 @@
-"""What `torch.save` writes of one tensor, or of plain data, laid out before its first byte; never imports torch.
+"""Lay out the bytes of `torch.save` for one item, without torch.
 
-The bytes are those of torch 2.13 with `config.save.compute_crc32 = False`, checksums 0: the data come in pieces, in any
-order and again after a kill, and neither `torch.load` nor `dcp.load` looks at a checksum.
+An item is one tensor or plain data. The bytes are those of torch 2.13 with `config.save.compute_crc32 = False`,
+checksums 0: data are written in pieces, in any order and again after a kill, and neither `torch.load` nor `dcp.load`
+checks a checksum.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.dcp.opcodes import Call, Name, Persistent, pickled
-from bridge.sources.stored_tensor import STORAGE
-from bridge.values import TensorSpec
+from bridge.core.formats.pickle_writer import Call, Name, Persistent, pickled
+from bridge.core.formats.torch_pickle import STORAGE
+from bridge.core.values import TensorSpec
 
-ALIGN = 64  # where data begin, in a zip and so in the file: torch's `storage_alignment`
-WIDE = 0xFFFFFFFF  # what does not fit 32 bits stands in an extra field
-# torch's hash over the names of the members and their checksums: of one tensor, of no tensor.
+ALIGN = 64  # data begin at a multiple, in a zip and so in the file: torch's `storage_alignment`
+WIDE = 0xFFFFFFFF  # values from here on are in an extra field of 64 bits
+# torch's hash over the names of the members and their checksums: with one tensor, without.
 IDS = (b"1572819951185464302603005401530805769991", b"0290846867776292310400046082544174525093")
 
 
 @dataclass(frozen=True)
 class Item:
-    """A zip around `nbytes` of data, which follow `head`."""
+    """A zip around `nbytes` of data after `head`."""
 
     head: bytes
     nbytes: int
@@ -35,7 +36,7 @@ class Item:
 
 
 def tensor_item(spec: TensorSpec) -> Item:
-    """What `torch.save` writes of a contiguous tensor, but for its data."""
+    """Return the bytes of `torch.save` for a contiguous tensor, without its data."""
     strides, step = [], 1
     for extent in reversed(spec.shape):
         strides.append(step)
@@ -47,13 +48,13 @@ def tensor_item(spec: TensorSpec) -> Item:
 
 
 def object_item(value: Any) -> bytes:
-    """What `torch.save` writes of plain data."""
+    """Return the bytes of `torch.save` for plain data."""
     item = _zip(pickled(value), None)
     return item.head + item.tail
 
 
 def laid_out(specs: Iterable[TensorSpec]) -> Iterator[tuple[TensorSpec, int, Item]]:
-    """Yield the items of a file, one after the other, each with its offset: the data are aligned in the file, too."""
+    """Yield the items of a file, each with its offset: the data are aligned in the file, too."""
     at = 0
     for spec in specs:
         item = tensor_item(spec)
@@ -62,7 +63,7 @@ def laid_out(specs: Iterable[TensorSpec]) -> Iterator[tuple[TensorSpec, int, Ite
 
 
 def _zip(pickle: bytes, nbytes: int | None) -> Item:
-    """The members in torch's order; `nbytes` of data, or no data."""
+    """Return a zip with the members in torch's order and `nbytes` of data, or without data."""
     members: list[tuple[str, bytes | int]] = [
         ("data.pkl", pickle), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"),
         *([("data/0", nbytes)] if nbytes is not None else []),
@@ -86,7 +87,7 @@ def _zip(pickle: bytes, nbytes: int | None) -> Item:
 
 
 def _member(path: bytes, size: int, at: int) -> tuple[bytes, bytes, bytes]:
-    """Return the header of a member that begins at `at`, its entry in the directory, and what follows its data."""
+    """Return the header of a member at `at`, its directory entry, and its data descriptor."""
     fields = [size, size] * (size >= WIDE) + [at] * (at >= WIDE)
     wide = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
     begin = at + 30 + len(path) + len(wide) + 4

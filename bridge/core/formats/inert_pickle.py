@@ -1,42 +1,42 @@
-"""What a pickle says, as inert data: any class or function it names becomes a record; nothing is imported or called.
+"""Read pickles as inert data: every class or function becomes a record.
 
-For configuration (`args` of Megatron-LM) and ModelOpt's state; weights have their own, narrower table.
+For configuration (`args` of Megatron-LM) and ModelOpt's state; weights have their own, narrower table. Nothing is
+imported or called.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn, cast
 
-from bridge.errors import SourceError
-from bridge.sources.programs import REFUSAL, runs_programs
-from bridge.sources.stored_tensor import WEIGHTS
-from bridge.sources.unpickle import Call, Table
+from bridge.core.errors import SourceError
+from bridge.core.formats.torch_pickle import WEIGHTS
+from bridge.core.formats.unpickle import REFUSAL, Call, Table, runs_programs
 
-MOST_NAMES = 2000  # each becomes a class of about a kilobyte; a file of names must not become gigabytes of them
+MAX_NAMES = 2000  # each becomes a class of about a kilobyte, so that a file of names could take gigabytes
 
 
 class _Fixed(type):
-    """Refuses attributes from outside: a record's class is as inert as the record."""
+    """Refuses to set attributes: a record's class is as inert as the record."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise SourceError("the pickle tries to change a class")
 
 
 class Record(dict[Any, Any], metaclass=_Fixed):
-    """An object of a pickle as a mapping of its attributes; `kind` is the class, `args` what it was made from.
+    """An object of a pickle as a mapping of its attributes; `kind` is its class, `args` its constructor's arguments.
 
-    Where a file names a class or function and makes nothing of it (an activation), the value is the record's class.
+    If a file names a class or function without a call (an activation), the value is the record's class.
     """
 
     __slots__ = ("args", "state")
     kind = ""
     args: tuple[Any, ...]
-    state: Any  # what the object's own __setstate__ would have taken, where that is no mapping
+    state: Any  # the argument of the object's own __setstate__, if it is not a mapping
 
     def __new__(cls, *args: Any, **options: Any) -> Record:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(options)
@@ -49,17 +49,16 @@ class Record(dict[Any, Any], metaclass=_Fixed):
             elif not slots:
                 self.state = part
 
-    # Identity: records are keys in torch's own index, and comparing two hostile ones could recurse without end.
+    # Identity: records are keys in torch's own index, and comparing two hostile ones could recurse endlessly.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
     __ne__ = object.__ne__
 
 
 def record_class(module: str, name: str) -> type[Record]:
-    """Return the class whose instances stand for those of `module.name`."""
-    kind = f"{module}.{name}"
-    made = _Fixed(name[:80], (Record,), {"kind": kind, "__module__": __name__, "__slots__": ()})
-    return cast("type[Record]", made)
+    """Return the class of records for instances of `module.name`."""
+    attributes = {"kind": f"{module}.{name}", "__module__": __name__, "__slots__": ()}
+    return cast("type[Record]", _Fixed(name[:80], (Record,), attributes))
 
 
 class _Inert(dict[tuple[str, str], object]):
@@ -68,10 +67,10 @@ class _Inert(dict[tuple[str, str], object]):
     def __missing__(self, name: tuple[str, str]) -> object:
         if runs_programs(".".join(name)):
             raise SourceError(f"the pickle asks for {'.'.join(name)}, {REFUSAL}")
-        if len(self) > MOST_NAMES:
-            raise SourceError(f"the pickle names more than {MOST_NAMES} classes")
-        found = self[name] = record_class(*name)
-        return found
+        if len(self) > MAX_NAMES:
+            raise SourceError(f"the pickle names more than {MAX_NAMES} classes")
+        record = self[name] = record_class(*name)
+        return record
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -81,13 +80,13 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 def inert() -> Table:
-    """Return a table in which every name stands for itself; new for each file, because it remembers the names."""
+    """Return a table in which every name becomes a record; new for each file, because it stores the names."""
     names = _Inert(WEIGHTS.names)
-    names["_codecs", "encode"] = Call(_encode)  # how protocol 2 writes bytes
+    names["_codecs", "encode"] = Call(_encode)  # protocol 2 writes bytes with it
     return Table(names, "which cannot be read as data")
 
 
-# Transformer Engine's `_extra_state` lies between the weights of a rank: a BytesIO, which is not looked into.
+# Transformer Engine's `_extra_state` is among the weights of a rank: a BytesIO, which is not read.
 WEIGHTS_AND_EXTRA = Table(
     {**WEIGHTS.names, ("_io", "BytesIO"): record_class("_io", "BytesIO"), ("_codecs", "encode"): Call(_encode)},
     WEIGHTS.refusal,

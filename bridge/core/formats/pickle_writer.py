@@ -1,4 +1,7 @@
-"""Pickles as torch writes them, emitted opcode by opcode: names are words here; nothing is imported or called."""
+"""Write pickles as torch does, without importing what they name.
+
+They are written opcode by opcode.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What `function` returns when the pickle is loaded."""
+    """The result of `function` when the pickle is loaded."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -27,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """An instance made without its constructor, then given its state; None gives none."""
+    """An instance made without its constructor, with its state; None for no state."""
 
     kind: Name
     state: Any = None
@@ -35,20 +38,20 @@ class New:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """What lies outside the pickle: a storage."""
+    """A reference to a storage outside the pickle."""
 
     key: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A dict of any keys, whose items are made while they are written."""
+    """A dict of any keys, whose items are generated while they are written."""
 
     items: Iterable[tuple[Any, Any]]
 
 
 def pickled(value: Any) -> bytes:
-    """Return the pickle of a tree of the above and of plain data: protocol 2, the bytes of Python's own pickler.
+    """Return the pickle of these classes and plain data: protocol 2, the bytes of Python's own pickler.
 
     >>> pickled([None]).hex()
     '80025d71004e612e'
@@ -59,7 +62,7 @@ def pickled(value: Any) -> bytes:
 
 
 class _Writer:
-    """Numbers what it writes, and recalls words by their number, of which an index has a hundred thousand."""
+    """Numbers the objects that it writes, and refers to known names by number: an index has a hundred thousand."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -100,10 +103,10 @@ class _Writer:
                 self._made(b"}")
                 self._several(value.items, b"s", b"u")
             case _:
-                raise TypeError(f"{type(value).__name__} has no place in a checkpoint's index")
+                raise TypeError(f"{type(value).__name__} cannot be written to a checkpoint's index")
 
     def _made(self, opcode: bytes) -> None:
-        """Write what makes an object, and number it."""
+        """Write the opcode that makes an object, and number the object."""
         number = b"q" + bytes([self._count]) if self._count < 256 else b"r" + struct.pack("<I", self._count)
         self.out += opcode + number
         self._count += 1
@@ -134,7 +137,7 @@ class _Writer:
             self.out += b")"
 
     def _several(self, items: Iterable[tuple[Any, ...]], one: bytes, many: bytes) -> None:
-        """Add items to the container that was just made, a thousand at once."""
+        """Add items to the last container, a thousand at once."""
         rest = iter(items)
         while batch := list(itertools.islice(rest, 1000)):
             if len(batch) > 1:

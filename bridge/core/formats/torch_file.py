@@ -1,6 +1,7 @@
-"""torch's files (`.bin`, `.pth`, `.ckpt`, items of `.distcp`), zip and legacy form, read in place without torch.
+"""Read torch's files without torch.
 
-Every tensor ends as an extent of the file, so reading is a `pread` as for safetensors.
+These are `.bin`, `.pth`, `.ckpt` and `.distcp` items, zip and legacy. Every tensor becomes an extent of the file, so
+reading is a `pread` as for safetensors.
 """
 
 from __future__ import annotations
@@ -14,45 +15,44 @@ from typing import Any
 
 import numpy as np
 
-from bridge.container import read_into, refuse_pointer
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.paged import paged
-from bridge.sources.records import WEIGHTS_AND_EXTRA, Record, inert
-from bridge.sources.span import Extent, Span, span_of
-from bridge.sources.stored_tensor import WEIGHTS, StoredTensor
-from bridge.sources.unpickle import LONGEST, Bounded, Storage, Table, load_bytes, load_stream, shown
-from bridge.sources.zip_directory import LOCAL, Ends, Member, read_directory
-from bridge.values import TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.files.handles import read_into, refuse_pointer
+from bridge.core.files.span import Extent, Span, span_of
+from bridge.core.formats.inert_pickle import WEIGHTS_AND_EXTRA, Record, inert
+from bridge.core.formats.torch_pickle import WEIGHTS, StoredTensor
+from bridge.core.formats.unpickle import MAX_PICKLE, Bounded, Storage, Table, load_bytes, load_stream, shown
+from bridge.core.formats.zip_directory import LOCAL, Ends, Member, read_directory
+from bridge.core.pages import paged
+from bridge.core.values import TensorSpec
 
 CHECKED = 1 << 20  # bytes of a checksum's step
-SHORT_PICKLE, MOST_KNOWN = 1024, 256  # bytes, of which a tensor alone takes some 300; shapes of a checkpoint
+SHORT_PICKLE, MAX_KNOWN = 1024, 256  # bytes, of which a tensor alone takes some 300; shapes of a checkpoint
 BIG_ENDIAN = "written on a big-endian machine, which is not supported; load it there and save it as safetensors"
 MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # first pickles of a legacy file
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What one `torch.save` wrote: the object, its tensors as `StoredTensor`, and where their storages lie."""
+    """The content of one `torch.save`: the object, its tensors as `StoredTensor`, and the places of their storages."""
 
     span: Span
     value: Any
     members: Mapping[str, Member]
 
     def extent(self, tensor: StoredTensor) -> Extent:
-        """Where the elements of a tensor lie."""
         itemsize = DTYPES[tensor.dtype].bits // 8
         begin = self.members[tensor.storage.key].offset + tensor.offset * itemsize
         return Extent(self.span, begin, tensor.dtype, tensor.shape, tensor.stride)
 
 
-Known = dict[bytes, tuple[Any, Mapping[str, Storage]]]  # pickle -> the tensor alone that it is, and its storage
+Known = dict[bytes, tuple[Any, Mapping[str, Storage]]]  # pickle of a single tensor -> the tensor and its storage
 
 
 def open_saved(span: Span, table: Table = WEIGHTS, known: Known | None = None) -> Saved:
-    """Read the pickle of a file of `torch.save`, or of an item that is one; SourceError without the file's name.
+    """Read the pickle of a file or an item of `torch.save`; SourceError without the file's name.
 
-    `known`: what other items of the checkpoint held, read with the same table; this one is added.
+    `known`: pickles of other items of the checkpoint, read with the same table; this one is added.
     """
     with span.opened() as fd:
         ends = Ends(fd, span)
@@ -65,8 +65,8 @@ def open_saved(span: Span, table: Table = WEIGHTS, known: Known | None = None) -
 class TorchFile:
     """One file of `torch.save`: a flat dict of tensors. Opening reads the pickle, not the tensors.
 
-    `extra`: entries named `_extra_state` may be there that are no tensors; their names are in `extras`. `within`: the
-    entry that is the dict, beside which a whole training run may lie: what that names is inert data.
+    `extra`: entries named `_extra_state` may be other objects than tensors; their names are in `extras`. `within`: the
+    entry that is the dict, if the file has a whole training run, whose other entries are inert data.
     """
 
     def __init__(self, where: Path | Span, extra: bool = False, within: str = "") -> None:
@@ -82,7 +82,7 @@ class TorchFile:
         }
 
     def extent(self, name: str) -> Extent:
-        """Where the elements of one tensor lie; reading them so checks no checksum."""
+        """Return the place of one tensor's elements; reading through it checks no checksum."""
         return self._saved.extent(self._tensors[name])
 
     def read(self, name: str) -> np.ndarray:
@@ -108,7 +108,7 @@ class TorchFile:
         return out
 
     def offset(self, name: str) -> int:
-        """Where the bytes of a tensor begin in the file."""
+        """Return where the bytes of a tensor begin in the file."""
         return self._saved.span.offset + self._member(name).offset
 
     def _member(self, name: str) -> Member:
@@ -124,7 +124,7 @@ class TorchFile:
             begin = span.offset + member.offset
             for at in range(0, member.nbytes, CHECKED):
                 part = buffer[: min(CHECKED, member.nbytes - at)]
-                read_into(fd, part, begin + at, self.path, begin + member.nbytes)
+                read_into(fd, part, begin + at, self.path)
                 found = zlib.crc32(part.data, found)
         if found != member.crc:
             raise self._damaged(name)
@@ -158,11 +158,10 @@ def _flat(state: Any, extra: bool) -> tuple[dict[str, StoredTensor], tuple[str, 
 
 def _open_zip(ends: Ends, table: Table, known: Known) -> Saved:
     members = read_directory(ends)
-    root = next(
-        (name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl") and name.count("/") == 1), None
-    )
-    if root is None:
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if not pickles:
         raise SourceError("a zip file, but not one of torch.save: it has no data.pkl")
+    root = pickles[0].removesuffix("data.pkl")
     if outside := [name for name in members if not name.startswith(root)]:
         raise SourceError(f"{outside[0][:80]!r} lies beside {root} in the zip, so that readers differ; save it again")
     if f"{root}constants.pkl" in members or any(name.startswith(f"{root}code/") for name in members):
@@ -171,28 +170,28 @@ def _open_zip(ends: Ends, table: Table, known: Known) -> Saved:
     if order is not None and ends.at(order.offset, min(order.nbytes, 16)) != b"little":
         raise SourceError(BIG_ENDIAN)
     pickled = members[f"{root}data.pkl"]
-    if pickled.nbytes > LONGEST:
-        raise SourceError(f"its pickle takes {pickled.nbytes} bytes; at most {LONGEST} are allowed")
+    if pickled.nbytes > MAX_PICKLE:
+        raise SourceError(f"its pickle takes {pickled.nbytes} bytes; at most {MAX_PICKLE} are allowed")
     value, storages = _unpickled(ends.at(pickled.offset, pickled.nbytes), table, known)
-    found = {}
+    places = {}
     for storage in storages.values():
         member = members.get(f"{root}data/{storage.key}")
         if member is None or member.nbytes != storage.nbytes:
             has = "none" if member is None else f"{member.nbytes}"
             raise SourceError(f"storage {storage.key}: the pickle says {storage.nbytes} bytes, the zip has {has}")
-        found[storage.key] = member
-    return Saved(ends.span, value, found)
+        places[storage.key] = member
+    return Saved(ends.span, value, places)
 
 
 def _unpickled(data: bytes, table: Table, known: Known) -> tuple[Any, Mapping[str, Storage]]:
-    """Unpickle what a zip holds. Items of tensors of one shape hold the same in every layer, so it is read once.
+    """Load the pickle of a zip once: items of tensors of one shape have the same in every layer.
 
-    Reading one takes as long as a megabyte of weights: 100 to 170 us.
+    Loading one takes as long as reading a megabyte of weights: 100 to 170 us.
     """
-    found = known.get(data) or load_bytes(data, table)
-    if isinstance(found[0], StoredTensor) and len(data) <= SHORT_PICKLE and len(known) < MOST_KNOWN:
-        known[data] = found
-    return found
+    loaded = known.get(data) or load_bytes(data, table)
+    if isinstance(loaded[0], StoredTensor) and len(data) <= SHORT_PICKLE and len(known) < MAX_KNOWN:
+        known[data] = loaded
+    return loaded
 
 
 def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
@@ -216,17 +215,17 @@ def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
         at = stream.tell() - span.offset
     if not isinstance(keys, list) or {shown(key) for key in keys} != storages.keys() or len(keys) != len(storages):
         raise SourceError("its list of storages differs from those its tensors use")
-    found: dict[str, Member] = {}
+    places: dict[str, Member] = {}
     counts: list[int] = []
     with span.opened() as fd:
         for key in keys:
             storage: Storage = storages[shown(key)]
             counts.append(int.from_bytes(span.at(fd, at, 8), "little"))
-            found[storage.key] = Member(at + 8, storage.nbytes, 0)
+            places[storage.key] = Member(at + 8, storage.nbytes, 0)
             at += 8 + storage.nbytes
     if at != span.nbytes:
         what = "truncated" if at > span.nbytes else "longer than its tensors"
         raise SourceError(f"{what}: the tensors end at byte {at}, the file at {span.nbytes}; download it again")
     if counts != [storages[shown(key)].numel for key in keys]:
         raise SourceError("its storages have other sizes than its tensors say; download it again")
-    return Saved(span, value, found)
+    return Saved(span, value, places)

@@ -1,14 +1,33 @@
-"""What plain weights are in a pickle: the table of names, and the checked records they become; reads no weight."""
+"""The names in pickles of plain weights, and their checked records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.sources.unpickle import Call, Kind, Sealed, Storage, Table, key, shown
-from bridge.values import MOST_AXES, shape_problem
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.formats.unpickle import Call, Kind, Sealed, Storage, Table, key, shown
+from bridge.core.values import MAX_AXES, shape_problem
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stored item: `length` bytes of `file` (relative to the index) from `offset` on."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor from `offsets` on, and its item."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    item: Item
 
 
 @dataclass(frozen=True)
@@ -23,7 +42,7 @@ class StoredTensor(Sealed):
 
 
 class StateDict(dict[Any, Any]):
-    """What an OrderedDict becomes: the attributes that torch hangs on it (`_metadata`) are dropped."""
+    """An OrderedDict without torch's attributes (`_metadata`)."""
 
     __slots__ = ()
 
@@ -32,17 +51,16 @@ class StateDict(dict[Any, Any]):
 
 
 def integers(values: object, what: str) -> tuple[int, ...]:
-    """Return `values` of a file as a tuple, if they are non-negative integers; SourceError names `what` they are.
+    """Return `values` of a file as a tuple of non-negative integers; else SourceError with their name `what`.
 
-    None has more than 63 bits, and there are no more of them than a tensor has axes.
+    Each has at most 63 bits, and there are at most as many as axes of a tensor.
     """
-    whole = isinstance(values, tuple | list) and len(values) <= MOST_AXES
-    if not whole or not all(type(n) is int and 0 <= n < 1 << 63 for n in values):  # type: ignore[attr-defined]
-        found = shown(values)
-        if isinstance(values, tuple | list):
-            found = ", ".join(map(shown, values[:8])) + (f", ... {len(values)} of them" if len(values) > 8 else "")
-        raise SourceError(f"tensor with {what} ({found}): must be non-negative integers")
-    return tuple(values)  # type: ignore[arg-type]
+    if not isinstance(values, tuple | list):
+        raise SourceError(f"tensor with {what} ({shown(values)}): must be non-negative integers")
+    if len(values) > MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in values):
+        text = ", ".join(map(shown, values[:8])) + (f", ... {len(values)} of them" if len(values) > 8 else "")
+        raise SourceError(f"tensor with {what} ({text}): must be non-negative integers")
+    return tuple(values)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: str, metadata: Any) -> StoredTensor:
@@ -94,7 +112,7 @@ def _size(values: Any = ()) -> tuple[int, ...]:
     return integers(values, "size")
 
 
-# dtype -> the class that torch names in files; bridge.dcp writes them.
+# dtype -> torch's class name in files; dcp_items writes them.
 STORAGE = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
     "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",

@@ -1,8 +1,8 @@
-"""A restricted unpickler: names are looked up in a table; it never imports, calls or builds what a file names.
+"""A restricted unpickler that imports and calls nothing that a file names.
 
-What a name may become is said by the caller's `Table`: weights, the index of a distributed checkpoint, or inert
-records. The pure Python unpickler is subclassed, because the C one allocates memory for any memo index a file asks
-for and takes extension codes from `copyreg`'s cache without asking `find_class`.
+The caller's `Table` says what a name becomes: weights, the index of a distributed checkpoint, or inert records. The
+pure Python unpickler is subclassed, because the C one allocates memory for any memo index of a file and takes extension
+codes from `copyreg`'s cache without calling `find_class`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NoReturn
 
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
 
-DEEPEST = 8  # tuples within tuples that may be a key: hashing recurses in C, where a million of them end the process
-LONGEST = 256 << 20  # bytes of a pickle; the largest of state dicts seen are some tens of megabytes
-MADE = 256 << 20  # bytes of objects that one may make, roughly, of which one byte makes 200; 100,000 weights: 130 MB
-# What a small file may make, and what each of its bytes may: an index of a distributed checkpoint makes 25 to 30 bytes
-# of objects of each, and a file of nothing but opcodes that make empty sets 224.
+_MODULES = (
+    "os", "posix", "nt", "pty", "subprocess", "shutil", "sys", "importlib", "runpy", "code", "codeop", "ctypes",
+    "webbrowser", "timeit", "pdb", "bdb", "commands",
+)  # fmt: skip
+_BUILTINS = ("eval", "exec", "compile", "__import__", "open", "input", "breakpoint")
+REFUSAL = "by which a file runs programs; nothing was run. Do not load it, and get the checkpoint from its maker"
+
+MAX_DEPTH = 8  # tuples within tuples that may be a key: hashing recurses in C, where a million of them end the process
+MAX_PICKLE = 256 << 20  # bytes of a pickle; the largest of state dicts seen are some tens of megabytes
+MAX_OBJECTS = 256 << 20  # bytes of objects that a pickle may make; one byte can make 200, 100,000 weights take 130 MB
+# Objects that a small file may make, and that each further byte may: an index of a distributed checkpoint makes 25 to
+# 30 bytes of objects per byte, a file of opcodes that make empty sets 224.
 LEAST, PER_BYTE = 16 << 20, 48
 _ANOTHER = "save the model's tensors alone, as safetensors"
 
 
 class Sealed:
-    """Refuses the BUILD opcode, which would otherwise write into a checked record or into the table itself."""
+    """Refuses the BUILD opcode, which would otherwise write into a checked record or the table itself."""
 
     def __setstate__(self, state: object) -> NoReturn:
         raise SourceError("the pickle tries to change a record after it was checked")
@@ -41,7 +48,7 @@ class Kind(Sealed):
 
 @dataclass(frozen=True)
 class Storage(Sealed):
-    """A block of bytes of the file; `dtype` is "" where the tensors on it say their own."""
+    """A block of bytes of the file; `dtype` is "" if its tensors have their own."""
 
     key: str
     dtype: str
@@ -64,30 +71,30 @@ class Call(Sealed):
 
 @dataclass(frozen=True)
 class Table:
-    """What each name of a pickle becomes. `refusal` ends the sentence "the pickle asks for os.system, ".
+    """Name of a pickle -> the object that it becomes. `refusal` ends the sentence "the pickle asks for os.system, ".
 
     `most`: bytes of objects that the pickle may make.
     """
 
     names: Mapping[tuple[str, str], object]
     refusal: str
-    most: int = MADE
+    most: int = MAX_OBJECTS
 
 
 class Bounded:
-    """A stream that gives `LONGEST` bytes, so that a length in the file cannot make us allocate it."""
+    """A stream of at most `MAX_PICKLE` bytes, so that a length in the file cannot make us allocate it."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._left = stream, LONGEST
+        self._stream, self._left = stream, MAX_PICKLE
 
     @property
     def taken(self) -> int:
         """Bytes that were read."""
-        return LONGEST - self._left
+        return MAX_PICKLE - self._left
 
     def read(self, n: int = -1) -> bytes:
         if not 0 <= n <= self._left:
-            raise SourceError(f"the pickle asks for {n} bytes at once or is longer than {LONGEST}; {_ANOTHER}")
+            raise SourceError(f"the pickle asks for {n} bytes at once or is longer than {MAX_PICKLE}; {_ANOTHER}")
         self._left -= n
         return self._stream.read(n)
 
@@ -101,16 +108,16 @@ class Bounded:
 
 
 def shown(value: object) -> str:
-    """A value of a pickle as messages have it: what is nested may be too deep to be printed, and a number too long."""
+    """Return a value of a pickle for a message; a nested one may be too deep to print, and a number too long."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
     return str(value)[:80] if isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 
 def key(value: Any, depth: int = 0) -> Any:
-    """Return what may be hashed as it is; SourceError where hashing would recurse without end."""
+    """Return a value that may be hashed; SourceError if hashing would recurse too deeply."""
     if isinstance(value, tuple | frozenset):
-        if depth >= DEEPEST:
+        if depth >= MAX_DEPTH:
             raise SourceError("the pickle has a key of tuples nested too deeply")
         for item in value:
             key(item, depth + 1)
@@ -129,7 +136,7 @@ class _Unpickler(pickle._Unpickler):
         self.storages: dict[str, Storage] = {}
 
     def count(self, nbytes: int) -> None:
-        """Count what is about to be made; SourceError where that is too much for the bytes read so far."""
+        """Count new objects; SourceError if they are too many for the bytes read so far."""
         self.made += nbytes
         if self.made > self._allowed:
             self._allowed = min(self._table.most, LEAST + PER_BYTE * self._bounded.taken)
@@ -147,17 +154,17 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise SourceError(f"the pickle refers to a {type(pid).__name__} outside itself, which is no storage")
+            raise SourceError(f"the pickle refers to a {type(pid).__name__} outside itself, which is not a storage")
         kind, key, numel = pid[1], pid[2], pid[4]
         key = str(key) if type(key) is int and 0 <= key < 1 << 32 else key  # the savers of Lightning and litgpt count
         if not isinstance(kind, Kind) or not isinstance(key, str) or type(numel) is not int or not 0 <= numel < 1 << 60:
             raise SourceError(f"the pickle describes storage {shown(key)!r} wrongly")
         if len(pid) == 6 and pid[5] is not None:
             raise SourceError("views of storages (torch < 0.4) are not supported; save the file again")
-        found = self.storages.setdefault(key, Storage(key, kind.dtype, numel))
-        if (found.dtype, found.numel) != (kind.dtype, numel):
+        storage = self.storages.setdefault(key, Storage(key, kind.dtype, numel))
+        if (storage.dtype, storage.numel) != (kind.dtype, numel):
             raise SourceError(f"storage {key} is described twice, differently")
-        return found
+        return storage
 
 
 def _set_item(self: Any) -> None:
@@ -167,17 +174,17 @@ def _set_item(self: Any) -> None:
 
 def _set_items(self: Any) -> None:
     items = self.pop_mark()
-    held = self.stack[-1]
+    target = self.stack[-1]
     for name, value in zip(items[::2], items[1::2], strict=True):
-        held[key(name)] = value
+        target[key(name)] = value
 
 
 def _add_items(self: Any) -> None:
     items = self.pop_mark()
-    held = self.stack[-1]
-    if type(held) is not set:
-        raise SourceError("the pickle adds to what is no set")
-    held.update(map(key, items))
+    target = self.stack[-1]
+    if type(target) is not set:
+        raise SourceError("the pickle adds items to an object that is not a set")
+    target.update(map(key, items))
 
 
 def _frozen(self: Any) -> None:
@@ -197,7 +204,7 @@ _Unpickler.dispatch[pickle.FROZENSET[0]] = _frozen
 
 
 def _counted(load: Callable[[Any], None], nbytes: int) -> Callable[[Any], None]:
-    """Count what an opcode makes before it does."""
+    """Count the objects of an opcode before it makes them."""
 
     def counted(self: Any) -> None:
         self.count(nbytes)
@@ -206,7 +213,7 @@ def _counted(load: Callable[[Any], None], nbytes: int) -> Callable[[Any], None]:
     return counted
 
 
-# What an opcode of a byte or two makes, with its place on the stack or in the memo; others make what they bring.
+# Bytes that an opcode of one or two bytes makes, with its place on the stack or in the memo.
 for _opcode, _nbytes in {
     pickle.MARK: 64, pickle.EMPTY_LIST: 64, pickle.EMPTY_DICT: 72, pickle.EMPTY_SET: 224, pickle.FROZENSET: 224,
     pickle.SETITEM: 64, pickle.SETITEMS: 160, pickle.TUPLE: 40, pickle.LIST: 56, pickle.DICT: 64,
@@ -217,7 +224,7 @@ for _opcode, _nbytes in {
 
 
 def load_stream(stream: Bounded, table: Table) -> tuple[Any, dict[str, Storage]]:
-    """Unpickle one object from `stream`; return it and the storages it names. Whatever goes wrong is a SourceError."""
+    """Unpickle one object from `stream`; return it and its storages. Every failure is a SourceError."""
     unpickler = _Unpickler(stream, table)
     try:
         return unpickler.load(), unpickler.storages
@@ -231,9 +238,19 @@ def load_stream(stream: Bounded, table: Table) -> tuple[Any, dict[str, Storage]]
 
 
 def load_bytes(data: bytes, table: Table) -> tuple[Any, dict[str, Storage]]:
-    """Unpickle the one object that `data` must be, to its last byte."""
+    """Unpickle `data`, which must be one object to its last byte."""
     stream = io.BytesIO(data)
-    found = load_stream(Bounded(stream), table)
+    loaded = load_stream(Bounded(stream), table)
     if stream.tell() != len(data):
         raise SourceError(f"{len(data) - stream.tell()} bytes follow the end of the pickle")
-    return found
+    return loaded
+
+
+def runs_programs(name: str) -> bool:
+    """Whether a dotted name is a function that runs programs.
+
+    >>> runs_programs("posix.system"), runs_programs("builtins.eval"), runs_programs("argparse.Namespace")
+    (True, True, False)
+    """
+    module, _, rest = name.partition(".")
+    return rest in _BUILTINS if module in ("builtins", "__builtin__") else module in _MODULES

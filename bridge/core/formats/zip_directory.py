@@ -1,6 +1,6 @@
-"""The directory of a zip as torch writes it, wherever it lies in a file; finds the members, never unpacks them.
+"""Read the directory of torch's zips inside a larger file.
 
-The standard library's reader wants a file of its own: an item of a distributed checkpoint is a zip between others.
+The standard library needs a separate file; an item of a distributed checkpoint is a zip between others.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from bridge.errors import SourceError
-from bridge.remote.place import Handle
-from bridge.sources.span import Span
-from bridge.sources.unpickle import LONGEST
+from bridge.core.errors import SourceError
+from bridge.core.files.span import Span
+from bridge.core.formats.unpickle import MAX_PICKLE
+from bridge.core.remote.path import Handle
 
 EOCD, EOCD64, LOCATOR64, CENTRAL, LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 TAIL = 65557  # the end record with the longest comment
-MOST_MEMBERS = 1 << 18  # finding each is a read
-SHORT = 4096  # of either end: torch writes no comment, and a tensor's item has its few headers in those
+MAX_MEMBERS = 1 << 18  # each takes one read to find
+SHORT = 4096  # bytes of either end: torch writes no comment, and a tensor's item has all its headers in those
 
 
 @dataclass(frozen=True)
 class Member:
-    """A stored member: where its bytes lie in the span; `crc` 0 means that torch was told not to compute it."""
+    """A stored member: the place of its bytes in the span; with `crc` 0 torch did not compute it."""
 
     offset: int
     nbytes: int
@@ -29,7 +29,7 @@ class Member:
 
 
 class Ends:
-    """Bytes of a span, of which the first and last are read but once: they tell what a tensor's item holds."""
+    """Bytes of a span; the first and last are read once, because they have all headers of a tensor's item."""
 
     def __init__(self, fd: Handle, span: Span) -> None:
         self._fd, self.span = fd, span
@@ -38,7 +38,7 @@ class Ends:
         self.tail = span.at(fd, self.tail_at, SHORT) if self.tail_at else self.head
 
     def at(self, begin: int, nbytes: int) -> bytes:
-        """Return bytes from `begin` on: fewer where the span ends before."""
+        """Return bytes from `begin` on: fewer if the span ends before."""
         end = min(begin + nbytes, self.span.nbytes)
         if 0 <= begin < end <= len(self.head):
             return self.head[begin:end]
@@ -48,7 +48,7 @@ class Ends:
 
 
 def read_directory(ends: Ends) -> dict[str, Member]:
-    """Parse the central directory of the zip that a span is: the local headers that torch writes carry no sizes."""
+    """Parse the central directory of the zip in a span: torch's local headers have no sizes."""
     span, tail_at, tail = ends.span, ends.tail_at, ends.tail
     at = tail.rfind(EOCD)
     if at < 0 and tail_at:
@@ -62,11 +62,9 @@ def read_directory(ends: Ends) -> dict[str, Member]:
         count, length, start = _zip64(ends, tail, at)
     elif any(disks):
         raise SourceError("a part of a zip of several files, which torch.save never writes; save the file again")
-    if count > MOST_MEMBERS:
-        raise SourceError(
-            f"the zip holds {count} members; at most {MOST_MEMBERS} are read: one for a tensor, and a few"
-        )
-    if start + length > span.nbytes or length > LONGEST:
+    if count > MAX_MEMBERS:
+        raise SourceError(f"the zip holds {count} members; at most {MAX_MEMBERS} are read: one for a tensor, and a few")
+    if start + length > span.nbytes or length > MAX_PICKLE:
         raise SourceError("truncated: the zip's directory lies outside the file; download it again")
     table = ends.at(start, length)
     members: dict[str, Member] = {}
@@ -111,7 +109,7 @@ def _central(ends: Ends, table: bytes, at: int) -> tuple[str, Member, int]:
         raise SourceError(f"truncated: {name} lies outside the file; download it again")
     local_name, local_extra = struct.unpack_from("<HH", local, 26)
     if local[30 : 30 + local_name] != table[at + 46 : at + 46 + n_name]:
-        raise SourceError(f"{name} has another name where its bytes lie, so that readers differ; save the file again")
+        raise SourceError(f"{name} has another name in its local header, so that readers differ; save the file again")
     offset = header + 30 + local_name + local_extra
     if nbytes != packed or offset + nbytes > ends.span.nbytes:
         raise SourceError(f"truncated: {name} lies outside the file; download it again")
@@ -119,7 +117,7 @@ def _central(ends: Ends, table: bytes, at: int) -> tuple[str, Member, int]:
 
 
 def _wide(extra: bytes, fields: list[int]) -> list[int]:
-    """Take the 64-bit values of those fields whose 32-bit place says that they did not fit."""
+    """Replace fields that did not fit 32 bits by their 64-bit values."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)

@@ -1,10 +1,10 @@
-"""The output directory: all or nothing. Work happens in a hidden sibling; one rename makes it visible.
+"""Write a directory in a hidden sibling and publish it by rename.
 
-A run that fails removes its work. A run that is killed leaves its work and a journal; the next run with the same plan
-and the same inputs goes on from there, any other run refuses it.
+A run that fails removes its work. A run that is stopped or killed, or loses its source's server, leaves its work and a
+journal; the next run with the same plan and the same inputs continues it, any other run refuses it.
 
-Nothing waits for the disk: this holds where a process is killed. After a loss of power a journal is not trusted, and an
-output that became visible a moment before may lack bytes: `bridge.verify` and goldens tell.
+Nothing is flushed to the disk: this holds if a process is killed. After a loss of power a journal is not trusted, and
+an output that was just published may lack bytes: `bridge.verify` and goldens find out.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from bridge.errors import UsageError, WriteError, disk_is_full
-from bridge.journal import JOURNAL, begin, busy, left, lock, remove_unbegun, void
-from bridge.paths import check_length
-from bridge.scratch import surely
-from bridge.show import size
-from bridge.visible import MARK, check_free, make_visible, reserved, settle, work_directory
+from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreachable
+from bridge.core.output.journal import begin, busy, has_done, left, lock, remove_unbegun, void
+from bridge.core.output.names import CALIBRATION, JOURNAL, MANIFEST
+from bridge.core.output.replace import check_free, make_visible, recover, reserved, work_directory
+from bridge.core.output.temporary import run_despite_signal
+from bridge.core.places import check_length
+from bridge.core.text import size
+
+# The note of an error whose work the next run continues.
+KEPT = "what is done is kept in {work}; the same command goes on from there, --no-resume (resume=False) discards it"
 
 
 @dataclass(frozen=True)
 class Work:
-    """A directory under construction. `done`: what a killed run of the same work had finished, and told.
+    """A directory under construction. `done`: finished parts of a killed run of the same work, with their results.
 
-    `identity`: what the journal says the work is, for processes that join it.
+    `identity`: of the work, in the journal, for processes that join it.
     """
 
     directory: Path
@@ -38,25 +42,25 @@ class Work:
     journal: IO[str]
     identity: str = ""
 
-    def mark(self, name: str, told: Mapping[str, Any]) -> None:
-        """Note that `name` is wholly written, and what there is to tell of it; survives a kill of the process."""
-        self.journal.write(json.dumps({"done": name, "told": dict(told)}) + "\n")
+    def mark(self, name: str, result: Mapping[str, Any]) -> None:
+        """Record that `name` is written, with its result; survives a kill of the process."""
+        self.journal.write(json.dumps({"done": name, "told": dict(result)}) + "\n")
         self.journal.flush()
 
 
 def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None:
-    """UsageError where no file, `what`, can be written to `path`: to be asked before minutes of work, not after."""
+    """UsageError if a file, `what`, cannot be written to `path`; called before the work begins."""
     check_length(path)
     if path.suffix != suffix:
         raise UsageError(f"{path}: {what} ends in {suffix}: name it {path.with_suffix(suffix)}")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: {path.absolute().parent} is no directory; make it first")
+        raise UsageError(f"{path}: {path.absolute().parent} is not a directory; make it first")
     if path.exists() and not overwrite:
         raise UsageError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
 
 
 def check_disk(out: Path, need: int) -> None:
-    """Refuse work that the disk cannot hold; `need` in bytes. What a killed run has reserved already counts as free."""
+    """Refuse work that is larger than the free disk; `need` in bytes. The work of a killed run counts as free."""
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free = shutil.disk_usage(parent).free + reserved(out)
     if free < need:
@@ -65,14 +69,14 @@ def check_disk(out: Path, need: int) -> None:
 
 @contextmanager
 def output_directory(
-    out: Path, identity: str, *, overwrite: bool = False, resume: bool = True, mark: str = MARK
+    out: Path, identity: str, *, overwrite: bool = False, resume: bool = True, mark: str = MANIFEST
 ) -> Iterator[Work]:
     """Yield the hidden work directory of `out`; rename it to `out` at the end, remove it if the body raises.
 
     Args:
-        identity: digest of everything that decides the bytes; a killed run's work is continued only under the same one.
+        identity: digest of everything that decides the bytes; only the same identity continues a killed run's work.
     """
-    settle(out, mark)
+    recover(out, mark)
     check_free(out, overwrite, mark)
     out = out.absolute()
     work = work_directory(out)
@@ -86,12 +90,25 @@ def output_directory(
             whole = True
             make_visible(work, out, overwrite, mark)
         except BaseException as error:
-            if whole and isinstance(error, WriteError):  # which says that the finished work is kept
+            if whole and isinstance(error, WriteError):  # its message says that the finished work is kept
                 raise
-            surely(lambda: _discard(journal, work, identity))
+            if _can_go_on(error) and _is_there(journal, work) and _is_worth(journal, work):
+                error.add_note(KEPT.format(work=work))
+                raise
+            run_despite_signal(lambda: _discard(journal, work, identity))
             if isinstance(error, OSError):
                 raise _not_written(error, out) from error
             raise
+
+
+def _can_go_on(error: BaseException) -> bool:
+    """Whether the work is as good as before the error: an interrupt, too little memory, a server that went away."""
+    return not isinstance(error, Exception) or isinstance(error, MemoryError) or is_unreachable(error)
+
+
+def _is_worth(journal: IO[str], work: Path) -> bool:
+    """Whether anything in the work is finished."""
+    return has_done(journal, work) or (work / CALIBRATION).exists()
 
 
 def _not_written(error: OSError, out: Path) -> WriteError:
@@ -102,8 +119,8 @@ def _not_written(error: OSError, out: Path) -> WriteError:
 
 @contextmanager
 def _owned(out: Path, work: Path) -> Iterator[IO[str]]:
-    """Own the work directory by its journal; where the block raises, nothing stays that was made for it alone."""
-    made = [parent for parent in out.parents if not parent.exists()]
+    """Own the work directory by its journal; if the block raises, new directories are removed."""
+    new = [parent for parent in out.parents if not parent.exists()]
     journal: IO[str] | None = None
     try:
         try:
@@ -118,7 +135,7 @@ def _owned(out: Path, work: Path) -> Iterator[IO[str]]:
         yield journal
     except BaseException:
         _close(journal)
-        surely(lambda: _remove_unbegun(work, made))
+        run_despite_signal(lambda: remove_unbegun(work, new))
         raise
     finally:
         _close(journal)
@@ -130,24 +147,21 @@ def _close(journal: IO[str] | None) -> None:
             journal.close()
 
 
-def _remove_unbegun(work: Path, made: list[Path]) -> None:
-    """Remove a work directory whose journal says nothing, and the parents `made` for it; what holds anything stays."""
-    remove_unbegun(work)
-    with suppress(OSError):
-        for parent in made:
-            parent.rmdir()
+def _is_there(journal: IO[str], work: Path) -> bool:
+    """Whether the work is still in its hidden directory: a rename may have published it before an interrupt came."""
+    try:
+        return os.path.samestat(os.fstat(journal.fileno()), (work / JOURNAL).stat())
+    except FileNotFoundError:
+        return False
 
 
 def _discard(journal: IO[str], work: Path, identity: str) -> None:
-    """Remove the work; where it is visible already, what is called so now is another run's."""
-    try:
-        if not os.path.samestat(os.fstat(journal.fileno()), (work / JOURNAL).stat()):
-            return
-    except FileNotFoundError:
+    """Remove the work; after its publication the directory of that name is another run's."""
+    if not _is_there(journal, work):
         return
     try:
         void(journal, work, identity)
-    except OSError:  # a full disk: at least nothing is called done
+    except OSError:  # a full disk: at least no part is recorded as done
         with suppress(OSError):
             os.ftruncate(journal.fileno(), 0)
     shutil.rmtree(work, ignore_errors=True)

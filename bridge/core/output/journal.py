@@ -1,6 +1,7 @@
-"""The journal of a work directory: whose work it is, what is done, and a lock that only a run that lives holds.
+"""The journal of a work directory.
 
-It must never be believed after another start of the machine: it may have reached the disk when the tensors had not.
+It has the identity, the finished parts, and the lock of the running process. It is not trusted after a reboot: it may
+have reached the disk before the tensors.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from bridge.errors import WriteError
-
-JOURNAL = "journal.jsonl"
+from bridge.core.errors import WriteError
+from bridge.core.output.names import JOURNAL
 
 
 def lock(journal: IO[str], work: Path) -> None:
-    """Own the work directory; WriteError where another run does, or finished it while this one opened it."""
+    """Lock the work directory; WriteError if another run has it, or finished it while this one opened it."""
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         here = (work / JOURNAL).stat()
@@ -31,8 +31,8 @@ def lock(journal: IO[str], work: Path) -> None:
         raise busy(work)
 
 
-def remove_unbegun(work: Path) -> None:
-    """Remove a work directory whose journal says nothing; one that holds anything, or that a run owns, stays."""
+def remove_unbegun(work: Path, parents: Iterable[Path] = ()) -> None:
+    """Remove a work directory with an empty journal, and empty `parents`; one with content or an owner stays."""
     with suppress(OSError, ValueError, WriteError):
         if (work / JOURNAL).exists():
             with (work / JOURNAL).open("r+") as journal:
@@ -40,6 +40,9 @@ def remove_unbegun(work: Path) -> None:
                 if not journal.read(1):
                     (work / JOURNAL).unlink()
         work.rmdir()
+    with suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
 
 
 def busy(work: Path) -> WriteError:
@@ -47,17 +50,12 @@ def busy(work: Path) -> WriteError:
 
 
 def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mapping[str, Any]] | None:
-    """What the journal of a killed run has, None where work begins anew; WriteError where it is not ours to take up.
-
-    After a start of the machine nothing is trusted: the journal may have reached the disk when the tensors had not.
-    """
+    """Return the finished parts of a killed run, None to start again; WriteError if the work is not this run's."""
     text = _text(journal, work)
     lines = text.split("\n")[:-1]
-    strangers = [path.name for path in work.iterdir() if path.name != JOURNAL]
-    if not lines and strangers:
-        raise WriteError(
-            f"{work} holds {', '.join(sorted(strangers)[:3])} and no journal: not ours; move it away first"
-        )
+    others = [path.name for path in work.iterdir() if path.name != JOURNAL]
+    if not lines and others:
+        raise WriteError(f"{work} holds {', '.join(sorted(others)[:3])} and no journal: not ours; move it away first")
     if not lines or identity is None:
         return None
     records = [read_record(line, work) for line in lines]
@@ -73,8 +71,15 @@ def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mappin
     journal.truncate(_whole(text))
     done = records[last + 1 :]
     if not all(isinstance(record.get("done"), str) for record in done):
-        raise _damaged(work, "a line says nothing")
+        raise _damaged(work, "a line without `done`")
     return {record["done"]: record.get("told", {}) for record in done}
+
+
+def has_done(journal: IO[str], work: Path) -> bool:
+    """Whether any part of the work is recorded as finished."""
+    with suppress(OSError):  # a full disk: what is not in the file does not count
+        journal.flush()
+    return _text(journal, work).rpartition('{"identity": ')[2].count('{"done": ') > 0
 
 
 def begin(journal: IO[str], work: Path, identity: str) -> None:
@@ -89,9 +94,9 @@ def begin(journal: IO[str], work: Path, identity: str) -> None:
 
 
 def void(journal: IO[str], work: Path, identity: str) -> None:
-    """Say that nothing here is to be gone on from: a kill while files are removed must not leave a journal of them.
+    """Record that the work must not be continued: a kill while files are removed must not leave a journal of them.
 
-    It is said in a further line: beside files a journal is never empty, or they would be nobody's.
+    This is a further line: with files in the directory a journal is never empty, or they would belong to no run.
     """
     journal.truncate(_whole(_text(journal, work)))
     journal.write(json.dumps({"identity": identity, "boot": None}) + "\n")
@@ -111,7 +116,7 @@ def _damaged(work: Path, why: object) -> WriteError:
 
 
 def _whole(text: str) -> int:
-    """How much of a journal was acknowledged: a torn last line was not."""
+    """Return the length of the complete lines: a torn last line was not acknowledged."""
     return text.rfind("\n") + 1
 
 
@@ -124,10 +129,10 @@ def read_record(line: str, work: Path) -> dict[str, Any]:
 
 
 def check_joined(directory: Path, identity: str) -> None:
-    """Refuse to write into a work directory that is not there, or not any more that of the run `identity`.
+    """Refuse to write into a work directory that is absent or no longer that of the run `identity`.
 
-    The run itself holds the lock. Whoever writes for it asks before every piece: it may have been cut off from the run,
-    which gave it up, and another may have begun in the same place.
+    The run itself has the lock. A process that writes for it calls this before every part: the run may have given the
+    process up, and another run may have begun in the same directory.
     """
     try:
         with (directory / JOURNAL).open() as journal:
@@ -142,7 +147,7 @@ def check_joined(directory: Path, identity: str) -> None:
 
 
 def _boot() -> str:
-    """What is another one after each start of the machine; "" where the system does not say."""
+    """Return an id that changes with each boot; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,7 @@
-"""What is seen at `out`: the old output or the new one, never half of either, whenever a run is killed."""
+"""Publish a finished output by rename.
+
+Readers never see a partial directory.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,30 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from bridge.errors import WriteError
-from bridge.journal import JOURNAL, lock, read_record
-from bridge.paths import check_length
-from bridge.scratch import surely
+from bridge.core.errors import WriteError
+from bridge.core.output.journal import lock, read_record
+from bridge.core.output.names import JOURNAL, MANIFEST
+from bridge.core.output.temporary import run_despite_signal
+from bridge.core.places import check_length
 
-MARK = "bridge.json"  # in every model that bridge wrote
-REPLACING = "pass overwrite=True (--overwrite)"  # how a caller has an output replaced
+REPLACING = "pass overwrite=True (--overwrite)"  # how a caller replaces an output
 
 
 def work_directory(out: Path) -> Path:
-    """Where `out` is made until it is whole."""
+    """Return the hidden directory in which `out` is built."""
     return out.parent / f".{out.name}.partial"
 
 
 def reserved(out: Path) -> int:
-    """Bytes on disk that a killed run of `out` holds already."""
+    """Return the bytes on disk of a killed run of `out`."""
     work = work_directory(out.absolute())
     return sum(path.stat().st_blocks * 512 for path in work.glob("**/*") if path.is_file())
 
 
-def check_free(out: Path, overwrite: bool, mark: str = MARK, replacing: str = REPLACING) -> None:
-    """Refuse an output that exists, before any work; only what holds the file `mark` is ours to replace.
+def check_free(out: Path, overwrite: bool, mark: str = MANIFEST, replacing: str = REPLACING) -> None:
+    """Refuse an existing output before any work; only a directory with the file `mark` may be replaced.
 
-    `replacing`: what the caller does to have it replaced, for the message.
+    `replacing`: how the caller replaces it, for the message.
     """
     check_length(out)
     check_length(work_directory(out.absolute()))
@@ -45,11 +48,11 @@ def check_free(out: Path, overwrite: bool, mark: str = MARK, replacing: str = RE
 
 
 def make_visible(work: Path, out: Path, overwrite: bool, mark: str) -> None:
-    """One rename; with `overwrite` the old directory steps aside first and is removed last.
+    """Publish by one rename; with `overwrite` the old directory is renamed first and removed last.
 
-    The journal goes after the rename: a run killed between the two leaves a whole output and a file that nobody reads.
-    What appeared at `out` during the run is somebody's: it stays, and so does the work, as the WriteError says. An
-    interrupt leaves the old output there, or the new one.
+    The journal is removed after the rename: a run killed between the two leaves a whole output and an unused file. A
+    directory that appeared at `out` during the run stays, and so does the work, as the WriteError says. An interrupt
+    leaves the old output or the new one.
     """
     aside, own = _aside(out), (work / JOURNAL).stat()
     try:
@@ -62,21 +65,21 @@ def make_visible(work: Path, out: Path, overwrite: bool, mark: str) -> None:
         _restore(out, mark)
         raise WriteError(f"{error}; the finished work is kept in {work}: rename it, or run again") from error
     except BaseException:
-        surely(lambda: _restore(out, mark))
+        run_despite_signal(lambda: _restore(out, mark))
         raise
     finally:
-        with suppress(OSError):  # the output is whole; what cannot be removed now is settled later
-            if os.path.samestat((out / JOURNAL).stat(), own):  # another's directory may have one, too
-                surely(lambda: _tidy(out, mark))
+        with suppress(OSError):  # the output is whole; `recover` removes the rest later
+            if os.path.samestat((out / JOURNAL).stat(), own):  # another run's directory may have one, too
+                run_despite_signal(lambda: _tidy(out, mark))
 
 
-def settle(out: Path, mark: str = MARK) -> None:
-    """Finish the renames of a killed run where the new output is there, undo them where only the old one was moved.
+def recover(out: Path, mark: str = MANIFEST) -> None:
+    """Finish the renames of a killed run if the new output is there, undo them if only the old one was moved.
 
-    Call it before an output that exists is refused or read; a run that lives does this by itself.
+    Call it before an existing output is refused or read; a running process does this by itself.
     """
     out, work = out.absolute(), work_directory(out.absolute())
-    with suppress(OSError, ValueError, WriteError):  # a journal that is no text is nobody's
+    with suppress(OSError, ValueError, WriteError):  # a journal that is not text belongs to no run
         if (out / mark).exists():
             with (out / JOURNAL).open("r+") as journal:
                 lock(journal, out)
@@ -89,9 +92,9 @@ def settle(out: Path, mark: str = MARK) -> None:
 
 
 def _tidy(out: Path, mark: str) -> None:
-    """After the rename, which brought a journal to `out`: remove what it replaced, then the journal.
+    """Remove the replaced output and then the journal, which the rename brought to `out`.
 
-    The mark of what it replaced goes first, so that half of it is never put back.
+    The mark of the replaced output is removed first, so that a part of it is never put back.
     """
     if (out / JOURNAL).exists():
         aside = _aside(out)
@@ -101,9 +104,9 @@ def _tidy(out: Path, mark: str) -> None:
 
 
 def _restore(out: Path, mark: str) -> None:
-    """Put back the old output where a run was killed between the two renames of an overwrite."""
+    """Put back the old output if a run was killed between the two renames of an overwrite."""
     aside = _aside(out)
-    if (aside / mark).exists() and not out.exists():  # what has lost its mark was being removed
+    if (aside / mark).exists() and not out.exists():  # without its mark it was being removed
         aside.rename(out)
 
 

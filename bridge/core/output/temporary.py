@@ -1,4 +1,7 @@
-"""Temporary directories that a killed run does not leave for ever: the next one removes them; no others."""
+"""Temporary directories that are removed, even after a kill.
+
+They are removed at the end, or by the next run after a kill.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 
 
 
 @contextmanager
-def scratch(parent: str | Path | None = None) -> Iterator[Path]:
-    """A directory that is gone when the block ends, under `parent` or the system's; first those of killed runs go.
+def temporary_directory(parent: str | Path | None = None) -> Iterator[Path]:
+    """Make a directory under `parent` or the system's for the block; first remove those of killed runs.
 
-    A lock on the directory says that its process lives; where the file system has none, no other's is removed.
+    A locked directory has a running process; on a file system without locks no other directory is removed.
     """
     base = Path(parent or tempfile.gettempdir())
     for path in base.glob(f"{PREFIX}*"):
@@ -32,13 +35,29 @@ def scratch(parent: str | Path | None = None) -> Iterator[Path]:
             fd = _locked(path, 0)
         yield path
     finally:
-        surely(lambda: shutil.rmtree(path, ignore_errors=True))
+        run_despite_signal(lambda: shutil.rmtree(path, ignore_errors=True))
         if fd is not None:
             os.close(fd)
 
 
-def surely(clean: Callable[[], None]) -> None:
-    """Clean up, once more where a signal cuts it short: the command line lets none through after the first."""
+def write_whole(path: Path, data: bytes | memoryview, partial: str = "") -> None:
+    """Write a file under another name, then rename it: a reader sees the old or the whole new file.
+
+    `partial`: the other name, if only one run writes at a time; by default it has the process id.
+    """
+    beside = path.with_name(partial or f".{path.name}.{os.getpid()}.partial")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def run_despite_signal(clean: Callable[[], None]) -> None:
+    """Clean up, and again if a signal interrupts it: the command line lets only the first signal through."""
     try:
         clean()
     except BaseException:
@@ -60,7 +79,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _locked(path: Path, how: int) -> int | None:
-    """Open and lock a directory; None where another process removed it meanwhile, taking it for abandoned."""
+    """Open and lock a directory; None if another process removed it meanwhile as abandoned."""
     try:
         fd = os.open(path, FLAGS)
     except FileNotFoundError:
@@ -70,7 +89,7 @@ def _locked(path: Path, how: int) -> int | None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | how)
         except OSError:
-            if how:  # somebody holds it, or there are no locks: not to be removed
+            if how:  # another process has the lock, or there are no locks: do not remove it
                 raise
         kept = path.exists() and path.stat().st_ino == os.fstat(fd).st_ino
         return fd if kept else None

@@ -1,43 +1,44 @@
-"""An output at s3://, gs:// or wherever fsspec writes: made here, then sent; nothing half-sent can be loaded.
+"""Upload an output to s3://, gs://, az:// or a store of fsspec.
 
-Object stores know no rename: weights go first, what makes them a model last, and a note lies beside them meanwhile. It
-says what was sent, so that a run that was cut off goes on, and that an output without it is whole.
+It is made locally first; a partial upload never loads.
+
+Object stores have no rename: weights go first, what makes them a model last, and a note lies beside them meanwhile. It
+lists what was sent, so that an interrupted upload resumes, and an output without a note is whole.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import socket
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError, UsageError, WriteError
-from bridge.journal import JOURNAL
-from bridge.json_data import parse_json
-from bridge.progress import Progress
-from bridge.remote.address import checked, is_remote, scheme_of, shown, store_of
-from bridge.remote.holding import Holding, held, seen
-from bridge.remote.note import NOTE, Note, Sent, parse_note
-from bridge.remote.objects import BUCKETS, S3, file_system, problem, tag_of
-from bridge.report import Report, report_from_dict
-from bridge.visible import MARK, REPLACING, check_free
+from bridge.core.errors import BridgeError, UsageError, WriteError
+from bridge.core.output.names import JOURNAL, MANIFEST
+from bridge.core.output.replace import REPLACING, check_free
+from bridge.core.parsing import parse_json
+from bridge.core.places import checked, is_remote, scheme_of, shown, store_of
+from bridge.core.progress import Progress
+from bridge.core.remote.objects import BUCKETS, Folder, folder, problem
+from bridge.core.remote.store import RemoteStat
+from bridge.core.remote.upload_directory import Holding, owning, read_holding
+from bridge.core.remote.upload_note import NOTE, Note, Sent, parse_note
 
-IDENTITY = ".qbridge-identity"  # in a finished output that is to be sent: of which run it is
-TRIES = 4
+IDENTITY = ".qbridge-identity"  # a file in a finished output with the id of its run
 # Without these nothing takes the files for a model, wherever they lie in it: sent last, in this order, removed first.
 LAST = (
     "model.safetensors.index.json", ".metadata", "metadata.json", "common.pt", "model.engine", "model.onnx",
-    "config.json", MARK,
+    "config.json", MANIFEST,
 )  # fmt: skip
-MOST_VALUES = 64 << 20  # of a report, some tens for a tensor
+MAX_VALUES = 64 << 20  # values of a report: some tens for a tensor
+MAX_NOTE = 4 << 20  # bytes of an upload's note
+WEB = "a web server takes no files; write to a directory, s3://, gs:// or az://"
 REFUSED = {
-    "http": "a web server takes no files; write to a directory, s3:// or gs://",
-    "https": "a web server takes no files; write to a directory, s3:// or gs://",
+    "http": WEB,
+    "https": WEB,
     "hf": "write to a directory, and `hf upload org/name DIRECTORY` makes one commit of it",
 }
 
@@ -45,9 +46,9 @@ REFUSED = {
 @contextmanager
 def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]:
     """Convert into `local` while the block runs; then it is sent. No other run has `local` until that has ended."""
-    where, (fs, root) = shown(url), check_out(url)
-    with held(made_at(url).parent, where) as holding:
-        outgoing = Outgoing(where, fs, root, holding)
+    where = check_out(url)
+    with owning(made_at(url).parent, where) as holding:
+        outgoing = Outgoing(where, folder(checked(url)), holding)
         try:
             outgoing.begin(overwrite)
             yield outgoing
@@ -63,20 +64,20 @@ def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]
         outgoing.tidy_up()
 
 
-def check_out(url: str) -> tuple[Any, str]:
-    """The file system of an address, and a directory's path in it; UsageError where no output can be sent."""
+def check_out(url: str) -> str:
+    """The address of an output as messages call it; UsageError if no output can be sent there."""
     where, scheme = shown(url), scheme_of(url)
     if scheme in REFUSED:
         raise UsageError(f"out={where}: {REFUSED[scheme]}")
-    fs, root = file_system(checked(url))
-    parts = root.strip("/").split("/")
+    folder(checked(url))
+    parts = where.partition("://")[2].strip("/").split("/")
     if {"", ".", ".."} & {*parts} or (store_of(url) in BUCKETS and len(parts) < 2):
         raise UsageError(f"out={where}: give a directory in it: {scheme}://{parts[0] or 'place'}/name")
-    return fs, root
+    return where
 
 
 def made_at(out: str | Path) -> Path:
-    """Where an output is made: there itself, or, before it is sent, in a hidden directory of the current one."""
+    """Where an output is made: there itself, or, before an upload, in a hidden directory of the current one."""
     if not is_remote(out):
         return Path(out)
     where = shown(str(out))
@@ -85,34 +86,33 @@ def made_at(out: str | Path) -> Path:
 
 
 def check_replaceable(url: str, overwrite: bool, replacing: str = REPLACING) -> None:
-    """Refuse what `sending` would refuse to write to, by what lies there: one listing, and one note; writes nothing.
+    """Refuse what `sending` would refuse because of what lies there; writes nothing.
 
-    `replacing`: see `bridge.visible.check_free`.
+    `replacing`: see `bridge.core.output.replace.check_free`.
     """
-    where, (fs, root) = shown(url), check_out(url)
-    Outgoing(where, fs, root, seen(made_at(url).parent)).look(overwrite, replacing)
+    Outgoing(check_out(url), folder(checked(url)), read_holding(made_at(url).parent)).look(overwrite, replacing)
 
 
 def tidy(url: str) -> None:
-    """Remove what a killed run left here of an output that is whole there, unless another run has it now."""
+    """Remove what a killed run left here of an output that is whole there, unless another run owns it."""
     directory = made_at(url).parent
     if directory.is_dir():
-        where, (fs, root) = shown(url), check_out(url)
-        with suppress(WriteError, OSError), held(directory, where) as holding:
-            Outgoing(where, fs, root, holding).tidy()
+        where = check_out(url)
+        with suppress(WriteError, OSError), owning(directory, where) as holding:
+            Outgoing(where, folder(checked(url)), holding).tidy()
 
 
 class Outgoing:
-    """The output of one conversion: `local` is where it is made, inside the hidden directory that `holding` owns."""
+    """The output of one conversion: it is made in `local`, inside the hidden directory that `holding` owns."""
 
-    def __init__(self, where: str, fs: Any, root: str, holding: Holding) -> None:
-        self.where, self._fs, self._root, self._holding = where, fs, root, holding
+    def __init__(self, where: str, store: Folder, holding: Holding) -> None:
+        self.where, self._folder, self._holding = where, store, holding
         self.local = made_at(where)
         self._sender = f"{socket.gethostname()}:{self.local}"
         self._sent: dict[str, Sent] = {}
         self._stale: list[str] = []
-        self._note_stays = True  # until it is ours to take back
-        self._run = ""  # of which the finished output is that is to be sent
+        self._note_stays = True  # until `begin` knows whether this run may remove it
+        self._run = ""  # the run that made the finished output
 
     def begin(self, overwrite: bool) -> None:
         """Refuse what cannot be written to, before any work: the note that is left there shows that it can be."""
@@ -128,41 +128,25 @@ class Outgoing:
             if not ours:
                 self._holding.forget()
             if isinstance(error.__cause__, FileNotFoundError) and store_of(self.where) in BUCKETS:
-                bucket = self._root.partition("/")[0]
+                bucket = self.where.partition("://")[2].partition("/")[0]
                 raise WriteError(f"{self.where}: no bucket is called {bucket}; make it, or check its name") from error
             raise
-        except BaseException as error:  # an interrupt: what was asked of the store may yet be done
+        except BaseException as error:  # an interrupt: the store may yet do what it was asked
             error.add_note(
                 f"a note, {NOTE}, may be at {self.where}; {self._holding.directory} is kept, by which the next run "
                 "here knows it. Run again, or remove both"
             )
             raise
-        # What lost its mark to a run that was cut off is nobody's without the note, and could not be replaced.
-        self._note_stays = bool(self._sent) or (bool(self._stale) and MARK not in self._stale)
+        # An output that lost its manifest to an interrupted run can be replaced only as long as its note is there.
+        self._note_stays = bool(self._sent) or (bool(self._stale) and MANIFEST not in self._stale)
 
-    def look(self, overwrite: bool, replacing: str = REPLACING) -> tuple[Mapping[str, Any], Note | None]:
-        """What lies there, and its note; WriteError where that is in the way."""
+    def look(self, overwrite: bool, replacing: str = REPLACING) -> tuple[Mapping[str, RemoteStat], Note | None]:
+        """What lies there, and its note; WriteError if that is in the way."""
         found, note = self._found()
         check_free(self.local, overwrite=True)
-        self._check(found, note, overwrite, replacing)
-        return found, note
-
-    def tidy(self) -> None:
-        """Remove what an earlier run made here, if the output is whole there."""
-        if self._holding.remembered:
-            found, note = self._found()
-            if not note and MARK in found:
-                self.tidy_up()
-
-    def _found(self) -> tuple[Mapping[str, Any], Note | None]:
-        found = self._listing()
-        return found, self._read_note() if NOTE in found else None
-
-    def _check(self, found: Mapping[str, Any], note: Note | None, overwrite: bool, replacing: str) -> None:
-        """Refuse to write over what is there, unless it is ours and may be replaced, or to be gone on with."""
-        untouched = MARK in found and not (note and note.sent)
+        untouched = MANIFEST in found and not (note and note.sent)
         if not found or (note and note.run == self._holding.run and not untouched):
-            return
+            return found, note
         if note and note.run != self._holding.run and not overwrite:
             raise WriteError(
                 f"{self.where} is being sent by {note.sender}, or that run was cut off; run it "
@@ -170,18 +154,27 @@ class Outgoing:
             )
         if not overwrite:
             raise WriteError(f"{self.where} exists already; choose another directory, or {replacing}")
-        if note is None and MARK not in found:
+        if note is None and MANIFEST not in found:
             raise WriteError(
-                f"{self.where} was not written by bridge (no {MARK} in it): it is not overwritten; remove it yourself"
+                f"{self.where} was not written by bridge (no {MANIFEST} in it): it is not overwritten; "
+                "remove it yourself"
             )
+        return found, note
 
-    def kept(self, identity: str, verified: bool) -> Report | None:
-        """The report of a finished output that only was not sent to its end; None where there is none of this run."""
+    def tidy(self) -> None:
+        """Remove what an earlier run made here, if the output is whole there."""
+        if self._holding.remembered:
+            found, note = self._found()
+            if not note and MANIFEST in found:
+                self.tidy_up()
+
+    def kept(self, identity: str, verified: bool) -> Mapping[str, Any] | None:
+        """The report, as JSON data, of an output that is finished and not sent; None if this run has none."""
         self._run = _of_run(identity, verified)
         if not self.is_made():
             return None
         try:
-            return report_from_dict(parse_json((self.local / "report.json").read_bytes(), MOST_VALUES))
+            return dict(parse_json((self.local / "report.json").read_bytes(), MAX_VALUES))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -191,7 +184,7 @@ class Outgoing:
         (directory / IDENTITY).write_text(self._run)
 
     def is_made(self) -> bool:
-        """Whether the output of this run is finished here, so that only sending it is left."""
+        """Whether the output of this run is finished here, so that only the upload is left."""
         try:
             return (self.local / IDENTITY).read_text() == self._run
         except (OSError, ValueError):
@@ -200,33 +193,30 @@ class Outgoing:
     def send(self, progress: Progress) -> None:
         """Send everything that is not there yet."""
         files = self._files()
-        order = sorted(files, key=lambda name: (_last(name), -files[name].stat().st_size))
-        total, done = sum(path.stat().st_size for path in files.values()), 0
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        done = 0
         self._check_ours()
         sums = {name: _checksum(path) for name, path in files.items()}
         self._check_ours()  # that took minutes
         self._unmake(sums)
-        for name in order:
-            if _last(name) >= 0:
-                self._clear(files)
+        for name in sorted(files, key=lambda name: (_last(name), -sizes[name])):
+            if _last(name) >= 0:  # old weights in one file would be read instead of new ones in many
+                self._remove([old for old in self._stale if old not in files])
+                self._stale = []
             if name not in self._sent:
                 self._send(name, files[name], sums[name])
-            progress(done := done + files[name].stat().st_size, total, "send")
-        self._compare(files)
-        self._end_uploads()
+            progress(done := done + sizes[name], sum(sizes.values()), "send")
+        self._compare(sizes)
+        with suppress(Exception):  # any of a store's library: the output is whole
+            self._folder.end_uploads()
         self._remove([NOTE])
 
     def rest(self) -> str:
-        """What is sent, and where the finished output is, of which some was not."""
+        """How many files are sent, and where the others are."""
         return (
             f"{len(self._sent)} of {len(self._files())} files are at {self.where}, and nothing takes them for a model; "
             f"the finished one is kept in {self.local}. Run again to send the rest"
         )
-
-    def _files(self) -> dict[str, Path]:
-        """What is to be sent: all that is finished, but for what only runs on this machine read."""
-        found = {path.relative_to(self.local).as_posix(): path for path in sorted(self.local.rglob("*"))}
-        return {name: path for name, path in found.items() if path.is_file() and name not in (IDENTITY, JOURNAL)}
 
     def tidy_up(self) -> None:
         """Remove what was made here once all is there and the note is gone, whichever run has sent the last of it."""
@@ -235,123 +225,95 @@ class Outgoing:
         self._holding.forget()
 
     def give_up(self) -> None:
-        """Take the note back where the conversion failed before anything was sent."""
+        """Take the note back if the conversion failed before anything was sent."""
         if self._note_stays:
             return
-        try:
-            path = f"{self._root}/{NOTE}"
-            if parse_note(self._fs.cat_file(path)).run == self._holding.run:
-                self._fs.rm_file(path)
-        except Exception:  # any of a store's library; the failure that led here is what matters
-            return
-        self._holding.forget()
+        with suppress(OSError, WriteError):  # the failure that led here is what matters
+            if self._read_note().run == self._holding.run:
+                self._folder.remove(NOTE)
+            self._holding.forget()
+
+    def _files(self) -> dict[str, Path]:
+        """The files to send: all but those that only this machine needs."""
+        found = {path.relative_to(self.local).as_posix(): path for path in sorted(self.local.rglob("*"))}
+        return {name: path for name, path in found.items() if path.is_file() and name not in (IDENTITY, JOURNAL)}
+
+    def _found(self) -> tuple[Mapping[str, RemoteStat], Note | None]:
+        found = self._listing()
+        return found, self._read_note() if NOTE in found else None
 
     def _unmake(self, sums: Mapping[str, str]) -> None:
         """Forget what is not there as it is here; while anything is missing, nothing there makes it a model."""
         found = self._listing()
-        whole = {
+        self._sent = {
             name: sent
             for name, sent in self._sent.items()
-            if name in found and sent == Sent(sums.get(name, ""), int(found[name]["size"]), tag_of(found[name]))
+            if name in found and sent == Sent(sums.get(name, ""), found[name].nbytes, found[name].tag)
         }
-        self._sent = whole
-        if whole.keys() != sums.keys():
+        if self._sent.keys() != sums.keys():
             self._take_away(found)
 
     def _take_away(self, found: Collection[str]) -> None:
-        """Remove what makes it a model of the files there."""
+        """Remove what makes a model of the files there."""
         self._sent = {name: sent for name, sent in self._sent.items() if _last(name) < 0}
         self._leave_note()
         self._remove(sorted((name for name in found if _last(name) >= 0), key=_last, reverse=True))
 
-    def _clear(self, files: Collection[str]) -> None:
-        """Remove what is not of this output: old weights in one file would be read instead of new ones in many."""
-        self._remove([name for name in self._stale if name not in files])
-        self._stale = []
-
-    def _end_uploads(self) -> None:
-        """End uploads in parts that a kill has cut off: S3 keeps the parts, and bills them, until somebody does."""
-        if store_of(self.where) != S3:
-            return
-        bucket, _, key = self._root.partition("/")
-        with suppress(Exception):  # any of a store's library; who may not list them has a whole output all the same
-            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/").get("Uploads", [])
-            for upload in found:
-                one = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, **one)
-
     def _check_ours(self) -> None:
-        """WriteError where another run took the place meanwhile: files of both would be mixed."""
+        """WriteError if another run took the place meanwhile: files of both would be mixed."""
         note = self._read_note()
         if note.run != self._holding.run:
             raise WriteError(f"{self.where}: {note.sender} took this run's place; nothing more was sent")
 
     def _send(self, name: str, path: Path, checksum: str) -> None:
-        """A store has no lock: the note is asked after each file, which is before the next."""
-        target = f"{self._root}/{name}"
-        self._tried("written", name, lambda: self._fs.put_file(os.fspath(path), target))
-        info = self._tried("read", name, lambda: self._fs.info(target))
+        """A store has no lock: the note is read after each file, which is before the next."""
+        with self._reporting("written", name):
+            self._folder.put(name, path)
+        with self._reporting("read", name):
+            there = self._folder.look(name)
         self._check_ours()
-        self._sent[name] = Sent(checksum, int(info["size"]), tag_of(info))
+        self._sent[name] = Sent(checksum, there.nbytes, there.tag)
         self._leave_note()
 
-    def _compare(self, files: Mapping[str, Path]) -> None:
-        """WriteError where what is there is not what was sent, or another run took the place."""
-        found, wrong = self._listing(), []
+    def _compare(self, sizes: Mapping[str, int]) -> None:
+        """WriteError if what is there is not what was sent, or another run took the place."""
+        found = self._listing()
         self._check_ours()
-        for name, path in files.items():
-            there, sent = found.get(name), self._sent[name]
-            if not there or (there["size"], tag_of(there)) != (path.stat().st_size, sent.tag):
-                wrong.append(name)
-        if wrong:
+        arrived = {name: (look.nbytes, look.tag) for name, look in found.items()}
+        if wrong := [name for name, size in sizes.items() if arrived.get(name) != (size, self._sent[name].tag)]:
             self._sent = {name: sent for name, sent in self._sent.items() if name not in wrong}
             self._take_away(found)
             raise WriteError(f"{self.where}: {', '.join(wrong[:4])} did not arrive whole")
 
-    def _listing(self) -> dict[str, Any]:
-        def listed() -> Any:
-            self._fs.invalidate_cache()
-            try:
-                return self._fs.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-
-        found = self._tried("listed", "", listed)
-        root = self._root.strip("/")
-        return {
-            path.strip("/").removeprefix(f"{root}/"): info for path, info in found.items() if not path.endswith("/")
-        }
+    def _listing(self) -> Mapping[str, RemoteStat]:
+        with self._reporting("listed"), suppress(FileNotFoundError):
+            return self._folder.list()
+        return {}
 
     def _read_note(self) -> Note:
-        return parse_note(self._tried("read", NOTE, lambda: self._fs.cat_file(f"{self._root}/{NOTE}")))
+        with self._reporting("read", NOTE):
+            nbytes = min(self._folder.look(NOTE).nbytes, MAX_NOTE)
+            return parse_note(bytes(self._folder.read(NOTE, 0, nbytes)[1]) if nbytes else b"")
 
     def _leave_note(self) -> None:
-        data = Note(self._holding.run, self._sender, self._sent).to_bytes()
-        self._tried("written", NOTE, lambda: self._fs.pipe_file(f"{self._root}/{NOTE}", data))
+        with self._reporting("written", NOTE):
+            self._folder.put(NOTE, Note(self._holding.run, self._sender, self._sent).to_bytes())
 
     def _remove(self, names: Collection[str]) -> None:
-        def removed(name: str) -> None:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(f"{self._root}/{name}")
-
         for name in names:
-            self._tried("removed", name, lambda name=name: removed(name))
+            with self._reporting("removed", name), suppress(FileNotFoundError):
+                self._folder.remove(name)
 
-    def _tried(self, doing: str, name: str, call: Any) -> Any:
-        """Do it a few times; what a store's library says in the end becomes a WriteError."""
-        for turn in range(TRIES):
-            try:
-                return call()
-            except Exception as error:  # any of a store's library
-                last = turn == TRIES - 1 or isinstance(error, PermissionError | FileNotFoundError)
-                if last:
-                    raise problem(f"{self.where}/{name}".rstrip("/"), doing, error, WriteError) from error
-                time.sleep(0.25 * 2**turn)
-        raise AssertionError("the last turn returns or raises")
+    @contextmanager
+    def _reporting(self, doing: str, name: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise problem(f"{self.where}/{name}".rstrip("/"), doing, error, WriteError) from error
 
 
 def _last(name: str) -> int:
-    """Where a file comes among those that are sent last; -1 for all others."""
+    """Position among the files that are sent last; -1 for all others."""
     own = name.rpartition("/")[2]
     return LAST.index(own) if own in LAST else -1
 

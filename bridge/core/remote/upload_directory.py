@@ -1,21 +1,22 @@
-"""The hidden directory in which an output is made before it is sent: one run at a time, which knows itself again.
+"""The hidden directory of an output before it is uploaded.
 
-Must never be left where nothing in it is worth keeping.
+One run owns it at a time; the id in it tells the next run here that an interrupted upload is its own. It must never
+stay if nothing in it is worth keeping.
 """
 
 from __future__ import annotations
 
 import io
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from bridge.errors import WriteError, reason
-from bridge.journal import JOURNAL, lock, remove_unbegun
-from bridge.scratch import surely
+from bridge.core.errors import WriteError, reason
+from bridge.core.output.journal import lock, remove_unbegun
+from bridge.core.output.names import JOURNAL
+from bridge.core.output.temporary import run_despite_signal
 
 
 class Holding:
@@ -31,8 +32,8 @@ class Holding:
         self.run, self.remembered = found or secrets.token_hex(16), bool(found)
 
     def remember(self) -> None:
-        """Keep the id: what lies elsewhere under it can then be gone on with."""
-        if not self.remembered:  # an id that is there is never taken away, not for the moment until it is written again
+        """Keep the id, by which a later run can resume what lies elsewhere."""
+        if not self.remembered:  # writing it again could lose it
             self._file.write(self.run)
             self._file.flush()
         self.remembered = True
@@ -42,47 +43,38 @@ class Holding:
         self._file.truncate(0)
         self.remembered = False
 
-    def close(self) -> None:
-        """Remove the directory, unless something lies in it or the id is remembered."""
-        path = self.directory / JOURNAL
-        if not path.stat().st_size and [*self.directory.iterdir()] == [path]:
-            shutil.rmtree(self.directory)
 
-
-def seen(directory: Path) -> Holding:
-    """What lies in `directory`, or nothing, without owning it: whose run it is, to be asked and not to be changed."""
+def read_holding(directory: Path) -> Holding:
+    """Read the journal in `directory` without locking it; an empty one if there is none."""
     try:
         return Holding(directory, io.StringIO((directory / JOURNAL).read_text()))
-    except (OSError, ValueError):  # none, or no text: told where it is to be owned
+    except (OSError, ValueError):  # none, or no text: `owning` reports it
         return Holding(directory, io.StringIO())
 
 
 @contextmanager
-def held(directory: Path, where: str) -> Iterator[Holding]:
-    """Own `directory` while the block runs, to make in it what goes to `where`; WriteError where another run does."""
-    file: IO[str] | None = None
+def owning(directory: Path, where: str) -> Iterator[Holding]:
+    """Own `directory` while the block runs, to make in it what goes to `where`; WriteError if another run does."""
     try:
-        file = _locked(directory, where)
-        holding = Holding(directory, file)
-    except BaseException:  # a signal, too
-        if file:
-            file.close()
-        surely(lambda: remove_unbegun(directory))
-        raise
-    with file:
-        try:
-            yield holding
-        finally:
-            with suppress(OSError):
-                surely(holding.close)
+        with _locked(directory, where) as file:
+            yield Holding(directory, file)
+    finally:
+        with suppress(OSError):
+            run_despite_signal(lambda: _remove_unused(directory))
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove the directory, unless something lies in it or the id is remembered."""
+    if {path.name for path in directory.iterdir()} <= {JOURNAL}:
+        remove_unbegun(directory)
 
 
 def _locked(directory: Path, where: str) -> IO[str]:
-    """The journal of `directory`, made where there is none."""
+    """The journal of `directory`, made if there is none."""
     try:
         directory.mkdir(exist_ok=True)
-        if not (directory / JOURNAL).exists() and (strangers := sorted(path.name for path in directory.iterdir())):
-            raise WriteError(f"{directory} holds {', '.join(strangers[:3])}: not ours; move it away first")
+        if not (directory / JOURNAL).exists() and (others := sorted(path.name for path in directory.iterdir())):
+            raise WriteError(f"{directory} holds {', '.join(others[:3])}: not ours; move it away first")
         file = (directory / JOURNAL).open("a+")
     except OSError as error:
         raise WriteError(f"{directory}: {reason(error)}; what goes to {where} is made there first") from error

@@ -1,12 +1,15 @@
-"""The note beside an output that is being sent: whose it is, and what arrived; never believed alone."""
+"""The note beside an output that is being sent.
+
+It says whose the output is and what arrived; each run compares it with the listing.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 
-from bridge.json_data import parse_json
-from bridge.plan_json import typed
+from bridge.core.parsing import parse_json
+from bridge.core.typed_json import typed
 
 NOTE = "qbridge-upload.json"
 
@@ -33,7 +36,7 @@ class Note:
 
 
 def parse_note(text: bytes) -> Note:
-    """What a note says; one that is damaged is somebody's, and says that nothing arrived."""
+    """The note; a damaged one counts as another run's, with no files sent."""
     try:
         return typed(Note, parse_json(text))
     except (ValueError, KeyError, TypeError):

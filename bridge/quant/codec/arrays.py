@@ -1,4 +1,4 @@
-"""A weight given as bits: amax, casts, smoothing, transposes; must never hold more than a chunk beside its result.
+"""Amax, casts, smoothing and transposes of weights given as bits.
 
 The kernels compute on bfloat16 (uint16) and float32 (uint32); float16 is widened chunk by chunk, which is exact.
 """
@@ -14,12 +14,13 @@ from bridge._kernels.amax import amax as _amax
 from bridge._kernels.cast import brain_to_single, half_to_single, single_to_brain, single_to_half
 from bridge._kernels.layout import transpose, transpose_bytes
 from bridge._kernels.smooth import smooth as _smooth
-from bridge.dtypes import DTYPES, FLOATS
-from bridge.errors import SourceError
+from bridge.core.dtypes import DTYPES, FLOATS
+from bridge.core.errors import SourceError
+from bridge.core.text import number
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-CHUNK = 1 << 17  # values: as float32 half a megabyte, which stays in a second-level cache
+CHUNK = 1 << 17  # values: half a megabyte as float32, which fits in the second-level cache
 
 
 def matrix(bits: Array) -> Array:
@@ -42,52 +43,59 @@ def chunks(rows: int, cols: int, unit: int = 1, values: int = CHUNK) -> Iterator
 
 
 def readable(bits: Array, dtype: str, scratch: Array) -> Array:
-    """Return words that the kernels compute on: bfloat16 as uint16, float32 and float16 as uint32, in `scratch`.
+    """Return words that the kernels compute on: bfloat16 as uint16, float32 and float16 as uint32.
 
     scratch: uint32, at least as many as `bits`; float16 is widened into it.
     """
-    found = words(bits, dtype)
+    source = words(bits, dtype)
     if dtype != "float16":
-        return found
-    out = scratch[: found.size]
-    half_to_single(found.reshape(-1), out)
-    return out.reshape(found.shape)
+        return source
+    out = scratch[: source.size]
+    half_to_single(source.reshape(-1), out)
+    return out.reshape(source.shape)
 
 
 def amax(bits: Array, dtype: str, block_out: int, block_in: int) -> Array:
-    """Return max |x| of each block as float32 (ceil(rows / block_out), ceil(cols / block_in)); NaN stays visible."""
+    """Return max |x| of each block as float32 (ceil(rows / block_out), ceil(cols / block_in)); NaN stays NaN."""
     rows, cols = bits.shape
     block_out, block_in = min(block_out, max(rows, 1)), min(block_in, max(cols, 1))
     source = words(bits, dtype)
     out = np.empty((-(-rows // block_out), -(-cols // block_in)), source.dtype)
-    _amax(source, block_out, block_in, out)  # magnitudes of float16 order like their bits as well
+    _amax(source, block_out, block_in, out)  # magnitudes of float16, too, have the order of their bits
     if dtype == "bfloat16":
         return (out.astype(np.uint32) << 16).view(np.float32)
     return out.view(np.float32) if dtype == "float32" else out.view(np.float16).astype(np.float32)
 
 
+def amax_of(bits: Array, dtype: str) -> float:
+    """Return max |x| of an array of any shape, 0 if it is empty, NaN or infinity if it has them."""
+    flat = matrix(bits)
+    return float(amax(flat, dtype, *flat.shape)[0, 0]) if flat.size else 0.0
+
+
 def check_finite(values: Array, name: str, what: str) -> None:
-    """Raise SourceError where the amax of a block is NaN or infinite: no bad number leaves.  what: has the blocks."""
+    """Raise SourceError if the amax of a block of `what` is NaN or infinite."""
     bad = ~np.isfinite(values)
     if not bad.any():
         return
     nan = int(np.isnan(values).sum())
+    counts = {"NaN": nan, "infinity": int(bad.sum()) - nan}
+    found = " and ".join(f"{kind} in {number(count, 'block')}" for kind, count in counts.items() if count)
     raise SourceError(
-        f"{name}: {nan} of {values.size} blocks of {what} hold NaN and {int(bad.sum()) - nan} hold infinity, the first "
-        f"of them block {tuple(int(i) for i in np.argwhere(bad)[0])}; such weights are refused, quantized or not: "
+        f"{name}: {found} of {what}, {values.size:,} in all, the first is block "
+        f"{tuple(int(i) for i in np.argwhere(bad)[0])}; such weights are refused, quantized or not: "
         "repair the checkpoint, or download it again"
     )
 
 
 def check_fits(bits: Array, dtype: str, name: str) -> None:
-    """Raise SourceError where a finite number became infinite in `dtype`."""
-    largest = float(amax(matrix(bits), dtype, *matrix(bits).shape).max(initial=0))
-    if not np.isfinite(largest):
+    """Raise SourceError if a finite number became infinite in `dtype`."""
+    if not np.isfinite(amax_of(bits, dtype)):
         raise SourceError(f"{name}: does not fit {dtype}; choose another dtype (--dtype)")
 
 
 def cast(bits: Array, dtype: str, to: str) -> Array:
-    """Round a storage array to another float dtype: nearest, ties to even; NaN stays NaN."""
+    """Round a storage array to another float dtype, to nearest, ties to even; NaN stays NaN."""
     if dtype == to:
         return bits
     flat = words(bits, dtype).reshape(-1)
@@ -97,6 +105,11 @@ def cast(bits: Array, dtype: str, to: str) -> Array:
     for at in range(0, flat.size, CHUNK):
         cast_words(flat[at : at + CHUNK], dtype, to, target[at : at + CHUNK], single)
     return out.reshape(bits.shape)
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Return float32 values rounded to `dtype`, as float32."""
+    return cast(cast(np.ascontiguousarray(values), "float32", dtype), dtype, "float32").reshape(values.shape)
 
 
 def cast_words(source: Array, dtype: str, to: str, out: Array, scratch: Array) -> None:
@@ -110,7 +123,7 @@ def cast_words(source: Array, dtype: str, to: str, out: Array, scratch: Array) -
 
 
 def smooth(bits: Array, dtype: str, scale: Array, *, layout: str = "out_in") -> Array:
-    """Return `(w * (1 / scale)).to(dtype)` with the product in float32, as ModelOpt's calibration smooths a weight.
+    """Return `(w * (1 / scale)).to(dtype)`, the product in float32, as ModelOpt's calibration smooths a weight.
 
     bits: (out, in), or (in, out) with `layout="in_out"`.  scale: (in,) float32.
     """

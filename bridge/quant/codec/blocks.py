@@ -1,17 +1,17 @@
-"""Which values of a weight share a scale, and what shapes that gives; must never read a weight or load numba."""
+"""Blocks that share a scale; shapes of stored codes and scales."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from bridge.errors import SchemeError
-from bridge.values import Coding, Numeric
+from bridge.core.errors import SchemeError
+from bridge.core.values import Encoding, Numeric
 
 LAYOUTS = ("out_in", "in_out", "conv")
 FOUR_BITS = ("int4", "float4_e2m1fn")
-IN_INT32 = {"int4": 8, "int8": 4}  # codes in one
-PLAIN = Coding()
+IN_INT32 = {"int4": 8, "int8": 4}  # codes in an int32
+PLAIN = Encoding()
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Grid:
 
 
 def grid(numeric: Numeric, shape: tuple[int, ...], layout: str, name: str = "weight") -> Grid:
-    """Return the blocks of a stored weight of `shape` under `numeric`; SchemeError where it has none.
+    """Return the blocks of a stored weight of `shape` under `numeric`; SchemeError if it cannot have them.
 
     layout: "out_in"; "in_out" (the checkpoint stores the transpose); "conv" (out, in / groups, kernel...).
     """
@@ -52,8 +52,8 @@ def grid(numeric: Numeric, shape: tuple[int, ...], layout: str, name: str = "wei
     return Grid(rows, cols, *(block[::-1] if layout == "in_out" else block))
 
 
-def packing(numeric: Numeric, layout: str, transpose: bool, coding: Coding) -> str:
-    """How codes share a byte or word, "" where a code is a byte; what is stored [in, out] packs `out`."""
+def packing(numeric: Numeric, layout: str, transpose: bool, coding: Encoding) -> str:
+    """How codes share a byte or word, "" if each is a byte; weights stored [in, out] are packed along `out`."""
     if coding.values:
         return ""
     turned = transpose != (layout == "in_out")
@@ -70,13 +70,13 @@ def stored_shapes(
     layout: str,
     transpose: bool,
     name: str = "weight",
-    coding: Coding = PLAIN,
+    coding: Encoding = PLAIN,
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return {"codes" | "scale" | "scale_2": (dtype, shape)} that `encode` gives for a weight of `shape`.
+    """Return {"codes" | "scale" | "scale_2": (dtype, shape)} that `encode` makes of a weight of `shape`.
 
     4-bit codes packed along the last stored axis keep their dtype and a shape that counts values: the storage array has
-    half as many bytes along it. Packed in another way they are uint8 or int32 of the shape that is stored. With
-    `coding.values` "codes" are floats.
+    half as many bytes along it. With another packing they are uint8 or int32 of the stored shape. With `coding.values`
+    "codes" are floats.
     """
     first = numeric[0]
     blocks = grid(first, shape, layout, name)
@@ -97,10 +97,10 @@ def stored_shapes(
     if first.per != "block":
         scale = () if first.per == "tensor" else (math.prod(scale),)
     dtype = coding.scale_is if first.scale_dtype == "float32" else first.scale_dtype
-    found = {"codes": codes, "scale": (dtype, scale)}
+    shapes = {"codes": codes, "scale": (dtype, scale)}
     if len(numeric) == 2 or first.scale_dtype == "float8_e4m3fn":
-        found["scale_2"] = ("float32", ())
-    return found
+        shapes["scale_2"] = ("float32", ())
+    return shapes
 
 
 def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> int:

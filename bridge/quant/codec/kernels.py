@@ -1,21 +1,18 @@
-"""Codes of one byte each from numbers and their divisors: which kernel makes which dtype; knows no layout."""
+"""Call the kernel that makes one-byte codes of a dtype."""
 
 from __future__ import annotations
 
 from bridge._kernels.fp4 import fp4
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.integer import integer
-from bridge.errors import SchemeError
-from bridge.quant.bits import Array
+from bridge.core.errors import SchemeError
+from bridge.quant.codec.arrays import Array
 
 INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 
 
 def make_codes(words: Array, divisor: Array, down: int, across: int, dtype: str, codes: Array) -> None:
-    """Write the codes of `words` / `divisor` into `codes`, all (rows, cols); see `bits.readable` for words.
-
-    divisor: float32 grid, one a block of `down` x `across`.
-    """
+    """Write the codes of `words` (of `arrays.readable`) / the float32 divisor of their `down` x `across` block."""
     if dtype in INTEGER_RANGE:
         integer(words, divisor, down, across, *INTEGER_RANGE[dtype], codes)
     elif dtype == "float8_e4m3fn":

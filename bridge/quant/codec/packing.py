@@ -1,6 +1,6 @@
-"""Codes as they are stored from codes of one byte each, and back, exactly; must never look at what a code means.
+"""Pack one-byte codes for storage, and unpack them.
 
-One byte each is [out, in], int4 with its sign extended. Everything that packs or unpacks codes does it here.
+One-byte codes are [out, in], int4 with its sign extended.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from bridge._kernels.layout import pack, pack_rows, unpack, unpack_rows
-from bridge.quant.bits import Array
-from bridge.quant.blocks import FOUR_BITS, IN_INT32
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32
 
-# Gives an uninitialized array for a purpose, over memory that the next call for the same purpose may use again.
+# Returns an uninitialized array for a purpose, in memory that the next call for the same purpose may reuse.
 Take = Callable[[str, tuple[int, ...], Any], Array]
 
-# Added modulo its range, this is what turns two's complement codes (two to a byte in int4) into unsigned ones.
+# Added modulo its range, it turns two's complement codes (int4: two to a byte) into unsigned ones.
 HALF_RANGE = {"int4": np.uint8(0x88), "int8": np.uint8(0x80)}
 
 
@@ -27,10 +27,10 @@ def fresh(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def unpacked_codes(stored: Array, dtype: str, packed: str, cols: int) -> Array:
-    """Return codes as uint8 (rows, cols): stored two to a byte or as many to an int32 as fit, or one byte each already.
+    """Return stored codes as uint8 (rows, cols), one byte each.
 
-    stored: C-contiguous rows as they lie in a file.  packed: "in", "out" or "int32", see `bridge.values.Coding`;
-    anything else is one byte a code.
+    stored: C-contiguous rows of a file.  packed: "in", "out" or "int32", see `bridge.core.values.Encoding`; with
+    anything else codes are bytes already.
     """
     flat = stored.view(np.uint8).reshape(len(stored), -1)
     if packed == "int32":
@@ -48,10 +48,7 @@ def unpacked_codes(stored: Array, dtype: str, packed: str, cols: int) -> Array:
 
 
 def packed_codes(codes: Array, dtype: str, packed: str, take: Take = fresh) -> Array:
-    """Undo `unpacked_codes`, as int32 where that is the packing; bits of a row's last int32 without a code are zero.
-
-    codes: C-contiguous uint8 (rows, cols), left as they are.
-    """
+    """Undo `unpacked_codes` of C-contiguous codes; in a row's last int32, bits without a code are zero."""
     rows, cols = codes.shape
     if packed == "int32":
         return _words(codes, dtype, take)
@@ -63,12 +60,12 @@ def packed_codes(codes: Array, dtype: str, packed: str, take: Take = fresh) -> A
 
 
 def _words(codes: Array, dtype: str, take: Take) -> Array:
-    """Codes plus half of their range, the first in the lowest bits, as `pack_to_int32` of compressed-tensors."""
+    """Codes plus half of their range, the first in the lowest bits, like `pack_to_int32` of compressed-tensors."""
     (rows, cols), half = codes.shape, HALF_RANGE[dtype]
     width = -(-cols // IN_INT32[dtype]) * IN_INT32[dtype]
     if width != cols:
         padded = take("padded", (rows, width), np.uint8)
-        padded[:, :cols], padded[:, cols:] = codes, half  # half of the range more is zero
+        padded[:, :cols], padded[:, cols:] = codes, half  # plus half of the range: zero
         codes = padded
     out = take("packed", (rows, width // 2 if dtype in FOUR_BITS else width), np.uint8)
     if dtype in FOUR_BITS:

@@ -1,6 +1,7 @@
-"""Scales of a weight, as they are stored and as the numbers that it is divided by; must never return a zero.
+"""Scales of a weight, as stored and as divisors; never zero.
 
-ModelOpt's arithmetic: `TensorQuantizer.export_amax`, `NVFP4QTensor`, `MXFP8QTensor`; see `bridge.quant.reference`.
+The arithmetic is ModelOpt's: `TensorQuantizer.export_amax`, `NVFP4QTensor`, `MXFP8QTensor`;
+`tests/oracles/codec_reference.py` has it in plain torch.
 """
 
 from __future__ import annotations
@@ -9,33 +10,33 @@ import numpy as np
 
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.scales import e4m3, e8m0, single
-from bridge.dtypes import from_float32, to_float32
-from bridge.quant.bits import Array, cast
-from bridge.quant.codes import INTEGER_RANGE
-from bridge.quant.decode import values
-from bridge.values import Coding, Numeric
+from bridge.core.dtypes import from_float32, to_float32
+from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec.arrays import Array, cast, rounded
+from bridge.quant.codec.decode import values
+from bridge.quant.codec.kernels import INTEGER_RANGE
 
-# The smallest normal number: ModelOpt clamps an amax to it, in the dtype that the amax has, where it clamps at all.
+# The smallest normal number: if ModelOpt clamps an amax, then to it, in the dtype of the amax.
 TINY = {"bfloat16": 2.0**-126, "float32": 2.0**-126, "float16": 2.0**-14}
-# The smallest number at all: what a scale becomes that rounds to zero.
-LEAST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}
+# The smallest positive number: it replaces a scale that rounds to zero.
+SMALLEST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}
 E4M3_MAX = 448.0
-# The least amax that a weight is multiplied by the inverse of: 448 over a smaller one may have no float32.
-FAINT = 2.0**-118
+# The least amax whose inverse multiplies a weight: 448 / amax of a smaller one may not fit float32.
+MIN_AMAX = 2.0**-118
 EIGHTH = np.uint8(0x20)  # the e4m3 code of 2^-3
 
 
 class Scales:
-    """The scales of one weight; `constants` are those that cover it all, `of` gives those of some rows."""
+    """The scales of one weight; `constants` cover all of it, `of` returns those of some rows."""
 
-    def __init__(self, numeric: tuple[Numeric, ...], dtype: str, coding: Coding, amax: float | None) -> None:
-        """dtype: of the weight before any cast.  amax: of the whole weight, where a scale covers it."""
+    def __init__(self, numeric: tuple[Numeric, ...], dtype: str, coding: Encoding, amax: float | None) -> None:
+        """dtype: of the weight before any cast.  amax: of the whole weight, if a scale covers it."""
         self._numeric, self._rounded, self._values = numeric[0], coding.scale_dtype, coding.values
         self._bound, self._reciprocal = coding.bound or numeric[0].maxbound, coding.reciprocal
-        # ModelOpt keeps the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
-        # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer none at all.
+        # ModelOpt has the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
+        # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer clamps none.
         unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
-        least = FAINT if coding.values else TINY["float32" if numeric[0].dtype == "int4" else dtype]
+        least = MIN_AMAX if coding.values else TINY["float32" if numeric[0].dtype == "int4" else dtype]
         self._tiny = 0.0 if unclamped else least
         self.constants: dict[str, Array] = {}
         self._divisor = np.ones((1, 1), np.float32)
@@ -51,9 +52,9 @@ class Scales:
             self.constants["scale_2"] = _scale(whole, numeric[1].maxbound, TINY[dtype]).reshape(())
 
     def of(self, largest: Array) -> tuple[dict[str, Array], Array]:
-        """Return {"scale": a grid like `largest`}, empty where one scale covers all, and the float32 divisors.
+        """Return {"scale": a grid like `largest`}, empty if one scale covers all, and the float32 divisors.
 
-        largest: float32 grid of block maxima, finite.  With `coding.values` they are factors: `_resolved`.
+        largest: float32 grid of block maxima, finite.  With `coding.values` divisors are factors: `_factors`.
         """
         numeric = self._numeric
         if numeric.per == "tensor":
@@ -67,41 +68,41 @@ class Scales:
         if numeric.scale_dtype == "float8_e4m3fn":
             e4m3(largest, numeric.maxbound, float(self._divisor[0, 0]), codes, divisor)
             if self._divisor[0, 0] < TINY["float32"]:  # a product of the two may have rounded to zero
-                np.maximum(divisor, np.float32(LEAST["float32"]), out=divisor)
+                np.maximum(divisor, np.float32(SMALLEST["float32"]), out=divisor)
         else:
             e8m0(largest, numeric.maxbound, codes, divisor)
         return {"scale": codes}, divisor
 
     def _single(self, largest: Array, tiny: float) -> tuple[Array, Array]:
-        """The scale as it is stored, and its value in float32."""
+        """The scale as stored, and its value in float32."""
         scale = _scale(largest, self._bound, tiny)
         if self._values:
-            return self._resolved(largest, scale, tiny)
+            return self._factors(largest, scale, tiny)
         if self._rounded == "float32":
             return scale, scale
-        np.maximum(scale, np.float32(LEAST[self._rounded]), out=scale)
+        np.maximum(scale, np.float32(SMALLEST[self._rounded]), out=scale)
         stored = cast(scale, "float32", self._rounded)
         return stored, to_float32(stored, self._rounded)
 
-    def _resolved(self, largest: Array, scale: Array, tiny: float) -> tuple[Array, Array]:
-        """The scale as it is stored, and bound / amax, which the weight is multiplied by.
+    def _factors(self, largest: Array, scale: Array, tiny: float) -> tuple[Array, Array]:
+        """The scale as stored, and bound / amax, the factor of the weight.
 
-        That is how ModelOpt's fake quantizer makes codes, and rounded apart from w / (amax / bound). For float8 it
-        divides a number by a tensor, which torch does as number * (1 / tensor), rounded twice.
+        ModelOpt's fake quantizer makes codes so, with another rounding than w / (amax / bound). For float8 it divides
+        a number by a tensor, which torch computes as number * (1 / tensor), rounded twice.
         """
-        kept = resolved(scale, self._values)
-        stored = from_float32(kept, self._values)
+        representable = round_up_subnormals(scale, self._values)
+        stored = from_float32(representable, self._values)
         bound = np.float32(self._bound)
-        exact = (kept == scale) & (largest > np.float32(tiny))
-        largest = np.where(exact, largest, kept * bound)
+        exact = (representable == scale) & (largest > np.float32(tiny))
+        largest = np.where(exact, largest, representable * bound)
         if self._numeric.dtype in INTEGER_RANGE:
             return stored, bound / largest
         return stored, np.float32(1) / largest * bound
 
     def _under_reciprocal(self, largest: Array) -> tuple[dict[str, Array], Array]:
-        """Block scales times the reciprocal above them, in e4m3; what rounds to zero is 1 / 8."""
+        """Block scales times the reciprocal above them, in e4m3; one that rounds to zero becomes 1 / 8."""
         above = self._divisor[0, 0]
-        block = _rounded(largest / np.float32(self._bound), self._rounded) * above
+        block = rounded(largest / np.float32(self._bound), self._rounded) * above
         np.minimum(block, np.float32(E4M3_MAX), out=block)
         codes = np.empty(block.shape, np.uint8)
         fp8(block.view(np.uint32), np.ones((1, 1), np.float32), *block.shape, codes)
@@ -109,37 +110,34 @@ class Scales:
         return {"scale": codes}, values(codes, "float8_e4m3fn") / above
 
 
-def resolved(scale: Array, dtype: str) -> Array:
-    """Return float32 scales as codes should be made with when `dtype` stores them: its subnormals, rounded up.
+def round_up_subnormals(scale: Array, dtype: str) -> Array:
+    """Return float32 scales with the subnormals of `dtype` rounded up to numbers that it represents.
 
-    A scale with few bits makes another value of each code, so codes are made with what is stored; rounded up, for they
-    saturate. What would become zero becomes the least number: a weight in that dtype has no finer steps itself.
+    Rounding a scale to few bits changes the value of each code, so codes are made with the stored scale. It is rounded
+    up, because codes saturate. A scale that would become zero becomes the smallest number: a weight in that dtype has
+    no finer steps itself.
 
-    >>> resolved(np.array([2.0**-20 + 2.0**-30, 0.5], np.float32), "float16") * 2**24
+    >>> round_up_subnormals(np.array([2.0**-20 + 2.0**-30, 0.5], np.float32), "float16") * 2**24
     array([1.700000e+01, 8.388608e+06], dtype=float32)
     """
     small = scale < np.float32(TINY[dtype])
     if dtype == "float32" or not small.any():
         return scale
-    least = np.float32(LEAST[dtype])
+    least = np.float32(SMALLEST[dtype])
     return np.where(small, np.ceil(np.where(small, scale, 0) / least) * least, scale).astype(np.float32)
 
 
 def reciprocal(amax: Array, bound: float, dtype: str) -> Array:
-    """Return bound / amax as `generate_gparam` of compressed-tensors computes it in `dtype`; 1 where that is infinite.
+    """Return bound / amax as `generate_gparam` of compressed-tensors computes it in `dtype`; 1 if that is infinite.
 
     torch divides a number by a tensor as number * (1 / tensor), rounded twice.
     """
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        found = _rounded(_rounded(np.float32(1) / np.asarray(amax, np.float32), dtype) * np.float32(bound), dtype)
-    return np.asarray(np.where(np.isfinite(found), found, np.float32(1)), np.float32)
-
-
-def _rounded(values: Array, dtype: str) -> Array:
-    return to_float32(cast(np.ascontiguousarray(values), "float32", dtype), dtype).reshape(values.shape)
+        scale = rounded(rounded(np.float32(1) / np.asarray(amax, np.float32), dtype) * np.float32(bound), dtype)
+    return np.asarray(np.where(np.isfinite(scale), scale, np.float32(1)), np.float32)
 
 
 def _scale(amax: Array, maxbound: float, tiny: float) -> Array:
     scale = np.empty(amax.shape, np.float32)
     single(amax, maxbound, tiny, scale)
-    return scale if tiny else np.maximum(scale, np.float32(LEAST["float32"]))
+    return scale if tiny else np.maximum(scale, np.float32(SMALLEST["float32"]))

@@ -1,15 +1,15 @@
-"""The words of a scheme's TOML and their values; reads files as data, unknown words are errors."""
+"""The grammar of a scheme's TOML; unknown keys and values are errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import SchemeError, nearest
-from bridge.toml_data import load_toml
-from bridge.values import MAXBOUND, Numeric
+from bridge.core.errors import SchemeError
+from bridge.core.parsing import load_toml
+from bridge.core.text import nearest
+from bridge.core.values import MAXBOUND, Numeric
 
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
@@ -24,19 +24,19 @@ _SCALES = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
 
 @dataclass(frozen=True)
 class Gate:
-    """Two-sided threshold: least cosine, and the band of the norm ratio (a dropped scale keeps the cosine at 1)."""
+    """Two-sided threshold: least cosine, and limits of the norm ratio (a dropped scale leaves the cosine at 1)."""
 
     cosine: float
     norm: tuple[float, float]
 
     def loosest(self, other: Gate) -> Gate:
-        """The gate that both pass through: what a model of mixed precision can be held to."""
+        """The gate that both pass: that of a model with mixed precision."""
         low, high = zip(self.norm, other.norm, strict=True)
         return Gate(min(self.cosine, other.cosine), (min(low), max(high)))
 
 
 @dataclass(frozen=True)
-class Parity:
+class Gates:
     """Gates of one weight after dequantization (`tensor`) and of the model's outputs (`output`)."""
 
     tensor: Gate
@@ -45,9 +45,9 @@ class Parity:
 
 @dataclass(frozen=True)
 class Policies:
-    """What happens to an amax that cannot be used, see `bridge.quant.policies`.
+    """How an unusable amax is replaced, see `bridge.calibration.policies`.
 
-    Not finite has no softer default: an activation that overflows is a broken model.
+    The default for a non-finite amax is an error: an activation that overflows means a broken model.
     """
 
     zero: str = "peers"
@@ -57,8 +57,6 @@ class Policies:
 
 def parse_numeric(words: Any, where: str) -> Numeric:
     """Parse a table of dtype, per, block, scale_dtype, dynamic."""
-    if not isinstance(words, dict):
-        raise SchemeError(f"{where}: expected a table, got {words!r}")
     check_keys(words, {"dtype", "per", "block", "scale_dtype", "dynamic"}, where)
     for key, known in (("dtype", list(MAXBOUND)), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
@@ -79,7 +77,7 @@ def parse_numeric(words: Any, where: str) -> Numeric:
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
 
 
-def parse_parity(words: Any, where: str) -> Parity:
+def parse_parity(words: Any, where: str) -> Gates:
     """Parse [parity.tensor] and [parity.output]."""
     gates = {}
     if not isinstance(words, dict) or set(words) != {"tensor", "output"}:
@@ -93,14 +91,12 @@ def parse_parity(words: Any, where: str) -> Parity:
         if not all(type(n) in (int, float) for n in numbers) or not (0 < numbers[0] <= 1 and norm[0] < 1 < norm[1]):
             raise SchemeError(f"{at}: cosine in (0, 1] and norm around 1, got {numbers}")
         gates[key] = Gate(float(gate["cosine"]), (float(norm[0]), float(norm[1])))
-    return Parity(gates["tensor"], gates["output"])
+    return Gates(gates["tensor"], gates["output"])
 
 
 def parse_options(words: Any, algorithm: str, where: str) -> tuple[tuple[str, float], ...]:
-    """Parse the algorithm's parameters; its defaults fill the rest."""
+    """Parse the algorithm's parameters; missing ones get its defaults."""
     known = ALGORITHMS[algorithm]
-    if not isinstance(words, dict):
-        raise SchemeError(f"{where}: `options` is a table")
     check_keys(words, set(known), f"{where}: [options] of algorithm {algorithm!r}")
     for key, value in words.items():
         if type(value) not in (int, float) or not 0 < value <= 1:
@@ -109,9 +105,7 @@ def parse_options(words: Any, algorithm: str, where: str) -> tuple[tuple[str, fl
 
 
 def parse_policies(words: Any, where: str) -> Policies:
-    """Parse [policy]: what happens to amax that is zero, never seen or not finite."""
-    if not isinstance(words, dict):
-        raise SchemeError(f"{where}: `policy` is a table")
+    """Parse [policy]: how an amax that is zero, never seen or not finite is replaced."""
     check_keys(words, {"zero", "never_seen", "not_finite"}, f"{where}: [policy]")
     for key, value in words.items():
         if value not in POLICIES:
@@ -119,15 +113,17 @@ def parse_policies(words: Any, where: str) -> Policies:
     return Policies(**words)
 
 
-def check_keys(words: Mapping[str, Any], known: set[str], where: str) -> None:
-    """SchemeError for keys nobody reads: a misspelled one must not be ignored."""
+def check_keys(words: Any, known: set[str], where: str) -> None:
+    """Raise SchemeError for what is not a table, or has unknown keys: a misspelled one must not be ignored."""
+    if not isinstance(words, dict):
+        raise SchemeError(f"{where}: expected a table, got {words!r}")
     for key in words:
         if key not in known:
             raise SchemeError(f"{where}: key `{key}` is unknown; {nearest(key, known)}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read TOML as data; SchemeError with the file and the line."""
+    """Read TOML as data; SchemeError names the file and the line."""
     try:
         return load_toml(path)
     except (OSError, ValueError) as cause:

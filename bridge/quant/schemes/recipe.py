@@ -1,4 +1,4 @@
-"""Recipes: a user's TOML that starts from a scheme and changes it by role, module name or layer; reads no weight.
+"""Recipes: TOML that changes a scheme by role, module or layer.
 
     base = "fp8"
     kv   = "fp8"
@@ -10,10 +10,10 @@
     [[rule]]
     roles    = ["mlp.down.weight"]
     quant    = "int8_wo"
-    override = true               # needed where an earlier rule matches the same module with another result
+    override = true               # needed if an earlier rule gives the same module another result
 
-Keys of a rule are ANDed, the entries of a key ORed. Patterns are globs on the whole name. A rule wins over the
-architecture's own reasons to keep a module (an output head, a router), so a recipe can quantize the head.
+Keys of a rule are ANDed, the entries of a key ORed. Patterns are globs on the whole name. A rule takes precedence over
+the architecture's own reasons to keep a module (an output head, a router), so a recipe can quantize the head.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import SchemeError, UsageError
-from bridge.paths import check_length
-from bridge.problems import ENOUGH, Problems
-from bridge.quant.grammar import Gate, Parity, check_keys, parse_options, parse_parity, parse_policies, read_toml
-from bridge.quant.scheme import Rule, Scheme, kv_numeric, load_scheme, read_scheme
-from bridge.values import Numeric
+from bridge.core.errors import SchemeError, UsageError
+from bridge.core.places import check_length
+from bridge.core.problems import ENOUGH, Problems
+from bridge.core.values import Numeric
+from bridge.quant.schemes.catalog import kv_numeric, named_scheme, read_scheme
+from bridge.quant.schemes.grammar import Gate, Gates, check_keys, parse_options, parse_parity, parse_policies, read_toml
+from bridge.quant.schemes.scheme import Rule, Scheme
 
 NONE = "none"
 KEYS = {"base", "summary", "kv", "rule", "options", "parity", "policy"}
-OF_RULE = {"roles", "modules", "layers", "quant", "override"}
+RULE_KEYS = {"roles", "modules", "layers", "quant", "override"}
 _RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
 
 
 def load_recipe(path: Path) -> Scheme:
-    """Read a recipe, or a whole scheme of the user's own (a file with [[weight]] tables instead of `base`)."""
+    """Read a recipe, or a user's own scheme (a file with [[weight]] tables instead of `base`)."""
     check_length(path)
     if not path.is_file():
         raise UsageError(f"quant={str(path)!r}: no such file; schemes are given by name, recipes by path")
@@ -48,16 +49,16 @@ def load_recipe(path: Path) -> Scheme:
     if "base" not in words and "weight" in words:
         return read_scheme(path)
     problems = Problems()
-    scheme = _made(words, path.stem, where, problems)
+    scheme = _parse(words, path.stem, where, problems)
     if scheme is None:
         lines = problems.lines()
-        told = [f"{where}: {len(lines)} problems", *(line.removeprefix(f"{where}: ") for line in lines)]
-        raise SchemeError("\n  ".join(told) if len(lines) > 1 else lines[0])
+        text = [f"{where}: {len(lines)} problems", *(line.removeprefix(f"{where}: ") for line in lines)]
+        raise SchemeError("\n  ".join(text) if len(lines) > 1 else lines[0])
     return scheme
 
 
-def _made(words: dict[str, Any], name: str, where: str, problems: Problems) -> Scheme | None:
-    """The scheme that a recipe asks for, None where `problems` say why there is none."""
+def _parse(words: dict[str, Any], name: str, where: str, problems: Problems) -> Scheme | None:
+    """The recipe's scheme, None if there are problems."""
     take = problems.take
     _check_keys(words, KEYS, where, problems)
     base = take(_base, words.get("base"), where)
@@ -70,20 +71,21 @@ def _made(words: dict[str, Any], name: str, where: str, problems: Problems) -> S
     kv = take(_kv, words.get("kv"), where)
     if problems:
         return None
-    made: Scheme = replace(
+    scheme: Scheme = replace(
         base,
         name=name,
         summary=str(words.get("summary", f"{base.summary}; with {len(parsed)} rules")),
         kv=kv,
         rules=tuple(rule for rule, _ in filter(None, parsed)),
-        parity=parity or _loosest(used),
+        # one model, several precisions: its outputs are checked against the loosest gate of those used
+        parity=parity or Gates(base.parity.tensor, reduce(Gate.loosest, (s.parity.output for s in used))),
         options=options,
         policies=policies,
         simulation_needs_cuda=next((s.simulation_needs_cuda for s in used if s.simulation_needs_cuda), ""),
         needs_cuda=next((s.needs_cuda for s in used if s.needs_cuda), ""),
         origin=where,
     )
-    return made
+    return scheme
 
 
 def _rules(words: dict[str, Any], where: str) -> list[Any]:
@@ -94,13 +96,12 @@ def _rules(words: dict[str, Any], where: str) -> list[Any]:
 
 
 def _check_keys(words: dict[str, Any], known: set[str], at: str, problems: Problems) -> None:
-    """Note each key that nobody reads."""
     for key in _until_enough([*words], at, problems):
         problems.take(check_keys, {key: words[key]}, known, at)
 
 
 def _until_enough(entries: Sequence[Any], at: str, problems: Problems) -> Iterator[Any]:
-    """The entries, up to where so much is wrong that nobody reads more, which is noted."""
+    """The entries, until enough problems are recorded."""
     for entry in entries:
         if problems.enough:
             problems.add(f"{at}: {ENOUGH}")
@@ -109,7 +110,7 @@ def _until_enough(entries: Sequence[Any], at: str, problems: Problems) -> Iterat
 
 
 def _kv(kv: Any, where: str) -> Numeric | None:
-    """What the recipe keeps the KV cache in; no scheme that it may start from says anything of it."""
+    """The recipe's KV format; no base scheme sets one."""
     if kv is not None and not isinstance(kv, str):
         raise SchemeError(f"{where}: kv = {kv!r}; expected a name in quotes")
     try:
@@ -128,34 +129,29 @@ def _base(name: Any, where: str) -> Scheme:
 
 
 def _scheme(name: str, key: str, where: str) -> Scheme:
-    """Return the scheme of that name; never another recipe's, which could name this one again."""
+    """The scheme of that name; never another recipe, which could name this one again."""
     if name.endswith(".toml") or "/" in name:
         raise SchemeError(f"{where}: {key} = {name!r}; a recipe starts from a scheme by name, not from another file")
-    return load_scheme(name)
+    return named_scheme(name)
 
 
 def _options(words: dict[str, Any], used: list[Scheme], where: str) -> tuple[tuple[str, float], ...]:
     # each parameter belongs to one algorithm; the base's value holds for the whole recipe
     options = {key: value for scheme in reversed(used) for key, value in scheme.options}
-    given = words.get("options", {})
-    changed = parse_options(given, used[0].algorithm, where)
-    return tuple(sorted({**options, **{key: value for key, value in changed if key in given}}.items()))
-
-
-def _loosest(used: list[Scheme]) -> Parity:
-    # one model, several precisions: its outputs are held to the loosest gate of those used
-    return Parity(used[0].parity.tensor, reduce(Gate.loosest, (scheme.parity.output for scheme in used)))
+    own = words.get("options", {})
+    changed = parse_options(own, used[0].algorithm, where)
+    return tuple(sorted({**options, **{key: value for key, value in changed if key in own}}.items()))
 
 
 def _rule(words: Any, label: str, where: str, problems: Problems) -> tuple[Rule, Scheme | None] | None:
-    """A rule and its scheme; None where it is no table. What is wrong with it is noted."""
+    """A rule and its scheme, None if it is not a table. Its problems are recorded."""
     at, take = f"{where}: {label}", problems.take
     if not isinstance(words, dict):
         problems.add(f"{at}: expected a table, got {words!r}")
         return None
-    _check_keys(words, OF_RULE, at, problems)
+    _check_keys(words, RULE_KEYS, at, problems)
     if not {"roles", "modules", "layers"} & set(words):
-        problems.add(f"{at}: says nothing about what it matches; add roles, modules or layers")
+        problems.add(f"{at}: does not say what it matches; add roles, modules or layers")
     if type(words.get("override", False)) is not bool:
         problems.add(f"{at}: override = {words['override']!r}; expected true or false")
     scheme = take(_quant, words.get("quant"), at)
@@ -174,7 +170,6 @@ def _rule(words: Any, label: str, where: str, problems: Problems) -> tuple[Rule,
 
 
 def _quant(quant: Any, at: str) -> Scheme | None:
-    """The scheme of a rule, None for none."""
     if not isinstance(quant, str):
         raise SchemeError(f'{at}: `quant` is missing; write the name of a scheme or quant = "none"')
     try:
@@ -198,11 +193,11 @@ def _globs(words: dict[str, Any], key: str, at: str) -> tuple[str, ...]:
 
 
 def _span(entry: Any, at: str) -> tuple[int, int]:
-    found = _RANGE.fullmatch(str(entry)) if type(entry) in (int, str) else None
-    if not found:
+    span = _RANGE.fullmatch(str(entry)) if type(entry) in (int, str) else None
+    if not span:
         raise SchemeError(f'{at}: layers: {entry!r}; expected a number, negative from the end, or a range "2..5"')
-    low = int(found[1])
-    high = int(found[2]) if found[2] else low
+    low = int(span[1])
+    high = int(span[2]) if span[2] else low
     if (low < 0) == (high < 0) and low > high:
         raise SchemeError(f"{at}: layers: {entry!r} is empty; write the smaller end first")
     return low, high

@@ -1,7 +1,7 @@
-"""The config.json of a foreign checkpoint, of what its configuration says, its tensors tell and the caller gives.
+"""Derive a config.json from a configuration, the tensors and the caller's entries.
 
-The caller's entries win, then the tensors check the rest: every contradiction and everything that nobody says stands
-in one error. Nothing is assumed.
+The caller's entries win, then the tensors check the rest. One error lists every contradiction and every missing field;
+nothing is assumed.
 """
 
 from __future__ import annotations
@@ -12,68 +12,84 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config.extents import measure, solve
-from bridge.sources.foreign_config.families import Family, choose, family_of, fields_of, misfits
-from bridge.sources.foreign_config.kinds import mistyped
-from bridge.sources.foreign_config.layouts import layout_of
-from bridge.sources.foreign_config.norms import ask_centered, take_centered
-from bridge.sources.foreign_config.rope import rope_parameters, take_rope
-from bridge.sources.foreign_config.said import PLAIN, TERMS, Given, Said, Saying, shown
-from bridge.sources.hf import settle_config
-from bridge.values import TensorSpec
+from bridge.core.errors import SourceError
+from bridge.core.text import number
+from bridge.core.values import TensorSpec
+from bridge.sources.config_json import settle_config
+from bridge.sources.configs.extents import measure, solve
+from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, Given, shown
+from bridge.sources.configs.families import Family, choose, family_of, fields_of, incompatibilities
+from bridge.sources.configs.kinds import mistyped
+from bridge.sources.configs.layouts import layout_of
+from bridge.sources.configs.rope import rope_parameters, take_rope
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.expressions.grammar import Call
 
-# What follows once `heads` is known: only heads is asked for.
+# Terms that follow from `heads`: only heads is asked for.
 _FOLLOW = ("kv_heads", "head_dim", "nope_dim", "rope_dim", "v_dim")
-_RENAMED = {"torch_dtype": "dtype"}  # by transformers 5, which would look at our entry beside the older one
-# Written as null: the classes have defaults, ids of one tokenizer, that would be wrong for another.
+_RENAMED = {"torch_dtype": "dtype"}  # by transformers 5, which would read our entry as well as the older one
+# A native field, which no config.json has: whether norms are stored as `w - 1`. It is declared or asked for, never
+# assumed: no shape tells it. Megatron-Core can store any norm so. NeMo 2 and Megatron-Bridge do it for Gemma and
+# Nemotron, NeMo 1 does not do it for Gemma, and LayerNorm is found in both forms. Other families are not asked about.
+_CENTERED = "layernorm_zero_centered_gamma"
+_ASKED = (
+    "whether norms are stored less one, as Megatron-Core calls it (`--apply-layernorm-1p` of Megatron-LM); Gemma's and "
+    "Nemotron's are, but for Gemma of NeMo 1"
+)
+# Written as null: the classes' defaults are ids of one tokenizer, wrong for another.
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a configuration says. `open`: terms that it speaks of without saying their value."""
+class Declared:
+    """The terms of a configuration. `open`: terms that it mentions without a value."""
 
-    terms: Saying = field(default_factory=dict)
+    terms: Facts = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Derived:
-    """The config.json, and the terms behind it: a dialect asks them whether norms are `centered`."""
+    """The config.json, and the terms it is made of: a dialect needs to know whether norms are `centered`."""
 
     config: dict[str, Any]
-    terms: Saying
+    terms: Facts
 
 
-def hf_config(where: str, dialect: str, told: Told, specs: Mapping[str, TensorSpec], given: Any = None) -> Derived:
-    """Return the config.json of a checkpoint whose native tensors are `specs`; SourceError with all that is wrong.
+def hf_config(
+    where: str, dialect: str, declared: Declared, specs: Mapping[str, TensorSpec], given: Any = None
+) -> Derived:
+    """Return the config.json of a checkpoint with the native tensors `specs`; one SourceError lists all problems.
 
     `dialect` is `megatron`, `torchtitan` or `meta`; `given` is the caller's `config=`.
     """
     if not specs:
-        raise SourceError(f"{where}: holds no tensors of a model; give the checkpoint that does, or save it again")
+        raise SourceError(f"{where}: has no tensors of a model; give the checkpoint that does, or save it again")
     entries = _entries(given)
     measured = measure(layout_of(dialect, specs), specs)
-    terms = dict(told.terms)
-    problems = [*told.problems, *measured.problems, *mistyped(terms)]
+    terms = dict(declared.terms)
+    problems = [*declared.problems, *measured.problems, *mistyped(terms)]
     by_tensors = dict(measured.facts)
     solve(measured, by_tensors)
-    family = _family(entries, {**terms, **_gates(terms), **by_tensors})
+    names = entries.get("architectures")
+    family = family_of(names[0]) if names else choose({**terms, **_gates(terms), **by_tensors})
     if isinstance(family, str):
         raise _error(where, [*problems, *_compare(terms, measured.facts), family], {})
     scaled = take_rope(terms, entries)
-    take_centered(terms, entries)
+    if _CENTERED in entries:
+        terms["centered"] = Fact(entries.pop(_CENTERED), entries.where(_CENTERED))
     problems += _override(terms, entries, family)
     problems += _compare(terms, measured.facts)
     terms |= measured.facts
     problems += solve(measured, terms)
-    problems += _gated(told.terms, terms) + _vocabulary(terms)
-    _softmax(terms)
-    problems += misfits(family, terms)
-    asks = _asks(family, terms, entries) | ask_centered(family.architecture, family.fixed["layer_norm"] is True, terms)
-    if "scaling" in told.open and not scaled:
+    problems += _contradictions(declared.terms, terms)
+    problems += _softmax(family, terms, entries)
+    problems += incompatibilities(family, terms)
+    asks = _asks(family, terms, entries)
+    if "centered" not in terms and _may_be_centered(family):
+        asks[_CENTERED] = _ASKED
+    if "scaling" in declared.open and not scaled:
         asks["rope_parameters"] = TERMS["scaling"].format()
     if problems or asks:
         raise _error(where, problems, asks)
@@ -81,7 +97,7 @@ def hf_config(where: str, dialect: str, told: Told, specs: Mapping[str, TensorSp
 
 
 def _entries(given: Any) -> Given:
-    """Return the caller's entries by their present names; a directory stands for its config.json."""
+    """Return the caller's entries under today's names; a directory stands for its config.json."""
     if given is None:
         return Given({})
     if isinstance(given, str | Path) and Path(given).is_dir():
@@ -93,28 +109,21 @@ def _entries(given: Any) -> Given:
     return Given(entries, given.beside if isinstance(given, Given) else ())
 
 
-def _family(entries: Mapping[str, Any], terms: Saying) -> Family | str:
-    names = entries.get("architectures")
-    if names:
-        return family_of(names[0])
-    return choose(terms)
+def _gates(terms: Facts) -> dict[str, Fact]:
+    return {"gates": Fact(2 if terms["gated"].value else 1, terms["gated"].where)} if "gated" in terms else {}
 
 
-def _gates(terms: Saying) -> dict[str, Said]:
-    return {"gates": Said(2 if terms["gated"].value else 1, terms["gated"].where)} if "gated" in terms else {}
-
-
-def _override(terms: dict[str, Said], entries: Given, family: Family) -> list[str]:
-    """Let the caller's entries stand for what the configuration says; null says nothing where it means nothing."""
+def _override(terms: dict[str, Fact], entries: Given, family: Family) -> list[str]:
+    """Replace the configuration's terms by the caller's entries; null is ignored if it has no meaning."""
     if "num_experts" in family.config:
-        entries.rename("num_local_experts", "num_experts")  # what transformers 5 writes
+        entries.rename("num_local_experts", "num_experts")  # transformers 5 writes the former
     for name, term in family.says.items():
         if name in entries:
-            terms[term] = Said(entries[name], entries.where(name))
+            terms[term] = Fact(entries[name], entries.where(name))
             if entries[name] is None and PLAIN.get(term, 0) is not None:
                 del entries[name]
     problems = mistyped(terms)
-    for name in [name for name, said in terms.items() if said.value is None]:
+    for name in [name for name, fact in terms.items() if fact.value is None]:
         del terms[name]
     if entries.keys() & {"sliding_window", "layer_types", "use_sliding_window"}:
         for term in ("pattern", "window"):
@@ -123,50 +132,54 @@ def _override(terms: dict[str, Said], entries: Given, family: Family) -> list[st
     return problems
 
 
-def _compare(terms: Saying, facts: Saying) -> list[str]:
-    latent = "mla" in facts and facts["mla"].value  # its own norms bear the names of query and key norms
+def _compare(terms: Facts, facts: Facts) -> list[str]:
+    latent = "mla" in facts and facts["mla"].value  # its own norms have the names of query and key norms
     return [
-        f"{terms[name]}, but the tensors have {shown(said.value)}: {said.where}"
-        for name, said in facts.items()
-        if name in terms and not _alike(terms[name].value, said.value) and not (latent and name == "qk_norm")
+        f"{terms[name]}, but the tensors have {shown(fact.value)}: {fact.where}"
+        for name, fact in facts.items()
+        if name in terms and not _equal(terms[name].value, fact.value) and not (latent and name == "qk_norm")
     ]
 
 
-def _alike(said: object, found: object) -> bool:
-    """Whether they are equal; JSON has no tuples."""
-    return (tuple(said) if isinstance(said, list) else said) == found
+def _equal(declared: object, measured: object) -> bool:
+    """Compare two values; JSON has no tuples."""
+    return (tuple(declared) if isinstance(declared, list) else declared) == measured
 
 
-def _gated(told: Saying, terms: Mapping[str, Said]) -> list[str]:
-    gates, said = terms.get("gates"), told.get("gated")
-    if gates is None or said is None or (gates.value == 2) == bool(said.value):
-        return []
-    return [f"{said}, but the tensors have {gates.value} matrices in the MLP's first layer: {gates.where}"]
-
-
-def _vocabulary(terms: Mapping[str, Said]) -> list[str]:
+def _contradictions(declared: Facts, terms: Facts) -> list[str]:
+    """Compare terms that the tensors tell in other words: gates of the MLP, rows of the vocabulary."""
+    problems = []
+    gates, gated = terms.get("gates"), declared.get("gated")
+    if gates and gated and (gates.value == 2) != bool(gated.value):
+        problems.append(f"{gated}, but the tensors have {gates.value} matrices in the MLP's first layer: {gates.where}")
     vocab, rows = terms.get("vocab"), terms.get("rows")
-    if vocab is None or rows is None or vocab.value <= rows.value:
+    if vocab and rows and vocab.value > rows.value:
+        problems.append(f"{vocab}, but the tensors have {rows.value} rows: {rows.where}")
+    return problems
+
+
+def _softmax(family: Family, terms: dict[str, Fact], entries: Mapping[str, Any]) -> list[str]:
+    """Leave out the usual softmax scale; in a family with a scale of its own it is 1 / sqrt(query_scale)."""
+    softmax, head_dim = terms.get("softmax_scale"), terms.get("head_dim")
+    if softmax is None or head_dim is None or not isinstance(softmax.value, int | float):
         return []
-    return [f"{vocab}, but the tensors have {rows.value} rows: {rows.where}"]
+    scale = softmax.value**-2 if softmax.value > 0 else 0.0
+    if "query_scale" not in family.terms:
+        if math.isclose(scale, head_dim.value, rel_tol=1e-6):
+            del terms["softmax_scale"]
+        return []
+    del terms["softmax_scale"]
+    whole = round(scale)
+    query_scale = whole if math.isclose(scale, whole, rel_tol=1e-6) else scale
+    known = terms.setdefault("query_scale", Fact(query_scale, softmax.where))
+    given = any(name in entries for name, term in family.says.items() if term == "query_scale")
+    if given or not isinstance(known.value, int | float) or math.isclose(known.value, scale, rel_tol=1e-6):
+        return []
+    return [f"{known}, but {softmax}, which is 1 / sqrt({shown(query_scale)})"]
 
 
-def _softmax(terms: dict[str, Said]) -> None:
-    """Leave out a softmax scale that is the usual one; Gemma 3's says what its queries are divided by."""
-    said, head_dim = terms.get("softmax_scale"), terms.get("head_dim")
-    if said is None or head_dim is None or not isinstance(said.value, int | float):
-        return
-    scale = said.value**-2 if said.value > 0 else 0.0
-    if math.isclose(scale, head_dim.value, rel_tol=1e-6):
-        del terms["softmax_scale"]
-    if "pattern" in terms:
-        terms.pop("softmax_scale", None)
-        whole = round(scale)
-        terms.setdefault("query_scale", Said(whole if math.isclose(scale, whole, rel_tol=1e-6) else scale, said.where))
-
-
-def _asks(family: Family, terms: Saying, entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that nobody says, each with what is to be known."""
+def _asks(family: Family, terms: Facts, entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return the missing fields, each with the question to the user."""
     named = set(family.says.values())
     asks: dict[str, str] = {}
     for name, formula in family.config.items():
@@ -182,15 +195,21 @@ def _asks(family: Family, terms: Saying, entries: Mapping[str, Any]) -> dict[str
     return {name: TERMS.get(term, term).format(rows=rows) for name, term in asks.items()}
 
 
+def _may_be_centered(family: Family) -> bool:
+    """Whether writers differ: in LayerNorm, and in norms that transformers stores less one (`shift` in the table)."""
+    table = load_arch(family.architecture)
+    shifted = any(isinstance(row.expr, Call) and row.expr.op == "shift" for row in (table.rows if table else ()))
+    return family.fixed["layer_norm"] is True or shifted
+
+
 def _config(
-    family: Family, terms: Saying, specs: Mapping[str, TensorSpec], entries: Mapping[str, Any]
+    family: Family, terms: Facts, specs: Mapping[str, TensorSpec], entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type, **_TOKENS}
     config |= fields_of(family, terms)
     if family.theta and "rope_parameters" not in entries:
         config["rope_parameters"] = rope_parameters(terms)
-    by_name = sorted(specs.values(), key=lambda spec: "embed" not in spec.name)
-    config["dtype"] = by_name[0].dtype
+    config["dtype"] = min(specs.values(), key=lambda spec: "embed" not in spec.name).dtype
     return {name: bool(value) if name == "tie_word_embeddings" else value for name, value in config.items()}
 
 
@@ -202,6 +221,5 @@ def _error(where: str, problems: list[str], asks: Mapping[str, str]) -> SourceEr
             f"neither configuration nor tensors tell these; give config={{{names}}}, or config= with a config.json"
         )
         lines += [f"  {name}: {text}" for name, text in asks.items()]
-    count = len(problems) + len(asks)
-    head = f"{where}: the model's configuration, {count} problem{'s' if count > 1 else ''}"
+    head = f"{where}: the model's configuration, {number(len(problems) + len(asks), 'problem')}"
     return SourceError("\n".join([head, *(f"  {line}" for line in lines)]))

@@ -1,4 +1,4 @@
-"""What is said of a model, in one vocabulary whoever says it: a value, and where it stands; reads nothing."""
+"""The vocabulary of a model's configuration: terms, and facts with their sources."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Said:
-    """A value and where it was found: `run_config.yaml: num_layers`, `decoder....linear_proj.weight (60, 20)`."""
+class Fact:
+    """A value and its source: `run_config.yaml: num_layers`, `decoder....linear_proj.weight (60, 20)`."""
 
     value: Any
     where: str
@@ -18,28 +18,28 @@ class Said:
         return f"{self.where} = {shown(self.value)}"
 
 
-Saying = Mapping[str, Said]
+Facts = Mapping[str, Fact]
 
 
 class Given(dict[str, Any]):
-    """Entries of config.json that the caller gives, and below them those of the one that lies beside the weights."""
+    """The caller's entries of config.json, over those of the checkpoint's own (`beside`)."""
 
     def __init__(self, entries: Mapping[str, Any], beside: Collection[str] = ()) -> None:
         super().__init__(entries)
         self.beside = {*beside}
 
     def where(self, *names: str) -> str:
-        """Where entries come from, for a message."""
+        """The source of entries, for a message."""
         return f"{'config.json' if self.beside.issuperset(names) else 'config='}: {', '.join(names)}"
 
     def rename(self, old: str, new: str) -> None:
-        """Put an entry under another name, where it is there."""
+        """Rename an entry, if it is there."""
         if old in self:
             self[new] = self.pop(old)
             self.beside |= {new} if old in self.beside else set()
 
 
-# A term that is not said is asked for with these words. Dims are those of mappings/roles.toml, and a few more.
+# Term -> the question for a missing one. Dims are those of mappings/roles.toml, and a few more.
 TERMS = {
     "vocab": "tokens with an embedding; the tensors have {rows} rows, and which of them are padding they do not tell",
     "hidden": "width of the residual stream",
@@ -77,7 +77,7 @@ TERMS = {
     "top_groups": "groups that a token's experts come from",
 }
 
-# What only some models have. A family that cannot express one refuses another value than this.
+# Terms that only some models have. A family that cannot express one refuses any other value than this.
 PLAIN: Mapping[str, object] = {
     "partial": 1.0,
     "interleaved": False,
@@ -110,8 +110,13 @@ PLAIN: Mapping[str, object] = {
 }
 
 
+def listing(terms: Facts, names: Collection[str]) -> str:
+    """Return some facts with their sources, for a message."""
+    return ", ".join(str(terms[name]) for name in sorted(names))
+
+
 def shown(value: object) -> str:
-    """Return a value as a message shows it: short, whatever a file held.
+    """Return a value for a message, shortened.
 
     >>> shown({"_target_": "torch.bfloat16", "_call_": False})
     'torch.bfloat16'
@@ -134,5 +139,5 @@ def _flat(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _is_short(value: object) -> bool:
-    """Whether it is a whole number that Python writes out, which it refuses of the longest."""
+    """Whether it is a whole number that Python can print: it refuses the longest."""
     return isinstance(value, int) and value.bit_length() <= 256

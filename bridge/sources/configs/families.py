@@ -1,12 +1,12 @@
-"""What foreign checkpoints become: section [foreign] of architectures' tables, read; must never look at tensors.
+"""The families that foreign checkpoints become: section [foreign] of architectures' tables.
 
 [foreign]          architecture, model_type, classes (NeMo's and Megatron-Bridge's), provider (Megatron-Bridge's)
 tell = "..."       the formula over terms that tells it from the others; without one it must be named
-[foreign.config]   field = "term", which is asked for when nobody says it, "term or other", or a formula over terms;
-                   anything but a string is what the field always is
-[foreign.rope]     theta (and partial, scaling) where a config.json is silent, the special terms that it takes; none: no
-                   rotary embedding
-[foreign.fixed]    term = what its class always does
+[foreign.config]   field = "term", asked for if it is missing, "term or other", or a formula over terms; anything but a
+                   string is the field's constant value
+[foreign.rope]     theta (and partial, scaling) if config.json has none, the special terms that it takes; without this
+                   section there is no rotary embedding
+[foreign.fixed]    term = the value that its class always has
 [foreign.wants]    "formula over terms" = "why it must hold"
 
 A special term (`PLAIN`) that none of them mentions must have its plain value: nothing is left out silently.
@@ -17,15 +17,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from bridge.errors import BridgeError, nearest
-from bridge.sources.foreign_config.said import PLAIN, TERMS, Said, Saying
-from bridge.tables.arch import ArchTable, arch_file, arch_files, load_roles, parse_arch
-from bridge.tables.files import Place, TableFile, read_table
-from bridge.tables.grammar import Formula, parse_formula
+from bridge.core.errors import BridgeError
+from bridge.core.mappings import Place, TableFile, read_table, table_files
+from bridge.core.text import nearest
+from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, listing
+from bridge.tables.architectures.arch import ArchTable, arch_file, parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.expressions.grammar import Formula, parse_formula
 
 KNOWN = sorted({*TERMS, *PLAIN, "layer_norm", "gates", "q_rank"})
 _KEYS = ("architecture", "model_type", "classes", "provider", "tell", "config", "rope", "fixed", "wants")
@@ -37,11 +40,10 @@ _LACKED = ("layer_norm", "gates", "activation")
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `config`: fields that are made of terms; `always`: those that are the same in every checkpoint.
+    """One architecture. `config`: fields that are made of terms; `always`: constant fields.
 
-    `theta`, `partial`, `scaling`: base, part of a head that its rotary embedding turns, and what else there is of it,
-    where config.json is silent; two bases are of sliding and of other layers, None is no such embedding. `rope`:
-    special terms that it takes.
+    `theta`, `partial`, `scaling`: base, turned part of a head and scaling of its rotary embedding, if config.json has
+    none; two bases are of sliding and of other layers, None means no rotary embedding. `rope`: its special terms.
     """
 
     file: TableFile
@@ -61,14 +63,14 @@ class Family:
 
     @cached_property
     def says(self) -> dict[str, str]:
-        """Field -> the one term that it says and is made of."""
-        found: dict[str, str] = {}
+        """Field -> the one term that it is made of."""
+        terms: dict[str, str] = {}
         for field, formula in self.config.items():
             match formula.tree:
                 case ast.Name(id=term) | ast.BoolOp(op=ast.Or(), values=[ast.Name(id=term), *_]):
-                    if term not in found.values():
-                        found[field] = term
-        return found
+                    if term not in terms.values():
+                        terms[field] = term
+        return terms
 
     @cached_property
     def terms(self) -> frozenset[str]:
@@ -78,7 +80,7 @@ class Family:
 
 
 def parse_family(file: TableFile) -> Family | None:
-    """Parse section [foreign] of an architecture's table, None where there is none; TableError names file and line."""
+    """Parse section [foreign] of an architecture's table, None without one; TableError names file and line."""
     if "foreign" not in file.data:
         return None
     data, here = file.section("foreign"), file.header("foreign")
@@ -113,7 +115,7 @@ def parse_family(file: TableFile) -> Family | None:
 
 
 def _rope(file: TableFile, rope: Mapping[str, Any]) -> None:
-    """Refuse a rotary embedding without a base, and terms that are none of it."""
+    """Refuse a rotary embedding without a base, and unknown terms."""
     for key in rope:
         if key not in _ROPE:
             raise file.place("foreign.rope", key).error(f"unknown key `{key}`", hint=f"known: {', '.join(_ROPE)}")
@@ -141,18 +143,18 @@ def family_of(architecture: str) -> Family | str:
     """Return the family of an architecture, or why there is none."""
     file = arch_file(architecture)
     family = family_in(file, architecture) if file else None
-    return family or f"architecture {architecture!r} has no configuration here; {nearest(architecture, family_names())}"
+    return family or f"architecture {architecture!r} has no [foreign] table; {nearest(architecture, family_names())}"
 
 
 def family_in(file: TableFile, architecture: str) -> Family | None:
-    """Return the family of an architecture by its own table, None where that says nothing of it."""
+    """Return the family of an architecture from its own table, None without section [foreign]."""
     family = parse_family(file)
     return family if family and family.architecture == architecture else None
 
 
 def families() -> list[Family]:
     """Every family, by file."""
-    found = (parse_family(read_table(path)) for path in arch_files() if "\n[foreign]" in path.read_text("utf-8"))
+    found = (parse_family(read_table(path)) for path in table_files("arch") if "\n[foreign]" in path.read_text("utf-8"))
     return [family for family in found if family]
 
 
@@ -161,74 +163,74 @@ def family_names() -> list[str]:
     return sorted(family.architecture for family in families())
 
 
-def choose(terms: Saying) -> Family | str:
-    """Return the family that the terms tell, or what to do where they tell none: by class, then by what it has."""
-    known, said = families(), terms.get("class")
-    begin = _CLASS.match(str(said.value)) if said else None
-    if said and not (begin and begin[1] in _GENERIC):
+def choose(terms: Facts) -> Family | str:
+    """Choose the family by the terms' class, then by the other terms; else return what to do."""
+    known, class_ = families(), terms.get("class")
+    begin = _CLASS.match(str(class_.value)) if class_ else None
+    if class_ and not (begin and begin[1] in _GENERIC):
         known = [family for family in known if begin and begin[1] in family.classes]
         if not known:
-            return _unknown(f"{said} is none of the families that are known here")
-    told = known if len(known) == 1 else [family for family in known if _told(family, terms)]
-    if len(told) == 1:
-        return told[0]
-    if told:
-        return _unknown(f"{' and '.join(family.architecture for family in told)} are told alike")
+            return _unknown(f"{class_} is not of a known family")
+    matching = known if len(known) == 1 else [family for family in known if _matches(family, terms)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        return _unknown(f"{' and '.join(family.architecture for family in matching)} both fit")
     if lacking := [name for name in _LACKED if name not in terms]:
         return _unknown(f"neither configuration nor tensors tell {', '.join(lacking)}")
     values = {name: terms[name].value for name in (*_LACKED, *PLAIN) if name in terms}
-    had = [f"{name} = {value!r}" for name, value in values.items() if value and value != PLAIN.get(name)]
+    has = [f"{name} = {value!r}" for name, value in values.items() if value and value != PLAIN.get(name)]
     open_ = [term for term, plain in PLAIN.items() if plain is False and term not in terms]
-    near = [f"{term} ({f.architecture})" for term in open_ for f in known if _told(f, {**terms, term: Said(True, "")})]
-    return _unknown(f"no family has {', '.join(had)}" + (f", unless {', '.join(near)}: not told" if near else ""))
+    with_term = {term: {**terms, term: Fact(True, "")} for term in open_}
+    near = [f"{term} ({f.architecture})" for term in open_ for f in known if _matches(f, with_term[term])]
+    return _unknown(f"no family has {', '.join(has)}" + (f", unless {', '.join(near)}: unknown" if near else ""))
 
 
-def _told(family: Family, terms: Saying) -> bool:
-    values = {**PLAIN, **{term: said.value for term, said in terms.items()}}
+def _matches(family: Family, terms: Facts) -> bool:
+    values = {**PLAIN, **{term: fact.value for term, fact in terms.items()}}
     return family.tell is not None and family.tell.names <= values.keys() and bool(family.tell.value(values))
 
 
 def _unknown(reason: str) -> str:
     return (
-        f"which architecture it is cannot be told: {reason}; "
+        f"the architecture is unknown: {reason}; "
         f'give config={{"architectures": ["LlamaForCausalLM"]}} with one of {", ".join(family_names())}'
     )
 
 
-def misfits(family: Family, terms: Saying) -> list[str]:
-    """Return what the terms say that the family's class does not do."""
+def incompatibilities(family: Family, terms: Facts) -> list[str]:
+    """Return the terms that the family's class does not support."""
     problems = []
     for term, value in family.fixed.items():
         if term in terms and terms[term].value != value:
             problems.append(f"{family.architecture} has {term} = {value!r}, but {terms[term]}")
-    latent = "mla" in terms and terms["mla"].value  # its own norms bear the names of query and key norms
+    latent = "mla" in terms and terms["mla"].value  # its own norms have the names of query and key norms
     expressed = family.terms | ({"qk_norm"} if latent else set())
     for term, value in PLAIN.items():
-        said = terms.get(term, Said(value, ""))
-        if term not in expressed and said.value not in (value, None):
-            problems.append(f"{family.architecture} cannot express {term}: {said}")
-    values = {term: said.value for term, said in terms.items()}
+        fact = terms.get(term, Fact(value, ""))
+        if term not in expressed and fact.value not in (value, None):
+            problems.append(f"{family.architecture} cannot express {term}: {fact}")
+    values = {term: fact.value for term, fact in terms.items()}
     for rule, why in family.wants.items():
         if rule.names <= values.keys() and not rule.value(values):
-            known = ", ".join(str(terms[name]) for name in sorted(rule.names))
-            problems.append(f"{family.architecture} wants {rule}, since {why}; but {known}")
+            problems.append(f"{family.architecture} wants {rule}, since {why}; but {listing(terms, rule.names)}")
     return problems
 
 
-def fields_of(family: Family, terms: Saying) -> dict[str, Any]:
-    """Return what config.json says but for the rotary embedding, of terms that are complete."""
-    made = dict(family.always)
+def fields_of(family: Family, terms: Facts) -> dict[str, Any]:
+    """Return config.json without the rotary embedding, from complete terms."""
+    fields = dict(family.always)
     for name, formula in family.config.items():
         if formula.needs <= terms.keys():
             value = formula.value({term: terms[term].value if term in terms else None for term in formula.names})
-            made[name] = list(value) if isinstance(value, tuple) else value
-    return made
+            fields[name] = list(value) if isinstance(value, tuple) else value
+    return fields
 
 
-def departures(config: Mapping[str, Any], table: ArchTable, architecture: str) -> list[str]:
-    """Return what a Hugging Face config says otherwise than every foreign checkpoint of the architecture would.
+def deviations(config: Mapping[str, Any], table: ArchTable, architecture: str) -> list[str]:
+    """Return the fields of a Hugging Face config that a foreign checkpoint of the architecture would not give back.
 
-    What the table reads is left to it: that shows in the tensors.
+    Fields that the table reads are left out: the tensors show them.
     """
     family = family_in(table.file, architecture)
     return [
@@ -242,20 +244,14 @@ def check_families() -> list[str]:
     """Return the problems of every section [foreign], without a checkpoint; must never raise."""
     problems: list[str] = []
     first: dict[str, Family] = {}
-    for path in arch_files():
-        try:
-            table = parse_arch(read_table(path), load_roles())
-            problems += check_family(table)
-            family = parse_family(table.file)
-        except BridgeError:
-            continue  # the check of the tables, or of this section, has said so
-        if family:
-            problems += _alike(family, first)
+    for path in table_files("arch"):
+        with suppress(BridgeError):  # reported by the check of the tables
+            problems += check_family(parse_arch(read_table(path), load_roles()), first)
     return problems
 
 
 def _alike(family: Family, first: dict[str, Family]) -> Iterator[str]:
-    """Yield classes that another family has as well, where nothing tells the two apart."""
+    """Yield classes that another family has too, if `tell` does not distinguish the two."""
     for name in family.classes:
         other = first.setdefault(name, family)
         if other is not family and not (other.tell and family.tell):
@@ -263,16 +259,21 @@ def _alike(family: Family, first: dict[str, Family]) -> Iterator[str]:
             yield str(place.error(f"{name} is {other.architecture}, too: `tell` must tell them apart"))
 
 
-def check_family(table: ArchTable) -> list[str]:
-    """Return the problems of one table's section: terms and keys, and numbers that the table reads and nobody gives."""
+def check_family(table: ArchTable, first: dict[str, Family] | None = None) -> list[str]:
+    """Return the problems of one table's section: terms and keys, missing numbers that the table reads, its classes.
+
+    `first`: class -> its family in the tables that were checked before; those of this one are added.
+    """
     try:
         family = parse_family(table.file)
     except BridgeError as error:
         return [str(error)]
-    return list(_unsaid(family, table)) if family else []
+    if family is None:
+        return []
+    return [*_missing(family, table), *_alike(family, {} if first is None else first)]
 
 
-def _unsaid(family: Family, table: ArchTable) -> Iterator[str]:
+def _missing(family: Family, table: ArchTable) -> Iterator[str]:
     given: Container[str] = {*family.config, *family.always}
     for dim, formula in table.dims.items():
         for name in sorted(formula.names) if dim != "labels" else ():

@@ -1,6 +1,6 @@
-"""What kind of value a term has, and how large it may be: asked before anything is computed of it; converts nothing.
+"""Types and limits of terms' values, checked before anything is computed.
 
-A word in the place of a truth or of a number is an error: the text "false" is no False.
+Nothing is converted: the text "false" is not False, and a word in place of a number is an error.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.sources.foreign_config.said import Said
+from bridge.sources.configs.facts import Fact
 
-MOST = 2**31 - 1
-MOST_LAYERS = 10_000  # lists are made of these two; the deepest model known has some 130, the widest some 500
-MOST_EXPERTS = 10_000
-SMALLEST, LARGEST = 1e-30, 1e30  # of numbers, so that powers of them are numbers as well
+MAX_COUNT = 2**31 - 1
+MAX_LAYERS = 10_000  # lists are made of these two; the deepest model known has some 130, the widest some 500
+MAX_EXPERTS = 10_000
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # so that powers of numbers are finite
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`words`: what a message says that the value must be."""
+    """`words`: the expected value, in messages."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-def _count(most: int = MOST) -> Kind:
+def _count(most: int = MAX_COUNT) -> Kind:
     return Kind(f"a whole number above zero, at most {most}", lambda value: _is_count(value, most))
 
 
-def _is_count(value: object, most: int = MOST) -> bool:
+def _is_count(value: object, most: int = MAX_COUNT) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and MIN_NUMBER <= value <= MAX_NUMBER
 
 
 def _is_pair(value: object, holds: Callable[[object], bool]) -> bool:
@@ -46,12 +46,12 @@ def _is_window(value: object) -> bool:
 
 
 def _is_frequency(value: object) -> bool:
-    several = isinstance(value, list | tuple) and len(value) <= MOST_LAYERS and all(n in (0, 1) for n in value)
-    return several or _is_count(value, MOST_LAYERS)
+    several = isinstance(value, list | tuple) and len(value) <= MAX_LAYERS and all(n in (0, 1) for n in value)
+    return several or _is_count(value, MAX_LAYERS)
 
 
 def is_scaling(value: object) -> bool:
-    """Whether it is how transformers says the scaling of a rotary embedding: a word, and numbers that are finite."""
+    """Whether it is a rotary embedding's scaling as in transformers: a rope_type and finite numbers."""
     if not isinstance(value, Mapping) or not isinstance(value.get("rope_type"), str):
         return False
     parts = [part for name, part in value.items() if name != "rope_type"]
@@ -64,13 +64,13 @@ NUMBER = Kind("a number above zero", _is_number)
 FACTOR = Kind("a number, zero or above", lambda value: _is_number(value) or (value == 0 and value is not False))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 WORD = Kind("a word", lambda value: isinstance(value, str))
-WINDOW = Kind("a whole number, or two of which -1 is no bound", _is_window)
-FREQUENCY = Kind(f"a whole number, or a list of 0 and 1, at most {MOST_LAYERS}", _is_frequency)
+WINDOW = Kind("a whole number, or two of which -1 means no bound", _is_window)
+FREQUENCY = Kind(f"a whole number, or a list of 0 and 1, at most {MAX_LAYERS}", _is_frequency)
 
-# By term. A term that is not here is no plain value, and is made by code that has looked at it.
+# By term. A term that is not here has no plain value; the code that makes it has checked it.
 KINDS: Mapping[str, Kind] = {
-    "layers": _count(MOST_LAYERS),
-    "experts": _count(MOST_EXPERTS),
+    "layers": _count(MAX_LAYERS),
+    "experts": _count(MAX_EXPERTS),
     **dict.fromkeys(
         (
             "vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "moe_ffn", "positions", "context", "top_k",
@@ -98,16 +98,13 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 
-def mistyped(said: dict[str, Said], kinds: Mapping[str, Kind] = KINDS) -> list[str]:
-    """Take out of `said` what is not of its kind, and return it as problems; None says nothing.
+def mistyped(facts: dict[str, Fact], kinds: Mapping[str, Kind] = KINDS) -> list[str]:
+    """Remove facts that are not of their kind, and return them as problems; None means that there is no value.
 
-    >>> found = {"layers": Said("three", "run_config.yaml: num_layers")}
-    >>> mistyped(found), found
+    >>> facts = {"layers": Fact("three", "run_config.yaml: num_layers")}
+    >>> mistyped(facts), facts
     (["run_config.yaml: num_layers = 'three': must be a whole number above zero, at most 10000"], {})
     """
-    wrong = [
-        name
-        for name, one in said.items()
-        if name in kinds and one.value is not None and not kinds[name].holds(one.value)
-    ]
-    return [f"{said.pop(name)}: must be {kinds[name].words}" for name in wrong]
+    values = {name: fact.value for name, fact in facts.items() if name in kinds and fact.value is not None}
+    wrong = [name for name, value in values.items() if not kinds[name].holds(value)]
+    return [f"{facts.pop(name)}: must be {kinds[name].words}" for name in wrong]

@@ -1,12 +1,12 @@
-"""The tensors of Megatron-Core, torchtitan and Meta as far as their shapes tell something of the model."""
+"""Names and shapes of the tensors of Megatron-Core, torchtitan and Meta."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from bridge.sources.foreign_config.extents import Layout, Named
-from bridge.values import TensorSpec
+from bridge.core.values import TensorSpec
+from bridge.sources.configs.extents import Layout, Named
 
 _MEGATRON = {
     "embedding.word_embeddings.weight":                ("rows", "hidden"),
@@ -56,7 +56,7 @@ _MEGATRON_PRESENT = {
     "mla":         ("linear_kv_down_proj.weight",),
 }  # fmt: skip
 
-# Torchtitan's names of 0.2, and those of today; Meta's are the former.
+# Torchtitan's names of 0.2, which are Meta's too, and those of today.
 _TITAN = {
     "tok_embeddings.weight":                                ("vocab", "hidden"),
     "output.weight":                                        ("vocab", "hidden"),
@@ -102,7 +102,7 @@ _TITAN_PRESENT = {
     "sinks":       (".attention.sinks",),
 }  # fmt: skip
 _GATED = {"gates": 2, "layer_norm": False, "activation": "silu", "centered": False}
-_SINKS = {"activation": "quick_gelu", "up_offset": 1.0}  # of those that have them
+_SINKS = {"activation": "quick_gelu", "up_offset": 1.0}  # of models with attention sinks
 
 _MEGATRON_NAME = re.compile(
     r"(?:module\.|model\.)*(?:"  # NeMo 2, NeMo 1, and both at once
@@ -126,7 +126,7 @@ _TITAN_OLD = {
 
 
 def layout_of(dialect: str, specs: Mapping[str, TensorSpec]) -> Layout:
-    """Return the layout of `megatron`, `torchtitan` or `meta`; latent attention has other tensors than the usual."""
+    """Return the layout of `megatron`, `torchtitan` or `meta`; latent attention has its own tensors."""
     if dialect == "megatron":
         latent = any(name.endswith(_MEGATRON_PRESENT["mla"]) for name in specs)
         axes = _MEGATRON | (_MEGATRON_LATENT if latent else _MEGATRON_ATTENTION)
@@ -166,5 +166,5 @@ def _titan_name(name: str) -> Named:
 
 
 def _number(index: str | None) -> int | None:
-    """A layer's or an expert's number; Python refuses to read the longest, of which the first digits are too many."""
+    """Read a layer's or an expert's number; Python refuses the longest, whose first digits are too large anyway."""
     return int(index[:12]) if index else None

@@ -1,24 +1,12 @@
-"""Megatron-Core's fields in our terms; what changes a model's answer and has no term here is never passed over."""
+"""Translate Megatron-Core's fields into terms; unsupported ones are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bridge.sources.foreign_config.kinds import (
-    COUNT,
-    FACTOR,
-    FREQUENCY,
-    KINDS,
-    NUMBER,
-    TRUTH,
-    WINDOW,
-    WORD,
-    Kind,
-    mistyped,
-)
-from bridge.sources.foreign_config.said import Said, Saying, shown
-from bridge.sources.foreign_config.writers import class_of
-from bridge.sources.foreign_config.yaml_data import target
+from bridge.sources.configs.facts import Fact, Facts, shown
+from bridge.sources.configs.kinds import COUNT, FACTOR, FREQUENCY, KINDS, NUMBER, TRUTH, WINDOW, WORD, Kind, mistyped
+from bridge.sources.configs.yaml_data import target
 
 TERMS = {
     "num_layers": "layers",
@@ -62,7 +50,7 @@ EXPERT_TERMS = {
     "moe_router_group_topk": "top_groups",
     "moe_router_topk_scaling_factor": "routed_scale",
 }
-# Fields that change the answer and that no supported family has: the value of models that can be converted.
+# Fields that change a model's output and that no supported family has -> the value in supported models.
 _PLAIN: Mapping[str, object] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
@@ -98,9 +86,9 @@ _ACTIVATIONS = {
 }
 _SINKS = {"vanilla": False, "learnable": True}
 _NORMS = {"RMSNorm": False, "LayerNorm": True}
-# What Megatron-Core does with experts where nothing is said.
+# Megatron-Core's defaults for experts.
 _EXPERT_DEFAULTS: Mapping[str, object] = {"router_groups": 1, "top_groups": 1, "routed_scale": 1.0}
-# Llama 3.1's numbers, which Megatron-Core has in its code.
+# Llama 3.1's numbers, constants in Megatron-Core's code.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN: Mapping[str, Kind] = {
     "original_max_position_embeddings": COUNT,
@@ -109,7 +97,7 @@ _YARN: Mapping[str, Kind] = {
     "mscale": FACTOR,
     "mscale_all_dim": FACTOR,
 }
-# Fields that are read and are no term by themselves.
+# Fields that are read but are not terms by themselves.
 _FIELDS: Mapping[str, Kind] = {
     **dict.fromkeys(("seq_length", "max_position_embeddings", "old_context_len"), COUNT),
     **dict.fromkeys(
@@ -137,8 +125,8 @@ _FIELDS: Mapping[str, Kind] = {
 _KINDS = {**{name: KINDS[term] for name, term in {**TERMS, **EXPERT_TERMS}.items()}, **_FIELDS}
 
 
-def megatron_terms(fields: Saying) -> tuple[dict[str, Said], list[str]]:
-    """Return the terms, and what no supported model has."""
+def megatron_terms(fields: Facts) -> tuple[dict[str, Fact], list[str]]:
+    """Return the terms, and the problems: values that no supported model has."""
     fields = dict(fields)
     problems = mistyped(fields, _KINDS)
     terms = {term: fields[name] for name, term in TERMS.items() if name in fields}
@@ -147,25 +135,29 @@ def megatron_terms(fields: Saying) -> tuple[dict[str, Said], list[str]]:
         problems += _experts(fields, terms)
     lengths = [fields[name] for name in ("seq_length", "max_position_embeddings") if name in fields]
     if lengths:
-        terms["context"] = max(lengths, key=lambda said: said.value)
+        terms["context"] = max(lengths, key=lambda fact: fact.value)
     problems += [
         f"{fields[name]}: no supported architecture has that; convertible models have {shown(plain)}"
         for name, plain in _PLAIN.items()
         if name in fields and fields[name].value != plain
     ]
-    _biases(fields, terms)
+    if every := fields.get("add_bias_linear"):
+        qkv = fields.get("add_qkv_bias")
+        terms |= {"o_bias": every, "mlp_bias": every}
+        terms["qkv_bias"] = qkv if qkv and qkv.value and not every.value else every
     problems += _words(fields, terms)
     problems += _positions(fields, terms)
     problems += _attention(fields, terms)
-    name = class_of(fields)
-    if name:
-        terms["class"] = Said(name, fields["_target_"].where)
+    made = fields.get("_target_")
+    if made and isinstance(made.value, str) and (name := made.value.rpartition(".")[2]):
+        terms["class"] = Fact(name, made.where)
     return terms, problems
 
 
-def unsaid(fields: Saying) -> tuple[str, ...]:
-    """Return terms that the fields speak of without their value: Megatron-Bridge's provider of gpt-oss holds YaRN's
-    numbers as attributes, which run_config.yaml is not made of.
+def unsaid(fields: Facts) -> tuple[str, ...]:
+    """Return terms that the fields mention without a value.
+
+    Megatron-Bridge's provider of gpt-oss has YaRN's numbers as attributes, which run_config.yaml does not store.
     """
     latent = "multi_latent_attention" in fields and fields["multi_latent_attention"].value
     kind, prefix = ("rope_type", "") if latent else ("position_embedding_type", "yarn_")
@@ -173,52 +165,43 @@ def unsaid(fields: Saying) -> tuple[str, ...]:
     return ("scaling",) if lacking and kind in fields and fields[kind].value == "yarn" else ()
 
 
-def _biases(fields: Saying, terms: dict[str, Said]) -> None:
-    every, qkv = fields.get("add_bias_linear"), fields.get("add_qkv_bias")
-    if every:
-        terms["o_bias"] = every
-        terms["mlp_bias"] = every
-        terms["qkv_bias"] = qkv if qkv and qkv.value and not every.value else every
-
-
-def _words(fields: Saying, terms: dict[str, Said]) -> list[str]:
+def _words(fields: Facts, terms: dict[str, Fact]) -> list[str]:
     """Translate activation and norm."""
     problems = []
     norm = fields.get("normalization")
     if norm and norm.value in _NORMS:
-        terms["layer_norm"] = Said(_NORMS[norm.value], f"{norm.where} ({norm.value})")
+        terms["layer_norm"] = Fact(_NORMS[norm.value], f"{norm.where} ({norm.value})")
     elif norm:
         problems.append(f"{norm}: known norms are {', '.join(_NORMS)}")
-    said = fields.get("activation_func")
-    if said:
-        name = (target(said.value) or str(said.value)).rpartition(".")[2]
-        found = _ACTIVATIONS.get(name)
-        if isinstance(said.value, Mapping) and said.value.get("approximate") == "tanh":
-            found = "gelu_pytorch_tanh"
+    function = fields.get("activation_func")
+    if function:
+        name = (target(function.value) or str(function.value)).rpartition(".")[2]
+        activation = _ACTIVATIONS.get(name)
+        if isinstance(function.value, Mapping) and function.value.get("approximate") == "tanh":
+            activation = "gelu_pytorch_tanh"
         fused = fields.get("bias_activation_fusion")
-        if found == "gelu" and fused and fused.value:
-            # Megatron-Core's fused kernels compute the tanh approximation, whatever the function is called.
-            terms["activation"] = Said("gelu_pytorch_tanh", f"{said.where} (gelu), fused with the bias")
-        elif found:
-            terms["activation"] = Said(found, f"{said.where} ({name})")
+        if activation == "gelu" and fused and fused.value:
+            # Megatron-Core's fused kernels compute the tanh approximation, despite the function's name.
+            terms["activation"] = Fact("gelu_pytorch_tanh", f"{function.where} (gelu), fused with the bias")
+        elif activation:
+            terms["activation"] = Fact(activation, f"{function.where} ({name})")
     return problems
 
 
-def _positions(fields: Saying, terms: dict[str, Said]) -> list[str]:
+def _positions(fields: Facts, terms: dict[str, Fact]) -> list[str]:
     kind = fields.get("position_embedding_type")
     if kind:
-        terms["learned"] = Said(kind.value == "learned_absolute", f"{kind.where} ({shown(kind.value)})")
+        terms["learned"] = Fact(kind.value == "learned_absolute", f"{kind.where} ({shown(kind.value)})")
         if kind.value not in ("learned_absolute", "rope", "yarn"):
             return [f"{kind}: supported are rope, yarn and learned_absolute"]
-    scaling = _scaling(fields)
-    if scaling:
+    if scaling := _scaling(fields):
         terms["scaling"] = scaling
     return []
 
 
-def _scaling(fields: Saying) -> Said | None:
-    """Return rope's scaling as transformers spells it, None for a plain one."""
-    values = {name: said.value for name, said in fields.items()}
+def _scaling(fields: Facts) -> Fact | None:
+    """Return rope's scaling in transformers' words, None for a plain one."""
+    values = {name: fact.value for name, fact in fields.items()}
     kind, name, more = "", "", {}
     if {"scale_factor", "low_freq_factor"} <= values.keys():  # NeMo's Llama31Config
         own = ("low_freq_factor", "high_freq_factor", "old_context_len")
@@ -227,7 +210,7 @@ def _scaling(fields: Saying) -> Said | None:
     elif values.get("rope_scaling"):
         kind, name, more = "llama3", "rope_scaling_factor", dict(LLAMA3)
         if name not in fields:
-            return Said({"rope_type": kind, "factor": 8.0, **more}, fields["rope_scaling"].where)
+            return Fact({"rope_type": kind, "factor": 8.0, **more}, fields["rope_scaling"].where)
     elif "interleaved_attn_pattern" in values and "rope_scaling_factor" in values:  # Gemma 3, on its full layers
         kind, name = "linear", "rope_scaling_factor"
     elif "seq_len_interpolation_factor" in values:
@@ -244,56 +227,55 @@ def _scaling(fields: Saying) -> Said | None:
         return None
     factor = float(values[name])
     plain_factor = factor == 1 and kind != "llama3"
-    return None if plain_factor else Said({"rope_type": kind, "factor": factor, **more}, fields[name].where)
+    return None if plain_factor else Fact({"rope_type": kind, "factor": factor, **more}, fields[name].where)
 
 
-def _attention(fields: Saying, terms: dict[str, Said]) -> list[str]:
-    """Translate sinks, and the window: Megatron-Core counts those before the token that looks, transformers also it."""
-    problems, sinks, said = [], fields.get("softmax_type"), fields.get("window_size")
+def _attention(fields: Facts, terms: dict[str, Fact]) -> list[str]:
+    """Translate sinks and window: Megatron-Core counts the tokens before the query, transformers the query too."""
+    problems, sinks, window = [], fields.get("softmax_type"), fields.get("window_size")
     if sinks and sinks.value in _SINKS:
-        terms["sinks"] = Said(_SINKS[sinks.value], f"{sinks.where} ({sinks.value})")
+        terms["sinks"] = Fact(_SINKS[sinks.value], f"{sinks.where} ({sinks.value})")
     elif sinks:
         problems.append(f"{sinks}: known are {', '.join(_SINKS)}")
-    if said is None or said.value is None:
+    if window is None or window.value is None:
         return problems
-    left, right = said.value if isinstance(said.value, list | tuple) else (None, None)
+    left, right = window.value if isinstance(window.value, list | tuple) else (None, None)
     if left is None:
-        terms["window"] = said
+        terms["window"] = window
     elif left >= 0 and right == 0:
-        terms["window"] = Said(left + 1, f"{said.where} ({shown(said.value)}), and the token itself")
+        terms["window"] = Fact(left + 1, f"{window.where} ({shown(window.value)}), and the token itself")
     elif left >= 0 or right > 0:
-        terms["window"] = said  # no causal one: what is no count is refused
+        terms["window"] = window  # not causal: the check of kinds refuses the pair
     return problems + _full_layers(fields, terms)
 
 
-def _full_layers(fields: Saying, terms: dict[str, Said]) -> list[str]:
-    """Translate which layers have no window: every so many, the last of them."""
-    said, layers = fields.get("window_attn_skip_freq"), fields.get("num_layers")
-    if said is None or said.value is None:
+def _full_layers(fields: Facts, terms: dict[str, Fact]) -> list[str]:
+    """Translate which layers have no window: every n-th."""
+    skip, layers = fields.get("window_attn_skip_freq"), fields.get("num_layers")
+    if skip is None or skip.value is None:
         return []
-    every = said.value if isinstance(said.value, int) else [*said.value, 0].index(0) + 1
-    if every is not said.value and layers and [*said.value] != [int(n % every > 0) for n in range(1, layers.value + 1)]:
-        return [f"{said}: supported are a window in all layers but every n-th"]
-    terms["pattern"] = Said((every - 1, 1), f"{said.where} ({shown(said.value)})")
+    every = skip.value if isinstance(skip.value, int) else [*skip.value, 0].index(0) + 1
+    if every is not skip.value and layers and [*skip.value] != [int(n % every > 0) for n in range(1, layers.value + 1)]:
+        return [f"{skip}: supported is a window in all layers but every n-th"]
+    terms["pattern"] = Fact((every - 1, 1), f"{skip.where} ({shown(skip.value)})")
     return []
 
 
-def _experts(fields: Saying, terms: dict[str, Said]) -> list[str]:
+def _experts(fields: Facts, terms: dict[str, Fact]) -> list[str]:
     if "ffn" in terms:
         terms.setdefault("moe_ffn", terms["ffn"])  # Megatron-Core's default
-    before = fields.get("moe_router_pre_softmax", Said(False, "no moe_router_pre_softmax: Megatron-Core's default"))
-    terms["renormalize"] = Said(not before.value, f"{before.where} ({before.value})")
+    before = fields.get("moe_router_pre_softmax", Fact(False, "no moe_router_pre_softmax: Megatron-Core's default"))
+    terms["renormalize"] = Fact(not before.value, f"{before.where} ({before.value})")
     for term, default in _EXPERT_DEFAULTS.items():
-        terms.setdefault(term, Said(default, "Megatron-Core's default"))
-    every = fields.get("moe_layer_freq")
-    layers = fields.get("num_layers")
+        terms.setdefault(term, Fact(default, "Megatron-Core's default"))
+    every, layers = fields.get("moe_layer_freq"), fields.get("num_layers")
     if not every or not layers:
         return []
     if isinstance(every.value, int):
         dense = tuple(layer for layer in range(layers.value) if layer % every.value)
-        terms["dense"] = Said(dense, f"{every.where} ({every.value})")
+        terms["dense"] = Fact(dense, f"{every.where} ({every.value})")
     elif len(every.value) == layers.value:
-        terms["dense"] = Said(tuple(i for i, routed in enumerate(every.value) if not routed), every.where)
+        terms["dense"] = Fact(tuple(i for i, routed in enumerate(every.value) if not routed), every.where)
     else:
         return [f"{every.where} lists {len(every.value)} layers, but {layers}"]
     return []

@@ -1,15 +1,16 @@
-"""Meta's params.json in our terms, and of Mistral's in the same format; a key that is unknown is a problem."""
+"""Translate params.json of Meta and Mistral into terms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.errors import SourceError, nearest
-from bridge.sources.foreign_config.derive import Told
-from bridge.sources.foreign_config.kinds import COUNT, NUMBER, TRUTH, Kind, mistyped
-from bridge.sources.foreign_config.megatron import LLAMA3
-from bridge.sources.foreign_config.said import Said, shown
+from bridge.core.errors import SourceError
+from bridge.core.text import nearest
+from bridge.sources.configs.derive import Declared
+from bridge.sources.configs.facts import Fact, shown
+from bridge.sources.configs.kinds import COUNT, NUMBER, TRUTH, Kind, mistyped
+from bridge.sources.configs.megatron import LLAMA3
 
 _TERMS = {
     "dim": "hidden",
@@ -35,8 +36,8 @@ _READ: Mapping[str, Kind] = {
 }
 _UNUSED = {"max_batch_size", "model_parallel_size"}
 
-# Published models, by dim, n_layers, vocab_size and use_scaled_rope -> factor of the scaling, longest sequence. Their
-# params.json tell neither.
+# Published models, by dim, n_layers, vocab_size and use_scaled_rope -> factor of the scaling, longest sequence, which
+# their params.json do not have.
 _PUBLISHED: Mapping[tuple[object, ...], tuple[float | None, int]] = {
     (4096, 32, 128256, False): (None, 8192),     # Llama 3 8B
     (8192, 80, 128256, False): (None, 8192),     # Llama 3 70B
@@ -48,49 +49,48 @@ _PUBLISHED: Mapping[tuple[object, ...], tuple[float | None, int]] = {
 }  # fmt: skip
 
 
-def meta_told(params: Any, where: str = "params.json") -> Told:
-    """Read params.json; what it leaves to the reader's code is Meta's default, or asked for."""
+def meta_told(params: Any, where: str = "params.json") -> Declared:
+    """Read params.json; a missing value is Meta's default or asked for, an unknown key is a problem."""
     if not isinstance(params, Mapping):
-        raise SourceError(f"{where}: holds no JSON object")
+        raise SourceError(f"{where}: not a JSON object")
     known = {*_TERMS, *_READ, *_UNUSED}
     problems = [
         f"{where}: {name} = {shown(value)} is unknown; {nearest(str(name), sorted(known))}"
         for name, value in params.items()
         if name not in known
     ]
-    said = {name: Said(value, f"{where}: {name}") for name, value in params.items() if value is not None}
-    problems += mistyped(said, _READ)
-    own = {name: one.value for name, one in said.items()}
+    facts = {name: Fact(value, f"{where}: {name}") for name, value in params.items() if value is not None}
+    problems += mistyped(facts, _READ)
+    own = {name: fact.value for name, fact in facts.items()}
     if own.get("use_biases"):
         problems.append(f"{where}: use_biases = true: no supported architecture has that")
     terms = {
-        term: said[name]
+        term: facts[name]
         for name, term in _TERMS.items()
-        if name in said and (name, own[name]) != ("vocab_size", -1)  # Llama 1 and 2: see the tokenizer
+        if name in facts and (name, own[name]) != ("vocab_size", -1)  # Llama 1 and 2: see the tokenizer
     }
     if "heads" in terms:
-        terms.setdefault("kv_heads", Said(terms["heads"].value, f"{where} has no n_kv_heads: n_heads"))
-    terms.setdefault("theta", Said(10000.0, f"{where} has no rope_theta: Meta's default"))
+        terms.setdefault("kv_heads", Fact(terms["heads"].value, f"{where} has no n_kv_heads: n_heads"))
+    terms.setdefault("theta", Fact(10000.0, f"{where} has no rope_theta: Meta's default"))
     _width(own, terms, where)
     scaled = own.get("use_scaled_rope", False)
     key = (own.get("dim"), own.get("n_layers"), own.get("vocab_size"), scaled)
-    factor, context = next((found for model, found in _PUBLISHED.items() if model == key), (None, None))
+    factor, context = next((values for model, values in _PUBLISHED.items() if model == key), (None, None))
     if context:
-        terms.setdefault("context", Said(context, f"{where}: dim, n_layers and vocab_size of a published model"))
+        terms.setdefault("context", Fact(context, f"{where}: dim, n_layers and vocab_size of a published model"))
     factor = own.get("rope_scaling_factor", factor)
-    if not scaled or factor is None:
-        return Told(terms, tuple(problems), ("scaling",) if scaled else ())
-    high = {name: float(own[name]) for name in ("high_freq_factor",) if name in own}
-    scaling = {"rope_type": "llama3", "factor": float(factor), **LLAMA3, **high}
-    terms["scaling"] = Said(scaling, f"{where}: use_scaled_rope")
-    return Told(terms, tuple(problems))
+    if scaled and factor is not None:
+        high = float(own.get("high_freq_factor", LLAMA3["high_freq_factor"]))
+        scaling = {"rope_type": "llama3", "factor": float(factor), **LLAMA3, "high_freq_factor": high}
+        terms["scaling"] = Fact(scaling, f"{where}: use_scaled_rope")
+    return Declared(terms, tuple(problems), ("scaling",) if scaled and factor is None else ())
 
 
-def _width(own: Mapping[str, Any], terms: dict[str, Said], where: str) -> None:
+def _width(own: Mapping[str, Any], terms: dict[str, Fact], where: str) -> None:
     """Compute the inner width as Meta's code does: two thirds of 4 x dim, scaled, rounded up to a multiple."""
     if "ffn" in terms or not own.keys() >= {"dim", "multiple_of"}:
         return
     width, used = int(2 * 4 * own["dim"] / 3), "dim, multiple_of"
     if "ffn_dim_multiplier" in own:
         width, used = int(own["ffn_dim_multiplier"] * width), "dim, multiple_of, ffn_dim_multiplier"
-    terms["ffn"] = Said(-(-width // own["multiple_of"]) * own["multiple_of"], f"{where}: {used}")
+    terms["ffn"] = Fact(-(-width // own["multiple_of"]) * own["multiple_of"], f"{where}: {used}")

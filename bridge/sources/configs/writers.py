@@ -1,6 +1,6 @@
-"""Configurations as Megatron-Bridge, NeMo 2, NeMo 1 and Megatron-LM write them, each as Megatron-Core's fields.
+"""Configurations of Megatron-Bridge, NeMo 2, NeMo 1 and Megatron-LM as Megatron-Core's fields.
 
-A field keeps the name it had in its file for messages. Nothing that a file names is imported.
+Messages show the name that a field has in its file. Nothing that a file names is imported.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config.said import Said, Saying, shown
-from bridge.sources.foreign_config.yaml_data import target
+from bridge.core.errors import SourceError
+from bridge.sources.configs.facts import Fact, shown
 
-# NeMo 1's name -> Megatron-Core's; None: what NeMo takes where the file is silent.
+# NeMo 1's name -> Megatron-Core's name, NeMo's default if the file has no such field.
 _NEMO1: Mapping[str, tuple[str, object]] = {
     "bias": ("add_bias_linear", True),
     "qkv_bias": ("add_qkv_bias", False),
@@ -55,8 +54,8 @@ _ARGUMENTS = {
 _REFERENCE = re.compile(r"\$\{(?:\.|model\.)?(\w+)\}")
 
 
-def bridge_fields(raw: Any, where: str = "run_config.yaml") -> dict[str, Said]:
-    """Read Megatron-Bridge's run_config.yaml: section `model`, which newer ones divide in two."""
+def bridge_fields(raw: Any, where: str) -> dict[str, Fact]:
+    """Read Megatron-Bridge's run_config.yaml: section `model`, in newer files divided in two."""
     model = _section(raw, where, "model")
     inner = model.get("transformer")
     fields = _fields(inner, f"{where}: model.transformer") if isinstance(inner, Mapping) else {}
@@ -64,84 +63,83 @@ def bridge_fields(raw: Any, where: str = "run_config.yaml") -> dict[str, Said]:
     return fields
 
 
-def nemo2_fields(raw: Any, where: str = "context/model.yaml") -> dict[str, Said]:
+def nemo2_fields(raw: Any, where: str) -> dict[str, Fact]:
     """Read NeMo 2's context/model.yaml: the model object, whose `config` has the fields."""
     return _fields(_section(raw, where, "config"), f"{where}: config")
 
 
-def nemo1_fields(raw: Any, where: str = "model_config.yaml") -> dict[str, Said]:
-    """Read NeMo 1's model_config.yaml, with NeMo's own defaults where it is silent."""
+def nemo1_fields(raw: Any, where: str) -> dict[str, Fact]:
+    """Read NeMo 1's model_config.yaml, with NeMo's own defaults."""
     if not isinstance(raw, Mapping):
-        raise SourceError(f"{where}: holds no mapping")
+        raise SourceError(f"{where}: not a mapping")
     model = raw["model"] if isinstance(raw.get("model"), Mapping) else raw
     flat = {str(key): _referred(value, model, 0) for key, value in model.items()}
     fields = _fields({k: v for k, v in flat.items() if k not in _NEMO1}, where)
     for name, (field, default) in _NEMO1.items():
         if flat.get(name) is not None:
-            fields[field] = Said(flat[name], f"{where}: {name}")
+            fields[field] = Fact(flat[name], f"{where}: {name}")
         elif default is not None:
-            fields[field] = Said(default, f"{where} has no {name}: NeMo's default")
+            fields[field] = Fact(default, f"{where} has no {name}: NeMo's default")
     _nemo1_words(flat, fields, where)
     extra = flat.get("mcore_customization_config")
     fields |= _fields(extra, f"{where}: mcore_customization_config") if isinstance(extra, Mapping) else {}
     return fields
 
 
-def _nemo1_words(flat: Mapping[str, Any], fields: dict[str, Said], where: str) -> None:
-    """Translate the words that NeMo 1 has of its own: activation, normalization, scaled positions."""
+def _nemo1_words(flat: Mapping[str, Any], fields: dict[str, Fact], where: str) -> None:
+    """Translate NeMo 1's own words: activation, normalization, scaled positions."""
     activation = str(flat.get("activation", "gelu"))
-    said = f"{where}: activation" if "activation" in flat else f"{where} has no activation: NeMo's default"
+    source = f"{where}: activation" if "activation" in flat else f"{where} has no activation: NeMo's default"
     function = "openai_gelu" if flat.get("openai_gelu") else _NEMO1_ACTIVATIONS.get(activation, activation)
-    fields["gated_linear_unit"] = Said(activation.endswith("glu"), f"{said} ({activation})")
-    fields["activation_func"] = Said(function, f"{said} ({activation})")
+    fields["gated_linear_unit"] = Fact(activation.endswith("glu"), f"{source} ({activation})")
+    fields["activation_func"] = Fact(function, f"{source} ({activation})")
     norm = str(flat.get("normalization", "layernorm")).lower()
-    fields["normalization"] = Said(_NEMO1_NORMS.get(norm, norm), f"{where}: normalization ({norm})")
+    fields["normalization"] = Fact(_NEMO1_NORMS.get(norm, norm), f"{where}: normalization ({norm})")
     if norm == "layernorm1p":
-        fields["layernorm_zero_centered_gamma"] = Said(True, f"{where}: normalization ({norm})")
+        fields["layernorm_zero_centered_gamma"] = Fact(True, f"{where}: normalization ({norm})")
     scaled = flat.get("scale_positional_embedding")
     for name, default in _NEMO1_SCALING.items():
         if not scaled:
             fields.pop(name, None)
         elif name not in fields:
-            fields[name] = Said(default, f"{where}: scale_positional_embedding, NeMo's default")
+            fields[name] = Fact(default, f"{where}: scale_positional_embedding, NeMo's default")
 
 
-def argument_fields(raw: Any, where: str = "common.pt: args") -> dict[str, Said]:
-    """Read the `args` that Megatron-LM keeps in common.pt; the argument parser's defaults are in them."""
+def argument_fields(raw: Any, where: str) -> dict[str, Fact]:
+    """Read the `args` that Megatron-LM stores in common.pt; they include the argument parser's defaults."""
     if not isinstance(raw, Mapping):
-        raise SourceError(f"{where}: holds no mapping of argument names")
+        raise SourceError(f"{where}: not a mapping of argument names")
     fields = {
-        _ARGUMENTS.get(name, name): said for name, said in _fields(raw, where).items() if name != "padded_vocab_size"
+        _ARGUMENTS.get(name, name): fact for name, fact in _fields(raw, where).items() if name != "padded_vocab_size"
     }
 
-    def said(name: str, value: object, *arguments: str) -> None:
-        given = ", ".join(f"{where}.{argument} = {shown(raw.get(argument))}" for argument in arguments)
-        fields[name] = Said(value, f"{given}, so {name}")
+    def add(name: str, value: object, argument: str) -> None:
+        fields[name] = Fact(value, f"{where}.{argument} = {shown(raw.get(argument))}, so {name}")
 
-    if "untie_embeddings_and_output_weights" in raw:
-        untied = "untie_embeddings_and_output_weights"
-        said("share_embeddings_and_output_weights", not raw[untied], untied)
+    untied = "untie_embeddings_and_output_weights"
+    if untied in raw:
+        add("share_embeddings_and_output_weights", not raw[untied], untied)
     if raw.get("group_query_attention") is False:
         fields.pop("num_query_groups", None)  # the parser's default, 1, means nothing without the flag
     if raw.get("swiglu"):
-        said("activation_func", "silu", "swiglu")
+        add("activation_func", "silu", "swiglu")
     elif raw.get("quick_geglu"):
-        said("activation_func", "quick_gelu", "quick_geglu")
-        said("gated_linear_unit", True, "quick_geglu")
+        add("activation_func", "quick_gelu", "quick_geglu")
+        add("gated_linear_unit", True, "quick_geglu")
     elif raw.get("squared_relu"):
-        said("activation_func", "squared_relu", "squared_relu")
+        add("activation_func", "squared_relu", "squared_relu")
     elif "swiglu" in raw:
-        said("activation_func", "openai_gelu" if raw.get("openai_gelu") else "gelu", "openai_gelu")
-        said("bias_activation_fusion", bool(raw.get("bias_gelu_fusion")), "bias_gelu_fusion")
+        add("activation_func", "openai_gelu" if raw.get("openai_gelu") else "gelu", "openai_gelu")
+        add("bias_activation_fusion", bool(raw.get("bias_gelu_fusion")), "bias_gelu_fusion")
     if "layernorm_zero_centered_gamma" not in fields:
-        fields["layernorm_zero_centered_gamma"] = Said(False, f"{where} has no apply_layernorm_1p: the default")
+        fields["layernorm_zero_centered_gamma"] = Fact(False, f"{where} has no apply_layernorm_1p: the default")
     if raw.get("use_rotary_position_embeddings"):
-        said("position_embedding_type", "rope", "use_rotary_position_embeddings")
+        add("position_embedding_type", "rope", "use_rotary_position_embeddings")
     return fields
 
 
-# The file that a configuration stands in -> how it is read.
-WRITERS: Mapping[str, Callable[[Any, str], dict[str, Said]]] = {
+# The file of a configuration -> its reader.
+WRITERS: Mapping[str, Callable[[Any, str], dict[str, Fact]]] = {
     "run_config.yaml": bridge_fields,
     "context/model.yaml": nemo2_fields,
     "model_config.yaml": nemo1_fields,
@@ -150,30 +148,20 @@ WRITERS: Mapping[str, Callable[[Any, str], dict[str, Said]]] = {
 
 
 def _section(raw: Any, where: str, name: str) -> Mapping[str, Any]:
-    found = raw.get(name) if isinstance(raw, Mapping) else None
-    if not isinstance(found, Mapping):
-        has = f"it has {', '.join(map(str, list(raw)[:8]))}" if isinstance(raw, Mapping) else "it holds no mapping"
+    section = raw.get(name) if isinstance(raw, Mapping) else None
+    if not isinstance(section, Mapping):
+        has = f"it has {', '.join(map(str, list(raw)[:8]))}" if isinstance(raw, Mapping) else "it is not a mapping"
         raise SourceError(f"{where}: has no section `{name}` with the model's configuration; {has}")
-    return found
+    return section
 
 
-def _fields(section: Mapping[str, Any], where: str) -> dict[str, Said]:
-    """Return what is said; None says nothing in Megatron-Core, whose defaults follow from other fields then."""
-    found = {
-        str(name): Said(value, f"{where}.{name}" if ":" in where else f"{where}: {name}")
-        for name, value in section.items()
-    }
-    return {name: said for name, said in found.items() if said.value is not None}
+def _fields(section: Mapping[str, Any], where: str) -> dict[str, Fact]:
+    """Return the fields but None, for which Megatron-Core's defaults follow from other fields."""
+    prefix = f"{where}." if ":" in where else f"{where}: "
+    return {str(name): Fact(value, f"{prefix}{name}") for name, value in section.items() if value is not None}
 
 
 def _referred(value: Any, model: Mapping[str, Any], depth: int) -> Any:
-    """Follow OmegaConf's `${.encoder_seq_length}`; what it computes stays text."""
+    """Resolve OmegaConf's references (`${.encoder_seq_length}`); computed values stay text."""
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) and depth < 8 else None
     return _referred(model[match[1]], model, depth + 1) if match and match[1] in model else value
-
-
-def class_of(fields: Saying) -> str | None:
-    """Return the class name that the configuration was made by, without its module."""
-    said = fields.get("_target_")
-    name = target({"_target_": said.value}) if said else None
-    return name.rpartition(".")[2] if name else None

@@ -1,7 +1,7 @@
-"""Checkpoints in another dialect as weights in Hugging Face's names: every tensor put together as it is read.
+"""Tensors of another dialect in Hugging Face's layout.
 
-Rows pass straight from the files into the caller's buffer; only what is stored across its rows (a transpose), or in
-another order within a head (RoPE), is read into memory first, a megabyte or some heads at a time.
+They are joined as they are read. Rows go straight from the files into the caller's buffer. Only transposed matrices,
+and heads in another order (RoPE), are read into memory first, a megabyte or some heads at a time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from bridge.dtypes import DTYPES, from_float32, to_float32
-from bridge.paged import paged
-from bridge.sources.native import Container
-from bridge.sources.shards import Weights, natural
-from bridge.tables.rectangles import Block, height, length, reordered
-from bridge.tables.slices import whole
-from bridge.tables.spelled import Native, Spelled
-from bridge.values import TensorSpec
+from bridge.core.dtypes import DTYPES, from_float32, to_float32
+from bridge.core.pages import paged
+from bridge.core.text import natural
+from bridge.sources.weights.containers import Container
+from bridge.sources.weights.shards import Weights
+from bridge.tables.dialects.layout import whole
+from bridge.tables.dialects.translate import Native, Translated
+from bridge.tables.expressions.regions import Block, height, length, reordered
 
-PIECE = 1 << 20  # bytes of a stored matrix that are turned at once
+PIECE = 1 << 20  # bytes of a stored matrix that are transposed at once
 
 
-def weights_of(container: Container, native: Mapping[str, Native], spelled: Mapping[str, Spelled]) -> Weights:
-    """Return the tensors `spelled` over a container; native: what the blocks' sources are in it."""
+def weights_of(container: Container, native: Mapping[str, Native], spelled: Mapping[str, Translated]) -> Weights:
+    """Return the tensors `spelled` over a container; native: the blocks' sources in it."""
     tensors = _Tensors(container, native)
     names = sorted(spelled, key=natural)
     holder = {name: ForeignTensor(tensors, spelled[name]) for name in names}
@@ -43,21 +43,21 @@ def weights_of(container: Container, native: Mapping[str, Native], spelled: Mapp
 
 
 def unchanged(container: Container, prefix: str = "") -> Weights:
-    """Return the tensors of a container whose names are Hugging Face's already, behind `prefix`."""
+    """Return the tensors of a container that has Hugging Face's names after `prefix`."""
     native, spelled = {}, {}
     for name, spec in container.specs.items():
         shape = (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else spec.shape
         native[name] = Native(name, shape, spec.dtype)
         shown = name.removeprefix(prefix)
-        spelled[shown] = Spelled(replace(spec, name=shown), (whole(name, shape, {name: shape}),))
+        spelled[shown] = Translated(replace(spec, name=shown), (whole(name, shape, {name: shape}),))
     return weights_of(container, native, spelled)
 
 
 @dataclass(frozen=True)
 class _Across:
-    """A stored matrix whose columns are rows: `first`, and every `step` from there. `fill` reads rows of it.
+    """A stored matrix whose columns, `first` and every `step` after it, are rows. `fill` reads stored rows.
 
-    Any of its columns are read with all others: `TensorSpec.across` has it read but once.
+    Reading any column reads all of them: with `TensorSpec.across` the matrix is read only once.
     """
 
     fill: Callable[[int, int, np.ndarray], None]
@@ -78,15 +78,15 @@ class _Across:
 
 
 class _Scratch(threading.local):
-    """A thread's memory for rows on their way: fresh memory for each piece costs as much as reading it."""
+    """A thread's buffer for rows: fresh memory for each piece costs as much as reading it."""
 
-    held = np.empty(0, np.uint8)
+    buffer = np.empty(0, np.uint8)
 
     def __call__(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
         need = shape[0] * shape[1] * dtype.itemsize
-        if self.held.size < need:
-            self.held = paged((need,), np.uint8)
-        return self.held[:need].view(dtype).reshape(shape)
+        if self.buffer.size < need:
+            self.buffer = paged((need,), np.uint8)
+        return self.buffer[:need].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -96,39 +96,32 @@ class _Tensors:
     scratch: _Scratch = field(default_factory=_Scratch)
 
     def rows(self, block: Block, begin: int, end: int, out: np.ndarray) -> None:
-        """Fill `out` (rows in any order, columns) with stored rows of the block's tensor, counted in it, whole ones."""
+        """Fill `out` (rows in any order, columns) with whole stored rows `begin` to `end` of the block's tensor."""
         tensor, width = self.native[block.source], self.width(block)
         at = tensor.first + begin * width
-        self.container.read_flat(
-            tensor.stored, at, at + (end - begin) * width, out if out.ndim > 2 else out.reshape(-1)
-        )
+        flat = out if out.ndim > 2 else out.reshape(-1)
+        self.container.read_flat(tensor.stored, at, at + (end - begin) * width, flat)
 
     def width(self, block: Block) -> int:
-        """Values of a stored row of the block's tensor; a vector is rows of one, also where it lies in a matrix."""
+        """Values of a stored row of the block's tensor; a vector has rows of one, also as part of a matrix."""
         return self.native[block.source].shape[-1] if block.cols else 1
 
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """One tensor as a shard of its own; see `bridge.sources.shards.Shard`."""
+    """One tensor as a `bridge.sources.weights.shards.Shard`."""
 
     tensors: _Tensors
-    spelled: Spelled
+    spelled: Translated
 
     @property
     def path(self) -> Path:
         return Path(self._place()[0])
 
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {self.spelled.spec.name: self.spelled.spec}
-
     def offset(self, name: str) -> int:
-        """Where its first bytes lie, so that reading follows the files."""
         return self._place()[1]
 
     def read(self, name: str) -> np.ndarray:
-        """Return the whole tensor."""
         spec = self.spelled.spec
         if spec.shape:
             return self.read_rows(name, 0, spec.shape[0])
@@ -137,14 +130,13 @@ class ForeignTensor:
         return one.reshape(())
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return rows along the first axis, in `out` where it is given."""
         spec = self.spelled.spec
         if out is None:
             out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         if self.spelled.turned:
             _Across(self._fill, spec.shape[1], spec.shape[0], 0, 1).turn(begin, out)
         else:
-            each = self._height // max(spec.shape[0], 1)  # rows of a matrix, where experts are stacked
+            each = self._height // max(spec.shape[0], 1)  # rows of one matrix of a stack of experts
             self._fill(begin * each, end * each, out.reshape((end - begin) * each, -1))
         return out
 
@@ -166,13 +158,14 @@ class ForeignTensor:
         """Fill `out` with rows a to b of one block, counted from its first."""
         scratch, width = self.tensors.scratch, self.tensors.width(block)
         if block.transposed and block.rope:
-            for run, columns in _runs(block, out):
-                self._read(run, a, b, columns)
+            for run, part in _runs(block, out):
+                self._read(run, a, b, part)
             return
         if block.transposed:
             assert block.cols
             down, rows = block.cols[0], functools.partial(self.tensors.rows, block)
-            stored = _Across(lambda i, j, to: rows(down + i, down + j, to), length(block.cols), width, *_start(block))
+            columns = (block.rows[0], block.step)  # the first, and the distance to the next
+            stored = _Across(lambda i, j, to: rows(down + i, down + j, to), length(block.cols), width, *columns)
             stored.turn(a, out)
             return
         low, high = block.rows[0] + a * block.step, block.rows[0] + (b - 1) * block.step + 1
@@ -187,9 +180,9 @@ class ForeignTensor:
             return
         stored_rows = scratch((last - first, width), out.dtype)
         self.tensors.rows(block, first, last, stored_rows)
-        found = reordered(stored_rows, block.rope) if block.rope else stored_rows
-        found = found[low - first : high - first : block.step]
-        out[...] = found if block.cols is None else found[:, slice(*block.cols)]
+        ordered = reordered(stored_rows, block.rope) if block.rope else stored_rows
+        wanted = ordered[low - first : high - first : block.step]
+        out[...] = wanted if block.cols is None else wanted[:, slice(*block.cols)]
 
     def _place(self) -> tuple[str, int]:
         block = self.spelled.blocks[0]
@@ -198,39 +191,34 @@ class ForeignTensor:
         return self.tensors.container.place(tensor.stored, tensor.first + row * self.tensors.width(block))
 
 
-def _across(spelled: Spelled) -> bool:
-    """Whether a matrix is stored across its rows; of stacked ones each is read whole anyway."""
+def _across(spelled: Translated) -> bool:
+    """Whether a matrix is stored transposed; those of a stack are each read whole anyway."""
     return spelled.turned or (len(spelled.spec.shape) == 2 and any(block.transposed for block in spelled.blocks))
 
 
 def _parts(blocks: Iterable[Block], begin: int, end: int) -> list[tuple[Block, tuple[int, int]]]:
-    """The blocks that rows `begin` to `end` come from, with their own rows."""
-    found, at = [], 0
+    """Return the blocks that rows `begin` to `end` come from, with their own rows."""
+    parts, at = [], 0
     for block in blocks:
         rows = -(-length(block.rows) // block.step)  # `Block.shape` would make a tuple for each of hundreds
         a, b = max(begin - at, 0), min(end - at, rows)
         if a < b:
-            found.append((block, (a, b)))
+            parts.append((block, (a, b)))
         at += rows
-    return found
+    return parts
 
 
 def _as_stored(rows: np.ndarray, rope: int) -> np.ndarray:
-    """Rows of whole heads, in the order in which they are stored: `reordered`, undone by looking at them."""
+    """View rows of whole heads in their stored order: the inverse of `reordered`, without a copy."""
     half = abs(rope) // 2
     return rows.reshape(-1, *((half, 2) if rope > 0 else (2, half)), rows.shape[1]).swapaxes(1, 2)
 
 
 def _runs(block: Block, out: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
-    """Yield a turned block in parts whose stored rows come one after the other, each with its columns of `out`."""
+    """Yield parts of a transposed block with consecutive stored rows, each with its columns of `out`."""
     assert block.cols
     begin, stored = block.cols[0], _as_stored(out.T, block.rope)
     for head, half in np.ndindex(stored.shape[:2]):
         columns = stored[head, half].T
         yield replace(block, cols=(begin, begin + columns.shape[1]), rope=0), columns
         begin += columns.shape[1]
-
-
-def _start(block: Block) -> tuple[int, int]:
-    """The first column of a transposed block, and how far the next one is."""
-    return block.rows[0], block.step

@@ -1,6 +1,7 @@
-"""compressed-tensors: config_groups that match modules by class, name or regular expression, and a format for each.
+"""compressed-tensors: a format for each group of modules.
 
-Asymmetric weights, sparsity and activation order are refused in words. Regular expressions are the format's own.
+Groups are given by class, name or regular expression. Asymmetric weights, sparsity and activation order are refused.
+Regular expressions are the format's own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.errors import nearest
-from bridge.sources.stored import Told, words
-from bridge.values import Format, Numeric, TensorSpec
+from bridge.core.text import nearest
+from bridge.core.values import Format, Numeric, TensorSpec
+from bridge.sources.quantized import fields as words
+from bridge.sources.quantized.parts import StorageLayout
 
 HERE = "quantization_config"
 FORMATS = (
@@ -28,7 +30,7 @@ STRATEGIES = {"tensor": "tensor", "channel": "channel", "group": "block", "tenso
 
 @dataclass(frozen=True)
 class Compressed:
-    """See `bridge.sources.stored.Reader`. `shapes`: module -> what its `weight_shape` holds."""
+    """The `Reader` of a `quantization_config`. `shapes`: module -> its `weight_shape`, two numbers read beforehand."""
 
     section: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
@@ -40,7 +42,7 @@ class Compressed:
         dtype = DTYPES.get((str(scheme.get("type")), words.whole(scheme.get("num_bits"), f"{HERE}: num_bits", 0)))
         return Numeric(dtype, "tensor") if dtype else None
 
-    def told(self, module: str, tensors: Mapping[str, TensorSpec]) -> Told | str:
+    def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
         group = self._group(module)
         if group is None:
             return "no group of quantization_config matches it"
@@ -51,7 +53,7 @@ class Compressed:
         if not isinstance(weights, Mapping):
             return "its group has no weights"
         if "weight_g_idx" in tensors:
-            return "its columns are permuted (activation order: weight_g_idx), which no target here can say"
+            return "its columns are permuted (activation order: weight_g_idx), which no target supports"
         if not weights.get("symmetric", True) or {"weight_zero_point", "input_zero_point"} & tensors.keys():
             return "asymmetric: it has zero points, and every format here is symmetric; compress it with symmetric=True"
         numeric = _numeric(weights)
@@ -66,13 +68,13 @@ class Compressed:
         if isinstance(inputs, str):
             return f"input activations: {inputs}"
         packed = "int32" if form == "pack-quantized" else "in" if "pack" in form else "byte"
-        return Told(Format((numeric,), inputs), names, packed, wide, self.shapes.get(module, ()))
+        return StorageLayout(Format((numeric,), inputs), names, packed, wide, self.shapes.get(module, ()))
 
     def _group(self, module: str) -> Mapping[str, Any] | None:
-        """The group that names the module, else one that names a class: classes are not known here, and say Linear."""
+        """Return the group that names the module, else one that names a class: classes are unknown here, and Linear."""
         by_class = None
-        for name, said in words.mapping(self.section.get("config_groups"), f"{HERE}: config_groups").items():
-            group = words.mapping(said, where := f"{HERE}: {name}")
+        for name, value in words.mapping(self.section.get("config_groups"), f"{HERE}: config_groups").items():
+            group = words.mapping(value, where := f"{HERE}: {name}")
             for target in words.texts(group.get("targets"), f"{where}: targets"):
                 if target == module or (target.startswith("re:") and words.matches(target[3:], module, where)):
                     return dict(group)
@@ -82,7 +84,7 @@ class Compressed:
 
 
 def _numeric(args: Mapping[str, Any]) -> Numeric | str:
-    """The numeric of one set of quantization arguments, or why there is none."""
+    """Return the numeric of one set of quantization arguments, or why it is not supported."""
     dtype = DTYPES.get((str(args.get("type", "int")), words.whole(args.get("num_bits"), f"{HERE}: num_bits", 8)))
     if dtype is None:
         return f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 4 or 8 of int or float"
@@ -101,8 +103,3 @@ def _numeric(args: Mapping[str, Any]) -> Numeric | str:
     if dtype == "float4_e2m1fn" or args.get("scale_dtype") == "torch.uint8":
         scale = "float8_e4m3fn" if strategy == "tensor_group" else "float8_e8m0fnu"
     return Numeric(dtype, STRATEGIES[strategy], block, scale, dynamic)
-
-
-def reader(section: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Compressed:
-    """Take `quantization_config`; shapes of packed weights are read beforehand, two numbers each."""
-    return Compressed(section, shapes)

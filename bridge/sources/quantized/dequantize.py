@@ -1,6 +1,6 @@
-"""Weights out of stored codes, a few rows at a time; must never hold more than one chunk of float32 beside its result.
+"""Dequantize stored weights a few rows at a time.
 
-A weight is dequantized in float32 and rounded once to the model's dtype. A pre-scale that lies beside the weight is
+A weight is dequantized in float32, one chunk at a time, and rounded once to the model's dtype. A stored pre-scale is
 multiplied in again, so that the weight is the plain model's; one that was folded into a norm stays there on both sides,
 which leaves the function of the model as it is.
 """
@@ -11,27 +11,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.dtypes import DTYPES, to_float32
-from bridge.quant.bits import CHUNK, Array, cast
-from bridge.quant.blocks import FOUR_BITS, Grid, grid
-from bridge.quant.decode import scaled, values
-from bridge.quant.transcode import unpacked_codes
+from bridge.core.dtypes import DTYPES, to_float32
+from bridge.quant.codec.arrays import CHUNK, Array, cast
+from bridge.quant.codec.blocks import FOUR_BITS, Grid, grid
+from bridge.quant.codec.decode import scaled, values
+from bridge.quant.codec.packing import unpacked_codes
 
 if TYPE_CHECKING:
-    from bridge.sources.stored import Stored
-
-MATRIX = 2  # axes; what has more is a stack of experts
+    from bridge.sources.quantized.parts import QuantizedWeight
 
 
-def weight_rows(stored: Stored, begin: int, end: int, out: Array | None = None) -> Array:
-    """Return rows of the weight as it would be unquantized, in its dtype and axes, in `out` where it is given.
-
-    Of a stack a row is an expert.
-    """
+def weight_rows(stored: QuantizedWeight, begin: int, end: int, out: Array | None = None) -> Array:
+    """Return rows of the unquantized weight, in its dtype and axes; a row of a stack is one expert."""
     spec = stored.plain
     if out is None:
         out = np.empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
-    if len(spec.shape) > MATRIX:
+    if len(spec.shape) > 2:  # a stack of experts
         for number in range(begin, end):
             weight_rows(stored.expert(number), 0, spec.shape[1], out[number - begin])
         return out
@@ -48,26 +43,25 @@ def weight_rows(stored: Stored, begin: int, end: int, out: Array | None = None) 
         if before is not None:
             rows *= before[:, left:right]
         keep = slice(max(first, low), min(stop, high))
-        made = cast(rows[keep.start - first : keep.stop - first], "float32", spec.dtype)
+        rounded = cast(rows[keep.start - first : keep.stop - first], "float32", spec.dtype)
         if stored.turned:
-            out[:, keep] = made.T
+            out[:, keep] = rounded.T
         else:
-            out[keep.start - begin : keep.stop - begin] = made
+            out[keep.start - begin : keep.stop - begin] = rounded
     return out
 
 
-def code_rows(stored: Stored, begin: int, end: int) -> Array:
+def code_rows(stored: QuantizedWeight, begin: int, end: int) -> Array:
     """Return the codes of some rows of a weight, one byte each."""
     spec, dtype = stored.parts["codes"].spec, stored.format.weight[0].dtype
     high = 2 if stored.coding.packed == "out" and dtype in FOUR_BITS else 1
     low = begin // high
-    codes = unpacked_codes(
-        stored.rows(spec.name, low, -(-end // high)), dtype, stored.coding.packed, stored.spec.shape[1]
-    )
+    rows = stored.rows(spec.name, low, -(-end // high))
+    codes = unpacked_codes(rows, dtype, stored.coding.packed, stored.spec.shape[1])
     return codes[begin - low * high : end - low * high]
 
 
-def scale_rows(stored: Stored, begin: int, end: int) -> Array:
+def scale_rows(stored: QuantizedWeight, begin: int, end: int) -> Array:
     """Return rows of the grid of scales: float32, or the bits of e4m3 or e8m0."""
     spec, cells = stored.parts["scale"].spec, cells_of(stored)
     if spec.shape and spec.shape[0] == cells.shape[0]:
@@ -77,19 +71,19 @@ def scale_rows(stored: Stored, begin: int, end: int) -> Array:
     return np.ascontiguousarray(to_float32(rows, spec.dtype)) if stored.scale_is_float else rows
 
 
-def prescale(stored: Stored) -> Array | None:
-    """Return what the input is multiplied by and the weight was divided by, float32 (1, in), or None."""
+def prescale(stored: QuantizedWeight) -> Array | None:
+    """Return the factors that multiply the input and divided the weight, float32 (1, in), or None."""
     part = stored.parts.get("pre_quant_scale")
     return None if part is None else to_float32(part.read(), part.spec.dtype).reshape(1, -1)
 
 
-def cells_of(stored: Stored) -> Grid:
+def cells_of(stored: QuantizedWeight) -> Grid:
     """Return the blocks of the weight."""
     return grid(stored.format.weight[0], stored.spec.shape, "out_in")
 
 
-def _values(stored: Stored, begin: int, end: int, left: int, right: int) -> Array:
-    """Return float32 columns of rows that begin at a block and end at one: what the codes stand for, no pre-scale."""
+def _values(stored: QuantizedWeight, begin: int, end: int, left: int, right: int) -> Array:
+    """Return the float32 values of codes, without pre-scale: columns of rows that begin and end at a block."""
     numeric, cells = stored.format.weight, cells_of(stored)
     first, last = left // cells.across, -(-right // cells.across)
     across = slice(first * cells.across, min(last * cells.across, cells.cols))
@@ -99,5 +93,5 @@ def _values(stored: Stored, begin: int, end: int, left: int, right: int) -> Arra
         scale = values(scale, numeric[0].scale_dtype)
     # compressed-tensors divides by what it stores
     above = np.asarray(stored.number("scale_2")) if "scale_2" in stored.parts else None
-    found = scaled(codes, numeric, scale, above, cells, stored.reciprocal)
-    return found[:, left - across.start : right - across.start]
+    dequantized = scaled(codes, numeric, scale, above, cells, stored.reciprocal)
+    return dequantized[:, left - across.start : right - across.start]

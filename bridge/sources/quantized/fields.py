@@ -1,4 +1,4 @@
-"""The words of a `quantization_config`, held to their types: it is a stranger's; never guesses what one meant."""
+"""Read the fields of an untrusted `quantization_config` with type checks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.errors import SourceError
+from bridge.core.errors import SourceError
+from bridge.core.text import described
 
-MOST = 1 << 31  # values of a block
-LONGEST = 512  # characters of a pattern, and of a name that one is tried on
-REPEATS = 4  # of any number that a pattern may have: trying one takes the length of the name to this power
+MAX_NUMBER = 1 << 31  # values of a block
+MAX_PATTERN = 512  # characters of a pattern, and of a name that it is matched with
+MAX_REPEATS = 4  # unbounded repeats in a pattern: matching takes the length of the name to this power
 _UNBOUNDED = 64
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """An object; empty where there is none."""
+    """An object; empty for None."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -24,7 +25,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def texts(value: Any, where: str) -> tuple[str, ...]:
-    """A list of strings; empty where there is none."""
+    """A list of strings; empty for None."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
@@ -36,7 +37,7 @@ def whole(value: Any, where: str, default: int) -> int:
     """A whole number."""
     if value is None:
         return default
-    if type(value) is not int or abs(value) > MOST:
+    if type(value) is not int or abs(value) > MAX_NUMBER:
         raise _wrong(where, value, "a whole number")
     return value
 
@@ -48,56 +49,52 @@ def block(value: Any, where: str) -> tuple[int, ...]:
         sizes = [int(n) if n.isascii() and n.isdecimal() and len(n) < 10 else 0 for n in sizes.split("x")]
     if not isinstance(sizes, list | tuple) or len(sizes) not in (1, 2):
         raise _wrong(where, value, "one or two sizes")
-    if not all(type(n) is int and 0 < n <= MOST for n in sizes):
+    if not all(type(n) is int and 0 < n <= MAX_NUMBER for n in sizes):
         raise _wrong(where, value, "sizes above 0")
     return tuple(sizes)
 
 
 def matches(pattern: str, name: str, where: str) -> bool:
-    """Whether a regular expression of the file matches the beginning of `name`, as `re.match` has it.
+    """Whether a regular expression of the file matches the beginning of `name`, as `re.match` does.
 
-    SourceError for one that could be tried without end: repeats within repeats, or too many.
+    SourceError for one whose matching might not end: repeats within repeats, or too many.
     """
-    if len(pattern) > LONGEST or len(name) > LONGEST:
-        raise SourceError(f"{where}: a pattern or a name of more than {LONGEST} characters")
+    if len(pattern) > MAX_PATTERN or len(name) > MAX_PATTERN:
+        raise SourceError(f"{where}: a pattern or a name of more than {MAX_PATTERN} characters")
     try:
-        found = re.compile(pattern)
+        compiled = re.compile(pattern)
         repeats = _repeats(re._parser.parse(pattern), False)  # type: ignore[attr-defined]
     except (re.error, RecursionError, OverflowError) as error:
-        raise SourceError(f"{where}: {pattern[:80]!r} is no regular expression: {error}") from error
-    if repeats > REPEATS:
+        raise SourceError(f"{where}: {pattern[:80]!r} is not a regular expression: {error}") from error
+    if repeats > MAX_REPEATS:
         raise SourceError(
-            f"{where}: {pattern[:80]!r} has repeats within repeats, or more than {REPEATS}, which may take for ever; "
-            "name the modules instead"
+            f"{where}: {pattern[:80]!r} has repeats within repeats, or more than {MAX_REPEATS}, and matching it might "
+            "not end; name the modules instead"
         )
-    return found.match(name) is not None
+    return compiled.match(name) is not None
 
 
 def _repeats(parsed: Any, inside: bool) -> int:
-    """How many parts of a parsed pattern are repeated any number of times; more than allowed where one lies in one."""
+    """Count the unbounded repeats of a parsed pattern; more than allowed for repeats within repeats."""
     count = 0
-    for op, given in parsed:
+    for op, arguments in parsed:
         word = str(op)
         if word in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            _, most, inner = given
-            unbounded = int(most) > _UNBOUNDED
+            _, most, inner = arguments
             many = int(most) > 1
-            count += REPEATS + 1 if inside and many else int(unbounded)
+            count += MAX_REPEATS + 1 if inside and many else int(int(most) > _UNBOUNDED)
             count += _repeats(inner, inside or many)
-        elif word == "SUBPATTERN":
-            count += _repeats(given[-1], inside)
+        elif word in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+            count += _repeats(arguments[-1], inside)
         elif word == "BRANCH":
-            inner = [_repeats(branch, inside) for branch in given[1]]
-            count += REPEATS + 1 if inside and len(inner) > 1 else sum(inner)
-        elif word in ("ASSERT", "ASSERT_NOT"):
-            count += _repeats(given[1], inside)
+            inner = [_repeats(branch, inside) for branch in arguments[1]]
+            count += MAX_REPEATS + 1 if inside and len(inner) > 1 else sum(inner)
         elif word == "ATOMIC_GROUP":
-            count += _repeats(given, inside)
+            count += _repeats(arguments, inside)
         elif word in ("GROUPREF", "GROUPREF_EXISTS"):
-            count += REPEATS + 1
+            count += MAX_REPEATS + 1
     return count
 
 
-def _wrong(where: str, value: Any, wanted: str) -> SourceError:
-    said = repr(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-    return SourceError(f"{where} is {said}; expected {wanted}")
+def _wrong(where: str, value: Any, expected: str) -> SourceError:
+    return SourceError(f"{where} is {described(value)}; expected {expected}")

@@ -1,13 +1,16 @@
-"""MXFP4 as gpt-oss is published: the experts of a layer in `X_blocks` (experts, out, in / 32, 16) and `X_scales`.
+"""MXFP4 of gpt-oss as published: experts in `X_blocks` and `X_scales`.
 
-The model that it stands for holds them as `X` (experts, in, out). Two codes share a byte, the even one in the low half;
-a scale is a power of two, its exponent plus 127.
+`X_blocks` is (experts, out, in / 32, 16), the unquantized `X` (experts, in, out). Two codes share a byte, the even one
+in the low half; a scale is a power of two, its exponent plus 127.
 """
 
 from __future__ import annotations
 
-from bridge.sources.stored import Stored, Taken, Tensors, lazy, seen
-from bridge.values import Coding, Format, Numeric, TensorSpec
+from collections.abc import Mapping
+
+from bridge.core.values import Encoding, Format, Numeric, TensorSpec
+from bridge.sources.quantized.parts import QuantizedTensors, QuantizedWeight, seen
+from bridge.sources.weights.shards import Weights
 
 BLOCKS, SCALES = "_blocks", "_scales"
 FORMAT = Format((Numeric("float4_e2m1fn", "block", (32,), "float8_e8m0fnu"),))
@@ -15,35 +18,31 @@ BYTES = 16  # of a block
 AXES = 4
 
 
-def take(tensors: Tensors, dtype: str) -> Taken:
-    """Give every stack of experts its parts; a partner that is missing or misshapen is one problem each.
-
-    dtype: of the weights when they are dequantized.
-    """
-    stored: dict[str, Stored] = {}
+def take(weights: Weights, dtype: str) -> QuantizedTensors:
+    """Give every stack of experts its parts, of weights in `dtype`; each missing or misshapen tensor is one problem."""
+    stored: dict[str, QuantizedWeight] = {}
     problems: list[str] = []
-    names = [name.removesuffix(end) for end in (BLOCKS, SCALES) for name in tensors.specs if name.endswith(end)]
+    names = [name.removesuffix(end) for end in (BLOCKS, SCALES) for name in weights.specs if name.endswith(end)]
     for name in dict.fromkeys(names):
-        found = _misfit(tensors, name)
-        if found:
-            problems.append(found)
+        if problem := _misfit(weights.specs, name):
+            problems.append(problem)
             continue
-        experts, out, blocks, _ = tensors.specs[name + BLOCKS].shape
-        parts = {"codes": lazy(tensors, name + BLOCKS), "scale": lazy(tensors, name + SCALES)}
+        experts, out, blocks, _ = weights.specs[name + BLOCKS].shape
+        parts = {"codes": weights.lazy(name + BLOCKS), "scale": weights.lazy(name + SCALES)}
         weight = TensorSpec(name, (experts, out, blocks * 2 * BYTES), dtype)
-        stored[name] = Stored(name, weight, FORMAT, Coding(), parts, tensors.read_rows, turned=True)
+        stored[name] = QuantizedWeight(name, weight, FORMAT, Encoding(), parts, weights.read_rows, turned=True)
     used = frozenset(name + end for name in names for end in (BLOCKS, SCALES))
-    return Taken(stored, used=used & tensors.specs.keys(), problems=tuple(problems))
+    return QuantizedTensors(stored, used=used & weights.specs.keys(), problems=tuple(problems))
 
 
-def _misfit(tensors: Tensors, name: str) -> str:
-    """What is wrong with the pair of `name` ("" where nothing is)."""
-    codes, scale = tensors.specs.get(name + BLOCKS), tensors.specs.get(name + SCALES)
+def _misfit(specs: Mapping[str, TensorSpec], name: str) -> str:
+    """Say what is wrong with the pair of `name`; "" if nothing."""
+    codes, scale = specs.get(name + BLOCKS), specs.get(name + SCALES)
     if codes is None or scale is None:
         absent, beside = (BLOCKS, SCALES) if codes is None else (SCALES, BLOCKS)
         return f"{name}{absent}: missing beside {name}{beside}; neither can be read without the other"
-    if name in tensors.specs:
-        return f"{name}: there beside {codes.name}, and which of the two counts cannot be told; remove one"
+    if name in specs:
+        return f"{name}: stored as well as {codes.name}; which of the two to read is unclear; remove one"
     if codes.dtype != "uint8" or len(codes.shape) != AXES or codes.shape[-1] != BYTES or 0 in codes.shape:
         return f"{codes.name}: {seen(codes)}, not uint8 (experts, out, in / 32, {BYTES})"
     if scale.dtype != "uint8" or scale.shape != codes.shape[:-1]:

@@ -1,8 +1,8 @@
-"""What ModelOpt's quantizers left in a Megatron checkpoint, as a `Calibration`; never takes codes for weights.
+"""ModelOpt's quantizer state in a Megatron checkpoint, as a `Calibration`.
 
-NeMo and Megatron quantize a module of several matrices as one: what was seen before linear_qkv stands for queries, keys
-and values, what before linear_fc1 for gate and up. The amax of a weight is that of the weight, and is computed anew.
-SmoothQuant and AWQ divide weights by the pre-scale of their input, and so they are stored: they are read times that.
+NeMo and Megatron quantize a module of several matrices as one: the statistics of linear_qkv hold for queries, keys and
+values, those of linear_fc1 for gate and up. The amax of a weight is computed again from the weight. SmoothQuant and AWQ
+store weights divided by the pre-scale of their input: they are read times that. Codes are never read as weights.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bridge.dtypes import DTYPES, from_float32, to_float32
-from bridge.errors import SourceError
+from bridge.core.dtypes import DTYPES, from_float32, to_float32
+from bridge.core.errors import SourceError
+from bridge.core.text import listed, named
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.sources.native import Container
-from bridge.sources.refuse import LOW_BIT
-from bridge.sources.shards import listed, named
-from bridge.tables.rectangles import Block, Blocks
-from bridge.tables.spelled import Native, Spelled
+from bridge.sources.unsupported import LOW_BIT
+from bridge.sources.weights.containers import Container
+from bridge.tables.dialects.translate import Native, Translated
+from bridge.tables.expressions.regions import Block, Blocks
 
 # W4A8 quantizes a weight twice: weight_quantizer.0, weight_quantizer.1
 STATE = re.compile(r"(?P<module>.+)\.(?P<quantizer>\w+_quantizer)(\.\d+)?\.(?P<what>_\w+)")
 CODES = ("uint8", "int8", *LOW_BIT)
-PIECE = 1 << 18  # values that are multiplied at once: as float32, a megabyte
+PIECE = 1 << 18  # values that are multiplied at once: a megabyte as float32
 _WEIGHT = re.compile(r"\.weight(_w|_v|\d+)?$")
 _CACHE = ("k_bmm_quantizer", "v_bmm_quantizer")
 _SCALE = "input_quantizer._pre_quant_scale"
-_KNOWN = ("_amax", "_global_amax")  # of a weight's quantizer; what is there besides may have changed the weight
+_KNOWN = ("_amax", "_global_amax")  # of a weight's quantizer; any other tensor may mean that the weight was changed
 
 
 def quantizer_state(names: Iterable[str]) -> dict[str, str]:
-    """Return the tensors that are ModelOpt's, none of the model's, with the module that each is of."""
+    """Return ModelOpt's own tensors, each with its module."""
     return {name: match["module"] for name in names if (match := STATE.fullmatch(name))}
 
 
 def refuse_changed(where: str, container: Container, state: Mapping[str, str]) -> None:
-    """SourceError where the model's own weights cannot be had back: codes, or changed by more than a pre-scale."""
+    """SourceError if the model's own weights cannot be recovered: codes, or changed by more than a pre-scale."""
     specs, scales = container.specs, _scales(container)
     codes = [name for name, spec in specs.items() if name not in state and spec.dtype in CODES and _WEIGHT.search(name)]
     kinds = {name: match for name in state if (match := STATE.fullmatch(name))}
@@ -50,8 +50,8 @@ def refuse_changed(where: str, container: Container, state: Mapping[str, str]) -
     problems = [
         f"{named(names)}: {what}; start from the checkpoint before quantization, and calibrate here"
         for names, what in (
-            (codes, "holds codes in the place of weights, as ModelOpt's `compress` leaves them, which are not read"),
-            (other if not codes else [], "ModelOpt's, and may have changed the weight in a way that is not read"),
+            (codes, "has codes instead of weights, as ModelOpt's `compress` writes them, which is not supported"),
+            (other if not codes else [], "ModelOpt's, and may have changed the weight in an unsupported way"),
             (alone, "a pre-scale of ModelOpt's without the weight that was divided by it"),
         )
         if names
@@ -66,37 +66,37 @@ def refuse_changed(where: str, container: Container, state: Mapping[str, str]) -
 
 
 def unsmoothed(where: str, container: Container) -> Container:
-    """Return the container with the model's own weights: the same, where ModelOpt smoothed none."""
+    """Return the container with the model's own weights: itself, if ModelOpt smoothed none."""
     scales = _scales(container)
     return Unsmoothed(container, scales, _Vectors(where, container)) if scales else container
 
 
 def _scales(container: Container) -> dict[str, str]:
-    """Weight -> pre-scale of its input; gate and up, and grouped experts, have one together."""
+    """Weight -> pre-scale of its input; gate and up share one, and so do grouped experts."""
     weights = [name for name in container.specs if _WEIGHT.search(name)]
-    found = {name: f"{_WEIGHT.sub('', name)}.{_SCALE}" for name in weights}
-    return {name: scale for name, scale in found.items() if scale in container.specs}
+    scales = {name: f"{_WEIGHT.sub('', name)}.{_SCALE}" for name in weights}
+    return {name: scale for name, scale in scales.items() if scale in container.specs}
 
 
 def _sizes(shape: tuple[int, ...], width: int) -> list[int]:
-    """How many numbers there may be, `width` for a matrix: leading axes count layers and experts, or some of them."""
+    """Return the valid counts of numbers, `width` per matrix: leading axes are layers and experts, or some of them."""
     return [width * count for count in itertools.accumulate(shape[:-2], operator.mul, initial=1)]
 
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Numbers that quantizers hold beside weights, each tensor read once."""
+    """The numbers of quantizers, each tensor read once."""
 
     where: str
     container: Container
     values: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read(self, name: str, weight: str, width: int) -> np.ndarray:
-        """Return `width` numbers for each of the matrices that a weight is, float32 (matrices, width)."""
+        """Return `width` numbers for each matrix of a weight, float32 (matrices, width)."""
         spec = self.container.specs[name]
         if spec.size not in _sizes(self.container.specs[weight].shape, width):
             raise SourceError(
-                f"{self.where}: {name} has shape {spec.shape}: one number for a matrix is read, not one for a channel; "
+                f"{self.where}: {name} has shape {spec.shape}: supported is one number per matrix, not per channel; "
                 "give calib="
             )
         if name not in self.values:
@@ -105,11 +105,11 @@ class _Vectors:
         return self.values[name].reshape(-1, width)
 
     def scale(self, name: str, weight: str) -> np.ndarray:
-        """Return a pre-scale, float32 (matrices, in); SourceError where a weight cannot have been divided by it."""
-        found = self.read(name, weight, self.container.specs[weight].shape[-1])
-        if not (np.isfinite(found) & (found > 0)).all():
+        """Return a pre-scale, float32 (matrices, in); SourceError unless all numbers are finite and positive."""
+        scale = self.read(name, weight, self.container.specs[weight].shape[-1])
+        if not (np.isfinite(scale) & (scale > 0)).all():
             raise SourceError(f"{self.where}: {name}: holds a number that is not finite and above zero")
-        return found
+        return scale
 
 
 class Unsmoothed:
@@ -124,21 +124,19 @@ class Unsmoothed:
         self.objects, self.skipped = container.objects, container.skipped
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-        """Fill `out` with elements `begin` to `end`."""
         if name not in self._scales:
             return self._container.read_flat(name, begin, end, out)
         if out.flags.c_contiguous:
             self._container.read_flat(name, begin, end, out)
             self._multiply(name, begin, out)
             return out
-        for part in out:  # a head in another order: what flattens it is a copy, so that is what is multiplied
+        for part in out:  # a head in another order cannot be flattened in place: multiply a copy
             own = np.empty(part.shape, part.dtype)
             part[...] = self.read_flat(name, begin, begin + own.size, own)
             begin += own.size
         return out
 
     def _multiply(self, name: str, begin: int, values: np.ndarray) -> None:
-        """Multiply rows of a weight from element `begin` on, in place."""
         scale, spec = self._vectors.scale(self._scales[name], name), self.specs[name]
         width = spec.shape[-1]
         height = spec.size // width // len(scale)  # rows of a matrix
@@ -149,22 +147,21 @@ class Unsmoothed:
             part[...] = from_float32(to_float32(part, spec.dtype) * scale[matrix], spec.dtype)
 
     def place(self, name: str, begin: int = 0) -> tuple[str, int]:
-        """File and offset of element `begin`."""
         return self._container.place(name, begin)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Reads the calibration when it is asked for. `tensors`: by Hugging Face's names."""
+    """Reads the calibration on request. `tensors`: by Hugging Face's names."""
 
     where: str
     architecture: str
     container: Container
     native: Mapping[str, Native]
-    tensors: Mapping[str, Spelled]
+    tensors: Mapping[str, Translated]
 
     def reasons(self, state: Mapping[str, str]) -> dict[str, str]:
-        """Return what becomes of each tensor of ModelOpt's."""
+        """Return what is done with each tensor of ModelOpt's."""
         weights = {_WEIGHT.sub("", native.stored) for native in self.native.values()}
         read = {name for tensor in self._matrices().values() for name in self._read_for(tensor.blocks)}
 
@@ -181,7 +178,7 @@ class Statistics:
     def read(self) -> Calibration:
         """Return the statistics of inputs and of K and V, by modules of Hugging Face's names.
 
-        One that is zero or not finite (an expert that no token reached) is left out: what needs it calibrates anew.
+        One that is zero or not finite (an expert that no token reached) is left out; a scheme that needs it calibrates.
         """
         vectors = _Vectors(self.where, self.container)
         input_amax: dict[str, np.ndarray] = {}
@@ -193,39 +190,39 @@ class Statistics:
             scales = [scale for block in blocks if (scale := self._scale(vectors, block)) is not None]
             if len(scales) == len(blocks) and all(np.array_equal(scales[0], scale) for scale in scales):
                 pre_scale[module] = scales[0]
-            for quantizer, found in cache.items() if _of_attention(blocks) else ():
+            for quantizer, by_module in cache.items() if _of_attention(blocks) else ():
                 amaxes = [self._amax(vectors, block, quantizer) for block in blocks]
-                self._note(found, module.rpartition(".")[0], amaxes)
+                self._note(by_module, module.rpartition(".")[0], amaxes)
         dtype = next(iter(self.tensors.values())).spec.dtype
         provenance = Provenance("ModelOpt's in the checkpoint", "", self.architecture, "", dtype, "", 0, 0)
         k_amax, v_amax = cache.values()
         return Calibration(provenance, input_amax, pre_scale=pre_scale, k_amax=k_amax, v_amax=v_amax)
 
     @staticmethod
-    def _note(found: dict[str, np.ndarray], module: str, amaxes: list[float | None]) -> None:
+    def _note(by_module: dict[str, np.ndarray], module: str, amaxes: list[float | None]) -> None:
         known = [amax for amax in amaxes if amax is not None and math.isfinite(amax) and amax > 0]
         if known and len(known) == len(amaxes):
-            found[module] = np.array(max(known), np.float32)
+            by_module[module] = np.array(max(known), np.float32)
 
-    def _matrices(self) -> dict[str, Spelled]:
-        """The weights whose inputs are looked at, by their modules."""
+    def _matrices(self) -> dict[str, Translated]:
+        """Return the matrices of weights by module: their inputs may have statistics."""
         weights = {name: tensor for name, tensor in self.tensors.items() if len(tensor.spec.shape) == 2}
         return {n.removesuffix(".weight"): tensor for n, tensor in weights.items() if n.endswith(".weight")}
 
     def _read_for(self, blocks: Blocks) -> Iterator[str]:
-        """Yield the names of the numbers that `read` takes for a weight, where they are there."""
+        """Yield the names of the numbers that `read` looks for."""
         for block in blocks:
             for quantizer in ("input_quantizer", *(_CACHE if _of_attention(blocks) else ())):
                 yield self._name(block, quantizer)
 
     def _name(self, block: Block, quantizer: str) -> str:
-        """The number of a quantizer of a weight's module, or of the attention beside it."""
+        """Return the name of the amax of a quantizer of a weight's module, or of its attention."""
         module = _WEIGHT.sub("", self.native[block.source].stored)
         module = f"{module.rpartition('.')[0]}.core_attention" if quantizer in _CACHE else module
         return f"{module}.{quantizer}._amax"
 
     def _amax(self, vectors: _Vectors, block: Block, quantizer: str) -> float | None:
-        """Read one number of a quantizer: it may count layers and experts, as the weight it stands before does."""
+        """Read one number of a quantizer, which may be stacked over layers and experts like its weight."""
         name = self._name(block, quantizer)
         if name not in self.container.specs:
             return None
@@ -237,12 +234,12 @@ class Statistics:
         return self._of(block, vectors.scale(name, weight)) if name in self.container.specs else None
 
     def _of(self, block: Block, numbers: np.ndarray) -> np.ndarray:
-        """The numbers of the matrix that a block is part of."""
+        """Return the numbers of the matrix that a block is part of."""
         weight = self.native[block.source]
         begin = weight.first + block.rows[0] * weight.shape[-1]
         return np.asarray(numbers[begin * len(numbers) // self.container.specs[weight.stored].size])
 
 
 def _of_attention(blocks: Blocks) -> bool:
-    """True for queries, keys and values that are one matrix, beside which K and V are looked at."""
+    """Whether queries, keys and values are one matrix, whose attention may have statistics of K and V."""
     return all(".linear_qkv." in block.source for block in blocks)

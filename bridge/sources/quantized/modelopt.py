@@ -1,4 +1,4 @@
-"""Unified checkpoints of ModelOpt: `quant_algo` of hf_quant_config.json, or of config.json's quantization_config."""
+"""ModelOpt's unified checkpoints: `quant_algo` of hf_quant_config.json or of quantization_config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.errors import nearest
-from bridge.sources.stored import Told, words
-from bridge.values import Format, Numeric, TensorSpec
+from bridge.core.text import nearest
+from bridge.core.values import Format, Numeric, TensorSpec
+from bridge.sources.quantized import fields as words
+from bridge.sources.quantized.parts import StorageLayout
 
 _E4M3 = Numeric("float8_e4m3fn", "tensor")
 _INT8 = Numeric("int8", "channel")
@@ -41,7 +42,7 @@ NAMES = {"codes": "weight", **dict(zip(("scale", "scale_2", "input_scale", "pre_
 
 @dataclass(frozen=True)
 class ModelOpt:
-    """See `bridge.sources.stored.Reader`. `layers`: module -> its own settings, where the checkpoint is mixed."""
+    """The `Reader` of a unified checkpoint. `layers`: module -> its own settings in a mixed checkpoint."""
 
     settings: Mapping[str, Any]
     layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -51,9 +52,9 @@ class ModelOpt:
     def kv(self) -> Numeric | None:
         return KV.get(str(self.settings.get("kv_cache_quant_algo")).upper())
 
-    def told(self, module: str, tensors: Mapping[str, TensorSpec]) -> Told | str:
+    def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
         parts = module.split(".")
-        outer = (".".join(parts[:end]) for end in range(len(parts), 0, -1))  # experts are told by their container
+        outer = (".".join(parts[:end]) for end in range(len(parts), 0, -1))  # experts are named by their container
         own = next((self.layers[name] for name in outer if name in self.layers), {})
         settings = {**self.settings, **words.mapping(own, f"quantized_layers: {module[:200]}")}
         name = str(settings.get("quant_algo"))
@@ -65,10 +66,10 @@ class ModelOpt:
             weight = (Numeric("int4", "block", words.block(block, "quantization_config: group_size")[:1]), *weight[1:])
         smoothed = "awq" if weight[0].dtype in ("int4", "float4_e2m1fn") else "smoothquant"
         form = Format(weight, entry, smoothed if "pre_quant_scale" in tensors else "max")
-        return Told(form, NAMES, packed="out" if weight[0].dtype == "int4" else "in")
+        return StorageLayout(form, NAMES, packed="out" if weight[0].dtype == "int4" else "in")
 
 
 def reader(section: Mapping[str, Any]) -> ModelOpt:
-    """Take `quantization` of hf_quant_config.json, or `quantization_config`: both have the same words inside."""
+    """Read `quantization` of hf_quant_config.json, or `quantization_config`: both have the same fields."""
     layers = section.get("quantized_layers")
     return ModelOpt(section, layers if isinstance(layers, Mapping) else {})

@@ -1,8 +1,8 @@
-"""Quantized weights as checkpoints store them: what each module's tensors are; reads no weight to find that out.
+"""Quantized weights as checkpoints store them: the parts of each module.
 
-One file here for each writer: `modelopt` (unified checkpoints), `blocks` (FP8 as DeepSeek publishes it), `compressed`
-(compressed-tensors). Each answers for one module which format it has and which of its tensors is which part. `mxfp4`
-(gpt-oss) has stacks of experts, which are no modules.
+Each writer has a file with a `Reader`: `modelopt` (unified checkpoints), `deepseek` (FP8 as DeepSeek publishes it),
+`compressed_tensors`. It returns the format of a module and the tensor of each part. `gpt_oss` has stacks of experts,
+which are not modules. No weight is read.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bridge.dtypes import FLOATS, to_float32
-from bridge.errors import SchemeError
-from bridge.quant.blocks import FOUR_BITS, IN_INT32, grid
-from bridge.values import Coding, Format, LazyTensor, Numeric, TensorSpec
+from bridge.core.dtypes import FLOATS, to_float32
+from bridge.core.errors import SchemeError
+from bridge.core.values import Encoding, Format, LazyTensor, Numeric, TensorSpec
+from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, grid
+from bridge.sources.weights.shards import Weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SCALES = {"float32": FLOATS, "float8_e4m3fn": ("float8_e4m3fn",), "float8_e8m0fnu": ("uint8", "float8_e8m0fnu")}
-# What codes are stored as; `int32` holds eight (int4) or four (int8) of them.
+# Dtype of codes -> dtypes that store them; `int32` has eight (int4) or four (int8) of them.
 CODES = {
     "float8_e4m3fn": ("float8_e4m3fn",),
     "int8": ("int8", "int32"),
     "int4": ("uint8", "int8", "int32"),
     "float4_e2m1fn": ("uint8",),
 }
+OPTIONAL = ("input_scale", "pre_quant_scale")
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a checkpoint's config says of one module. `names`: part -> suffix of its tensor.
+class StorageLayout:
+    """How a checkpoint stores one module, by its config. `names`: part -> suffix of its tensor.
 
-    `packed`: see `bridge.values.Coding`; "byte" is one byte a code, of four bits too (int-quantized W4A8).
-    `shape` is the weight's, where no tensor tells it. `reciprocal`: scales of whole tensors are stored as 1 / scale.
+    `packed`: see `bridge.core.values.Encoding`; "byte" is one byte per code, also of four bits (int-quantized W4A8).
+    `shape`: the weight's, if the shape of the codes does not tell it. `reciprocal`: per-tensor scales are 1 / scale.
     """
 
     format: Format
@@ -45,38 +47,36 @@ class Told:
     packed: str = "in"
     reciprocal: bool = False
     shape: tuple[int, ...] = ()
-    optional: tuple[str, ...] = ("input_scale", "pre_quant_scale")
 
 
 class Reader(Protocol):
-    """What the config of one writer says."""
+    """The config of one writer."""
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """Suffixes of the tensors that belong to a quantized module."""
+        """Suffixes of a quantized module's further tensors."""
 
     @property
     def kv(self) -> Numeric | None:
-        """How keys and values are coded, where their scales are there."""
+        """The numeric of keys and values, if they have scales."""
 
-    def told(self, module: str, tensors: Mapping[str, TensorSpec]) -> Told | str:
-        """What `module` is, from the specs of its tensors by suffix; a sentence where it cannot be read."""
+    def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
+        """The layout of `module`, from the specs of its tensors by suffix, or why it is not supported."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One quantized weight of a checkpoint. `spec` is the weight's as it would be unquantized, [out, in], of a stack of
-    experts [experts, out, in].
+class QuantizedWeight:
+    """One quantized weight. `spec`: of the unquantized weight, [out, in], for a stack of experts [experts, out, in].
 
     `parts`: "codes", "scale", "scale_2", "input_scale", "pre_quant_scale" -> the checkpoint's tensor, in its own shape.
     `rows(name, begin, end)` reads rows of one of those tensors. `reciprocal`: scale_2 and NVFP4's input scale are
-    stored as 1 / scale. `turned`: the architecture has the weight as [in, out] (Conv1D), the codes are [out, in] still.
+    stored as 1 / scale. `turned`: the architecture has the weight as [in, out] (Conv1D), the codes are [out, in].
     """
 
     module: str
     spec: TensorSpec
     format: Format
-    coding: Coding
+    coding: Encoding
     parts: Mapping[str, LazyTensor]
     rows: Callable[[str, int, int], Array] = field(compare=False)
     reciprocal: bool = False
@@ -84,52 +84,44 @@ class Stored:
 
     @property
     def plain(self) -> TensorSpec:
-        """The weight as the architecture has it."""
+        """The weight's spec in the architecture."""
         *stack, out, in_ = self.spec.shape
         return dataclasses.replace(self.spec, shape=(*stack, in_, out)) if self.turned else self.spec
 
-    def expert(self, number: int) -> Stored:
-        """The matrix of one expert of a stack, its codes and scales in memory."""
-        held = {part.spec.name: self.rows(part.spec.name, number, number + 1)[0] for part in self.parts.values()}
+    def expert(self, number: int) -> QuantizedWeight:
+        """Return one expert's matrix of a stack, with its codes and scales in memory."""
+
+        def unstacked(spec: TensorSpec) -> TensorSpec:
+            return dataclasses.replace(spec, shape=spec.shape[1:])
+
+        arrays = {part.spec.name: self.rows(part.spec.name, number, number + 1)[0] for part in self.parts.values()}
         parts = {
-            key: LazyTensor(
-                dataclasses.replace(part.spec, shape=part.spec.shape[1:]), partial(held.__getitem__, part.spec.name)
-            )
+            key: LazyTensor(unstacked(part.spec), partial(arrays.__getitem__, part.spec.name))
             for key, part in self.parts.items()
         }
-        spec = dataclasses.replace(self.spec, shape=self.spec.shape[1:])
-        return dataclasses.replace(self, spec=spec, parts=parts, rows=lambda name, begin, end: held[name][begin:end])
+        return dataclasses.replace(
+            self, spec=unstacked(self.spec), parts=parts, rows=lambda name, begin, end: arrays[name][begin:end]
+        )
 
     def number(self, part: str) -> np.float32:
-        """The value of a scalar part."""
-        found = self.parts[part]
-        return np.float32(to_float32(found.read(), found.spec.dtype).reshape(()))
+        """Read the value of a scalar part."""
+        tensor = self.parts[part]
+        return np.float32(to_float32(tensor.read(), tensor.spec.dtype).reshape(()))
 
     @property
     def scale_is_float(self) -> bool:
-        """False where scales are bits of e4m3 or e8m0."""
+        """False if scales are bits of e4m3 or e8m0."""
         return self.format.weight[0].scale_dtype == "float32"
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a reader found in a checkpoint: quantized modules, the KV scales of attention modules, the tensors used."""
+class QuantizedTensors:
+    """The quantized modules of a checkpoint, the KV scales of attention modules, the tensors used, all problems."""
 
-    stored: dict[str, Stored] = field(default_factory=dict)
+    stored: dict[str, QuantizedWeight] = field(default_factory=dict)
     attention: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     used: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
-
-
-class Tensors(Protocol):
-    """The tensors of a checkpoint as they are stored."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
-
-    def read(self, name: str) -> Array: ...
-
-    def read_rows(self, name: str, begin: int, end: int) -> Array: ...
 
 
 KV_SUFFIXES = {
@@ -138,112 +130,102 @@ KV_SUFFIXES = {
 }
 
 
-def take(reader: Reader, tensors: Tensors, dtype: str) -> Taken:
-    """Give every quantized module its parts; every companion that is missing or misshapen is one problem.
-
-    dtype: of the weights when they are dequantized.
-    """
-    stored: dict[str, Stored] = {}
+def take(reader: Reader, weights: Weights, dtype: str) -> QuantizedTensors:
+    """Give every quantized module its parts, of weights in `dtype`; each missing or misshapen tensor is one problem."""
+    stored: dict[str, QuantizedWeight] = {}
     problems: list[str] = []
-    attention, used = _kv(tensors, problems)
-    for module, found in _modules(reader, tensors.specs, used).items():
-        used |= {f"{module}.{suffix}" for suffix in found}
-        told = reader.told(module, found)
-        if isinstance(told, str):
-            problems.append(f"{module}: {told}")
+    attention, used = _kv(weights, problems)
+    for module, specs in _modules(reader, weights.specs, used).items():
+        used |= {f"{module}.{suffix}" for suffix in specs}
+        layout = reader.layout(module, specs)
+        if isinstance(layout, str):
+            problems.append(f"{module}: {layout}")
             continue
-        made = _stored(module, told, found, tensors, dtype)
-        if isinstance(made, Stored):
-            stored[module] = made
+        weight = _stored(module, layout, specs, weights, dtype)
+        if isinstance(weight, QuantizedWeight):
+            stored[module] = weight
         else:
-            problems += made
-    return Taken(stored, attention, frozenset(used), tuple(problems))
+            problems += weight
+    return QuantizedTensors(stored, attention, frozenset(used), tuple(problems))
 
 
 def _modules(reader: Reader, specs: Mapping[str, TensorSpec], used: set[str]) -> dict[str, dict[str, TensorSpec]]:
-    """Module -> its tensors by suffix, for those that have codes or a companion."""
+    """Module -> its tensors by suffix, for modules with codes or a companion."""
     low = {dtype for kinds in CODES.values() for dtype in kinds}
-    names = dict.fromkeys(
-        module
-        for name, spec in specs.items()
-        if name not in used
-        for module, _, suffix in [name.rpartition(".")]
-        if suffix in reader.companions or (suffix == "weight" and spec.dtype in low and len(spec.shape) == 2)
-    )
-    return {
-        module: {
-            suffix: specs[f"{module}.{suffix}"]
-            for suffix in ("weight", *reader.companions)
-            if f"{module}.{suffix}" in specs
-        }
-        for module in names
-    }
+    modules: dict[str, dict[str, TensorSpec]] = {}
+    for name, spec in specs.items():
+        module, _, suffix = name.rpartition(".")
+        codes = suffix == "weight" and spec.dtype in low and len(spec.shape) == 2
+        if name not in used and module not in modules and (codes or suffix in reader.companions):
+            names = {end: f"{module}.{end}" for end in ("weight", *reader.companions)}
+            modules[module] = {end: specs[own] for end, own in names.items() if own in specs}
+    return modules
 
 
-def _kv(tensors: Tensors, problems: list[str]) -> tuple[dict[str, dict[str, LazyTensor]], set[str]]:
-    """Attention module -> its scales of keys and values, wherever a writer puts them."""
-    found: dict[str, dict[str, LazyTensor]] = {}
+def _kv(weights: Weights, problems: list[str]) -> tuple[dict[str, dict[str, LazyTensor]], set[str]]:
+    """Attention module -> its scales of keys and values, under the suffixes of all writers."""
+    scales: dict[str, dict[str, LazyTensor]] = {}
     used: set[str] = set()
     for part, suffixes in KV_SUFFIXES.items():
         for suffix in suffixes:
-            for name in [n for n in tensors.specs if n.endswith(suffix) and n not in used]:
+            for name in [n for n in weights.specs if n.endswith(suffix) and n not in used]:
                 used.add(name)
-                found.setdefault(name.removesuffix(suffix), {})[part] = lazy(tensors, name)
-                if tensors.specs[name].size != 1 or tensors.specs[name].dtype not in FLOATS:
-                    problems.append(f"{name}: {seen(tensors.specs[name])}; one float is a scale of keys or values")
-    for module, parts in found.items():
+                scales.setdefault(name.removesuffix(suffix), {})[part] = weights.lazy(name)
+                if weights.specs[name].size != 1 or weights.specs[name].dtype not in FLOATS:
+                    problems.append(f"{name}: {seen(weights.specs[name])}; one float is a scale of keys or values")
+    for module, parts in scales.items():
         for lacking in KV_SUFFIXES.keys() - parts.keys():
             problems.append(f"{module}: has {', '.join(parts)} but no {lacking}")
-    return found, used
+    return scales, used
 
 
 def _stored(
-    module: str, told: Told, found: Mapping[str, TensorSpec], tensors: Tensors, dtype: str
-) -> Stored | list[str]:
-    """Hold the tensors of a module to what its config says."""
-    first = told.format.weight[0]
-    codes = found.get(told.names["codes"])
+    module: str, layout: StorageLayout, specs: Mapping[str, TensorSpec], weights: Weights, dtype: str
+) -> QuantizedWeight | list[str]:
+    """Check the tensors of a module against its layout."""
+    first = layout.format.weight[0]
+    codes = specs.get(layout.names["codes"])
     if codes is None:
-        return [f"{module}.{told.names['codes']}: missing beside {', '.join(found)}"]
+        return [f"{module}.{layout.names['codes']}: missing beside {', '.join(specs)}"]
     if len(codes.shape) != 2 or codes.dtype not in CODES[first.dtype]:
         return [f"{codes.name}: {seen(codes)}, cannot hold {first.dtype} codes ({' or '.join(CODES[first.dtype])})"]
-    shape = told.shape or _unpacked_shape(codes, first.dtype, told.packed)
-    problems = _misfits(codes, first.dtype, told.packed, shape)
+    shape = layout.shape or _unpacked_shape(codes, first.dtype, layout.packed)
+    problems = _misfits(codes, first.dtype, layout.packed, shape)
     try:
-        wanted = _wanted(told.format, shape)
+        expected = _expected(layout.format, shape)
     except SchemeError as error:
         return [*problems, str(error)]
-    parts = {"codes": lazy(tensors, codes.name)}
-    for part, (kinds, extents) in wanted.items():
-        suffix = told.names.get(part)
-        spec = found.get(suffix) if suffix else None
+    parts = {"codes": weights.lazy(codes.name)}
+    for part, (kinds, extents) in expected.items():
+        suffix = layout.names.get(part)
+        spec = specs.get(suffix) if suffix else None
         if spec is None:
-            if part not in told.optional and suffix:
+            if part not in OPTIONAL and suffix:
                 problems.append(f"{module}.{suffix}: missing; {codes.name} cannot be dequantized without it")
             continue
         if spec.dtype not in kinds or _squeezed(spec.shape) != _squeezed(extents):
             problems.append(f"{spec.name}: {seen(spec)}, but the weight {shape} needs {kinds[0]} {extents}")
-        parts[part] = lazy(tensors, spec.name)
-    extra = [s for s in found if s not in (*told.names.values(), "weight")]
-    problems += [f"{module}.{suffix}: nothing in {told.format.weight[0].dtype} uses it" for suffix in extra]
+        parts[part] = weights.lazy(spec.name)
+    extra = [suffix for suffix in specs if suffix not in (*layout.names.values(), "weight")]
+    problems += [f"{module}.{suffix}: nothing in {first.dtype} uses it" for suffix in extra]
     if problems:
         return problems
     weight = TensorSpec(f"{module}.weight", shape, dtype)
     scale = parts["scale"].spec.dtype
-    coding = Coding(packed=told.packed, scale_dtype=scale if scale in FLOATS else "float32")
-    return Stored(module, weight, told.format, coding, parts, tensors.read_rows, told.reciprocal)
+    coding = Encoding(packed=layout.packed, scale_dtype=scale if scale in FLOATS else "float32")
+    return QuantizedWeight(module, weight, layout.format, coding, parts, weights.read_rows, layout.reciprocal)
 
 
-def _wanted(format_: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Part -> (dtypes, shape without axes of one) of everything beside the codes."""
+def _expected(format_: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Part -> (dtypes, shape without axes of one) of all parts but the codes."""
     first = format_.weight[0]
-    scale = grid(first, shape, "out_in").shape
-    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {"scale": (SCALES[first.scale_dtype], scale)}
-    if len(format_.weight) == 2 or first.scale_dtype == "float8_e4m3fn":
-        wanted["scale_2"] = (FLOATS, ())
-    wanted["input_scale"] = (FLOATS, ())
-    wanted["pre_quant_scale"] = (FLOATS, (shape[1],))
-    return wanted
+    above = len(format_.weight) == 2 or first.scale_dtype == "float8_e4m3fn"
+    return {
+        "scale": (SCALES[first.scale_dtype], grid(first, shape, "out_in").shape),
+        **({"scale_2": (FLOATS, ())} if above else {}),
+        "input_scale": (FLOATS, ()),
+        "pre_quant_scale": (FLOATS, (shape[1],)),
+    }
 
 
 def _unpacked_shape(codes: TensorSpec, dtype: str, packed: str) -> tuple[int, ...]:
@@ -256,7 +238,7 @@ def _unpacked_shape(codes: TensorSpec, dtype: str, packed: str) -> tuple[int, ..
 
 
 def _misfits(codes: TensorSpec, dtype: str, packed: str, shape: tuple[int, ...]) -> list[str]:
-    """Codes are padded to whole words along `in` only as int32."""
+    """Check that the codes have the weight's shape; only int32 pads them to whole words along `in`."""
     out, in_ = _unpacked_shape(codes, dtype, packed)
     word = IN_INT32[dtype] if packed == "int32" else 1
     fits = len(shape) == 2 and out == shape[0] and in_ - word < shape[1] <= in_
@@ -270,10 +252,5 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def seen(spec: TensorSpec) -> str:
-    """What a tensor is, for a sentence that says what it should be."""
+    """Describe a tensor, for a sentence that says what it should be."""
     return f"is {spec.dtype} {spec.shape}"
-
-
-def lazy(tensors: Tensors, name: str) -> LazyTensor:
-    """One of `tensors`, read when it is asked for."""
-    return LazyTensor(tensors.specs[name], lambda: tensors.read(name))

@@ -1,4 +1,4 @@
-"""Checkpoints by their own tensor names: what every container offers, and tensors put together from parts of a grid.
+"""Containers of tensors under their own names, and tensors stored in tiles.
 
 A container knows names, shapes and bytes; what a name means is the dialect's business. It never holds a tensor whole.
 """
@@ -14,19 +14,25 @@ from typing import Protocol
 
 import numpy as np
 
-from bridge.container import SafetensorsFile
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.sources.shards import named
-from bridge.sources.span import Extent, Span, row_order, span_of
-from bridge.sources.torch_zip import TorchFile
-from bridge.values import TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.files.span import Extent, Span
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.formats.torch_file import TorchFile
+from bridge.core.text import listed, named, natural
+from bridge.core.values import TensorSpec
+from bridge.sources.weights.shards import WeightFile, held_twice
 
-MOST_AXES = 8  # of a tensor in parts: the check of a tiling looks at every corner, 2 ** axes of them
+# First word of training state that is saved with the model; Megatron's chained optimizers are `chained_0.optimizer`.
+TRAINING = (
+    "optim", "optimizer", "optimizer_states", "lr_scheduler", "lr_schedulers", "train_state", "dataloader", "rng_state",
+    "rerun_state_machine_state",
+)  # fmt: skip
+MAX_AXES = 8  # of a tensor in parts: the check of a tiling looks at every corner, 2 ** axes of them
 
 
 class Container(Protocol):
-    """Tensors at rest, by native name; opening one has checked everything that headers tell."""
+    """Stored tensors by native name; opening one has checked everything that headers tell."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -34,29 +40,29 @@ class Container(Protocol):
 
     @property
     def objects(self) -> Collection[str]:
-        """What lies among the tensors and is none (`..._extra_state`), by name."""
+        """Names of stored objects that are not tensors (`..._extra_state`)."""
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Training state that lies in the same files and is not read, by its first word: bytes."""
+        """First word of training state in the same files, which is not read -> its bytes."""
 
     @property
     def files(self) -> tuple[Span, ...]:
-        """Every file, or member of an archive, that tensors lie in."""
+        """Every file, or member of an archive, that holds tensors."""
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Fill `out` with elements `begin` to `end` of a tensor in row-major order.
 
-        They come in the order of its axes, of which the last is contiguous: its rows may lie anywhere in memory.
+        The last axis of `out` is contiguous; its rows may lie anywhere in memory.
         """
 
     def place(self, name: str, begin: int = 0) -> tuple[str, int]:
-        """File, and offset in it, where the tensor's element `begin` lies, so that reading can follow the file."""
+        """File and offset of the tensor's element `begin`, so that reading can follow the file."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a tensor, from `offsets` on, and how to read its own elements in row-major order: `Extent.read_flat`."""
+class Tile:
+    """A box of a tensor from `offsets` on, and how to read its elements in row-major order: `Extent.read_flat`."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -64,10 +70,10 @@ class Part:
     place: Callable[[int], tuple[str, int]]
 
 
-class Tiled:
-    """A tensor whose parts tile it exactly (`tiling_problem` has been asked): any run of elements, whatever the cut."""
+class TiledTensor:
+    """A tensor whose parts tile it exactly (`tiling_problem` found nothing); reads any run of its elements."""
 
-    def __init__(self, spec: TensorSpec, parts: Iterable[Part]) -> None:
+    def __init__(self, spec: TensorSpec, parts: Iterable[Tile]) -> None:
         self.spec = spec
         self._steps = [math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))]
         filled = [part for part in parts if 0 not in part.shape]
@@ -79,15 +85,15 @@ class Tiled:
         ]
         self._reached = list(itertools.accumulate(ends, max))
         self._whole = self._parts[0] if len(self._parts) == 1 else None
-        self._known: dict[int, list[_Runs]] = {}  # by the part's first element, for rows are read a megabyte at a time
+        self._known: dict[int, list[_Runs]] = {}  # by the part's first element: rows are read a megabyte at a time
 
     def read_flat(self, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-        """Fill `out` with elements `begin` to `end`."""
         if self._whole:
             self._whole.read(begin, end, out)
             return out
         runs = [(part, run) for part in self._parts_between(begin, end) for run in self._runs(part)]
-        inside = next(((part, run) for part, run in runs if run.holds(begin, end)), None)
+        # One run may have all of the elements: they go straight to `out`.
+        inside = next(((part, run) for part, run in runs if run.at <= begin and end <= run.at + run.length), None)
         if inside:
             part, run = inside
             part.read(run.inner + begin - run.at, run.inner + end - run.at, out)
@@ -100,7 +106,7 @@ class Tiled:
         return out
 
     def place(self, begin: int) -> tuple[str, int]:
-        """Where element `begin` lies, or the first of its part in `begin`'s row."""
+        """File and offset of element `begin`, or of the first of its part in `begin`'s row."""
         for part in self._parts_between(begin, begin + 1):
             for run in self._runs(part):
                 i = (begin - run.at) // run.stride
@@ -111,20 +117,20 @@ class Tiled:
     def _first(self, offsets: Sequence[int]) -> int:
         return sum(at * step for at, step in zip(offsets, self._steps, strict=True))
 
-    def _parts_between(self, begin: int, end: int) -> list[Part]:
-        """Return the parts that may hold elements of the run, a few more where boxes interleave."""
+    def _parts_between(self, begin: int, end: int) -> list[Tile]:
+        """Return the parts that may hold elements of the run; a few more if boxes interleave."""
         if begin >= end:
             return []
         return self._parts[bisect.bisect_right(self._reached, begin) : bisect.bisect_left(self._firsts, end)]
 
-    def _runs(self, part: Part) -> list[_Runs]:
+    def _runs(self, part: Tile) -> list[_Runs]:
         first = self._first(part.offsets)
         if first not in self._known:
             self._known[first] = list(self._cut(part))
         return self._known[first]
 
-    def _cut(self, part: Part) -> Iterator[_Runs]:
-        """Cut a part into runs of elements that lie together both in it and in the tensor."""
+    def _cut(self, part: Tile) -> Iterator[_Runs]:
+        """Cut a part into runs of elements that are contiguous in it and in the tensor."""
         shape = self.spec.shape
         cut = next((axis for axis in reversed(range(len(shape))) if part.shape[axis] != shape[axis]), 0)
         length = math.prod(part.shape[cut:])
@@ -138,7 +144,7 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """`count` runs of `length` elements: in the tensor from `at` on every `stride`, in the part one after another.
+    """`count` runs of `length` elements: in the tensor every `stride` from `at` on, in the part one after another.
 
     `split`: the runs are parts of rows, many and short, so they are read together.
     """
@@ -150,12 +156,7 @@ class _Runs:
     stride: int
     split: bool
 
-    def holds(self, begin: int, end: int) -> bool:
-        """Whether all elements from `begin` to `end` are of the first run."""
-        return self.at <= begin and end <= self.at + self.length
-
-    def read(self, part: Part, begin: int, end: int, out: np.ndarray) -> None:
-        """Read those elements that lie between `begin` and `end`."""
+    def read(self, part: Tile, begin: int, end: int, out: np.ndarray) -> None:
         first = max(0, (begin - self.at - self.length) // self.stride + 1)
         last = min(self.count, -(-(end - self.at) // self.stride))
         alone: Iterable[int] = range(first, last)
@@ -171,23 +172,50 @@ class _Runs:
     def _end(self, i: int) -> int:
         return self.at + i * self.stride + self.length
 
-    def _read_columns(self, part: Part, first: int, last: int, begin: int, out: np.ndarray) -> None:
-        """Read runs together, as they lie in the part, each into its row."""
+    def _read_columns(self, part: Tile, first: int, last: int, begin: int, out: np.ndarray) -> None:
+        """Read neighbouring runs of the part in one call, each into its row."""
         if first == last:
             return
         size, at = out.itemsize, self.at + first * self.stride - begin
-        # What `as_strided` returns, which takes as long as reading a tenth of a megabyte.
+        # The same as `as_strided`, which takes as long as reading a tenth of a megabyte.
         rows = np.ndarray((last - first, self.length), out.dtype, out.data, at * size, (self.stride * size, size))
         part.read(self.inner + first * self.length, self.inner + last * self.length, rows)
 
 
+class TiledTensors:
+    """A container of tensors in parts; one SourceError lists the problems of all. `make`: puts one together."""
+
+    objects: tuple[str, ...] = ()
+
+    def __init__(
+        self, where: str, names: Iterable[str], make: Callable[[str], TiledTensor], problems: Iterable[str] = ()
+    ) -> None:
+        self._tensors: dict[str, TiledTensor] = {}
+        wrong: dict[str, list[str]] = {}
+        for name in sorted(names, key=natural):
+            try:
+                self._tensors[name] = make(name)
+            except SourceError as error:
+                wrong.setdefault(str(error), []).append(name)
+        if every := [*problems, *(f"{named(names)}: {why}" for why, names in wrong.items())]:
+            raise listed(where, every)
+        self.skipped: Mapping[str, int] = {}
+        self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
+        return self._tensors[name].read_flat(begin, end, out)
+
+    def place(self, name: str, begin: int = 0) -> tuple[str, int]:
+        return self._tensors[name].place(begin)
+
+
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Say why boxes (offsets, extents) do not cover `shape` exactly once; "" where they do.
+    """Say why boxes (offsets, extents) do not cover `shape` exactly once; "" if they do.
 
     Boxes tile a whole exactly if their corners, signed by parity, add up to those of the whole: exact, and linear.
     """
-    if len(shape) > MOST_AXES:
-        return f"has {len(shape)} axes; at most {MOST_AXES} are supported"
+    if len(shape) > MAX_AXES:
+        return f"has {len(shape)} axes; at most {MAX_AXES} are supported"
     whole = (0,) * len(shape), shape
     if list(boxes) == [whole]:
         return ""
@@ -210,47 +238,42 @@ def tiling_problem(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...]
     return f"has shape {shape}, but its {len(boxes)} parts {how}"
 
 
+def training(name: str) -> str:
+    """Return the word that marks a name as training state; "" if it is the model's."""
+    words = name.split(".")
+    chained = words[0].startswith("chained_") and len(words) > 1
+    word = words[1] if chained else words[0].split("/")[0]
+    return word if word in TRAINING else ""
+
+
 def safetensors_at(span: Span) -> SafetensorsFile:
-    """Open the safetensors file that `span` is all of; SourceError inside an archive, whose member has no path."""
+    """Open the safetensors file of `span`; SourceError inside an archive, whose member has no path."""
     if span.offset:
         raise SourceError(f"{span.name}: safetensors inside an archive is not read in place; unpack the archive")
     return SafetensorsFile(span.path)
 
 
-def extent_of(file: SafetensorsFile, span: Span, name: str) -> Extent:
-    """Where a tensor lies in a safetensors file, which `span` is all of."""
-    spec = file.specs[name]
-    return Extent(span, file.offset(name), spec.dtype, spec.shape, row_order(spec.shape))
-
-
 class Files:
-    """Whole files as one container: tensors lie in one piece each, under distinct names."""
+    """Whole files as one container: each tensor in one piece, under a distinct name."""
 
-    def __init__(self, files: Iterable[TorchFile | SafetensorsFile]) -> None:
-        self._holder: dict[str, TorchFile | SafetensorsFile] = {}
-        every = {file: file.span if isinstance(file, TorchFile) else span_of(file.path) for file in files}
+    def __init__(self, files: Iterable[WeightFile]) -> None:
+        self._holder: dict[str, WeightFile] = {}
+        every = list(files)
         for file in every:
-            twice = [name for name in file.specs if name in self._holder]
-            if twice:
-                first = self._holder[twice[0]].path.name
-                raise SourceError(f"{file.path}: holds {named(twice)}, which {first} holds as well; remove one")
+            if twice := held_twice(file, self._holder):
+                raise SourceError(f"{file.path}: {twice}")
             self._holder.update((name, file) for name in file.specs)
-        self.files = tuple(every.values())
-        self._spans = every
+        self.files = tuple(file.span for file in every)
         self.objects = tuple(name for file in every if isinstance(file, TorchFile) for name in file.extras)
         self.skipped: Mapping[str, int] = {}
         self.specs: Mapping[str, TensorSpec] = {name: file.specs[name] for name, file in self._holder.items()}
         self._extents: dict[str, Extent] = {}
 
     def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-        """Fill `out` with elements `begin` to `end` of one tensor."""
         if name not in self._extents:
-            file = self._holder[name]
-            found = file.extent(name) if isinstance(file, TorchFile) else extent_of(file, self._spans[file], name)
-            self._extents[name] = found
+            self._extents[name] = self._holder[name].extent(name)
         return self._extents[name].read_flat(begin, end, out)
 
     def place(self, name: str, begin: int = 0) -> tuple[str, int]:
-        """File and offset of element `begin`."""
         file = self._holder[name]
         return str(file.path), file.offset(name) + begin * DTYPES[self.specs[name].dtype].bits // 8

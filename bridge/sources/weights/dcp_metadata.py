@@ -1,27 +1,23 @@
-"""The `.metadata` of a distributed checkpoint: which parts every tensor has and where they lie; runs nothing it names.
+"""The `.metadata` index of a distributed checkpoint: each tensor's parts and places.
 
-Read as torch 2.1 to 2.13 and Megatron-Core write it: attributes that a version does not have are absent.
+Read as torch 2.1 to 2.13 and Megatron-Core write it: attributes that a version does not have are absent. Runs nothing
+that it names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bridge.errors import SourceError
-from bridge.sources.native import tiling_problem
-from bridge.sources.records import Record, record_class
-from bridge.sources.shards import named
-from bridge.sources.stored_tensor import SIZE, TORCH_DTYPES, integers
-from bridge.sources.unpickle import Kind, Table, load_bytes, shown
-from bridge.values import TensorSpec, shape_problem
+from bridge.core.errors import SourceError
+from bridge.core.formats.inert_pickle import Record, record_class
+from bridge.core.formats.torch_pickle import SIZE, TORCH_DTYPES, Chunk, Item, integers
+from bridge.core.formats.unpickle import Kind, Table, load_bytes, shown
+from bridge.core.text import named, natural
+from bridge.core.values import TensorSpec, shape_problem
+from bridge.sources.weights.containers import tiling_problem, training
 
-# First word of what a training run saves beside the model; Megatron's chained optimizers are `chained_0.optimizer`.
-TRAINING = (
-    "optim", "optimizer", "optimizer_states", "lr_scheduler", "lr_schedulers", "train_state", "dataloader", "rng_state",
-    "rerun_state_machine_state",
-)  # fmt: skip
 _CHECKPOINT = "torch.distributed.checkpoint"
 _RECORDS = {
     f"{_CHECKPOINT}.metadata": (
@@ -29,7 +25,7 @@ _RECORDS = {
         "_MEM_FORMAT_ENCODING StorageMeta"
     ),
     f"{_CHECKPOINT}.filesystem": "_StorageInfo _StoragePrefix",
-    # Megatron-Core hangs every rank's plan on the index; nothing in them is needed.
+    # Megatron-Core adds every rank's plan to the index; nothing in them is needed.
     f"{_CHECKPOINT}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # torch 2.1
     "torch.serialization": "_get_layout",
@@ -37,8 +33,7 @@ _RECORDS = {
     "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
     "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
 }
-# Bytes of objects that an index may make, roughly: of 100,000 tensors 0.5 GB, in eight parts each 2.6 GB.
-MOST = 4 << 30
+MAX_OBJECT_BYTES = 4 << 30  # objects that an index may make; 100,000 tensors take 0.5 GB, in eight parts each 2.6 GB
 METADATA = Table(
     {
         **{(module, name): record_class(module, name) for module, names in _RECORDS.items() for name in names.split()},
@@ -46,35 +41,13 @@ METADATA = Table(
         **TORCH_DTYPES,
     },
     "which is not part of a checkpoint's index; nothing was run. Only torch.distributed.checkpoint's own is read",
-    MOST,
+    MAX_OBJECT_BYTES,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """What one write stored: `length` bytes of `file` (relative to the index) from `offset` on."""
-
-    file: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor and the item that holds it."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    item: Item
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds; `objects` are not tensors, `skipped` is training state by its first word: bytes.
-
-    `problems` is empty where the index does not contradict itself.
-    """
+    """What an index lists. `objects` are not tensors; `skipped`: first word of training state -> bytes."""
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     chunks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
@@ -83,16 +56,8 @@ class Index:
     problems: list[str] = field(default_factory=list)
 
 
-def training(name: str) -> str:
-    """Return the word by which a name is training state, "" where it is the model's."""
-    words = name.split(".")
-    chained = words[0].startswith("chained_") and len(words) > 1
-    word = words[1] if chained else words[0].split("/")[0]
-    return word if word in TRAINING else ""
-
-
 def read_index(data: bytes) -> Index:
-    """Read the index and hold it against itself; SourceError where it is none."""
+    """Read the index, sorted naturally, and check it for contradictions (`problems`); SourceError if it is none."""
     metadata, _ = load_bytes(data, METADATA)
     entries, storage = (_mapping(metadata, "Metadata", name) for name in ("state_dict_metadata", "storage_data"))
     items = _items(storage)
@@ -101,7 +66,7 @@ def read_index(data: bytes) -> Index:
     for name, entry in entries.items():
         try:
             if not isinstance(name, str):
-                raise SourceError("its name is no text")
+                raise SourceError("its name is not a text")
             word = training(name)
             if word:
                 index.skipped[word] = index.skipped.get(word, 0) + _nbytes(items, name, entry)
@@ -112,14 +77,15 @@ def read_index(data: bytes) -> Index:
         except SourceError as error:
             wrong.setdefault(str(error), []).append(shown(name))
     index.problems.extend(f"{named(names)}: {why}" for why, names in wrong.items())
-    return index
+    names = sorted(index.specs, key=natural)
+    return replace(index, specs={n: index.specs[n] for n in names}, chunks={n: index.chunks[n] for n in names})
 
 
 _Key = tuple[str, tuple[int, ...] | None]
 
 
 def _items(storage: Mapping[Any, Any]) -> dict[_Key, Item]:
-    """Key the items by tensor and offset: the number that a MetadataIndex has too is a hint, and may be wrong."""
+    """Key the items by tensor and offset; the number in a MetadataIndex is a hint and may be wrong."""
     found: dict[_Key, Item] = {}
     for key, info in storage.items():
         if not _is(key, "MetadataIndex") or not _is(info, "_StorageInfo"):
@@ -134,7 +100,7 @@ def _items(storage: Mapping[Any, Any]) -> dict[_Key, Item]:
         begin, nbytes = integers((offset, length), "place in its file")
         transforms = info.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or not all(isinstance(word, str) for word in transforms):
-            raise SourceError(f"{name[:200]} has transform_descriptors that are no list of names")
+            raise SourceError(f"{name[:200]} has transform_descriptors that are not a list of names")
         found[name, box] = Item(file, begin, nbytes, tuple(transforms))
     return found
 
@@ -158,14 +124,13 @@ def _tensor(items: Mapping[_Key, Item], name: str, entry: Any) -> tuple[TensorSp
     if not isinstance(listed, list) or not all(_is(chunk, "ChunkStorageMetadata") for chunk in listed):
         raise SourceError("without a list of chunks")
     boxes = [(integers(c.get("offsets"), "offsets"), integers(c.get("sizes"), "sizes")) for c in listed]
-    problem = tiling_problem(shape, boxes)
-    if problem:
+    if problem := tiling_problem(shape, boxes):
         raise SourceError(f"{problem}: the index is damaged, or of another save; copy or save the checkpoint again")
     return TensorSpec(name, shape, dtype), tuple(Chunk(at, size, _item(items, name, at)) for at, size in boxes)
 
 
 def _nbytes(items: Mapping[_Key, Item], name: str, entry: Any) -> int:
-    """Count training state, whose parts need not tile it: an optimizer's buckets are padded."""
+    """Return the bytes of training state, whose parts need not tile it: an optimizer's buckets are padded."""
     if _is(entry, "BytesStorageMetadata"):
         return _item(items, name, None).length
     if not _is(entry, "TensorStorageMetadata"):
@@ -174,7 +139,7 @@ def _nbytes(items: Mapping[_Key, Item], name: str, entry: Any) -> int:
 
 
 def _dtype(properties: Any) -> str:
-    """Take the dtype from what TensorProperties pickles: a tuple in every version tried."""
+    """Take the dtype from the pickled state of TensorProperties: a tuple in every version tried."""
     if not _is(properties, "TensorProperties"):
         raise SourceError("without TensorProperties")
     state = properties.state

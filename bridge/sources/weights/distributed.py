@@ -1,31 +1,34 @@
-"""Finds the distributed checkpoint in a folder, by what lies there; the files of single ranks are found by `ranks`."""
+"""Find the distributed checkpoint in a folder.
+
+`ranks` finds the files of single ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.errors import SourceError
-from bridge.sources.dcp import Dcp
-from bridge.sources.records import inert
-from bridge.sources.span import Folder
-from bridge.sources.torch_zip import Saved, open_saved
-from bridge.sources.zarr_folder import Zarr
+from bridge.core.errors import SourceError, located
+from bridge.core.files.span import Folder
+from bridge.core.formats.inert_pickle import inert
+from bridge.core.formats.torch_file import Saved, open_saved
+from bridge.sources.weights.dcp import Dcp
+from bridge.sources.weights.zarr import Zarr
 
 PLACES = ("model_weights/", "weights/", "")  # NeMo 1, NeMo 2, Megatron and torchtitan
 BACKENDS = ("torch_dist", "zarr")
 
 
 def distributed(folder: Folder) -> Dcp | Zarr | None:
-    """Open the distributed checkpoint of a folder or archive; None where it has none, SourceError where it has two."""
-    found = [(kind, below) for below in map(folder.below, PLACES) if (kind := _kind(below))]
-    if len(found) > 1:
-        several = ", ".join(below.where for _, below in found)
+    """Open the distributed checkpoint of a folder or archive; None if it has none, SourceError if it has two."""
+    checkpoints = [(kind, below) for below in map(folder.below, PLACES) if (kind := _kind(below))]
+    if len(checkpoints) > 1:
+        several = ", ".join(below.where for _, below in checkpoints)
         raise SourceError(
-            f"{folder.where}: holds {len(found)} distributed checkpoints ({several}), so which counts is unclear; move "
-            "the others away"
+            f"{folder.where}: {len(checkpoints)} distributed checkpoints ({several}); which one to read is unclear; "
+            "move the others away"
         )
-    return found[0][0](found[0][1]) if found else None
+    return next((kind(below) for kind, below in checkpoints), None)
 
 
 def _kind(folder: Folder) -> type[Dcp | Zarr] | None:
@@ -38,17 +41,15 @@ def _kind(folder: Folder) -> type[Dcp | Zarr] | None:
 
 
 def json_object(folder: Folder, name: str) -> Mapping[str, Any] | None:
-    """Return what a small JSON file of the checkpoint says; None where there is none."""
+    """Read a small JSON file of the checkpoint; None if it is absent."""
     span = folder.find(name)
     return None if span is None else span.json()
 
 
 def common_state(folder: Folder) -> Saved | None:
-    """Return Megatron's `common.pt` (arguments, iteration, ModelOpt's state) as inert data, if it is there."""
+    """Read Megatron's `common.pt` (arguments, iteration, ModelOpt's state) as inert data; None if it is absent."""
     span = folder.find("common.pt")
     if span is None:
         return None
-    try:
+    with located(span.name):
         return open_saved(span, inert())
-    except SourceError as error:
-        raise SourceError(f"{span.name}: {str(error).removeprefix(f'{span.name}: ')}") from error

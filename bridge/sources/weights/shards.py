@@ -1,4 +1,7 @@
-"""The weight files of a Hugging Face directory: finds them and checks that they fit together, from headers only."""
+"""Find and check the weight files of a Hugging Face directory.
+
+Only their headers are checked.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,22 @@ from typing import Protocol
 
 import numpy as np
 
-from bridge.container import SafetensorsFile
-from bridge.errors import SourceError, first_of, fold_layers
-from bridge.json_data import load_json
-from bridge.sources.torch_zip import TorchFile
-from bridge.values import TensorSpec
+from bridge.core.errors import collected
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.formats.torch_file import TorchFile
+from bridge.core.parsing import load_json
+from bridge.core.text import named, natural
+from bridge.core.values import LazyTensor, TensorSpec
 
-LONGEST_NAME = 255  # of a file, on every system
-SHOWN = 8  # problems or names in one message; a checkpoint of Git-LFS pointers has hundreds of the same
+WeightFile = SafetensorsFile | TorchFile
+MAX_NAME = 255  # of a file name, on every system
 
 
 class Shard(Protocol):
-    """One weight file: specs from its header, tensors on request."""
+    """One weight file, or one tensor that is put together as it is read."""
 
     @property
     def path(self) -> Path: ...
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
 
     def read(self, name: str) -> np.ndarray: ...
 
@@ -38,10 +39,10 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint's tensors and the files they lie in; `problems` is empty where everything fits.
+    """A checkpoint's tensors and the files that hold them. `problems`: what does not fit together.
 
-    `ignored`: tensors in these files that are none of the model's -> why. `layout`: a digest of how tensors are made of
-    those of the files, "" where they are the same. `dialect`: whose names the files have.
+    `ignored`: tensors in these files that are not the model's -> why. `layout`: a digest of how tensors are made from
+    those of the files, "" if they are the same. `dialect`: whose names the files have.
     """
 
     specs: dict[str, TensorSpec] = field(default_factory=dict)
@@ -52,6 +53,16 @@ class Weights:
     layout: str = ""
     dialect: str = "hf"
 
+    def read(self, name: str) -> np.ndarray:
+        return self.holder[name].read(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self.holder[name].read_rows(name, begin, end, out)
+
+    def lazy(self, name: str) -> LazyTensor:
+        """Return one tensor, read on request."""
+        return LazyTensor(self.specs[name], lambda: self.read(name))
+
 
 @dataclass(frozen=True)
 class _Choice:
@@ -61,31 +72,24 @@ class _Choice:
 
 
 def find_weights(root: Path, others: Container[str] = ()) -> Weights | None:
-    """Read the headers of the checkpoint in `root`: safetensors if there are any, else `.bin`, else files of `others`.
-
-    None where there is none of them.
-    """
+    """Read the headers of safetensors in `root`, else of `.bin`, else of files named in `others`; None without any."""
     names = sorted(path.name for path in root.iterdir() if path.is_file())
     choice = _choose(root, names, "model", "safetensors") or _choose(root, names, "pytorch_model", "bin")
     choice = choice or _Choice(tuple(name for name in names if name in others), None)
     if not choice.files and not choice.problems:
         return None
     problems = list(choice.problems)
-    shards: list[Shard] = []
+    shards: list[WeightFile] = []
     for name in choice.files:
         if name not in names and not (root / name).is_file():
             problems.append(f"{name}: missing, though the index names it; download it again")
             continue
-        try:
+        with collected(problems, str(root)):
             shards.append(SafetensorsFile(root / name) if name.endswith(".safetensors") else TorchFile(root / name))
-        except SourceError as error:
-            problems.append(str(error).removeprefix(f"{root}/"))
-    holder: dict[str, Shard] = {}
+    holder: dict[str, WeightFile] = {}
     for shard in shards:
-        twice = [name for name in shard.specs if name in holder]
-        if twice:
-            first = holder[twice[0]].path.name
-            problems.append(f"{shard.path.name}: holds {named(twice)}, which {first} holds as well; remove one")
+        if twice := held_twice(shard, holder):
+            problems.append(f"{shard.path.name}: {twice}")
         holder.update((name, shard) for name in shard.specs)
     if choice.weight_map is not None:
         problems += _against_index(choice.weight_map, shards)
@@ -95,8 +99,14 @@ def find_weights(root: Path, others: Container[str] = ()) -> Weights | None:
     return Weights(specs, {name: holder[name] for name in ordered}, files, tuple(problems))
 
 
+def held_twice(file: WeightFile, holder: Mapping[str, WeightFile]) -> str:
+    """Say which tensors of `file` another file in `holder` has too; "" if none."""
+    twice = [name for name in file.specs if name in holder]
+    return f"holds {named(twice)}, which {holder[twice[0]].path.name} holds as well; remove one" if twice else ""
+
+
 def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | None:
-    """Say which files hold the checkpoint, as transformers does: an index decides, else file names."""
+    """Choose the files of the checkpoint as transformers does: by an index, else by file names."""
     single, index = f"{stem}.{suffix}", f"{stem}.{suffix}.index.json"
     numbered = [(name, m) for name in names if (m := re.fullmatch(rf"{stem}-(\d+)-of-(\d+)\.{suffix}", name))]
     if index in names:
@@ -106,9 +116,9 @@ def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | N
         return _Choice(tuple(sorted(set(weight_map.values()))), weight_map, tuple(problems))
     if numbered:
         files = [name for name, _ in numbered]
-        problems = (
-            [f"{single} and {files[0]} are two checkpoints in one directory; keep one"] if single in names else []
-        )
+        problems = []
+        if single in names:
+            problems.append(f"{single} and {files[0]} are two checkpoints in one directory; keep one")
         totals = {int(m[2]) for _, m in numbered}
         want = {f"{stem}-{n:05}-of-{total:05}.{suffix}" for total in totals for n in range(1, total + 1)}
         absent = sorted(want - set(files)) if all(len(m[1]) == 5 for _, m in numbered) else []
@@ -142,15 +152,14 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
     outside = sorted({value for value in found.values() if Path(value).name != value or value in ("", ".", "..")})
     if outside:
         return {}, [f"{path.name}: names files outside its directory: {named(outside)}"]
-    long = sorted({value[:LONGEST_NAME] for value in found.values() if len(value) > LONGEST_NAME})
+    long = sorted({value[:MAX_NAME] for value in found.values() if len(value) > MAX_NAME})
     if long or not found:
         what = f"names files that no directory has: {named(long)}..." if long else "weight_map is empty"
         return {}, [f"{path.name}: {what}; download it again"]
     return found, []
 
 
-def _against_index(weight_map: dict[str, str], shards: Iterable[Shard]) -> list[str]:
-    """Compare index and shards in both directions."""
+def _against_index(weight_map: dict[str, str], shards: Iterable[WeightFile]) -> list[str]:
     problems = []
     promised: dict[str, set[str]] = {}
     for name, value in weight_map.items():
@@ -163,22 +172,3 @@ def _against_index(weight_map: dict[str, str], shards: Iterable[Shard]) -> list[
         if extra:
             problems.append(f"{file}: holds {named(extra)}, which the index does not place there; rewrite the index")
     return problems
-
-
-def named(names: Iterable[str]) -> str:
-    """Return names for a message: sorted, layers folded, cut where they become too many."""
-    return first_of(fold_layers(sorted(names, key=natural)), SHOWN)
-
-
-def listed(where: str, problems: Iterable[str]) -> SourceError:
-    """Return one error for all problems of the model at `where`."""
-    found = list(problems)
-    if len(found) == 1:
-        return SourceError(f"{where}: {found[0]}")
-    more = [f"  and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    return SourceError("\n".join([f"{where}: {len(found)} problems", *(f"  {p}" for p in found[:SHOWN]), *more]))
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that counts: `layers.2` comes before `layers.10`."""
-    return [(0, int(part), "") if part.isdecimal() and len(part) < 10 else (1, 0, part) for part in name.split(".")]

@@ -1,67 +1,42 @@
-"""The zarr backend of NeMo 1 and older Megatron-Core: a folder a tensor, a plain file a chunk; reads them in place."""
+"""The zarr backend of NeMo 1 and older Megatron-Core."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from bridge.dtypes import DTYPES
-from bridge.errors import SourceError
-from bridge.sources.dcp_metadata import training
-from bridge.sources.native import Part, Tiled
-from bridge.sources.shards import listed, named, natural
-from bridge.sources.span import Extent, Folder, Span, row_order
-from bridge.sources.stored_tensor import integers
-from bridge.values import TensorSpec, shape_problem
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.files.span import Extent, Folder, Span, row_order
+from bridge.core.formats.torch_pickle import integers
+from bridge.core.text import named
+from bridge.core.values import TensorSpec, shape_problem
+from bridge.sources.weights.containers import Tile, TiledTensor, TiledTensors, training
 
-MOST_CHUNKS = 1 << 20
-MOST_ABSENT = 100  # chunks that are looked for in vain: a header may promise a million of them
+MAX_CHUNKS = 1 << 20
+MAX_ABSENT = 100  # missing chunks that are looked for: a header may promise a million of them
 
 
-class Zarr:
-    """The tensors of one checkpoint; training state has folders of its own, which are none of its files.
-
-    `objects`: what is no tensor (`..._extra_state/shard_0_2.pt`), which is not opened.
-    """
+class Zarr(TiledTensors):
+    """The tensors of one checkpoint; training state has its own folders, objects (`..._extra_state/`) stay closed."""
 
     def __init__(self, folder: Folder) -> None:
-        self._tensors: dict[str, Tiled] = {}
-        self.skipped: Mapping[str, int] = {}
-        wrong: dict[str, list[str]] = {}
         objects = {name.removesuffix(".pt"): span for name, span in folder.files.items() if "_extra_state/" in name}
-        files = list(objects.values())
         below: dict[str, dict[str, Span]] = {}
         for path, span in folder.files.items():
             key, _, file = path.rpartition("/")
             below.setdefault(key, {})[file] = span
-        for name in sorted((name for name, found in below.items() if ".zarray" in found), key=natural):
-            if training(name):
-                continue
-            try:
-                self._tensors[name] = _tensor(name, below[name])
-                files += below[name].values()
-            except SourceError as error:
-                wrong.setdefault(str(error), []).append(name)
-        problems = [f"{named(names)}: {why}" for why, names in wrong.items()]
-        if problems:
-            raise listed(folder.where, problems)
-        self.files = tuple(files)
+        names = (name for name, found in below.items() if ".zarray" in found and not training(name))
+        super().__init__(folder.where, names, lambda name: _tensor(name, below[name]))
+        self.files = (*objects.values(), *(span for name in self.specs for span in below[name].values()))
         self.objects = tuple(objects)
-        self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
-
-    def read_flat(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
-        """Fill `out` with elements `begin` to `end` of one tensor."""
-        return self._tensors[name].read_flat(begin, end, out)
-
-    def place(self, name: str, begin: int = 0) -> tuple[str, int]:
-        """File and offset of element `begin`."""
-        return self._tensors[name].place(begin)
 
 
-def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
+def _tensor(name: str, files: Mapping[str, Span]) -> TiledTensor:
     header = files[".zarray"].json()
     shape, chunk = integers(header.get("shape"), "shape"), integers(header.get("chunks"), "chunks")
     dtype = _dtype(header.get("dtype"))
@@ -72,8 +47,8 @@ def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
     if header.get("order", "C") != "C" or len(chunk) != len(shape) or 0 in chunk:
         raise SourceError(f"chunks {chunk} of shape {shape} in order {str(header.get('order'))[:8]!r}: not supported")
     grid = [-(-n // step) for n, step in zip(shape, chunk, strict=True)]
-    if math.prod(grid) > MOST_CHUNKS:
-        raise SourceError(f"{math.prod(grid)} chunks; at most {MOST_CHUNKS} are supported")
+    if math.prod(grid) > MAX_CHUNKS:
+        raise SourceError(f"{math.prod(grid)} chunks; at most {MAX_CHUNKS} are supported")
     separator = str(header.get("dimension_separator", "."))
     parts, absent, wrong = [], [], []
     for index in itertools.product(*(range(n) for n in grid)):
@@ -81,31 +56,31 @@ def _tensor(name: str, files: Mapping[str, Span]) -> Tiled:
         span = files.get(file)
         if span is None:
             absent.append(file)
-            if len(absent) > MOST_ABSENT:
+            if len(absent) > MAX_ABSENT:
                 break
             continue
-        # Chunks at the edge are stored whole; what lies beyond the tensor is filler.
+        # Chunks at the edge are stored whole; values beyond the tensor are filler.
         if span.nbytes != math.prod(chunk) * DTYPES[dtype].bits // 8:
             wrong.append(file)
             continue
         offsets = tuple(i * step for i, step in zip(index, chunk, strict=True))
         box = tuple(min(step, n - at) for at, step, n in zip(offsets, chunk, shape, strict=True))
         extent = Extent(span, 0, dtype, box, row_order(chunk))
-        parts.append(Part(offsets, box, extent.read_flat, extent.place))
+        parts.append(Tile(offsets, box, extent.read_flat, extent.place))
     if absent:
-        more = " and others" if len(absent) > MOST_ABSENT else ""
+        more = " and others" if len(absent) > MAX_ABSENT else ""
         raise SourceError(f"chunks {named(absent)}{more} are missing; copy the checkpoint again")
     if wrong:
         raise SourceError(f"chunks {named(wrong)} are not {chunk} of {dtype}: truncated? copy the checkpoint again")
-    return Tiled(TensorSpec(name, shape, dtype), parts)
+    return TiledTensor(TensorSpec(name, shape, dtype), parts)
 
 
 def _dtype(code: object) -> str:
-    """Translate `<f4`; "bfloat16" is what Megatron's writer adds to the format."""
-    try:
-        found = "bfloat16" if code == "bfloat16" else np.dtype(code).name if isinstance(code, str) else ""
-    except (TypeError, ValueError, SyntaxError):
-        found = ""
-    if found not in DTYPES or (isinstance(code, str) and code.startswith(">")):
+    """Translate `<f4`; Megatron's writer adds "bfloat16" to the format."""
+    dtype = "bfloat16" if code == "bfloat16" else ""
+    if isinstance(code, str) and not dtype and not code.startswith(">"):
+        with contextlib.suppress(TypeError, ValueError, SyntaxError):
+            dtype = np.dtype(code).name
+    if dtype not in DTYPES:
         raise SourceError(f"dtype {str(code)[:20]!r} is not supported")
-    return found
+    return dtype

@@ -1,32 +1,33 @@
-"""Matches a checkpoint's names and shapes against one architecture's table, exactly; must never read a weight.
+"""Match a checkpoint's names and shapes against an architecture's table, exactly.
 
-Names are walked component by component through a tree of the rows, so that 37,000 tensors of a mixture of experts take
-a fraction of a second and no row can shadow another.
+Names are looked up component by component in a tree of the rows: 37,000 tensors of a mixture of experts take a
+fraction of a second, and no row can shadow another.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.errors import PlanError
-from bridge.tables.arch import ArchTable, Row
-from bridge.tables.grammar import roles_in
-from bridge.tables.rectangles import Shape
-from bridge.tables.rows import row_shape
-from bridge.values import TensorSpec
+from bridge.core.errors import PlanError
+from bridge.core.values import TensorSpec
+from bridge.tables.architectures.arch import ArchTable, Row
+from bridge.tables.expressions.grammar import roles_in
+from bridge.tables.expressions.regions import Shape
+from bridge.tables.expressions.shapes import row_shape
 
 _LEAF = ""  # no component of a name is empty
+_MAX_SHOWN = 10_000  # missing names of one row in a message; folded, they are one line
+MAX_EXTENT = 1_000_000  # layers or experts that a config may have
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row under one config: its name as the checkpoint spells it, its shape, and the layers it exists in.
-
-    `layers` is None for every layer, empty where the row's condition does not hold.
-    """
+    """A row under one config. `layers` is None for every layer, empty if the row's condition does not hold."""
 
     name: str
     row: Row
@@ -37,21 +38,13 @@ class Entry:
 
     @property
     def expected(self) -> int:
-        """How many tensors the row stands for."""
+        """How many tensors the row has."""
         counts = list(self.extents)
         if self.layers is not None:
-            if "l" not in self.row.index or not self.extents:  # tensors that are ignored are not counted
+            if "l" not in self.row.index or not self.extents:  # ignored tensors are not counted
                 return 1 if self.layers else 0
             counts[self.row.index.index("l")] = len(self.layers)
-        total = 1
-        for count in counts:
-            total *= count
-        return total
-
-    def tensors(self) -> Iterator[str]:
-        """Yield every tensor's name."""
-        for name, _, _ in self.placed():
-            yield name
+        return math.prod(counts)
 
     def placed(self) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield every tensor's name with its layer and expert."""
@@ -59,18 +52,20 @@ class Entry:
             return
         for numbers in _numbers(self.extents):
             at = dict(zip(self.row.index, numbers, strict=True))
-            if self.layers is None or "l" not in at or at["l"] in self.layers:
-                yield self.spelled(at), at.get("l"), at.get("e")
+            layer, expert = at.get("l"), at.get("e")
+            if self.layers is None or layer is None or layer in self.layers:
+                yield numbered(self.name, layer, expert), layer, expert
 
-    def spelled(self, at: Mapping[str, int]) -> str:
-        name = self.name
-        for index, number in at.items():
-            name = name.replace("{" + index + "}", str(number))
-        return name
+
+def numbered(name: str, layer: int | None, expert: int | None) -> str:
+    """Return a row's name with numbers for its indices."""
+    if layer is not None:
+        name = name.replace("{l}", str(layer))
+    return name if expert is None else name.replace("{e}", str(expert))
 
 
 def _numbers(extents: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Count through all indices; unlike itertools.product it begins at once, however large an extent is."""
+    """All combinations of indices; itertools.product would first list each range, however long it is."""
     if not extents:
         yield ()
         return
@@ -81,17 +76,17 @@ def _numbers(extents: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class Matched:
-    """What was found. `found`: name -> (entry, layer, expert). `tied`: alias -> the tensor that is stored."""
+    """The result of a match. `placed`: name -> (entry, layer, expert). `tied`: alias -> stored tensor."""
 
     table: ArchTable
     architecture: str
     names: Mapping[str, object]
     entries: tuple[Entry, ...]
-    prefix: str  # what names of the base model begin with here
-    found: dict[str, tuple[Entry, int | None, int | None]] = field(default_factory=dict)
+    prefix: str  # of the base model's names in this checkpoint
+    placed: dict[str, tuple[Entry, int | None, int | None]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
-    legacy: dict[str, str] = field(default_factory=dict)  # as stored -> as today's transformers spells it
+    legacy: dict[str, str] = field(default_factory=dict)  # stored name -> name in current transformers
     unknown: list[TensorSpec] = field(default_factory=list)
     misshapen: list[tuple[TensorSpec, Entry]] = field(default_factory=list)
     missing: list[tuple[Entry, list[str]]] = field(default_factory=list)
@@ -102,7 +97,7 @@ def match(
 ) -> Matched:
     """Match every tensor of `specs`; problems are in the result, not raised."""
     names = table.names(config)
-    sane(table, names)
+    check_counts(table, names)
     stripped = bool(table.prefix) and not any(name.startswith(table.prefix) for name in specs)
     prefix = "" if stripped else table.prefix
     entries = tuple(entries_of(table, architecture, names, table.prefix if stripped else ""))
@@ -120,17 +115,17 @@ def match(
     return matched
 
 
-def sane(table: ArchTable, names: Mapping[str, object]) -> None:
-    """Refuse a config whose counts no model has before anything loops over them."""
+def check_counts(table: ArchTable, names: Mapping[str, object]) -> None:
+    """Refuse a config with counts that no model has, before anything loops over them."""
     for dim in table.roles.index.values():
         count = names.get(dim, 0)
-        if not (isinstance(count, int) and 0 <= count <= _MOST):
+        if not (isinstance(count, int) and 0 <= count <= MAX_EXTENT):
             place = table.file.place("dims", dim)
             raise PlanError(f"the config claims {count} {dim} ({place.file}:{place.line}: {place.row})")
 
 
 def entries_of(table: ArchTable, architecture: str, names: Mapping[str, object], strip: str = "") -> Iterator[Entry]:
-    """Yield every row under one config, names without the prefix `strip`; TableError where a row has no shape."""
+    """Yield every row under one config, names without the prefix `strip`; TableError if a row has no shape."""
     shapes = {name: _shape(table, name, names) for row in table.rows if row.expr for name in roles_in(row.expr)}
     symbols = {role: ", ".join(map(str, table.roles.roles[role].shape)) for role in shapes}
     for row in (*table.rows, *table.ignored):
@@ -174,14 +169,14 @@ def _layers(row: Row, architecture: str, names: Mapping[str, object]) -> frozens
 
 
 def _tie(matched: Matched, active: dict[str, Entry], specs: Mapping[str, TensorSpec], strip: str) -> dict[str, Entry]:
-    """Resolve ties; what need not be stored leaves `active`. Return entries for tensors stored under an alias."""
+    """Resolve ties; tensors not stored leave `active`. Return entries for tensors stored under an alias."""
     instead: dict[str, Entry] = {}
     for tie in matched.table.ties:
         alias, stored = tie.alias.removeprefix(strip), tie.stored.removeprefix(strip)
         if stored not in active or not _has(matched, tie.alias) or not tie.when.value(matched.names):
             continue
         if alias in specs and stored not in specs:
-            # A writer that removed duplicates kept the other name.
+            # A writer that removes duplicates kept the other name.
             matched.tied[stored] = alias
             entry = active.pop(stored)
             if alias not in active:
@@ -193,7 +188,7 @@ def _tie(matched: Matched, active: dict[str, Entry], specs: Mapping[str, TensorS
 
 
 def _has(matched: Matched, alias: str) -> bool:
-    """True when the architecture has the tensor `alias`: a classifier, say, has no output head to tie."""
+    """Whether the architecture has the tensor `alias`: a classifier, for example, has no output head to tie."""
     rows = [row for row in matched.table.rows if row.name == alias]
     return any(not row.only or matched.architecture in row.only for row in rows)
 
@@ -209,7 +204,7 @@ def _tree(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def lookup(tree: dict[str, Any], name: str) -> tuple[list[Entry], list[int]]:
-    """Return the entries whose name matches and the numbers in the place of their indices."""
+    """Return the entries whose name matches, and the numbers of their indices."""
     node, numbers = tree, []
     for part in name.split("."):
         child = node.get(part)
@@ -244,7 +239,7 @@ def _place(
         if entry.layers is not None and (layer not in entry.layers if layer is not None else not entry.layers):
             continue
         if all(number < extent for number, extent in zip(numbers, entry.extents, strict=True)):
-            matched.found[spec.name] = (entry, layer, at.get("e"))
+            matched.placed[spec.name] = (entry, layer, at.get("e"))
             if spec.shape != entry.shape:
                 matched.misshapen.append((spec, entry))
             return
@@ -252,31 +247,25 @@ def _place(
 
 
 def _ignores(matched: Matched, row: Row, layer: int | None) -> bool:
-    """True where an ignored row holds, which may be for layers that the model does not have."""
-    held = not row.only or matched.architecture in row.only
-    return held and (row.when is None or bool(row.when.value({**matched.names, "l": layer})))
+    """Whether an ignored row applies; its layer may be one that the model does not have."""
+    listed = not row.only or matched.architecture in row.only
+    return listed and (row.when is None or bool(row.when.value({**matched.names, "l": layer})))
 
 
 def _count(matched: Matched, active: Mapping[str, Entry]) -> None:
-    """Note rows with tensors missing. Names are unique, so that equal counts mean that all are there."""
-    counts: dict[int, int] = {}
-    for entry, _, _ in matched.found.values():
-        counts[id(entry)] = counts.get(id(entry), 0) + 1
-    have: set[str] = set()
+    """Record rows with missing tensors. Names are unique, so equal counts mean that none is missing."""
+    counts = Counter(id(entry) for entry, _, _ in matched.placed.values())
+    present: set[str] = set()
     for entry in active.values():
-        if counts.get(id(entry), 0) == entry.expected or entry.name in matched.tied:
+        if counts[id(entry)] == entry.expected or entry.name in matched.tied:
             continue
-        have = have or {matched.legacy.get(name, name) for name in matched.found}
-        lacking = itertools.islice((name for name in entry.tensors() if name not in have), _SHOWN)
+        present = present or {matched.legacy.get(name, name) for name in matched.placed}
+        lacking = itertools.islice((name for name, _, _ in entry.placed() if name not in present), _MAX_SHOWN)
         matched.missing.append((entry, list(lacking)))
 
 
-_SHOWN = 10_000  # missing names of one row that a message holds; folded, they are one line
-_MOST = 1_000_000
-
-
 def architecture_of(config: Mapping[str, object]) -> str:
-    """Return the architecture that the config names; PlanError when it names none."""
+    """Return the config's architecture; PlanError if it names none."""
     names = config.get("architectures")
     if not (isinstance(names, list | tuple) and names and isinstance(names[0], str)):
         raise PlanError(

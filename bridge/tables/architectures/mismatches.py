@@ -1,28 +1,23 @@
-"""Says in words where a checkpoint and a table do not fit: every problem, layers folded, and the row to write."""
+"""Describe mismatches of checkpoint and table, with the row to write."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 
-from bridge.errors import fold_layers
-from bridge.tables.match import Entry, Matched
-from bridge.values import TensorSpec
+from bridge.core.text import fold_layers, grouped
+from bridge.core.values import TensorSpec
+from bridge.tables.architectures.arch import INDEX
+from bridge.tables.architectures.match import Entry, Matched
 
 
 def problems(matched: Matched) -> list[str]:
-    """Return one paragraph a problem: missing, misshapen and unknown tensors."""
-    told = [_missing(matched, entry, names) for entry, names in matched.missing]
-    shapes: dict[tuple[int, tuple[int, ...]], list[TensorSpec]] = {}
-    entries = {id(entry): entry for _, entry in matched.misshapen}
-    for spec, entry in matched.misshapen:
-        shapes.setdefault((id(entry), spec.shape), []).append(spec)
-    told += [_misshapen(matched, entries[at], shape, specs) for (at, shape), specs in shapes.items()]
-    strangers: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
-    for spec in matched.unknown:
-        strangers.setdefault((_template(matched, spec.name), spec.shape), []).append(spec)
-    return told + [_unknown(matched, template, specs) for (template, _), specs in strangers.items()]
+    """Return one paragraph for each problem: missing tensors, wrong shapes, unknown tensors; layers folded."""
+    texts = [_missing(matched, entry, names) for entry, names in matched.missing]
+    misshapen = grouped(matched.misshapen, lambda at: (id(at[1]), at[0].shape))
+    texts += [_misshapen(matched, pairs[0][1], [spec for spec, _ in pairs]) for pairs in misshapen]
+    unknown = grouped(matched.unknown, lambda spec: (_template(matched, spec.name), spec.shape))
+    return texts + [_unknown(matched, specs) for specs in unknown]
 
 
 def folded(names: Iterable[str]) -> str:
@@ -32,14 +27,14 @@ def folded(names: Iterable[str]) -> str:
 
 
 def _missing(matched: Matched, entry: Entry, names: list[str]) -> str:
-    because = f", because {entry.row.when} ({_given(matched, entry)})" if entry.row.when else ""
+    because = f", because {entry.row.when} ({_values(matched, entry)})" if entry.row.when else ""
     lines = [
         f"  missing  {folded(names)} {entry.shape}{because}",
         f"           {entry.row.place.file}:{entry.row.place.line}: {entry.row.place.row}",
     ]
     for tie in matched.table.ties:
         if tie.alias.endswith(entry.name) and not tie.when.value(matched.names):
-            hint = f"the config says {tie.when} = {tie.when.value(matched.names)}; if true, {tie.stored} serves"
+            hint = f"the config has {tie.when} = {tie.when.value(matched.names)}; if true, {tie.stored} is used"
             lines.append(f"           hint: {hint}")
     near = [s.name for s in matched.unknown if _template(matched, s.name).split(".")[-2:] == entry.name.split(".")[-2:]]
     if near:
@@ -47,15 +42,13 @@ def _missing(matched: Matched, entry: Entry, names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _misshapen(matched: Matched, entry: Entry, shape: tuple[int, ...], specs: list[TensorSpec]) -> str:
-    said = " + ".join(_symbols(matched, role) for role in entry.roles)
-    return "\n".join(
-        [
-            f"  shape    {folded(s.name for s in specs)} has {shape}, the config gives {entry.shape}",
-            f"           {entry.row.place.file}:{entry.row.place.line}: {entry.row.place.row}",
-            f"           {said}",
-        ]
-    )
+def _misshapen(matched: Matched, entry: Entry, specs: list[TensorSpec]) -> str:
+    lines = [
+        f"  shape    {folded(s.name for s in specs)} has {specs[0].shape}, the config gives {entry.shape}",
+        f"           {entry.row.place.file}:{entry.row.place.line}: {entry.row.place.row}",
+        f"           {' + '.join(_symbols(matched, role) for role in entry.roles)}",
+    ]
+    return "\n".join(lines)
 
 
 def _symbols(matched: Matched, role: str) -> str:
@@ -65,7 +58,8 @@ def _symbols(matched: Matched, role: str) -> str:
     return f"{role} ({', '.join(map(str, formulas))}) with {values}"
 
 
-def _unknown(matched: Matched, template: str, specs: list[TensorSpec]) -> str:
+def _unknown(matched: Matched, specs: list[TensorSpec]) -> str:
+    template = _template(matched, specs[0].name)
     lines = [f"  unknown  {folded(spec.name for spec in specs)} {specs[0].shape}"]
     rows = [row for row in (*matched.table.rows, *matched.table.ignored) if _same(row.name, template, matched)]
     for row in rows:
@@ -74,7 +68,7 @@ def _unknown(matched: Matched, template: str, specs: list[TensorSpec]) -> str:
         if row.only and matched.architecture not in row.only:
             lines.append(f"           that row is for {', '.join(row.only)}")
         elif row.when and entry.layers is not None:
-            lines.append(f"           that row asks for: {row.when}; the config gives {_given(matched, entry)}")
+            lines.append(f"           that row requires {row.when}; the config gives {_values(matched, entry)}")
         elif entry.extents:
             at = ", ".join(f"{{{index}}} < {extent}" for index, extent in zip(row.index, entry.extents, strict=True))
             lines.append(f"           the config gives {at}: another model's config, or extra layers?")
@@ -89,7 +83,7 @@ def _unknown(matched: Matched, template: str, specs: list[TensorSpec]) -> str:
 
 
 def _candidates(matched: Matched, spec: TensorSpec) -> str:
-    """Name the roles of the same shape that the architecture does not hold yet."""
+    """The roles of the same shape that the architecture does not have yet."""
     taken = {role for entry in matched.entries for role in entry.roles}
     fits = []
     for role in matched.table.roles.roles.values():
@@ -102,18 +96,16 @@ def _candidates(matched: Matched, spec: TensorSpec) -> str:
 
 
 def _template(matched: Matched, name: str) -> str:
-    """Put indices where numbers stand: the first counts layers, the second experts."""
+    """The name with indices for its numbers: the first counts layers, the second experts."""
     indices = iter(matched.table.roles.index)
     return ".".join("{" + next(indices, "n") + "}" if part.isdecimal() else part for part in name.split("."))
 
 
 def _same(row: str, template: str, matched: Matched) -> bool:
-    blank = re.compile(r"\{\w+\}")
-    ours, prefix = blank.sub("{}", row), matched.table.prefix
-    theirs = blank.sub("{}", template)
+    ours, theirs, prefix = INDEX.sub("{}", row), INDEX.sub("{}", template), matched.table.prefix
     return ours == theirs or (not matched.prefix and ours.removeprefix(prefix) == theirs)
 
 
-def _given(matched: Matched, entry: Entry) -> str:
+def _values(matched: Matched, entry: Entry) -> str:
     names = sorted(entry.row.when.names - {"l"}) if entry.row.when else []
     return ", ".join(f"{name} = {matched.names[name]!r}" for name in names)

@@ -1,25 +1,25 @@
-"""The order of a model's modules as its table tells it; must never know a framework.
+"""The order of a model's tensors in its modules, from the table.
 
 A module's own parameters come first, then its children, those of the first expert before those of the next. Children
-stand as in the rows, or as the table's `order` says.
+have the order of the rows, or of the table's `order`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bridge.tables.arch import ArchTable
-from bridge.tables.match import Matched
+from bridge.tables.architectures.arch import ArchTable
+from bridge.tables.architectures.match import Matched
 
 Key = tuple[int, ...]
 
 
 def module_order(matched: Matched) -> tuple[str, ...]:
-    """Return every tensor, aliases too, in the order in which the model's modules hold them."""
+    """Return every tensor, aliases too, in the order of the model's modules."""
     entries = [entry for entry in matched.entries if entry.row.expr]
     keys = _keys((entry.name for entry in entries), matched.table.order)
     places: dict[str, Key] = {}
-    for name, (entry, layer, expert) in matched.found.items():
+    for name, (entry, layer, expert) in matched.placed.items():
         numbers = {"{l}": layer or 0, "{e}": expert or 0}
         places[name] = tuple(numbers[part] if place < 0 else place for part, place in keys[entry.name])
     places |= {e.name: tuple(at for _, at in keys[e.name]) for e in entries if e.name in matched.tied}
@@ -27,7 +27,7 @@ def module_order(matched: Matched) -> tuple[str, ...]:
 
 
 def problems_of_order(table: ArchTable) -> Iterator[str]:
-    """Yield names in `order` that no row has, and modules of which it names some children but not all."""
+    """Yield names in `order` that no row has, and modules with some children in it but not all."""
     children = _children(row.name for row in table.rows)
     known = {child for names in children.values() for child in names}
     place = table.file.place("", "order")
@@ -37,17 +37,17 @@ def problems_of_order(table: ArchTable) -> Iterator[str]:
     for parent, names in children.items():
         left = [name for name in names if name not in table.order and (*parent, name) in children]
         if left and any(name in table.order for name in names):
-            yield str(place.error(f"`{'.'.join(parent)}` has children that it leaves out: {', '.join(left)}"))
+            yield str(place.error(f"`order` lacks children of `{'.'.join(parent)}`: {', '.join(left)}"))
 
 
 def _keys(names: Iterable[str], order: tuple[str, ...]) -> dict[str, list[tuple[str, int]]]:
-    """Every name's components with their place among their siblings; -1 stands for an index's number."""
+    """The components of every name with their place among their siblings, -1 for an index."""
     listed = list(names)
     children = _children(listed)
     places: dict[tuple[str, ...], int] = {}
-    for parent, found in children.items():
-        leaves = [child for child in found if (*parent, child) not in children]
-        modules = [child for child in found if (*parent, child) in children]
+    for parent, below in children.items():
+        leaves = [child for child in below if (*parent, child) not in children]
+        modules = [child for child in below if (*parent, child) in children]
         modules.sort(key=lambda child: order.index(child) if child in order else -1)
         places |= {(*parent, child): number for number, child in enumerate((*leaves, *modules))}
     keys = {}
@@ -58,10 +58,9 @@ def _keys(names: Iterable[str], order: tuple[str, ...]) -> dict[str, list[tuple[
 
 
 def _children(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """The names below every module, in the order of the rows."""
     children: dict[tuple[str, ...], dict[str, None]] = {}
     for name in names:
         parts = tuple(name.split("."))
         for at, part in enumerate(parts):
             children.setdefault(parts[:at], {})[part] = None
-    return {parent: list(found) for parent, found in children.items()}
+    return {parent: list(names) for parent, names in children.items()}

@@ -1,47 +1,55 @@
-"""Reads `mappings/dialects/*.toml`: how others than Hugging Face spell the roles; must never look at a checkpoint.
+"""Read `mappings/dialects/*.toml`: names and layouts of roles in other checkpoints.
 
-[first] [layer] [last]         rows, written where a layer (or the model) holds all their roles
-[layer.gated]                  and all of that set of roles.toml
-[for.qwen3]                    rows of one layout, as [architectures] calls it
-[also] [for.qwen3.also]        other spellings: read, not written
-[absent]                       roles that it cannot say -> why
-[ignore] [for.qwen3.ignore]    tensors that are none of the model's weights -> why; `mtp.*` is all that lies below `mtp`
-[refused]                      tensors that are, and that no row can read -> why, and what to do
+[first] [layer] [last]         rows, written if a layer (or the model) has all their roles
+[layer.gated]                  ... and all roles of that set of roles.toml
+[for.qwen3]                    rows of one layout, named in [architectures]
+[also] [for.qwen3.also]        other names: read, not written
+[absent]                       roles that the dialect does not have -> why
+[ignore] [for.qwen3.ignore]    tensors that are not weights of the model -> why; `mtp.*` is everything below `mtp`
+[refused]                      weights that no row can read -> why, and what to do
 
-`files` stands before them where a directory of Hugging Face's, with its config.json, may be spelled so: in files of its
-names, or of those listed.
+`files`, before the first header, says that a Hugging Face directory with config.json may use the dialect: in weight
+files of the usual names, or of those listed.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from bridge.errors import TableError, nearest
-from bridge.tables.arch import Layouts, Roles, layouts, load_roles
-from bridge.tables.files import Place, TableFile, find_table_file, parse_table, read_table, table_files
-from bridge.tables.grammar import Call, Expr, Ref, parse_row, roles_in
-from bridge.tables.ops import ALL
-
-if TYPE_CHECKING:
-    from bridge.tables.match import Matched
+from bridge.core.errors import TableError
+from bridge.core.mappings import Place, TableFile, find_table_file, read_table, table_files
+from bridge.core.text import nearest
+from bridge.tables.architectures.arch import INDEX, Layouts, layouts
+from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.roles import Roles, load_roles
+from bridge.tables.expressions.grammar import Call, Expr, Ref, parse_row, roles_in
+from bridge.tables.expressions.ops import ALL
 
 STAGES = ("first", "layer", "last")
 _HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "joined", "dims")
-_INNER = ("also", "ignore")  # what a layout's own section may hold besides rows
+_INNER = ("also", "ignore")  # sections of a layout besides its rows
 _KEYS = (*_HEAD, *STAGES, "for", "also", "absent", "ignore", "refused")
-_INDEX = re.compile(r"\{(\w+)\}")
+
+
+class Cut(NamedTuple):
+    """How tensor-parallel ranks share a tensor: along `axis`, each of its `blocks` equal parts separately.
+
+    A gated linear_fc1 has two blocks: every rank holds its rows of the gate, then its rows of up.
+    """
+
+    axis: int
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
 class DialectRow:
     """A tensor of one rank's file. `stage`: "first", "layer" (of every stage) or "last".
 
-    `only`: the layout's word that has it, "" for all. `written`: False for another spelling, which is only read.
-    `needs`: roles that a layer must hold besides to have it written, those of its section.
+    `only`: its layout, "" for all. `written`: False for another name, which is only read. `needs`: roles that a layer
+    must have besides to have it written, those of its section.
     """
 
     name: str
@@ -58,29 +66,25 @@ class DialectRow:
 
     @property
     def stacks(self) -> bool:
-        """True where the tensor has a leading axis of experts."""
+        """Whether the tensor has a leading axis of experts."""
         return isinstance(self.expr, Call) and self.expr.op == "stack"
 
     @property
-    def cut(self) -> tuple[int, int] | None:
-        """How tensor-parallel ranks share it: the axis, and how many blocks are cut along it, each by itself.
-
-        None where every rank holds all of it.
-        """
+    def cut(self) -> Cut | None:
+        """How tensor-parallel ranks share it; None if every rank has all of it."""
         return cut_of(self.expr)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One spelling of the roles.
+    """The names and layouts of roles in one kind of checkpoint.
 
-    `architectures`: what it has a layout for -> its word for it. `joined`: module -> the module that it may be joined
-    with. `cache`: the module of K and V scales. `shared_head`: words of layouts whose tied head is not written.
-    `prefixes`: what names may begin with besides. `dims`: numbers that a checkpoint's own config decides -> their
-    meaning. `absent`: roles of its architectures that it cannot say -> why. `ignored`: tensors that are no weights ->
-    why, "" or a layout's word -> name -> reason. `refused`: those that no row can read -> why. `files`: weight files
-    that it has besides those of Hugging Face, in a directory with config.json; None where it lies in a checkpoint of
-    another kind.
+    `architectures`: architecture -> name of its layout. `joined`: module -> the module that it may be joined with.
+    `cache`: the module of K and V scales. `shared_head`: layouts whose tied head is not written. `prefixes`: optional
+    beginnings of names. `dims`: numbers from the checkpoint's own config -> their meaning. `absent`: roles of its
+    architectures that it does not have -> why. `ignored`: tensors that are not weights: "" or a layout -> name ->
+    reason. `refused`: weights that no row can read -> why. `files`: weight files besides those of Hugging Face, in a
+    directory with config.json; None for checkpoints of another kind.
     """
 
     file: TableFile
@@ -98,37 +102,30 @@ class Dialect:
 
     @property
     def name(self) -> str:
-        """The word of its file: `megatron`."""
+        """The name of its file: `megatron`."""
         return PurePath(self.file.name).stem
 
-    def rows_of(self, stage: str, held: frozenset[str], word: str = "") -> Iterator[DialectRow]:
-        """Yield the rows of one layer (or of the first or last stage) that holds the roles `held`, in order.
-
-        word: the layout's; rows of other layouts are left out.
-        """
+    def rows_of(self, stage: str, present: frozenset[str], word: str = "") -> Iterator[DialectRow]:
+        """Yield in order the rows of layout `word` for a layer (or first or last stage) with the roles `present`."""
         for row in self.rows:
-            if (
-                row.written
-                and row.stage == stage
-                and row.only in ("", word)
-                and held.issuperset((*row.roles, *row.needs))
-            ):
+            listed = row.written and row.stage == stage and row.only in ("", word)
+            if listed and present.issuperset((*row.roles, *row.needs)):
                 yield row
 
     def bare(self, name: str) -> str:
-        """Return a tensor's name without prefixes, of which there may be several: `model.module.` of NeMo 1's O2."""
-        while found := next((prefix for prefix in self.prefixes if name.startswith(prefix)), ""):
-            name = name.removeprefix(found)
+        """Return a tensor's name without prefixes; there may be several: `model.module.` of NeMo 1's O2."""
+        while prefix := next((prefix for prefix in self.prefixes if name.startswith(prefix)), ""):
+            name = name.removeprefix(prefix)
         return name
 
     def shares_head(self, matched: Matched, pp: int = 1) -> bool:
-        """True where no head is written: the layout takes a tied one from the embedding, and one stage holds both."""
+        """Whether no head is written: it is tied, and one pipeline stage has embedding and head."""
         word = self.architectures[matched.architecture]
         return word in self.shared_head and bool(matched.tied) and pp == 1
 
 
 def load_dialect(name: str) -> Dialect:
-    """Read `mappings/dialects/<name>.toml`, and what tables of architectures say of their layout in it.
+    """Read `mappings/dialects/<name>.toml`, and the layouts that architectures' tables give for it.
 
     >>> load_dialect("trtllm").architectures["Qwen2ForCausalLM"]
     'qwen'
@@ -140,36 +137,34 @@ def load_dialect(name: str) -> Dialect:
 
 
 def dialect_names() -> list[str]:
-    """Names of the dialects that ship and of those that entry points add, sorted."""
+    """Names of our dialects and of those from entry points, sorted."""
     return [path.stem for path in table_files("dialects")]
 
 
-def with_layouts(dialect: Dialect, found: Layouts) -> Dialect:
-    """Return the dialect with the architectures that have a layout in it by their own tables."""
+def with_layouts(dialect: Dialect, added: Layouts) -> Dialect:
+    """Return the dialect with the layouts that architectures' own tables give."""
     words = dict(dialect.architectures)
     known = sorted(set(words.values()))
-    for architecture, (word, place) in found.items():
+    for architecture, (word, place) in added.items():
         if words.setdefault(architecture, word) != word:
             raise place.error(f"{architecture} is `{words[architecture]}` in {dialect.file.name}")
-        _known(place, word, known, f"`{word}` is no layout of {dialect.file.name}")
+        _known(place, word, known, f"`{word}` is not a layout of {dialect.file.name}")
     return replace(dialect, architectures=words)
 
 
-def parse_dialect(file: TableFile | str, roles: Roles, name: str = "dialect") -> Dialect:
+def parse_dialect(file: TableFile, roles: Roles) -> Dialect:
     """Parse one dialect; TableError names file, line and row."""
-    file = parse_table(file, name) if isinstance(file, str) else file
     file.known_keys(_KEYS)
     words, joined, dims, absent = (file.texts(key) for key in ("architectures", "joined", "dims", "absent"))
     roles = replace(roles, dims={**roles.dims, **dims})
     rows, ignored = _staged(file, roles), {"": file.texts("ignore")}
     for word in file.section("for"):
-        _known(file.header(f"for.{word}"), word, words.values(), f"`{word}` is no layout")
+        _known(file.header(f"for.{word}"), word, words.values(), f"`{word}` is not a layout")
         section = f"for.{word}"
-        own = {key: text for key, text in file.section(section).items() if key not in _INNER}
-        rows += [replace(row, only=word) for row in _plain(file, section, own, roles)]
-        rows += [replace(row, only=word, written=False) for row in _also(file, f"{section}.also", roles)]
+        rows += [replace(row, only=word) for row in _plain(file, section, roles, _INNER)]
+        rows += [replace(row, only=word, written=False) for row in _plain(file, f"{section}.also", roles)]
         ignored[word] = file.texts(f"{section}.ignore")
-    rows += [replace(row, written=False) for row in _also(file, "also", roles)]
+    rows += [replace(row, written=False) for row in _plain(file, "also", roles)]
     for role in absent:
         _known(file.place("absent", role), role, roles.roles, f"role `{role}` is unknown")
     modules = {row.name.removesuffix(".weight") for row in rows}
@@ -177,7 +172,7 @@ def parse_dialect(file: TableFile | str, roles: Roles, name: str = "dialect") ->
         for module in pair:
             _known(file.place("joined", pair[0]), module, modules, f"`{module}` has no row")
     for word in file.words("shared_head"):
-        _known(file.place("", "shared_head"), word, words.values(), f"`{word}` is no layout")
+        _known(file.place("", "shared_head"), word, words.values(), f"`{word}` is not a layout")
     return Dialect(
         file, words, tuple(rows), joined, str(file.data.get("cache", "")), file.words("shared_head"),
         file.words("prefixes"), dims, absent, ignored, file.texts("refused"), _files(file, dims),
@@ -193,36 +188,33 @@ def _staged(file: TableFile, roles: Roles) -> list[DialectRow]:
                 rows.append(_row(file, stage, stage, key, value, roles))
                 continue
             section = f"{stage}.{key}"
-            _known(file.header(section), key, roles.together, f"`{key}` is no set of roles")
-            found = [_row(file, section, stage, inner, text, roles) for inner, text in value.items()]
-            rows += [replace(row, needs=tuple(roles.together[key])) for row in found]
+            _known(file.header(section), key, roles.together, f"`{key}` is not a set of roles")
+            inner_rows = [_row(file, section, stage, inner, text, roles) for inner, text in value.items()]
+            rows += [replace(row, needs=tuple(roles.together[key])) for row in inner_rows]
     return rows
 
 
-def _known(place: Place, word: str, known: Iterable[str], said: str) -> None:
+def _known(place: Place, word: str, known: Iterable[str], problem: str) -> None:
     if word not in (names := list(known)):
-        raise place.error(said, hint=nearest(word, names))
+        raise place.error(problem, hint=nearest(word, names))
 
 
 def _files(file: TableFile, dims: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The head's `files`. A config.json says no dim but, by the rows of its vocabulary, what that is padded to."""
+    """`files` of the head. A config.json gives no dim except the padding of its vocabulary, by the number of rows."""
     if "files" not in file.data:
         return None
-    found = file.words("files")
-    if any("/" in name for name in found):
+    names = file.words("files")
+    if any("/" in name for name in names):
         raise file.place("", "files").error("`files` lists names of weight files", hint='files = ["lit_model.pth"]')
     for dim in dims:
         if dim != "vocab_multiple":
-            raise file.place("dims", dim).error(f"no config.json says `{dim}`, and `files` says that there is no other")
-    return found
+            raise file.place("dims", dim).error(f"no config.json gives `{dim}`, and `files` allows no other source")
+    return names
 
 
-def _also(file: TableFile, section: str, roles: Roles) -> list[DialectRow]:
-    return _plain(file, section, file.section(section), roles)
-
-
-def _plain(file: TableFile, section: str, rows: Mapping[str, object], roles: Roles) -> list[DialectRow]:
-    """The rows of a section that is no stage's."""
+def _plain(file: TableFile, section: str, roles: Roles, inner: tuple[str, ...] = ()) -> list[DialectRow]:
+    """The rows of a section that is not a stage's, without its sections `inner`."""
+    rows = {key: text for key, text in file.section(section).items() if key not in inner}
     return [_row(file, section, "layer" if "{l}" in key else "first", key, text, roles) for key, text in rows.items()]
 
 
@@ -230,40 +222,41 @@ def _row(file: TableFile, section: str, stage: str, key: str, text: object, role
     place = file.place(section, key)
     if not isinstance(text, str):
         raise place.error(f"a row's value is a string, not {text!r}", hint='"a.{l}.weight" = "row(attn.o.weight)"')
-    expr = parse_row(text, place, dict(roles.roles), roles.dims, ALL)
+    expr = parse_row(text, place, roles.roles, roles.dims, ALL)
     row = DialectRow(key, expr, stage, place)
     _stacked(expr, place, outermost=True)
-    named = {*_INDEX.findall(key)}
+    named = {*INDEX.findall(key)}
     if unknown := named - {*roles.index}:
         raise place.error(f"index `{min(unknown)}` is unknown", hint=nearest(min(unknown), roles.index))
     for role in row.roles:
         if row.stacks and "e" not in roles.indices(role):
-            raise place.error(f"`stack` puts experts under each other, and role `{role}` is none of an expert")
-        wants = {*roles.indices(role)} - ({"e"} if row.stacks else set())
-        if wants != named or (stage == "layer") != ("l" in named):
-            said = " and ".join("{" + index + "}" for index in sorted(wants)) or "no index"
-            raise place.error(f"role `{role}` has {said}, the row's name or its section [{stage}] says otherwise")
+            raise place.error(f"`stack` joins experts, and role `{role}` does not belong to an expert")
+        indices = {*roles.indices(role)} - ({"e"} if row.stacks else set())
+        if indices != named or (stage == "layer") != ("l" in named):
+            shown = " and ".join("{" + index + "}" for index in sorted(indices)) or "no index"
+            raise place.error(f"role `{role}` has {shown}; the row's name or its section [{stage}] does not fit")
     return row
 
 
-def cut_of(expr: Expr) -> tuple[int, int] | None:
-    """How tensor-parallel ranks share what `expr` makes: see `DialectRow.cut`."""
+def cut_of(expr: Expr) -> Cut | None:
+    """How tensor-parallel ranks share the tensor of `expr`: see `DialectRow.cut`."""
     if isinstance(expr, Ref):
         return None
     cuts = [cut_of(arg) for arg in expr.args]
     if expr.op in ("column", "vocab"):
-        return 0, 1
+        return Cut(0)
     if expr.op == "row":
-        return 1, 1
-    if expr.op == "concat" and cuts[0]:
-        return cuts[0][0], sum(blocks for _, blocks in filter(None, cuts))
-    return (cuts[0][0] + (expr.op == "stack"), cuts[0][1]) if cuts[0] else None
+        return Cut(1)
+    first = cuts[0]
+    if first and expr.op == "concat":
+        return Cut(first.axis, sum(cut.blocks for cut in cuts if cut))
+    return Cut(first.axis + 1, first.blocks) if first and expr.op == "stack" else first
 
 
 def _stacked(expr: Expr, place: Place, outermost: bool) -> None:
     if not isinstance(expr, Call):
         return
     if expr.op == "stack" and not outermost:
-        raise place.error("`stack` makes the tensor's first axis, so it stands outermost")
+        raise place.error("`stack` makes the tensor's first axis, so it must be outermost")
     for arg in expr.args:
         _stacked(arg, place, outermost=False)

@@ -1,8 +1,8 @@
-"""Evaluates rows over rectangles of tensors, forwards and back; must never read a weight or know a name.
+"""Evaluate rows over rectangles of tensors, forwards and backwards.
 
-A role is a rectangle of a tensor (a third of a fused QKV, a matrix stored [in, out], one expert), or several under each
-other. Concatenating, stacking, padding and cutting for a rank then only lists rectangles, and undoing that finds them,
-so that the tables alone decide the layout.
+A role is a rectangle of a tensor (a third of a fused QKV, a matrix stored [in, out], one expert), or several stacked
+ones. Concatenating, stacking, padding and cutting for a rank only lists rectangles, and undoing that finds them, so the
+tables alone determine the layout.
 """
 
 from __future__ import annotations
@@ -10,44 +10,42 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from bridge.tables.arch import Role
-from bridge.tables.files import Place
-from bridge.tables.grammar import Expr, Ref
-from bridge.tables.match import Entry, Matched
-from bridge.tables.ops import ALL, Rank
-from bridge.tables.rectangles import Block, Blocks, Refusal, Shape, joined
-from bridge.tables.rows import Names, counts_of, row_shape
+from bridge.core.mappings import Place
+from bridge.tables.architectures.match import Entry, Matched
+from bridge.tables.architectures.roles import Role
+from bridge.tables.expressions.grammar import Expr, Ref
+from bridge.tables.expressions.ops import ALL, Rank
+from bridge.tables.expressions.regions import Block, Blocks, Refusal, Shape, joined
+from bridge.tables.expressions.shapes import Names, counts_of, row_shape
 
+At = tuple[int | None, int | None]  # layer, expert
 Where = tuple[str, int | None, int | None]  # role, layer, expert
 Roles = Mapping[Where, Blocks]
 
 
 def locate(matched: Matched) -> dict[Where, Blocks]:
-    """Return where each role of a checkpoint lies.
-
-    TableError where the checkpoint's own row cannot be undone by cutting.
-    """
-    found: dict[Where, Blocks] = {}
+    """Return the rectangles of each role in a checkpoint; TableError if a row cannot be undone by cutting."""
+    roles: dict[Where, Blocks] = {}
     for name, entry, layer, expert in _tensors(matched):
-        assert entry.row.expr  # ignored tensors are not in `found`
+        assert entry.row.expr  # ignored tensors are not in `placed`
         owner = entry.name if layer is None else name
         module = owner.rpartition(".")[0] if len(entry.shape) > 1 else ""
         shapes = role_shapes(matched.table.roles.roles, entry.roles, matched.names)
         block = whole(name, entry.shape, shapes, module)
-        found |= undo(entry.row.expr, (block,), shapes, matched.names, (layer, expert), entry.row.place)
-    return found
+        roles |= undo(entry.row.expr, (block,), shapes, matched.names, (layer, expert), entry.row.place)
+    return roles
 
 
-def held(roles: Roles) -> dict[int | None, frozenset[str]]:
+def roles_by_layer(roles: Roles) -> dict[int | None, frozenset[str]]:
     """The roles of each layer, and of the model (None)."""
-    found: dict[int | None, set[str]] = {None: set()}
+    by_layer: dict[int | None, set[str]] = {None: set()}
     for role, layer, _ in roles:
-        found.setdefault(layer, set()).add(role)
-    return {layer: frozenset(names) for layer, names in found.items()}
+        by_layer.setdefault(layer, set()).add(role)
+    return {layer: frozenset(names) for layer, names in by_layer.items()}
 
 
 def whole(name: str, shape: Shape, roles: Mapping[str, Shape], module: str = "") -> Block:
-    """A tensor that is made of roles of shapes `roles` as one rectangle: where those are vectors, it is one, too."""
+    """A tensor as one rectangle; a vector if the roles in it, of shapes `roles`, are vectors."""
     if all(len(role) < 2 for role in roles.values()):
         return Block(name, (0, math.prod(shape)), None, module)
     return Block(name, (0, math.prod(shape[:-1])), (0, shape[-1]), module)
@@ -58,11 +56,8 @@ def role_shapes(roles: Mapping[str, Role], wanted: Iterable[str], names: Names) 
     return {role: tuple(formula.count(names) for formula in roles[role].shape) for role in wanted}
 
 
-def lay_out(expr: Expr, roles: Roles, at: tuple[int | None, int | None], names: Names, rank: Rank) -> Blocks:
-    """Return the rectangles that, under each other, are the row's tensor on one rank; Refusal where it cannot be cut.
-
-    at: the layer and the expert.
-    """
+def lay_out(expr: Expr, roles: Roles, at: At, names: Names, rank: Rank) -> Blocks:
+    """Return the stacked rectangles of the row's tensor on one rank; Refusal if it cannot be cut."""
     if isinstance(expr, Ref):
         key = (expr.name, *at)
         return roles[key if key in roles else (expr.name, at[0], None)]
@@ -75,20 +70,15 @@ def lay_out(expr: Expr, roles: Roles, at: tuple[int | None, int | None], names: 
 
 
 def undo(
-    expr: Expr,
-    blocks: Blocks,
-    shapes: Mapping[str, Shape],
-    names: Names,
-    at: tuple[int | None, int | None],
-    place: Place,
+    expr: Expr, blocks: Blocks, shapes: Mapping[str, Shape], names: Names, at: At, place: Place
 ) -> dict[Where, Blocks]:
-    """Return where the roles of a row's tensor lie, which is made of `blocks`; TableError where it cannot be cut."""
-    found: dict[Where, Blocks] = {}
-    known: dict[int, tuple[dict[str, int], list[Shape]]] = {}  # a stack has hundreds of the same inputs
+    """Return the rectangles of the roles in a row's tensor, given its `blocks`; TableError if it cannot be cut."""
+    roles: dict[Where, Blocks] = {}
+    known: dict[int, tuple[dict[str, int], list[Shape]]] = {}  # a stack has hundreds of equal inputs
 
-    def part(expr: Expr, blocks: Blocks, at: tuple[int | None, int | None]) -> None:
+    def part(expr: Expr, blocks: Blocks, at: At) -> None:
         if isinstance(expr, Ref):
-            found[expr.name, *at] = blocks
+            roles[expr.name, *at] = blocks
             return
         if id(expr) not in known:
             known[id(expr)] = counts_of(expr, names), [row_shape(arg, shapes, names, place) for arg in expr.args]
@@ -105,15 +95,15 @@ def undo(
         part(expr, blocks, at)
     except Refusal as refusal:
         raise place.error(str(refusal)) from refusal
-    return found
+    return roles
 
 
 def _tensors(matched: Matched) -> list[tuple[str, Entry, int | None, int | None]]:
     """Every tensor with its row; a tied one under each of its rows."""
-    held = [(name, *at) for name, at in matched.found.items()]
-    known = {name: entry for name, entry, _, _ in held}
+    tensors = [(name, *at) for name, at in matched.placed.items()]
+    known = {name: entry for name, entry, _, _ in tensors}
     for entry in matched.entries:
         stored = matched.tied.get(entry.name)
         if stored and entry.row.expr and stored in known and entry is not known[stored]:
-            held.append((stored, entry, None, None))
-    return held
+            tensors.append((stored, entry, None, None))
+    return tensors

@@ -1,21 +1,23 @@
-"""An architecture's table, alone or beside a dialect's, for people to read; must never look at a checkpoint."""
+"""List an architecture's table, alone or next to a dialect's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.errors import UsageError, nearest
-from bridge.tables.arch import ArchTable, Row, arch_files, load_arch, load_roles, parse_arch
-from bridge.tables.dialect import Dialect, DialectRow
-from bridge.tables.files import read_table
-from bridge.tables.grammar import roles_in
+from bridge.core.errors import UsageError
+from bridge.core.mappings import read_table, table_files
+from bridge.core.text import nearest
+from bridge.tables.architectures.arch import ArchTable, Row, load_arch, parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.dialect import Dialect
+from bridge.tables.expressions.grammar import roles_in
 
 
 @dataclass(frozen=True)
 class Line:
-    """One tensor of the architecture, and one of the dialect that holds (some of) its roles.
+    """One tensor of the architecture, and one of the dialect with (some of) its roles.
 
-    `when`: the condition or the architectures that have it. `written`: False where the dialect's is another spelling.
+    `when`: its condition, or the architectures that have it. `written`: False if the dialect's tensor is only read.
     """
 
     tensor: str
@@ -27,55 +29,46 @@ class Line:
 
 
 def find_table(name: str) -> ArchTable | None:
-    """Return the table of that file or architecture, None where there is none.
+    """Return the table of that file or architecture, None if there is none.
 
     >>> find_table("llama") == find_table("LlamaForCausalLM")
     True
     """
-    path = next((path for path in arch_files() if path.stem == name), None)
+    path = next((path for path in table_files("arch") if path.stem == name), None)
     return parse_arch(read_table(path), load_roles()) if path else load_arch(name)
 
 
 def lines_of(table: ArchTable) -> list[Line]:
-    """A line for each row of an architecture's table, in its order."""
+    """One line for each row of an architecture's table, in its order."""
     return [Line(row.name, str(row.expr), _when(row)) for row in table.rows]
 
 
 def merged(table: ArchTable, dialect: Dialect, name: str, also: bool = False) -> list[Line]:
-    """A line for each pair of tensors that hold one role; UsageError where the dialect has no such architecture.
+    """One line for each pair of tensors that share a role; UsageError if the dialect lacks the architecture.
 
-    name: as the user calls it.  also: with the spellings that are only read.
+    name: as given by the user.  also: with the names that are only read.
     """
-    listed = [
-        found for found in dialect.architectures if found in table.architectures and name in (found, *_stem(table))
-    ]
+    stem = table.file.name.rpartition("/")[2].removesuffix(".toml")
+    listed = [known for known in dialect.architectures if known in table.architectures and name in (known, stem)]
     if not listed:
         raise UsageError(f"{dialect.file.name} has no layout for {name!r}; {nearest(name, dialect.architectures)}")
     architecture = listed[0]
     rows = [row for row in table.rows if row.expr and (not row.only or architecture in row.only)]
-    held = frozenset(role for row in rows if row.expr for role in roles_in(row.expr))
+    present = frozenset(role for row in rows if row.expr for role in roles_in(row.expr))
     word = dialect.architectures[architecture]
-    natives = [row for row in dialect.rows if row.only in ("", word) and held.issuperset(row.roles)]
-    found = []
+    natives = [row for row in dialect.rows if row.only in ("", word) and present.issuperset(row.roles)]
+    if not also:
+        natives = [row for row in natives if row.written and present.issuperset(row.needs)]
+    lines = []
     for row in rows:
-        fitting = [native for native in natives if _pairs(row, native, held, also)]
-        made = [(native.name, str(native.expr), native.written) for native in fitting]
-        if not fitting and row.expr:
-            made = [("", next(dialect.absent[role] for role in roles_in(row.expr) if role in dialect.absent), True)]
-        found += [Line(row.name, str(row.expr), _when(row), *columns) for columns in made]
-    return found
-
-
-def _pairs(row: Row, native: DialectRow, held: frozenset[str], also: bool) -> bool:
-    assert row.expr
-    written = native.written and held.issuperset(native.needs)
-    return (written or also) and bool({*roles_in(row.expr)} & {*native.roles})
+        roles = roles_in(row.expr) if row.expr else ()
+        columns = [(n.name, str(n.expr), n.written) for n in natives if {*roles} & {*n.roles}]
+        if not columns:
+            columns = [("", next(dialect.absent[role] for role in roles if role in dialect.absent), True)]
+        lines += [Line(row.name, str(row.expr), _when(row), *cells) for cells in columns]
+    return lines
 
 
 def _when(row: Row) -> str:
     parts = [", ".join(row.only), str(row.when) if row.when else ""]
     return " if ".join(part for part in parts if part)
-
-
-def _stem(table: ArchTable) -> tuple[str]:
-    return (table.file.name.rpartition("/")[2].removesuffix(".toml"),)

@@ -1,7 +1,7 @@
-"""Spells a checkpoint of another dialect in Hugging Face's names: every tensor as rectangles of its; reads no weight.
+"""Translate a checkpoint of another dialect to Hugging Face's tensors.
 
-The dialect's rows are undone, which says where each role lies, and the architecture's rows are laid out over that. All
-that does not fit is told in one error: tensors that no row knows, roles that are not there, shapes that contradict.
+Undoing the dialect's rows gives the rectangles of each role; laying out the architecture's rows over these gives the
+tensors. One error lists all problems: tensors without a row, missing roles, contradictory shapes.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from bridge.errors import PlanError, SourceError, nearest
-from bridge.tables.arch import ArchTable, load_arch
-from bridge.tables.dialect import Dialect, DialectRow
-from bridge.tables.fit import folded
-from bridge.tables.grammar import Call, Expr, Ref
-from bridge.tables.match import Entry, architecture_of, entries_of, sane
-from bridge.tables.ops import Rank
-from bridge.tables.rectangles import Blocks, Refusal, Shape
-from bridge.tables.rows import row_shape
-from bridge.tables.slices import Where, lay_out, role_shapes, undo, whole
-from bridge.values import TensorSpec
+from bridge.core.errors import PlanError, SourceError
+from bridge.core.text import nearest, number
+from bridge.core.values import TensorSpec
+from bridge.tables.architectures.arch import INDEX, ArchTable, load_arch
+from bridge.tables.architectures.match import Entry, architecture_of, check_counts, entries_of, numbered
+from bridge.tables.architectures.mismatches import folded
+from bridge.tables.dialects.dialect import Dialect, DialectRow
+from bridge.tables.dialects.layout import At, Roles, Where, lay_out, role_shapes, undo, whole
+from bridge.tables.expressions.grammar import Call, Expr, Ref
+from bridge.tables.expressions.ops import Rank
+from bridge.tables.expressions.regions import Blocks, Refusal, Shape
+from bridge.tables.expressions.shapes import row_shape
 
-_INDEX = re.compile(r"\{(\w+)\}")
-_DIGITS = r"\d{1,9}"  # Python refuses to make a number of thousands
+_DIGITS = r"\d{1,9}"  # Python refuses to convert thousands of digits
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 Pattern = tuple[re.Pattern[str], DialectRow]
 
 
 @dataclass(frozen=True)
-class Spelled:
-    """One tensor in Hugging Face's names: `blocks` of native tensors under each other, then turned if `turned`."""
+class Translated:
+    """One tensor with its Hugging Face name: stacked `blocks` of native tensors, transposed if `turned`."""
 
     spec: TensorSpec
     blocks: Blocks
@@ -41,7 +41,7 @@ class Spelled:
 
 @dataclass(frozen=True)
 class Native:
-    """A tensor of the checkpoint under the name that a row has: `first` values into a stored one, of that shape."""
+    """A tensor of the checkpoint under a row's name: of `shape`, beginning at value `first` of a stored tensor."""
 
     stored: str
     shape: Shape
@@ -50,8 +50,8 @@ class Native:
 
 
 @dataclass
-class Speller:
-    """Spells one checkpoint. `problems`: what is wrong -> the names that it is wrong with."""
+class Translator:
+    """Translates one checkpoint. `problems`: text -> the names that it is about."""
 
     dialect: Dialect
     table: ArchTable
@@ -68,15 +68,21 @@ class Speller:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """The rows of the architecture that hold under the config."""
+        """The rows of the architecture that apply under the config."""
         strip = self.table.prefix if self.architecture in self.table.bare else ""
-        found = entries_of(self.table, self.architecture, self.names, strip)
-        return tuple(entry for entry in found if entry.row.expr and entry.expected)
+        entries = entries_of(self.table, self.architecture, self.names, strip)
+        return tuple(entry for entry in entries if entry.row.expr and entry.expected)
 
     @cached_property
-    def held(self) -> Mapping[int | None, frozenset[str]]:
+    def roles_by_layer(self) -> Mapping[int | None, frozenset[str]]:
         """The roles of each layer, and of the model (None)."""
-        return held_roles(self.entries, self._count("layers"))
+        layers = range(self._count("layers"))
+        by_layer: dict[int | None, set[str]] = {layer: set() for layer in (None, *layers)}
+        for entry in self.entries:
+            every = (None,) if "l" not in entry.row.index else layers if entry.layers is None else entry.layers
+            for layer in every:
+                by_layer[layer].update(entry.roles)
+        return {layer: frozenset(roles) for layer, roles in by_layer.items()}
 
     @property
     def rows(self) -> list[DialectRow]:
@@ -95,36 +101,32 @@ class Speller:
         return [(ignored_pattern(name), reason) for name, reason in reasons.items()]
 
     def row_of(self, name: str) -> DialectRow | None:
-        """The row of a stored tensor, whose `cut` says how ranks share it; None for one that no row knows."""
-        name = self.dialect.bare(name)
-        found = self._candidates(name)
-        if not found:
+        """The row of a stored tensor, whose `cut` says how ranks share it; None if no row has the name."""
+        rows, at = self._candidates(self.dialect.bare(name))
+        if not rows:
             return None
-        match = found[0][0].fullmatch(name)
-        assert match
-        layer = match.groupdict().get("l") or 0  # of stacked layers the first speaks for all
-        return self._chosen(found, int(layer) if "{l}" in found[0][1].name else None) or found[0][1]
+        layer = at.get("l", 0)  # stacked layers are all like the first
+        return self._chosen(rows, layer if "{l}" in rows[0].name else None) or rows[0]
 
-    def take(self, specs: Iterable[TensorSpec]) -> dict[Where, Blocks]:
-        """Return where each role lies in the tensors of a checkpoint."""
+    def locate(self, specs: Iterable[TensorSpec]) -> dict[Where, Blocks]:
+        """Return the rectangles of each role in the tensors of a checkpoint."""
         roles: dict[Where, Blocks] = {}
         for spec in specs:
-            name = self.dialect.bare(spec.name)
-            found = self._candidates(name)
-            if found:
-                self._add(spec, name, found, roles)
+            rows, at = self._candidates(self.dialect.bare(spec.name))
+            if rows:
+                self._add(spec, rows, at, roles)
             else:
                 self._note_unplaced(
                     spec.name,
                     f"{self.dialect.file.name} has no row for it; add one, or a line under [ignore] that says why it "
-                    "is none of the model's weights",
+                    "is not a weight of the model",
                 )
         return roles
 
     def note_objects(self, objects: Mapping[str, str]) -> None:
-        """Note what lies among the tensors and is none of the model's: name -> the module that it is the state of.
+        """Record objects that are not tensors of the model: name -> the module whose state it is, "" for none.
 
-        A module that the dialect does not know is a problem. "": of none.
+        A module that the dialect does not have is a problem.
         """
         kinds: dict[tuple[str, str], list[str]] = {}
         for name, module in objects.items():
@@ -142,7 +144,7 @@ class Speller:
                 self.ignored.update(dict.fromkeys(names, reason))
 
     def _note_unplaced(self, name: str, otherwise: str) -> None:
-        """Note why a stored tensor is none of the model's weights, or that nobody said so."""
+        """Record why a stored tensor is not a weight of the model, or that no reason is given."""
         bare = self.dialect.bare(name)
         reason = self._reason(bare)
         if reason is None:
@@ -152,75 +154,70 @@ class Speller:
             self.ignored[name] = reason
 
     def _reason(self, name: str) -> str | None:
-        """Why what bears the name is none of the model's weights, as the dialect says."""
+        """The dialect's reason why the name is not a weight of the model."""
         return next((reason for pattern, reason in self._reasons if pattern.fullmatch(name)), None)
 
-    def _candidates(self, name: str) -> list[Pattern]:
-        """The rows with this name. Names that differ in numbers only are looked for once: there are 40,000 of them."""
+    def _candidates(self, name: str) -> tuple[list[DialectRow], dict[str, int]]:
+        """The rows of a name, and its numbers; names that differ only in numbers, up to 40,000, are looked up once."""
         template = _NUMBER.sub("{}", name)
         if template not in self._known:
-            self._known[template] = [found for found in self._patterns if found[0].fullmatch(name)]
-        return self._known[template]
+            self._known[template] = [pair for pair in self._patterns if pair[0].fullmatch(name)]
+        candidates = self._known[template]
+        match = candidates[0][0].fullmatch(name) if candidates else None
+        numbers = match.groupdict().items() if match else ()
+        return [row for _, row in candidates], {index: int(number) for index, number in numbers if number is not None}
 
-    def _chosen(self, found: list[Pattern], layer: int | None) -> DialectRow | None:
-        """The row among those of one name whose roles the layer holds."""
-        held = self.held.get(layer, frozenset())
-        return next((row for _, row in found if held.issuperset(row.roles)), None)
+    def _chosen(self, rows: Iterable[DialectRow], layer: int | None) -> DialectRow | None:
+        """The first row whose roles the layer has."""
+        present = self.roles_by_layer.get(layer, frozenset())
+        return next((row for row in rows if present.issuperset(row.roles)), None)
 
     def _count(self, dim: str) -> int:
         count = self.names.get(dim, 0)
         assert isinstance(count, int)
         return count
 
-    def _layers(self) -> range:
-        return range(self._count("layers"))
-
     def _problem(self, name: str, text: str) -> None:
         self.problems.setdefault(text, []).append(name)
 
-    def _add(self, spec: TensorSpec, name: str, found: list[Pattern], roles: dict[Where, Blocks]) -> None:
-        """Note the roles of one stored tensor, which may hold a layer or all of them."""
-        match = found[0][0].fullmatch(name)
-        assert match
-        at = {index: int(number) for index, number in match.groupdict().items() if number is not None}
-        stacked, layers = "{l}" in found[0][1].name and "l" not in at, self._layers()
+    def _add(self, spec: TensorSpec, rows: list[DialectRow], at: dict[str, int], roles: dict[Where, Blocks]) -> None:
+        """Add the roles of one stored tensor, which may have one layer or all of them."""
+        stacked, layers = "{l}" in rows[0].name and "l" not in at, range(self._count("layers"))
         if stacked and (not spec.shape or spec.shape[0] != len(layers)):
             text = f"has shape {spec.shape}, the first axis of which should count {len(layers)} layers"
             self._problem(spec.name, text)
-            self._wrong.update(_numbered(row.name, layer, at.get("e")) for layer in layers for _, row in found)
+            self._wrong.update(numbered(row.name, layer, at.get("e")) for layer in layers for row in rows)
             return
         shape = spec.shape[1:] if stacked else spec.shape
         size = TensorSpec("", shape, spec.dtype).size
         for layer in layers if stacked else [at.get("l")]:
-            row = self._chosen(found, layer)
+            row = self._chosen(rows, layer)
             if row is None or at.get("e", 0) >= max(1, self._count("experts")):
-                self._note_unplaced(spec.name, f"the config of {self.architecture} has no place for it")
+                self._note_unplaced(spec.name, f"a {self.architecture} of this config does not have it")
                 return
-            plain = _numbered(row.name, layer, at.get("e"))
+            plain = numbered(row.name, layer, at.get("e"))
             if plain in self.native:
-                self._problem(spec.name, f"stands for {plain}, which {self.native[plain].stored} holds as well")
+                self._problem(spec.name, f"is {plain}, which is also in {self.native[plain].stored}")
                 continue
             self.native[plain] = Native(spec.name, shape, spec.dtype, size * (layer or 0) if stacked else 0)
             self._undo(plain, row, shape, (layer, at.get("e")), roles)
 
-    def _undo(
-        self, name: str, row: DialectRow, shape: Shape, at: tuple[int | None, int | None], roles: dict[Where, Blocks]
-    ) -> None:
+    def _undo(self, name: str, row: DialectRow, shape: Shape, at: At, roles: dict[Where, Blocks]) -> None:
         shapes, expected, names = self._expected(row, shape)
         if expected != shape:
-            said = ", ".join(f"{role} {shapes[role]}" for role in row.roles)
+            parts = ", ".join(f"{role} {shapes[role]}" for role in row.roles)
             self._wrong.add(name)
-            self._problem(name, f"has shape {shape}, the config makes it {expected}: {row.expr} of {said}")
+            self._problem(name, f"has shape {shape}, the config gives {expected}: {row.expr} of {parts}")
             return
         for where, blocks in undo(row.expr, (whole(name, shape, shapes),), shapes, names, at, row.place).items():
             if where in roles:
-                self._problem(name, f"holds {where[0]}, which {roles[where][0].source} holds as well")
+                self._problem(name, f"contains {where[0]}, which is also in {roles[where][0].source}")
             roles[where] = blocks
 
     def _expected(self, row: DialectRow, shape: Shape) -> tuple[Mapping[str, Shape], Shape, Mapping[str, object]]:
-        """The shapes of a row's roles and of its tensor, and the names that its counts are computed from.
+        """The shapes of a row's roles and of its tensor, and the names for its counts.
 
-        Vocabularies are padded to what the checkpoint has, whatever multiple its writer was told.
+        Vocabularies are padded to the checkpoint's rows, whatever multiple its writer used.
         """
         key = id(row), shape[0] if shape and _pads(row.expr) else 0
         if key not in self._shapes:
@@ -229,45 +226,38 @@ class Speller:
             self._shapes[key] = shapes, row_shape(row.expr, shapes, names, row.place), names
         return self._shapes[key]
 
-    def spell(self, roles: Mapping[Where, Blocks]) -> dict[str, Spelled]:
-        """Return every tensor of the architecture that the roles make; ties are left to who reads the config."""
-        found: dict[str, Spelled] = {}
-        missing: dict[str, tuple[dict[str, None], dict[str, None]]] = {}  # row -> tensors of it, what lacks them
+    def translate(self, roles: Roles) -> dict[str, Translated]:
+        """Return every tensor of the architecture that the roles make; the caller resolves ties."""
+        tensors: dict[str, Translated] = {}
+        missing: dict[str, tuple[dict[str, None], dict[str, None]]] = {}  # row -> its tensors, tensors that need them
         tied = {tie.alias for tie in self.table.ties if tie.when.value(self.names)}
         for entry in self.entries:
-            for name, layer, number in entry.placed():
-                experts = range(self._count("experts")) if entry.row.stacks else (number,)
+            for name, layer, index in entry.placed():
+                experts = range(self._count("experts")) if entry.row.stacks else (index,)
                 lacking = [(role, e) for role in entry.roles for e in experts if (role, layer, e) not in roles]
                 if not lacking:
-                    self._lay(name, entry, (layer, number), roles, found)
+                    self._lay_out(name, entry, (layer, index), roles, tensors)
                 for role, expert in lacking if name not in tied else ():
                     row = self._home(role, layer)
                     homes, names = missing.setdefault(row, ({}, {}))
-                    homes[_numbered(row, layer, expert)] = names[name] = None
+                    homes[numbered(row, layer, expert)] = names[name] = None
         for homes, names in missing.values():
-            for home in (home for home in homes if home not in self._wrong):  # that its shape is wrong was told
-                self._problem(home, f"is missing; {folded(names)} would be made of it")
-        return found
+            for home in (home for home in homes if home not in self._wrong):  # its wrong shape is a problem already
+                self._problem(home, f"is missing; {folded(names)} needs it")
+        return tensors
 
     def _home(self, role: str, layer: int | None) -> str:
-        """The name of the row that would hold a role."""
-        held = self.held.get(layer, frozenset())
-        rows = [row for row in self.rows if role in row.roles and held.issuperset(row.roles)]
-        rows.sort(key=lambda row: not (row.written and held.issuperset(row.needs)))
+        """The name of the row for a role, preferably the one that is written."""
+        present = self.roles_by_layer.get(layer, frozenset())
+        rows = [row for row in self.rows if role in row.roles and present.issuperset(row.roles)]
+        rows.sort(key=lambda row: not (row.written and present.issuperset(row.needs)))
         return rows[0].name if rows else role
 
-    def _lay(
-        self,
-        name: str,
-        entry: Entry,
-        at: tuple[int | None, int | None],
-        roles: Mapping[Where, Blocks],
-        found: dict[str, Spelled],
-    ) -> None:
+    def _lay_out(self, name: str, entry: Entry, at: At, roles: Roles, tensors: dict[str, Translated]) -> None:
         assert entry.row.expr
-        expr = entry.row.expr
-        turned = isinstance(expr, Call) and expr.op == "transpose"
-        expr = expr.args[0] if turned and isinstance(expr, Call) else expr
+        expr, turned = entry.row.expr, False
+        if isinstance(expr, Call) and expr.op == "transpose":
+            expr, turned = expr.args[0], True
         try:
             blocks = roles[expr.name, *at] if isinstance(expr, Ref) else lay_out(expr, roles, at, self.names, Rank())
         except Refusal as refusal:
@@ -275,19 +265,12 @@ class Speller:
             return
         dtypes = {self.native[block.source].dtype for block in blocks}
         if len(dtypes) > 1:
-            self._problem(name, f"its parts are {' and '.join(sorted(dtypes))}; save them alike")
-        found[name] = Spelled(TensorSpec(name, entry.shape, min(dtypes)), blocks, turned)
-
-    def told(self) -> list[str]:
-        """The problems, a line each: names folded, what is wrong, what to do."""
-        return [f"{folded(dict.fromkeys(names))}: {text}" for text, names in self.problems.items()]
+            self._problem(name, f"its parts are {' and '.join(sorted(dtypes))}; save them in one dtype")
+        tensors[name] = Translated(TensorSpec(name, entry.shape, min(dtypes)), blocks, turned)
 
 
-def speller(dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, int]) -> Speller:
-    """Return the speller of one checkpoint.
-
-    config: Hugging Face's.  dims: of the dialect, as the checkpoint's own configuration has them.
-    """
+def translator(dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, int]) -> Translator:
+    """Return the translator of a checkpoint; `config` is Hugging Face's, `dims` of the dialect, from its own config."""
     architecture = architecture_of(config)
     table = load_arch(architecture)
     if table is None or architecture not in dialect.architectures:
@@ -295,58 +278,42 @@ def speller(dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, i
             f"{dialect.file.name} has no layout for {architecture}; {nearest(architecture, dialect.architectures)}"
         )
     lacking = sorted(dialect.dims.keys() - dims.keys())
-    assert not lacking, f"the reader gives {lacking}"
+    assert not lacking, f"the reader does not give {lacking}"
     names = {**table.names(config), **dims}
-    sane(table, names)
-    return Speller(dialect, table, architecture, names)
+    check_counts(table, names)
+    return Translator(dialect, table, architecture, names)
 
 
-def spelled(
+def translate(
     dialect: Dialect,
     config: Mapping[str, object],
     dims: Mapping[str, int],
     specs: Iterable[TensorSpec],
     where: str,
     objects: Mapping[str, str] | None = None,
-) -> tuple[dict[str, Spelled], Speller]:
-    """Return the tensors of a checkpoint in Hugging Face's names, and the speller; SourceError lists all problems.
+) -> tuple[dict[str, Translated], Translator]:
+    """Return the tensors of a checkpoint by Hugging Face's names, and its translator; SourceError lists all problems.
 
-    objects: what lies among the tensors and is none of the model's, with the module that it is the state of.
+    objects: objects among the tensors that are not the model's, with the module whose state they are.
     """
-    made = speller(dialect, config, dims)
-    made.note_objects(objects or {})
-    tensors = made.spell(made.take(specs))
-    if made.problems:
-        counted = f"{len(made.problems)} problem{'s' if len(made.problems) > 1 else ''}"
-        raise SourceError("\n  ".join([f"{where} is no {made.architecture} of this config: {counted}", *made.told()]))
-    return tensors, made
-
-
-def held_roles(entries: Iterable[Entry], layers: int) -> dict[int | None, frozenset[str]]:
-    """The roles of each layer, and of the model (None)."""
-    found: dict[int | None, set[str]] = {layer: set() for layer in (None, *range(layers))}
-    for entry in entries:
-        every = (None,) if "l" not in entry.row.index else range(layers) if entry.layers is None else entry.layers
-        for layer in every:
-            found[layer].update(entry.roles)
-    return {layer: frozenset(roles) for layer, roles in found.items()}
-
-
-def _numbered(name: str, layer: int | None, expert: int | None) -> str:
-    """A row's name with the numbers of its indices."""
-    if layer is not None:
-        name = name.replace("{l}", str(layer))
-    return name if expert is None else name.replace("{e}", str(expert))
+    translation = translator(dialect, config, dims)
+    translation.note_objects(objects or {})
+    tensors = translation.translate(translation.locate(specs))
+    if translation.problems:
+        lines = [f"{folded(dict.fromkeys(names))}: {text}" for text, names in translation.problems.items()]
+        head = f"{where} is not a {translation.architecture} of this config: {number(len(lines), 'problem')}"
+        raise SourceError("\n  ".join([head, *lines]))
+    return tensors, translation
 
 
 def row_pattern(name: str) -> re.Pattern[str]:
-    """A row's name as a pattern; the layer may be left out, where a leading axis stands for it."""
-    parts = [f"(?P<{part}>{_DIGITS})" if at % 2 else re.escape(part) for at, part in enumerate(_INDEX.split(name))]
+    """A row's name as a pattern; the layer is optional, for tensors with a leading axis of layers."""
+    parts = [f"(?P<{part}>{_DIGITS})" if at % 2 else re.escape(part) for at, part in enumerate(INDEX.split(name))]
     return re.compile("".join(parts).replace(rf"(?P<l>{_DIGITS})\.", rf"(?:(?P<l>{_DIGITS})\.)?"))
 
 
 def ignored_pattern(name: str) -> re.Pattern[str]:
-    """A name under [ignore] as a pattern: `mtp.*` is all that lies below `mtp`."""
+    """A name under [ignore] as a pattern: `mtp.*` is everything below `mtp`."""
     stem = name.removesuffix(".*")
     return row_pattern(name) if stem == name else re.compile(row_pattern(stem).pattern + r"\..+")
 

@@ -1,4 +1,4 @@
-"""Parses the right side of rows and dims: Python's expression syntax against a white list, which is never `eval`ed.
+"""Parse the expressions of rows and dims: Python syntax, never evaluated.
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
 formula = names, numbers, lists, + - * // %, comparisons, `in`, and / or / not, functions      head_dim or hidden
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from bridge.errors import PlanError, nearest
-from bridge.tables.files import Place
-from bridge.tables.ops import OPS
+from bridge.core.errors import PlanError
+from bridge.core.mappings import Place
+from bridge.core.text import nearest
+from bridge.tables.expressions.ops import OPS, Op
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -24,9 +24,10 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-MOST = 1 << 16  # that a formula counts to
-LONGEST, DEEPEST = 4096, 48  # characters, and nodes within each other, of an expression: what walks one calls itself
-_FUNCTIONS = {"len": 1, "range": 1, "sliding": 2}  # and how many arguments each takes
+MAX_COUNT = 1 << 16  # the largest number that a formula counts to
+MAX_LENGTH = 4096  # characters of an expression
+MAX_DEPTH = 48  # nested nodes of an expression, which is walked by recursion
+_FUNCTIONS = {"len": 1, "range": 1, "sliding": 2}  # name -> number of arguments
 _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -35,24 +36,9 @@ _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 }
 
 
-class Spelling(Protocol):
-    """How an op is written: its name, how many inputs it takes, the counts it is told, and whether it may not be."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def least(self) -> int: ...
-    @property
-    def most(self) -> int | None: ...
-    @property
-    def counts(self) -> tuple[str, ...]: ...
-    @property
-    def optional(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Formula:
-    """A number or condition over dims and config fields; equal when it reads the same."""
+    """A number or condition over dims and config fields; equal if the text is."""
 
     text: str
     tree: ast.expr = field(compare=False, repr=False)
@@ -62,30 +48,31 @@ class Formula:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name the formula mentions."""
+        """All names in the formula."""
         called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         return frozenset(n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and n not in called)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The names it cannot do without: one that stands before an `or` may be missing."""
+        """The names that it requires: one before an `or` may be missing."""
         return frozenset(_needs(self.tree))
 
     def value(self, names: Mapping[str, object]) -> object:
-        """Compute the formula; PlanError when a config field is null or has the wrong type."""
+        """Compute the formula; PlanError if a config field is null or has the wrong type."""
         return _value(self.tree, names, self.text)
 
     def count(self, names: Mapping[str, object]) -> int:
-        """Compute the formula and insist on an integer."""
+        """Compute the formula; PlanError if it is not an integer."""
         value = self.value(names)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise PlanError(f"`{self.text}` must be a whole number, it is {value!r}; {_given(self, names)}")
+            given = ", ".join(f"{name} = {names.get(name)!r}" for name in sorted(self.names))
+            raise PlanError(f"`{self.text}` must be a whole number, it is {value!r}; given {given}")
         return value
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A role: what a tensor means."""
+    """A role."""
 
     name: str
 
@@ -95,7 +82,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Call:
-    """An op over expressions, told counts."""
+    """An op over expressions, with counts."""
 
     op: str
     args: tuple[Expr, ...]
@@ -113,11 +100,6 @@ def roles_in(expr: Expr) -> tuple[str, ...]:
     return (expr.name,) if isinstance(expr, Ref) else tuple(r for arg in expr.args for r in roles_in(arg))
 
 
-def ops_in(expr: Expr) -> frozenset[str]:
-    """Return the ops of `expr`."""
-    return frozenset() if isinstance(expr, Ref) else frozenset({expr.op}).union(*map(ops_in, expr.args))
-
-
 def formulas_in(expr: Expr) -> tuple[Formula, ...]:
     """Return the formulas of all counts in `expr`."""
     if isinstance(expr, Ref):
@@ -126,9 +108,9 @@ def formulas_in(expr: Expr) -> tuple[Formula, ...]:
 
 
 def parse_row(
-    text: str, place: Place, roles: Container[str], dims: Container[str], ops: Mapping[str, Spelling] = OPS
+    text: str, place: Place, roles: Collection[str], dims: Collection[str], ops: Mapping[str, Op] = OPS
 ) -> Expr:
-    """Parse the value of a row over `ops`; TableError names what is unknown and what is near.
+    """Parse the value of a row over `ops`; TableError names an unknown word and the nearest known one.
 
     >>> str(parse_row("transpose(mlp.fc1.weight)", Place("x.toml", 1, "..."), ["mlp.fc1.weight"], []))
     'transpose(mlp.fc1.weight)'
@@ -136,36 +118,34 @@ def parse_row(
     return _row(_parse(text, place), place, roles, dims, ops)
 
 
-def parse_formula(text: str, place: Place, names: Container[str] | None = None) -> Formula:
-    """Parse a dim or condition; `names` are the names it may use (None: any)."""
+def parse_formula(text: str, place: Place, names: Collection[str] | None = None) -> Formula:
+    """Parse a dim or condition that may use `names` (None: any)."""
     return _formula(_parse(text, place), place, names)
 
 
-def parse_shape(text: str, place: Place, names: Container[str]) -> tuple[Formula, ...]:
+def parse_shape(text: str, place: Place, names: Collection[str]) -> tuple[Formula, ...]:
     """Parse the shape of a role: formulas with commas between them."""
     tree = _parse(text, place)
     return tuple(_formula(node, place, names) for node in (tree.elts if isinstance(tree, ast.Tuple) else [tree]))
 
 
 def _parse(text: str, place: Place) -> ast.expr:
-    if len(text) > LONGEST:
-        raise place.error(f"an expression of {len(text)} characters; at most {LONGEST} are read")
+    if len(text) > MAX_LENGTH:
+        raise place.error(f"an expression of {len(text)} characters; at most {MAX_LENGTH} are supported")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
         raise place.error(f"`{text}` is not an expression: {why}") from error
     level: list[ast.AST] = [tree]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [inner for node in level for inner in ast.iter_child_nodes(node)]
     if level:
-        raise place.error(f"`{text}` is nested more than {DEEPEST} deep")
+        raise place.error(f"`{text}` is nested more than {MAX_DEPTH} deep")
     return tree
 
 
-def _row(
-    node: ast.expr, place: Place, roles: Container[str], dims: Container[str], ops: Mapping[str, Spelling]
-) -> Expr:
+def _row(node: ast.expr, place: Place, roles: Collection[str], dims: Collection[str], ops: Mapping[str, Op]) -> Expr:
     if isinstance(node, ast.Attribute | ast.Name):
         name = ast.unparse(node)
         if name not in roles:
@@ -177,8 +157,8 @@ def _row(
     if op is None:
         raise place.error(f"op `{node.func.id}` is unknown", hint=nearest(node.func.id, ops))
     if not op.least <= len(node.args) <= (op.most or len(node.args)):
-        wants = f"{op.least}" if op.least == op.most else f"{op.least} or more"
-        raise place.error(f"`{op.name}` takes {wants} inputs, not {len(node.args)}")
+        inputs = f"{op.least}" if op.least == op.most else f"{op.least} or more"
+        raise place.error(f"`{op.name}` takes {inputs} inputs, not {len(node.args)}")
     counts = {str(keyword.arg): _formula(keyword.value, place, dims) for keyword in node.keywords}
     for key in counts:
         if key not in op.counts:
@@ -186,26 +166,24 @@ def _row(
             raise place.error(f"`{op.name}` has no count `{key}`", hint=takes)
     if counts.keys() != set(op.counts) and not (op.optional and not counts):
         missing = ", ".join(k for k in op.counts if k not in counts)
-        raise place.error(f"`{op.name}` must be told {missing}", hint=f"{op.name}(..., {missing.split(', ')[0]}=...)")
+        raise place.error(f"`{op.name}` needs {missing}", hint=f"{op.name}(..., {missing.split(', ')[0]}=...)")
     args = tuple(_row(arg, place, roles, dims, ops) for arg in node.args)
     return Call(op.name, args, tuple(counts.items()))
 
 
-def _near(name: str, known: Container[str]) -> str:
-    """Name roles of the same stem only: the whole vocabulary would drown the message."""
-    names = list(known) if isinstance(known, Mapping | list | tuple | set | frozenset) else []
+def _near(name: str, known: Collection[str]) -> str:
+    """The known roles of the same stem: the whole vocabulary is too long for a message."""
     stem = name.split(".")[0]
-    return nearest(name, [n for n in names if n.split(".")[0] == stem] or names)
+    return nearest(name, [n for n in known if n.split(".")[0] == stem] or known)
 
 
-def _formula(node: ast.expr, place: Place, names: Container[str] | None) -> Formula:
+def _formula(node: ast.expr, place: Place, names: Collection[str] | None) -> Formula:
     text = ast.unparse(node)
     _allow(node, text, place)
     formula = Formula(text, node)
     for name in sorted(formula.names):
         if names is not None and name not in names:
-            known = list(names) if isinstance(names, Mapping | list | tuple | set | frozenset) else []
-            raise place.error(f"`{name}` is neither a dim nor a field under [config]", hint=nearest(name, known))
+            raise place.error(f"`{name}` is neither a dim nor a field under [config]", hint=nearest(name, names))
     return formula
 
 
@@ -236,9 +214,7 @@ def _allow(node: ast.expr, text: str, place: Place) -> None:
             parts = [node.operand]
         case ast.BoolOp():
             parts = node.values
-        case ast.Compare(ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
-            parts = [node.left, *node.comparators]
-        case ast.Compare(ops=[op]) if type(op) in _ORDER:
+        case ast.Compare(ops=[op]) if isinstance(op, ast.Eq | ast.NotEq | ast.In | ast.NotIn) or type(op) in _ORDER:
             parts = [node.left, *node.comparators]
         case ast.List():
             parts = node.elts
@@ -283,15 +259,15 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
         case ast.Call(func=ast.Name(id="sliding"), args=[count, argument]):
             return _sliding(_integer(count, names, text), _value(argument, names, text), text)
         case ast.Call(args=[argument]):
-            found = _value(argument, names, text)
-            if isinstance(found, Mapping | list | tuple):
-                return len(found)
-            raise PlanError(f"`{text}` needs a list, the config has {ast.unparse(argument)} = {found!r}")
+            items = _value(argument, names, text)
+            if isinstance(items, Mapping | list | tuple):
+                return len(items)
+            raise PlanError(f"`{text}` needs a list, the config has {ast.unparse(argument)} = {items!r}")
     raise AssertionError(f"not on the white list: {ast.dump(node)}")
 
 
 def _sliding(layers: int, pattern: object, text: str) -> list[str]:
-    """The kinds of all layers as transformers calls them: some that see a window, then some that see everything."""
+    """The kinds of all layers in transformers' words: `local` layers with a window, then `full` ones, repeated."""
     match pattern:
         case [int() as local, int() as full] if local >= 0 and full >= 0 and local + full:
             kinds = ("sliding" if layer % (local + full) < local else "full" for layer in range(_few(layers, text)))
@@ -300,9 +276,9 @@ def _sliding(layers: int, pattern: object, text: str) -> list[str]:
 
 
 def _few(count: int, text: str) -> int:
-    """Refuse to count to what a config may claim: no model has so many layers or experts."""
-    if count > MOST:
-        raise PlanError(f"`{text}` counts to {count}; at most {MOST} are supported")
+    """Refuse counts of layers or experts that no model has."""
+    if count > MAX_COUNT:
+        raise PlanError(f"`{text}` counts to {count}; at most {MAX_COUNT} are supported")
     return count
 
 
@@ -322,7 +298,3 @@ def _integer(node: ast.expr, names: Mapping[str, object], text: str) -> int:
     if not isinstance(value, int):
         raise PlanError(f"`{text}` needs a whole number, the config has {ast.unparse(node)} = {value!r}")
     return value
-
-
-def _given(formula: Formula, names: Mapping[str, object]) -> str:
-    return "given " + ", ".join(f"{name} = {names.get(name)!r}" for name in sorted(formula.names))

@@ -1,40 +1,39 @@
-"""The closed set of ops between a role's normal form and a dialect's tensor; they list rectangles, never read a weight.
+"""The closed set of ops between roles and a dialect's tensors.
 
-An op is told counts (`groups=kv_heads`), never sizes. Its four faces: the shape of what it makes, what it makes of its
-inputs, how that is undone, and what it does to amax (`bridge.tables.lifts`). What it cannot do raises `Refusal`, which
-the caller turns into a TableError that shows the row. Three ops say how ranks share a tensor: `column`, `row`, `vocab`.
+An op gets counts (`groups=kv_heads`), never sizes. It has three functions: the shape of its result, the rectangles of
+its result, and the inverse of that. `Refusal` says what it cannot do; the caller turns it into a TableError that shows
+the row. Three ops say how ranks share a tensor: `column`, `row`, `vocab`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bridge.tables import lifts
-from bridge.tables.lifts import Counts, Lift
-from bridge.tables.rectangles import Block, Blocks, Refusal, Shape, between, height, joined, length, split
+from bridge.tables.expressions.regions import Block, Blocks, Refusal, Shape, between, height, joined, length, split
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a row is evaluated for: rank `number` of `count`; vocabularies are padded to a multiple of `vocab` first."""
+    """Rank `number` of `count`; vocabularies are padded to a multiple of `vocab` first."""
 
     number: int = 0
     count: int = 1
     vocab: int = 1
 
 
-MOST_ROWS = 1000  # that are rectangles of their own: groups of heads are fewer, and each would cost as much as a tensor
+MAX_ROWS = 1000  # rows that are rectangles of their own: groups of heads are fewer, and each costs as much as a tensor
 
+Counts = Mapping[str, int]
 Measure = Callable[[Sequence[Shape], Counts], Shape]
 Make = Callable[[list[Blocks], Counts, Rank], Blocks]
-# The inputs of a tensor, from the shapes that they have; ranks were joined before.
+# The inputs of a tensor, given their shapes; ranks were joined before.
 Undo = Callable[[Blocks, Sequence[Shape], Counts], list[Blocks]]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op: how many inputs it takes (`most` None: any number), which counts it must be told, and its four faces."""
+    """One op: number of inputs (`most` None: no limit), names of its counts, and its three functions."""
 
     name: str
     least: int
@@ -43,7 +42,6 @@ class Op:
     shape: Measure
     make: Make
     undo: Undo
-    lift: Lift
     optional: bool = False  # the counts may be left out, all together
 
 
@@ -53,7 +51,7 @@ class Op:
 def _concat_shape(shapes: Sequence[Shape], counts: Counts, name: str = "concat") -> Shape:
     for at, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:] or not shape:
-            raise Refusal(f"`{name}` cannot join {shape} to {shapes[0]}: they differ behind the first axis", at)
+            raise Refusal(f"`{name}` cannot join {shape} to {shapes[0]}: they differ after the first axis", at)
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
@@ -76,10 +74,10 @@ def _interleave_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
 
 def _interleave(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
     groups = counts["groups"]
-    if one := _turns(inputs, groups) or _halves(inputs, groups):
+    if one := _alternating(inputs, groups) or _halves(inputs, groups):
         return (one,)
-    if groups > MOST_ROWS and all(height(blocks) == groups for blocks in inputs):
-        raise Refusal(f"`interleave` would take {groups} rows of several tensors one by one; they must lie in one")
+    if groups > MAX_ROWS and all(height(blocks) == groups for blocks in inputs):
+        raise Refusal(f"`interleave` would take {groups} single rows of several tensors; they must be in one tensor")
     parts = [split(blocks, [_groups(height(blocks), groups, at)] * groups) for at, blocks in enumerate(inputs)]
     return tuple(block for group in zip(*parts, strict=True) for blocks in group for block in blocks)
 
@@ -93,8 +91,8 @@ def _grouped(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Bl
     return [joined(tuple(block for part in parts[at::count] for block in part)) for at in range(count)]
 
 
-def _turns(inputs: list[Blocks], groups: int) -> Block | None:
-    """The rectangle whose rows the inputs took in turns, one by one, if that is where they come from."""
+def _alternating(inputs: list[Blocks], groups: int) -> Block | None:
+    """The rectangle whose rows alternate between the inputs, if there is one."""
     first, count = inputs[0][0], len(inputs)
     begin, end = first.rows
     if first.step != count or first.shape[0] != groups:
@@ -105,10 +103,7 @@ def _turns(inputs: list[Blocks], groups: int) -> Block | None:
 
 
 def _halves(inputs: list[Blocks], groups: int) -> Block | None:
-    """The rectangle whose halves are the two inputs, in the order of its rows where these take turns.
-
-    That is the order of RoPE's pairs, in a head as large.
-    """
+    """The rectangle whose halves are the two inputs, in the order of RoPE's pairs: their rows alternate."""
     first, last = inputs[0][0], inputs[-1][-1]
     whole = replace(first, rows=(first.rows[0], last.rows[1]))
     if [len(blocks) for blocks in inputs] != [1, 1] or not first.continues(last) or first.shape[0] != groups:
@@ -147,7 +142,7 @@ def _transpose(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
     (blocks,) = inputs
     block = blocks[0]
     if len(blocks) != 1 or not block.cols or block.step > 1:
-        raise Refusal("`transpose` takes one matrix that lies in one piece", 0)
+        raise Refusal("`transpose` takes one contiguous matrix", 0)
     return (replace(block, rows=block.cols, cols=block.rows, transposed=not block.transposed),)
 
 
@@ -155,7 +150,7 @@ def _transposed(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list
     return [_transpose([blocks], counts, Rank())]
 
 
-# rope: rows of a head from rotate-half order (pairs lie half a head apart) to interleaved order (pairs side by side)
+# rope: rows of a head from rotate-half order (pairs are half a head apart) to interleaved order (pairs are adjacent)
 
 
 def _rope_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
@@ -180,13 +175,13 @@ def _head(rows: int, counts: Counts) -> int:
 
 
 def _reordered(blocks: Blocks, rows: int) -> Blocks:
-    found = []
+    out = []
     for block in blocks:
         whole = block.shape[0] % rows == block.rows[0] % rows == 0 and block.step == 1
         if not whole or block.transposed or block.rope not in (0, -rows):
-            raise Refusal("`rope` takes rows of whole heads that lie as their tensor has them", 0)
-        found.append(replace(block, rope=0 if block.rope else rows))
-    return tuple(found)
+            raise Refusal("`rope` takes rows of whole heads in the order of their tensor", 0)
+        out.append(replace(block, rope=0 if block.rope else rows))
+    return tuple(out)
 
 
 # pad: zero rows up to a multiple (padded vocabularies)
@@ -211,14 +206,14 @@ def _padded(rows: int, counts: Counts) -> int:
 
 
 def _filled(blocks: Blocks, rows: int) -> Blocks:
-    """The blocks and as many rows of zeros as are lacking."""
+    """The blocks, then zeros up to `rows`."""
     lacking = rows - height(blocks)
     zeros = replace(blocks[0], source="", rows=(0, lacking), transposed=False, module="", shift=0, rope=0)
     return joined((*blocks, zeros))
 
 
 def multiple(value: int, of: int) -> int:
-    """The least multiple of `of` that is not below `value`."""
+    """Round `value` up to a multiple of `of`."""
     return -(-value // of) * of
 
 
@@ -233,7 +228,7 @@ def _unshifted(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[
     return [tuple(replace(block, shift=block.shift - counts["by"]) for block in blocks)]
 
 
-# column: ranks share it along `out`; told `heads`, between heads, which several hold where there are fewer than ranks
+# column: ranks share it along `out`; with `heads`, between heads, each on several ranks if there are more ranks
 
 
 def _column_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
@@ -246,20 +241,17 @@ def _column(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
     rows = height(blocks)
     pieces = _heads("column", rows, counts) or rank.count
     what = f"{pieces} heads" if "heads" in counts else f"out = {rows}"
-    if rows % pieces:
+    if pieces < rank.count and rank.count % pieces:
+        raise Refusal(f"tp={rank.count} is not a multiple of the {what} that the ranks would have to repeat")
+    parts = min(pieces, rank.count)
+    if rows % pieces or pieces % parts:
         raise Refusal(f"{what} cannot be shared evenly by tp={rank.count} ranks")
-    if pieces < rank.count:
-        if rank.count % pieces:
-            raise Refusal(f"tp={rank.count} is no multiple of the {what} that the ranks would have to repeat")
-        held = rank.number * pieces // rank.count
-        return between(blocks, (held * rows // pieces, (held + 1) * rows // pieces))
-    if pieces % rank.count:
-        raise Refusal(f"{what} cannot be shared evenly by tp={rank.count} ranks")
-    return between(blocks, (rank.number * rows // rank.count, (rank.number + 1) * rows // rank.count))
+    part = rank.number * parts // rank.count
+    return between(blocks, (part * rows // parts, (part + 1) * rows // parts))
 
 
 def _heads(name: str, extent: int, counts: Counts) -> int:
-    """The heads that an axis is told to have; 0 where it is told none."""
+    """The number of heads of an axis, 0 if it is not given."""
     heads = counts.get("heads")
     if heads is None:
         return 0
@@ -268,7 +260,7 @@ def _heads(name: str, extent: int, counts: Counts) -> int:
     return heads
 
 
-# row: ranks share it along `in`; told `heads`, between heads
+# row: ranks share it along `in`; with `heads`, between heads
 
 
 def _row_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
@@ -279,7 +271,7 @@ def _row_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
 
 
 def _row(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
-    made = []
+    shares = []
     for block in inputs[0]:
         if not block.cols:
             raise Refusal("`row` needs a matrix, not a vector", 0)
@@ -288,11 +280,11 @@ def _row(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
             what = f"{counts['heads']} heads" if "heads" in counts else f"in = {width}"
             raise Refusal(f"{what} cannot be shared evenly by tp={rank.count} ranks")
         share = width // rank.count
-        made.append(replace(block, cols=(first + rank.number * share, first + (rank.number + 1) * share)))
-    return tuple(made)
+        shares.append(replace(block, cols=(first + rank.number * share, first + (rank.number + 1) * share)))
+    return tuple(shares)
 
 
-# vocab: padded with rows of zeros to a multiple of `Rank.vocab`, then of the ranks, which share it along `out`
+# vocab: padded with zero rows to a multiple of `Rank.vocab`, then of the ranks, which share it along `out`
 
 
 def _vocab(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
@@ -308,22 +300,20 @@ def _same(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Block
     return [blocks]
 
 
-def _named(*ops: Op) -> dict[str, Op]:
-    return {op.name: op for op in ops}
-
-
-OPS = _named(
-    Op("concat", 2, None, (), _concat_shape, _concat, _apart, lifts.concat),
-    Op("interleave", 2, None, ("groups",), _interleave_shape, _interleave, _grouped, lifts.interleave),
-    Op("stack", 1, 1, ("experts",), _stack_shape, _concat, _apart, lifts.stack),
-    Op("transpose", 1, 1, (), _transpose_shape, _transpose, _transposed, lifts.transpose),
-    Op("rope", 1, 1, ("heads",), _rope_shape, _rope, _unroped, lifts.rope),
-    Op("pad", 1, 1, ("multiple",), _pad_shape, _pad, _unpadded, lifts.pad),
-    Op("shift", 1, 1, ("by",), _same_shape, _shift, _unshifted, lifts.shift),
+_COMMON = (
+    Op("concat", 2, None, (), _concat_shape, _concat, _apart),
+    Op("interleave", 2, None, ("groups",), _interleave_shape, _interleave, _grouped),
+    Op("stack", 1, 1, ("experts",), _stack_shape, _concat, _apart),
+    Op("transpose", 1, 1, (), _transpose_shape, _transpose, _transposed),
+    Op("rope", 1, 1, ("heads",), _rope_shape, _rope, _unroped),
+    Op("pad", 1, 1, ("multiple",), _pad_shape, _pad, _unpadded),
+    Op("shift", 1, 1, ("by",), _same_shape, _shift, _unshifted),
 )
-# And of dialects: a checkpoint of Hugging Face is not cut for ranks.
-ALL = OPS | _named(
-    Op("column", 1, 1, ("heads",), _column_shape, _column, _same, lifts.same, optional=True),
-    Op("row", 1, 1, ("heads",), _row_shape, _row, _same, lifts.same, optional=True),
-    Op("vocab", 1, 1, (), _same_shape, _vocab, _unpadded, lifts.same),
+# For dialects only: a Hugging Face checkpoint is not cut for ranks.
+_OF_RANKS = (
+    Op("column", 1, 1, ("heads",), _column_shape, _column, _same, optional=True),
+    Op("row", 1, 1, ("heads",), _row_shape, _row, _same, optional=True),
+    Op("vocab", 1, 1, (), _same_shape, _vocab, _unpadded),
 )
+OPS = {op.name: op for op in _COMMON}
+ALL = OPS | {op.name: op for op in _OF_RANKS}

@@ -1,4 +1,4 @@
-"""Rectangles of tensors under each other: how they are cut and joined; must never know an op or a name."""
+"""Rectangles of tensors: how they are cut and joined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.values import Slice, TensorSpec
+from bridge.core.values import Slice, TensorSpec
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 
 class Refusal(ValueError):
-    """Rectangles cannot be cut or put together so; `at` is the input of an op that it is about, when one is."""
+    """Rectangles cannot be cut or joined in this way; `at` is the number of the op's input that causes it."""
 
     def __init__(self, what: str, at: int | None = None) -> None:
         super().__init__(what)
@@ -27,10 +27,10 @@ class Refusal(ValueError):
 class Block:
     """Rows and columns of a source tensor seen as [out, in]; `cols` is None for a vector, `source` "" for zeros.
 
-    A tensor of three axes or more is seen as a matrix of its last one. `shift` is added to its values to get the
-    role's. `rope`: stored rows of one head, where heads are reordered: > 0 from halves to pairs side by side, < 0 back;
-    of a turned block they are columns. `step`: one row in so many is taken, where those of several roles take turns.
-    A vector may lie in a matrix, whose values are then counted one after the other.
+    A tensor of three axes or more is seen as a matrix whose columns are its last axis. `shift` is added to its values
+    to get the role's. `rope`: stored rows of one head, if heads are reordered: > 0 from halves to adjacent pairs, < 0
+    back; of a transposed block they are columns. `step`: every `step`-th row is taken, if rows of several roles
+    alternate. A vector may lie in a matrix, whose values are then counted in row-major order.
     """
 
     source: str
@@ -47,24 +47,24 @@ class Block:
         return (-(-length(self.rows) // self.step), *((length(self.cols),) if self.cols else ()))
 
     def cut(self, rows: Span) -> Block:
-        """The block's rows `rows`, counted from its first."""
+        """Rows `rows` of the block."""
         if self.rope and not self.transposed and any(row % abs(self.rope) for row in rows):
             raise Refusal(f"rows {rows[0]} to {rows[1]} would cut through a head of {abs(self.rope)} reordered rows")
-        first, step = self.rows[0], self.step  # `replace` takes three times as long, and there are a hundred thousand
+        first, step = self.rows[0], self.step  # `replace` takes three times as long, and there are 100,000 blocks
         rows = first + rows[0] * step, first + (rows[1] - 1) * step + 1
         return Block(self.source, rows, self.cols, self.module, self.transposed, self.shift, self.rope, step)
 
     def continues(self, block: Block) -> bool:
-        """True where `block` is what comes next in the same tensor."""
+        """Whether `block` comes next in the same tensor."""
         follows = self.source and self.rows[1] + self.step - 1 == block.rows[0]
         return bool(follows) and replace(self, rows=block.rows) == block
 
     def slice(self, spec: TensorSpec | None) -> Slice:
-        """The same in the stored axes of `spec` (None for zeros); whole axes are not cut."""
+        """The block in the stored axes of `spec` (None for zeros); whole axes are not cut."""
         if spec is None:
             return Slice("", self.rows, self.cols or (0, 1))
         if self.rope and self.transposed:
-            raise Refusal("rows in another order are not turned while they are written")
+            raise Refusal("reordered rows cannot be transposed while they are written")
         block, expert, extents = self, None, spec.shape
         if not self.cols and len(extents) == 2:
             block = self._in_row(extents[1])
@@ -78,25 +78,17 @@ class Block:
         if expert is not None:
             rows = rows[0] - expert * extents[0], rows[1] - expert * extents[0]
         ends = [(0, extent) for extent in (*extents, 1)]
-        return Slice(
-            self.source,
-            None if rows == ends[0] else rows,
-            None if cols == ends[1] else cols,
-            self.module,
-            block.transposed,
-            self.rope,
-            expert,
-            self.step,
-        )
+        parts = None if rows == ends[0] else rows, None if cols == ends[1] else cols
+        return Slice(self.source, *parts, self.module, block.transposed, self.rope, expert, self.step)
 
     def _in_row(self, width: int) -> Block:
-        """A vector that lies in a matrix `width` wide: its whole rows, or a part of one row, turned."""
+        """A vector in a matrix of `width` columns: whole rows, or a part of one row, transposed."""
         begin, end = self.rows
         if begin % width == end % width == 0:
             return replace(self, rows=(begin // width, end // width), cols=(0, width))
         row = begin // width
         if end > (row + 1) * width:
-            raise Refusal(f"a vector of {end - begin} values would lie in several rows of {width}")
+            raise Refusal(f"a vector of {end - begin} values would cross rows of {width}")
         return replace(self, rows=(begin - row * width, end - row * width), cols=(row, row + 1), transposed=True)
 
 
@@ -104,11 +96,11 @@ Blocks = tuple[Block, ...]
 
 
 def _expert(begin: int, end: int, experts: int, height: int) -> int | None:
-    """Which of stacked matrices rows lie in, None for all of them."""
+    """The stacked matrix that contains the rows, None for all of them."""
     if (begin, end) == (0, experts * height):
         return None
     if end > (begin // height + 1) * height:
-        raise Refusal(f"rows {begin} to {end} of stacked matrices of {height} rows lie in several of them")
+        raise Refusal(f"rows {begin} to {end} of stacked matrices of {height} rows are in several of them")
     return begin // height
 
 
@@ -117,54 +109,47 @@ def length(span: Span) -> int:
 
 
 def height(blocks: Blocks) -> int:
-    """Rows of the matrix that `blocks` make under each other."""
+    """The number of rows of stacked blocks."""
     return sum(block.shape[0] for block in blocks)
 
 
 def between(blocks: Blocks, rows: Span) -> Blocks:
-    """Rows `rows` of the matrix that `blocks` make under each other."""
-    found, begin = [], 0
-    for block in blocks:
-        rest = block.shape[0]
-        a, b = max(rows[0] - begin, 0), min(rows[1] - begin, rest)
-        if a < b:
-            found.append(block if (a, b) == (0, rest) else block.cut((a, b)))
-        begin += rest
-    return tuple(found)
+    """Rows `rows` of stacked blocks."""
+    return split(blocks, (rows[0], length(rows)))[1]
 
 
 def split(blocks: Blocks, heights: Iterable[int]) -> list[Blocks]:
-    """The matrix that `blocks` make under each other, cut into parts of so many rows, one after the other."""
-    found: list[Blocks] = []
-    at, used = 0, 0  # the block, and how many of its rows were given away
-    for wanted in heights:
+    """Stacked blocks cut into consecutive parts of the given heights."""
+    parts: list[Blocks] = []
+    at, used = 0, 0  # the block, and how many of its rows are used
+    for left in heights:
         part: list[Block] = []
-        while wanted:
+        while left:
             block = blocks[at]
             rows = block.shape[0]
-            taken = min(wanted, rows - used)
+            taken = min(left, rows - used)
             part.append(block if taken == rows else block.cut((used, used + taken)))
-            wanted, used = wanted - taken, used + taken
+            left, used = left - taken, used + taken
             if used == rows:
                 at, used = at + 1, 0
-        found.append(tuple(part))
-    return found
+        parts.append(tuple(part))
+    return parts
 
 
 def joined(blocks: Blocks) -> Blocks:
-    """Put blocks that continue each other in the same tensor together, and leave out empty ones."""
-    found: list[Block] = []
+    """Merge blocks that continue each other in the same tensor, and drop empty ones."""
+    merged: list[Block] = []
     for block in blocks:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and last.continues(block):
-            found[-1] = replace(last, rows=(last.rows[0], block.rows[1]))
+            merged[-1] = replace(last, rows=(last.rows[0], block.rows[1]))
         elif block.shape[0]:
-            found.append(block)
-    return tuple(found)
+            merged.append(block)
+    return tuple(merged)
 
 
 def reordered(rows: Array, rope: int, out: Array | None = None) -> Array:
-    """Rows of whole heads in the other order, in `out` where it is given: see `bridge.values.Slice`."""
+    """Rows of whole heads in the other order, written to `out` if given: see `bridge.core.values.Slice`."""
     out = np.empty_like(rows) if out is None else out
     paired, halves = (out, rows) if rope > 0 else (rows, out)
     pairs = paired.reshape(-1, abs(rope) // 2, 2, *rows.shape[1:])

@@ -1,14 +1,13 @@
-"""Computes the shape and the amax of a row's tensor from those of its roles; must never know a name."""
+"""Compute the shape of a row's tensor from its roles' shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bridge.tables.files import Place
-from bridge.tables.grammar import Call, Expr, Ref
-from bridge.tables.lifts import Amax
-from bridge.tables.ops import ALL
-from bridge.tables.rectangles import Refusal, Shape
+from bridge.core.mappings import Place
+from bridge.tables.expressions.grammar import Call, Expr, Ref
+from bridge.tables.expressions.ops import ALL
+from bridge.tables.expressions.regions import Refusal, Shape
 
 Names = Mapping[str, object]
 
@@ -16,10 +15,7 @@ Names = Mapping[str, object]
 def row_shape(
     expr: Expr, shapes: Mapping[str, Shape], names: Names, place: Place, symbols: Mapping[str, str] | None = None
 ) -> Shape:
-    """Return the shape of the row's tensor from the shapes of its roles; TableError when a count does not fit.
-
-    `symbols` says in words what the shape of a role is, for the error.
-    """
+    """Return the shape of a row's tensor; TableError shows the formulas `symbols` of roles if a count does not fit."""
     if isinstance(expr, Ref):
         return shapes[expr.name]
     inputs = [row_shape(arg, shapes, names, place, symbols) for arg in expr.args]
@@ -27,32 +23,18 @@ def row_shape(
         return ALL[expr.op].shape(inputs, counts_of(expr, names))
     except Refusal as refusal:
         shown = range(len(inputs)) if refusal.at is None else [refusal.at]
-        said = {role: f" = {text}" for role, text in (symbols or {}).items()}
-        told = [f"{expr.args[i]} {inputs[i]}{said.get(str(expr.args[i]), '')}" for i in shown]
-        raise place.error(str(refusal), inputs=told, hint=_better_count(expr, inputs, names)) from refusal
-
-
-def lift(expr: Expr, amaxes: Mapping[str, Amax], shapes: Mapping[str, Shape], names: Names, place: Place) -> Amax:
-    """Return the amax of the row's tensor from the amax of its roles; TableError where an op would cut a block."""
-    if isinstance(expr, Ref):
-        return amaxes[expr.name]
-    inputs = [lift(arg, amaxes, shapes, names, place) for arg in expr.args]
-    extents = [row_shape(arg, shapes, names, place) for arg in expr.args]
-    try:
-        return ALL[expr.op].lift(inputs, extents, counts_of(expr, names))
-    except Refusal as refusal:
-        shown = range(len(inputs)) if refusal.at is None else [refusal.at]
-        told = [f"{expr.args[i]} {extents[i]}, blocks of {inputs[i].block}" for i in shown]
-        raise place.error(str(refusal), inputs=told, hint="a coarser block, or one per channel") from refusal
+        formulas = {role: f" = {text}" for role, text in (symbols or {}).items()}
+        lines = [f"{expr.args[i]} {inputs[i]}{formulas.get(str(expr.args[i]), '')}" for i in shown]
+        raise place.error(str(refusal), inputs=lines, hint=_better_count(expr, inputs, names)) from refusal
 
 
 def counts_of(call: Call, names: Names) -> dict[str, int]:
-    """What an op is told, under one config."""
+    """The counts of an op under one config."""
     return {key: formula.count(names) for key, formula in call.counts}
 
 
 def _better_count(call: Call, inputs: list[Shape], names: Names) -> str:
-    """Name the dims with which the op would work: most wrong counts are `heads` where `kv_heads` is meant."""
+    """The dims with which the op would work: most wrong counts are `heads` instead of `kv_heads`."""
     works = []
     for name, value in names.items():
         if len(call.counts) != 1 or isinstance(value, bool) or not isinstance(value, int):

@@ -1,48 +1,51 @@
-"""Target `hf`: the unified Hugging Face checkpoint that vLLM, SGLang, TensorRT-LLM and transformers load.
+"""Target `hf`: the unified Hugging Face checkpoint.
 
-Planning is here and reads names and shapes only; how tensors and JSON are spelled is in `bridge.unified`. Tensors keep
-the source's names, so an architecture needs no table.
+vLLM, SGLang, TensorRT-LLM and transformers load it. Tensors keep the source's names, so an architecture needs no table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.dtypes import FLOATS, dtype
-from bridge.errors import UsageError, nearest
-from bridge.planning import Draft, Drafted, Plan
-from bridge.targets._streamed import Streamed, main_dtype, write
-from bridge.unified import SPELLINGS, spelling
-from bridge.unified.config import generation_config
-from bridge.unified.departures import departures
-from bridge.unified.shards import parse_size
-from bridge.unified.steps import Drafting
-from bridge.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.core.errors import UsageError
+from bridge.core.text import byte_count, fold_problems, nearest
+from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.planning.plan import Plan
+from bridge.planning.target import Draft, Drafted
+from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
+from bridge.targets.config_json import generation_config
+from bridge.targets.hf.shards import INDEX, index
+from bridge.targets.hf.spelling import SPELLINGS, spelling
+from bridge.targets.hf.steps import Drafting
+from bridge.targets.modelopt_format import setting
 
 if TYPE_CHECKING:
-    from bridge.conversion import Conversion, Written
-    from bridge.quant.scheme import Scheme
+    from bridge.quant.schemes.scheme import Scheme
+    from bridge.streaming.context import ConversionContext, WriteResult
 
 GENERATION = "generation_config.json"
+# ModelOpt's names of the formats that the loaders of vLLM 0.33 and, besides those, TensorRT-LLM's PyTorch backend read.
+VLLM = {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "NVFP4", "W4A16_NVFP4", "MXFP8"}
+TRTLLM = {*VLLM, "W4A16_AWQ", "W4A8_AWQ", "W8A16"} - {"MXFP8"}
+UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
+UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
 
 
 @dataclass(frozen=True)
 class HfOptions:
     """Options of target `hf`."""
 
-    format: str = field(default="modelopt", metadata={"help": f"one of {', '.join(SPELLINGS)}"})
-    shard_size: str = field(default="10GB", metadata={"help": "bytes of a weight file at most: 300MB, 10GB"})
-    dtype: str | None = field(
-        default=None,
-        metadata={"help": "fp16, bf16 or fp32: weights are rounded to it before they are coded; default: the source's"},
-    )
+    format: str = option("modelopt", f"one of {', '.join(SPELLINGS)}")
+    shard_size: str = option("10GB", "maximum size of a weight file: 300MB, 10GB")
+    allow_split: bool = option(False, "let a recipe keep some of q, k, v, or of gate, up; servers refuse it")
+    dtype: str | None = option(None, "fp16, bf16, fp32: round weights first; default: source's")
 
 
-class Hf(Streamed):
+class Hf(StreamedTarget):
     """See `bridge.targets.Target`."""
 
     name = "hf"
@@ -53,17 +56,17 @@ class Hf(Streamed):
     loaded_by = (
         Program(
             "vLLM, SGLang, TensorRT-LLM (PyTorch backend)",
-            "those that read the unified checkpoint of ModelOpt 0.47",
-            "every file equals the one that ModelOpt's `export_hf_checkpoint` writes, byte for byte, but for a named "
-            "list of exceptions; the engines themselves need a GPU and were not run",
-            ("tests/targets/test_hf_parity.py", "tests/targets/test_hf.py"),
+            "versions that read the unified checkpoint of ModelOpt 0.47",
+            "every file equals the one that ModelOpt's `export_hf_checkpoint` writes, byte for byte, except for a "
+            "named list; the engines themselves need a GPU and were not run",
+            ("tests/targets/hf/test_hf_parity.py", "tests/targets/hf/test_hf.py"),
         ),
         Program(
             "vLLM, transformers (`--format compressed-tensors`)",
             "compressed-tensors 0.20, transformers 5.20 and later",
-            "tensors and config equal llm-compressor 0.14's; transformers loads them, and its logits are those of the "
+            "tensors and config equal llm-compressor 0.14's; transformers loads them and gives the logits of the "
             "written weights; vLLM was not run",
-            ("tests/targets/test_compressed.py",),
+            ("tests/targets/hf/test_compressed.py",),
         ),
     )
 
@@ -72,24 +75,21 @@ class Hf(Streamed):
     ) -> HfOptions:
         if options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
-        parse_size(options.shard_size)
-        chosen = dtype(options.dtype).name if options.dtype else main_dtype(specs)
-        if chosen not in FLOATS:
-            raise UsageError(f"dtype {chosen!r} is none that weights are rounded to; known: fp32, fp16, bf16")
-        return dataclasses.replace(options, dtype=chosen)
+        byte_count(options.shard_size, "shard_size")
+        return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that weights can be rounded to"))
 
-    def refuse(self, format_: Format, options: HfOptions) -> str:
-        return spelling(options.format).refuse(format_)
+    def why_unsupported(self, format_: Format, options: HfOptions) -> str:
+        return spelling(options.format).why_unsupported(format_)
 
-    def refuse_kv(self, kv: Numeric, structure: Structure, options: HfOptions) -> str:
+    def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: HfOptions) -> str:
         if not structure.attention:
             return f"{structure.architecture} has no attention module with a cache"
-        return spelling(options.format).refuse_kv(kv)
+        return spelling(options.format).why_kv_unsupported(kv)
 
-    def refuse_stack(self, format_: Format, site: Site, options: HfOptions) -> str:
-        return spelling(options.format).refuse_stack(format_, site)
+    def why_stack_unsupported(self, format_: Format, site: Site, options: HfOptions) -> str:
+        return spelling(options.format).why_stack_unsupported(format_, site)
 
-    def keeps(self, format_: Format, site: Site) -> str:
+    def why_kept(self, format_: Format, site: Site) -> str:
         return "convolution: unified checkpoints hold quantized matrices only" if site.layout == "conv" else ""
 
     def draft(self, draft: Draft) -> Drafted:
@@ -98,26 +98,53 @@ class Hf(Streamed):
     def notes(self, structure: Structure, options: HfOptions) -> tuple[str, ...]:
         if not structure.ungrouped:
             return ()
-        return (f"which modules read one input is not known: {structure.ungrouped}; none of them share a scale",)
+        return (f"unknown which modules read the same input: {structure.ungrouped}; none of them share a scale",)
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
-        from bridge.unified.lint import lint
+        from bridge.targets.hf.lint import lint
 
         return lint(directory)
 
     def runtime(self, directory: Path) -> Any:
-        from bridge.unified.runtime import Runtime
+        from bridge.targets.hf.runtime import Runtime
 
         return Runtime(directory)
 
-    def write(self, conversion: Conversion, directory: Path) -> Written:
-        plan, source = conversion.plan, conversion.source
-        beside = spelling(plan.options["format"]).beside(plan, source.config)
+    def next_command(self, plan: Plan) -> str:
+        """A server's command for a language model, as the servers' loaders read the scheme."""
+        if not plan.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            return ""
+        if plan.options["format"] != "modelopt":
+            return "vllm serve {out}"
+        names = {setting(step.format).get("quant_algo") for step in plan.quantized if step.format}
+        server = "vllm serve" if names <= VLLM else "trtllm-serve" if names <= TRTLLM else ""
+        return f"{server} {{out}}" if server else ""
+
+    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        plan, source = context.plan, context.source
+        files = spelling(plan.options["format"]).config_files(plan, source.config)
+        if len(plan.files) > 1:
+            files[INDEX] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))
         if GENERATION in source.side_files:
             content = source.side_files[GENERATION]
-            beside[GENERATION] = generation_config(content if isinstance(content, bytes) else content.read_bytes())
-        written = write(conversion, directory, beside)
-        return dataclasses.replace(written, notes=(*written.notes, *departures(plan)))
+            files[GENERATION] = generation_config(content if isinstance(content, bytes) else content.read_bytes())
+        written = write_checkpoint(context, directory, files)
+        return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
+
+
+def _deviations(plan: Plan) -> list[str]:
+    """Sentences on what a user who knows ModelOpt's files would not expect in these."""
+    notes = []
+    if plan.untied:
+        notes.append(("", UNTIED))
+    for step in plan.quantized:
+        awq = step.site and step.format and step.format.algorithm == "awq" and len(step.unified) > 1
+        if step.site and awq and any(output.part == "pre_quant_scale" for output in step.outputs):
+            notes.append((step.site.module, UNFOLDED))
+    for step in plan.steps if plan.quantized else ():
+        if step.site and not step.format and step.site.layout == "in_out":
+            notes.append((step.site.module, "unquantized Conv1D weights stay [in, out]"))
+    return fold_problems(notes)
 
 
 TARGET = Hf()

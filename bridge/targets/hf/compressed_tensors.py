@@ -1,7 +1,8 @@
-"""The spelling of compressed-tensors, which llm-compressor writes and vLLM and transformers load; reads no weight.
+"""The spelling of compressed-tensors, for vLLM and transformers.
 
-The facts are those of compressed-tensors 0.20 and llm-compressor 0.14: scales are rounded to the weight's dtype,
-integers divide by half of their whole range, the scales above NVFP4's blocks are stored as 1 / scale.
+As compressed-tensors 0.20 and llm-compressor 0.14 write it: scales are rounded to the weight's dtype, integer scales
+are amax / half of the code range, the scales above NVFP4's blocks are stored as 1 / scale. For the functions see
+`Spelling`.
 """
 
 from __future__ import annotations
@@ -9,70 +10,71 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bridge.planning import STACKED, Plan
-from bridge.quant.scheme import is_static
-from bridge.unified import Part
-from bridge.unified.config import config_json, untied_head
-from bridge.unified.shards import INDEX, index
-from bridge.values import Coding, Format, Numeric, Site
+from bridge.core.values import Encoding, Format, Numeric, Site
+from bridge.planning.plan import STACKED, Plan
+from bridge.quant.schemes.scheme import is_static
+from bridge.targets.config_json import config_json
+from bridge.targets.hf.spelling import Part
 
 VERSION = "0.20.0"
 # amax / bound is a scale: (largest code - smallest code) / 2. Other dtypes are symmetric.
 BOUNDS = {"int8": 127.5, "int4": 7.5}
 BITS = {"int8": ("int", 8), "int4": ("int", 4), "float8_e4m3fn": ("float", 8), "float4_e2m1fn": ("float", 4)}
 MX, NV = "float8_e8m0fnu", "float8_e4m3fn"
-TILE = 2  # numbers of a block that has two axes
 KV = Numeric("float8_e4m3fn", "tensor")
 
 
-def refuse(format_: Format) -> str:
-    """Why no compressed-tensors checkpoint can carry this format ("" if it can)."""
+def why_unsupported(format_: Format) -> str:
+    """Why no compressed-tensors checkpoint can hold this format ("" if one can)."""
     first, entry = format_.weight[0], format_.input
     if format_.prescales:
         return (
-            f"compressed-tensors has no place for the pre-scales of {format_.algorithm}; use a scheme without them, or "
+            f"compressed-tensors cannot hold the pre-scales of {format_.algorithm}; use a scheme without them, or "
             "format='modelopt'"
         )
     if len(format_.weight) > 1:
-        return "compressed-tensors codes a weight once; use format='modelopt'"
+        return "compressed-tensors has one level of weight quantization; use format='modelopt'"
     if first.dtype == "float4_e2m1fn" and (first.block, first.scale_dtype) not in (((16,), NV), ((32,), MX)):
-        return "compressed-tensors has FP4 in blocks of 16 under FP8 scales, or of 32 under powers of two"
+        return (
+            "compressed-tensors has FP4 in blocks of 16 with FP8 scales, or of 32 with power-of-two scales; use nvfp4 "
+            "or mxfp4_wo"
+        )
     if first.dtype == "int4" and entry is not None:
-        return "INT4 weights with quantized inputs are not written; use int4_wo"
+        return "compressed-tensors output has no INT4 weights with quantized inputs; use int4_wo"
     if entry and entry.per == "block" and (entry.dtype, entry.block[-1:]) != (first.dtype, first.block[-1:]):
-        return f"inputs in blocks of {entry.block} do not go with weights in {first.block or first.per}"
+        return (
+            f"inputs in blocks of {entry.block} do not match weights in {first.block or first.per}; use the same block "
+            "and dtype for both"
+        )
     return ""
 
 
-def refuse_stack(format_: Format, site: Site) -> str:
-    """Why experts that one tensor holds cannot be written so: compressed-tensors knows only modules."""
+def why_stack_unsupported(format_: Format, site: Site) -> str:
+    """Why stacked experts cannot be written: compressed-tensors has only modules."""
     return f"{STACKED} in compressed-tensors; fp8 and nvfp4_wo are in format='modelopt'"
 
 
-def refuse_kv(kv: Numeric) -> str:
-    """Why the KV cache cannot be quantized so ("" if it can)."""
+def why_kv_unsupported(kv: Numeric) -> str:
     if kv == KV:
         return ""
-    return f"runtimes read FP8 with one scale for each of K and V, not {kv.dtype} per {kv.per}; use kv='fp8'"
+    return f"runtimes read FP8 with one scale for K and one for V, not {kv.dtype} per {kv.per}; use kv='fp8'"
 
 
-def misfits(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
-    """What of a weight [out, in] does not fit the format, each with its remedy."""
+def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
     first, keep = format_.weight[0], 'keep these modules with a recipe (quant = "none")'
     problems = []
     if site.layout == "in_out":
-        problems.append(f"is stored [in, out] (Conv1D), and compressed-tensors knows only Linear; {keep}")
+        problems.append(f"is stored [in, out] (Conv1D), and compressed-tensors has only Linear; {keep}")
     if len(first.block) == 1 and shape[1] % first.block[0]:
         problems.append(
-            f"in = {shape[1]} does not divide into blocks of {first.block[0]}, and nobody pads them; {keep}"
+            f"in = {shape[1]} does not divide into blocks of {first.block[0]}, and no runtime pads them; {keep}"
         )
     return problems
 
 
-def coding(format_: Format, site: Site, dtype: str, export: str) -> Coding:
-    """How codes and scales of a weight of `dtype` are spelled when it is exported as `export`."""
+def coding(format_: Format, site: Site, dtype: str, export: str) -> Encoding:
     first = format_.weight[0]
-    return Coding(
+    return Encoding(
         cast=export if export != dtype else "",
         packed="int32" if compression(format_) == "pack-quantized" else "in",
         quotient="weight" if first.scale_dtype == "float32" else "float32",
@@ -83,59 +85,50 @@ def coding(format_: Format, site: Site, dtype: str, export: str) -> Coding:
 
 
 def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folded: bool) -> list[Part]:
-    """The tensors of a module whose weight is [out, in]: the codes first, then its companions by name."""
-    first, module, form = format_.weight[0], site.module, compression(format_)
+    """The tensors of a module whose weight is [out, in]: codes first, then companions by name."""
+    first, module, compression_name = format_.weight[0], site.module, compression(format_)
     out, in_ = shape
     bits = BITS[first.dtype][1]
     codes = {
         "pack-quantized": ((out, -(-in_ * bits // 32)), "int32"),
         "nvfp4-pack-quantized": ((out, in_ // 2), "uint8"),
         "mxfp4-pack-quantized": ((out, in_ // 2), "uint8"),
-    }.get(form, (shape, first.dtype))
-    found = [Part("weight", f"{module}.weight{'_packed' if 'pack' in form else ''}", *codes)]
+    }.get(compression_name, (shape, first.dtype))
+    tensors = [Part("weight", f"{module}.weight{'_packed' if 'pack' in compression_name else ''}", *codes)]
     if first.scale_dtype == NV:
-        found.append(Part("scale_2", f"{module}.weight_global_scale", (1,), "float32"))
-    found.append(Part("scale", f"{module}.weight_scale", _grid(first, (out, in_)), _scale_dtype(first, dtype)))
-    if form == "pack-quantized":
-        found.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
+        tensors.append(Part("scale_2", f"{module}.weight_global_scale", (1,), "float32"))
+    scale_dtype = {MX: "uint8", NV: NV}.get(first.scale_dtype, dtype)
+    tensors.append(Part("scale", f"{module}.weight_scale", _grid(first, (out, in_)), scale_dtype))
+    if compression_name == "pack-quantized":
+        tensors.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
     if format_.input is not None and is_static(format_.input):
-        above = format_.input.dynamic
-        name = "input_global_scale" if above else "input_scale"
-        found.append(Part("input_scale", f"{module}.{name}", (1,), "float32" if above else dtype))
-    return found
+        block_scaled = format_.input.dynamic
+        name = "input_global_scale" if block_scaled else "input_scale"
+        tensors.append(Part("input_scale", f"{module}.{name}", (1,), "float32" if block_scaled else dtype))
+    return tensors
 
 
 def kv_parts(attention: str, dtype: str) -> list[Part]:
-    """The scales of keys and values of one attention module."""
     return [Part(f"{letter}_scale", f"{attention}.{letter}_scale", (1,), dtype) for letter in ("k", "v")]
 
 
 def unifies(format_: Format) -> bool:
-    """NVFP4 alone: runtimes fuse q, k, v, and the scale above their blocks is one."""
+    """NVFP4 only: runtimes fuse q, k and v, which then have one global scale."""
     return format_.weight[0].scale_dtype == NV
 
 
 def joins(format_: Format) -> bool:
-    """NVFP4 alone, as llm-compressor's FUSED_LAYER_NAMES: runtimes take the larger of two FP8 scales themselves."""
+    """NVFP4 only, as llm-compressor's FUSED_LAYER_NAMES: runtimes take the larger of two FP8 scales themselves."""
     return unifies(format_)
 
 
-def folds(format_: Format) -> bool:
-    """Nothing is smoothed here."""
-    return False
-
-
-def beside(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """config.json and, of a divided checkpoint, the index."""
-    found = {"config.json": config_json(config, quantization_config(plan), untied_head(plan))}
-    if len(plan.files) > 1:
-        codes = sum(output.spec.size for output in plan.outputs if output.part == "weight")
-        found[INDEX] = index(plan.files, codes)
-    return found
+def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """config.json."""
+    return {"config.json": config_json(config, quantization_config(plan), bool(plan.untied))}
 
 
 def quantization_config(plan: Plan) -> dict[str, Any] | None:
-    """What runtimes read; None where nothing is quantized."""
+    """The section that runtimes read; None if nothing is quantized."""
     by_format: dict[Format, list[str]] = {}
     for step in plan.quantized:
         assert step.site and step.format
@@ -143,14 +136,14 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
     kv = any(output.part == "k_scale" for output in plan.outputs)
     if not by_format and not kv:
         return None
-    forms = {compression(format_) for format_ in by_format}
+    names = {compression(format_) for format_ in by_format}
     groups = {
-        f"group_{at}": _group(format_, ["Linear"] if len(by_format) == 1 else sorted(modules))
-        for at, (format_, modules) in enumerate(by_format.items())
+        f"group_{number}": _group(format_, ["Linear"] if len(by_format) == 1 else sorted(modules))
+        for number, (format_, modules) in enumerate(by_format.items())
     }
     return {
         "config_groups": groups,
-        "format": forms.pop() if len(forms) == 1 else "mixed-precision" if forms else "dense",
+        "format": names.pop() if len(names) == 1 else "mixed-precision" if names else "dense",
         "global_compression_ratio": None,
         "ignore": ignored(plan),
         "kv_cache_scheme": _arguments(KV) if kv else None,
@@ -162,14 +155,14 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
 
 
 def ignored(plan: Plan) -> list[str]:
-    """Matrices that stay as they are, by name: the target of a group is the class of all."""
+    """Modules of unquantized matrices, by name, since a group's target is the class of all of them."""
     kept = [s.site.module for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding"]
     tied = [alias.removesuffix(".weight") for alias in plan.tied if alias.endswith(".weight")]
     return list(dict.fromkeys([*kept, *tied]))
 
 
 def compression(format_: Format) -> str:
-    """The name of how codes are stored, as compressed-tensors infers it."""
+    """compressed-tensors' name of the code storage, as it infers it."""
     first = format_.weight[0]
     if first.scale_dtype == NV:
         return "nvfp4-pack-quantized"
@@ -181,18 +174,12 @@ def compression(format_: Format) -> str:
 
 
 def _grid(first: Numeric, shape: tuple[int, int]) -> tuple[int, ...]:
-    """A scale for the tensor, for each row, or for each block, which may be ragged only where it has two axes."""
+    """Shape of the scales: per tensor, per row, or per block; the last block may be partial if it has two axes."""
     out, in_ = shape
-    if first.per == "tensor":
-        return (1,)
-    if first.per == "channel":
-        return out, 1
-    down, across = first.block if len(first.block) == TILE else (1, first.block[0])
+    if first.per != "block":
+        return (1,) if first.per == "tensor" else (out, 1)
+    down, across = first.block if len(first.block) == 2 else (1, first.block[0])
     return -(-out // down), -(-in_ // across)
-
-
-def _scale_dtype(first: Numeric, dtype: str) -> str:
-    return {MX: "uint8", NV: NV}.get(first.scale_dtype, dtype)
 
 
 def _group(format_: Format, targets: Sequence[str]) -> dict[str, Any]:
@@ -206,23 +193,20 @@ def _group(format_: Format, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def _arguments(numeric: Numeric) -> dict[str, Any]:
-    """A numeric in the words of `QuantizationArgs`."""
     kind, bits = BITS[numeric.dtype]
-    two = len(numeric.block) == TILE
-    strategy = {"block": "block" if two else "tensor_group" if numeric.scale_dtype == NV else "group"}.get(
-        numeric.per, numeric.per
-    )
+    two_axes = len(numeric.block) == 2
+    blocks = "block" if two_axes else "tensor_group" if numeric.scale_dtype == NV else "group"
     local = numeric.dynamic and numeric.scale_dtype == NV
-    said: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dynamic": "local" if local else numeric.dynamic,
-        "group_size": numeric.block[0] if numeric.block and not two else None,
+        "group_size": numeric.block[0] if numeric.block and not two_axes else None,
         "num_bits": bits,
-        "strategy": strategy,
+        "strategy": blocks if numeric.per == "block" else numeric.per,
         "symmetric": True,
         "type": kind,
     }
-    if two:
-        said["block_structure"] = list(numeric.block)
+    if two_axes:
+        arguments["block_structure"] = list(numeric.block)
     if numeric.scale_dtype != "float32":
-        said["scale_dtype"] = "torch.float8_e4m3fn" if numeric.scale_dtype == NV else "torch.uint8"
-    return said
+        arguments["scale_dtype"] = "torch.float8_e4m3fn" if numeric.scale_dtype == NV else "torch.uint8"
+    return arguments

@@ -1,7 +1,7 @@
-"""Hold a written directory to the contract of unified checkpoints, from its files alone; never trusts the plan.
+"""Check a written directory against the contract of unified checkpoints.
 
-The contract is what vLLM, SGLang and TensorRT-LLM read from a checkpoint with `quant_method` "modelopt": which tensors
-a quantized module has, in which dtype and shape, and which fields of JSON say so.
+Only its files are read. The contract is what vLLM, SGLang and TensorRT-LLM read from a checkpoint with `quant_method`
+"modelopt": the tensors of a quantized module, their dtypes and shapes, and the JSON fields that describe them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge.container import SafetensorsFile
-from bridge.errors import SourceError, fold_layers
-from bridge.unified.shards import INDEX, SINGLE
-from bridge.values import TensorSpec
+from bridge.core.errors import SourceError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.text import fold_layers
+from bridge.core.values import TensorSpec
+from bridge.targets.hf.shards import INDEX, SINGLE
 
 
 class Rule(NamedTuple):
-    """What a module quantized by one algorithm must have: dtypes, and how `out` and `in` of codes and scale relate."""
+    """Requirements on a module of one algorithm: dtypes, and how `out` and `in` of codes and scale relate."""
 
     codes: str
     scale: str
@@ -49,7 +50,7 @@ SCALARS = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
 
 
 def lint(directory: Path) -> list[str]:
-    """What breaks the contract, one message a finding, layers folded; [] if nothing does."""
+    """Return a message for each violation of the contract, with layers folded."""
     try:
         files = {path.name: SafetensorsFile(path) for path in sorted(directory.glob("model*.safetensors"))}
         config = json.loads((directory / "config.json").read_text())
@@ -61,7 +62,7 @@ def lint(directory: Path) -> list[str]:
     section = config.get("quantization_config")
     if section is None:
         stray = [name for name in specs if name.endswith(("_scale", "_scale_2"))]
-        findings += [f"error [config] {name}: a scale, and config.json has no quantization_config" for name in stray]
+        findings += [f"error [config] {name}: a scale, but config.json has no quantization_config" for name in stray]
     elif section.get("quant_method") == "modelopt":
         findings += _config(directory, section)
         findings += _modules(section, specs | _experts(specs))
@@ -72,35 +73,35 @@ def lint(directory: Path) -> list[str]:
 
 
 def _readable(directory: Path) -> Iterator[str]:
-    """A checkpoint in other words is one that our reader of them finds whole: each part in its dtype and shape."""
-    from bridge.sources import open_source
+    """A checkpoint of another `quant_method` must be complete for our reader: each part in its dtype and shape."""
+    from bridge.sources.opening import open_source
 
     try:
-        found = open_source(directory).quantized
+        quantized = open_source(directory).quantized
     except SourceError as error:
         yield from (f"error [tensors] {line.strip()}" for line in str(error).splitlines())
         return
-    if found is None:
-        yield "error [config] quantization_config says that weights are quantized, and none is"
+    if quantized is None:
+        yield "error [config] quantization_config says that weights are quantized, but none is"
 
 
 def _index(directory: Path, files: Mapping[str, list[str]]) -> Iterator[str]:
-    """A divided checkpoint has an index that agrees with its files; no tensor lies in two."""
-    names = [name for held in files.values() for name in held]
+    """A sharded checkpoint has an index that agrees with its files; no tensor is in two files."""
+    names = [name for tensors in files.values() for name in tensors]
     if len(set(names)) != len(names):
-        yield "error [index] a tensor lies in more than one file"
+        yield "error [index] a tensor is in more than one file"
     path = directory / INDEX
     if not path.exists():
         if set(files) != {SINGLE}:
             yield f"error [index] {', '.join(files) or 'no weights'}: without {INDEX} only {SINGLE} is loaded"
         return
-    said = json.loads(path.read_text()).get("weight_map")
-    if said != {name: file for file, held in files.items() for name in held}:
+    weight_map = json.loads(path.read_text()).get("weight_map")
+    if weight_map != {name: file for file, tensors in files.items() for name in tensors}:
         yield f"error [index] {INDEX} and the headers of the files disagree"
 
 
 def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
-    """Both JSON files are there, name a producer, and say the same."""
+    """Both JSON files exist, name a producer and agree."""
     try:
         own = json.loads((directory / "hf_quant_config.json").read_text())
         inner = own["quantization"]
@@ -118,7 +119,7 @@ def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterator[str]:
-    """Every quantized module has what its algorithm needs; KV scales are there if they are announced."""
+    """Every quantized module has what its algorithm needs; KV scales exist if the config announces them."""
     layers = section.get("quantized_layers")
     quantized = {name.removesuffix(".weight_scale") for name in specs if name.endswith(".weight_scale")}
     for module in sorted(quantized):
@@ -130,61 +131,63 @@ def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Ite
         for problem in _module(rule, module, specs):
             yield f"error [{algo}] {module}: {problem}"
         if any(fnmatchcase(module, pattern) for pattern in section.get("ignore", ())):
-            yield f"error [ignore] {module}: is quantized and on the list of what is not"
+            yield f"error [ignore] {module}: is quantized, but on the list of unquantized modules"
     kv = [name for name in specs if name.endswith((".k_scale", ".v_scale"))]
     if bool(kv) != bool(section.get("kv_cache_scheme")):
-        yield "error [kv] scales of keys and values and kv_cache_scheme do not go together"
+        yield "error [kv] scales of keys and values need kv_cache_scheme, and the reverse; only one of them exists"
 
 
 def _experts(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of stacks of experts by the names of a module, as those of one expert [out, in]."""
-    found = {}
+    """Tensors of stacked experts under the names of a module, in the shapes of one expert [out, in]."""
+    experts = {}
     for stack in [name.removesuffix("_weight_scale") for name in specs if name.endswith("_weight_scale")]:
         parts = {"weight": stack} | {
             part: f"{stack}_{part}" for part in ("weight_scale", "weight_scale_2", "input_scale")
         }
         for part, name in parts.items():
             if name in specs:
-                found[f"{stack}.{part}"] = replace(specs[name], shape=specs[name].shape[:0:-1])
-    return found
+                experts[f"{stack}.{part}"] = replace(specs[name], shape=specs[name].shape[:0:-1])
+    return experts
 
 
 def _layer(layers: Mapping[str, Any], module: str) -> str | None:
     """The algorithm of a module; experts are listed under the name of their block."""
     block = module.partition(".experts.")[0]
-    found = layers.get(module) or layers.get(f"{block}.experts") or {}
-    return found.get("quant_algo")
+    return (layers.get(module) or layers.get(f"{block}.experts") or {}).get("quant_algo")
 
 
 def _module(rule: Rule, module: str, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
     codes, scale = specs.get(f"{module}.weight"), specs[f"{module}.weight_scale"]
     if codes is None:
-        yield "has a weight_scale and no weight"
+        yield "has a weight_scale, but no weight"
         return
     if (codes.dtype, scale.dtype) != (rule.codes, rule.scale) or len(codes.shape) != 2:
-        yield f"weight is {codes.dtype} {codes.shape} and its scale {scale.dtype}; {rule.codes}, {rule.scale} are read"
+        yield (
+            f"weight is {codes.dtype} {codes.shape} and its scale {scale.dtype}; runtimes read a matrix of "
+            f"{rule.codes} and {rule.scale}"
+        )
         return
     out, in_ = codes.shape[0] * rule.packs[0], codes.shape[1] * rule.packs[1]
-    wanted: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "tensor": (),
         "channel": (out,),
         "tile": (-(-out // TILE), 1, -(-in_ // TILE), 1),
         "block": (out, scale.shape[-1] if scale.shape else 0),
     }
-    if scale.shape != wanted[rule.per] or (rule.per == "block" and in_ % (scale.shape[-1] or 1)):
+    if scale.shape != shapes[rule.per] or (rule.per == "block" and in_ % (scale.shape[-1] or 1)):
         yield f"weight_scale {scale.shape} does not fit a weight [{out}, {in_}] with one scale per {rule.per}"
     for part, needed in (("input_scale", rule.entry), ("weight_scale_2", rule.second)):
-        found = specs.get(f"{module}.{part}")
-        if needed != (found is not None):
-            yield f"{part} is {'missing' if needed else 'there, and nothing reads it'}"
-        elif found is not None and (found.dtype, found.shape) != ("float32", ()):
-            yield f"{part} is {found.dtype} {found.shape}; one float32 is read"
+        part_spec = specs.get(f"{module}.{part}")
+        if needed != (part_spec is not None):
+            yield f"{part} is {'missing' if needed else 'present, but nothing reads it'}"
+        elif part_spec is not None and (part_spec.dtype, part_spec.shape) != ("float32", ()):
+            yield f"{part} is {part_spec.dtype} {part_spec.shape}; runtimes read one float32"
 
 
 def _scalars(holder: Mapping[str, SafetensorsFile]) -> Iterator[str]:
-    """Scales that are one number are finite and above zero."""
+    """Scalar scales are finite and positive."""
     for name, file in holder.items():
         if name.endswith(SCALARS) and file.specs[name].dtype == "float32" and not file.specs[name].shape:
             value = float(file.read(name))
             if not (math.isfinite(value) and value > 0):
-                yield f"error [scale] {name}: is {value}"
+                yield f"error [scale] {name}: is {value}, not finite and positive"

@@ -1,6 +1,6 @@
-"""The unified Hugging Face checkpoint: how quantized tensors are spelled and what lies beside them; reads no weight.
+"""The interface of spellings of a quantized Hugging Face checkpoint.
 
-A *spelling* is one way of writing the same quantized numbers: names, shapes, packing, and the JSON for a runtime.
+A *spelling* is one way to write the same quantized numbers: names, shapes, packing, and the JSON for a runtime.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.values import Coding, Format, Numeric, Site
+from bridge.core.values import Encoding, Format, Numeric, Site
 
 if TYPE_CHECKING:
-    from bridge.planning import Plan
+    from bridge.planning.plan import Plan
 
-# What `--format` accepts -> the module that has the functions of `Spelling`.
-SPELLINGS = {"modelopt": "bridge.unified.modelopt", "compressed-tensors": "bridge.unified.compressed"}
+# Value of `--format` -> the module with the functions of `Spelling`.
+SPELLINGS = {"modelopt": "bridge.targets.hf.modelopt", "compressed-tensors": "bridge.targets.hf.compressed_tensors"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor of a quantized module: which part of the step it is, its name, shape and dtype as stored."""
+    """One stored tensor of a quantized module: its part in the step, and its name, shape and dtype as stored."""
 
     part: str
     name: str
@@ -30,43 +30,37 @@ class Part:
 
 
 class Spelling(Protocol):
-    """What target `hf` asks of a spelling; satisfied by a module."""
+    """The interface of a spelling; a module satisfies it."""
 
-    def refuse(self, format_: Format) -> str:
-        """Why this format cannot be written so ("" if it can)."""
+    def why_unsupported(self, format_: Format) -> str:
+        """Why no checkpoint in this spelling can hold the format ("" if one can)."""
 
-    def refuse_stack(self, format_: Format, site: Site) -> str:
-        """Why experts that one tensor holds cannot be written so ("" if they can)."""
+    def why_stack_unsupported(self, format_: Format, site: Site) -> str:
+        """Why experts stacked in one tensor cannot have the format ("" if they can)."""
 
-    def refuse_kv(self, kv: Numeric) -> str:
-        """Why the KV cache cannot be quantized so ("" if it can)."""
+    def why_kv_unsupported(self, kv: Numeric) -> str:
+        """Why the KV cache cannot have this numeric ("" if it can)."""
 
-    def misfits(self, format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
-        """What of a weight [out, in] does not fit the format, each with its remedy."""
+    def incompatibilities(self, format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
+        """Why a weight [out, in] does not fit the format, each reason with its remedy."""
 
-    def coding(self, format_: Format, site: Site, dtype: str, export: str) -> Coding:
-        """How codes and scales of a weight of `dtype` are spelled when it is exported as `export`."""
+    def coding(self, format_: Format, site: Site, dtype: str, export: str) -> Encoding:
+        """The encoding of a weight of `dtype` that is exported as `export`."""
 
     def parts(self, format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folded: bool) -> list[Part]:
-        """The tensors of a module whose weight is [out, in]: the codes first, then its companions in their order.
-
-        Of a stack of experts the shape is as it is stored.
-        """
+        """The tensors of a module (weight [out, in], a stack as stored): codes first, companions in their order."""
 
     def kv_parts(self, attention: str, dtype: str) -> list[Part]:
         """The scales of keys and values of one attention module, in a model of `dtype`."""
 
     def unifies(self, format_: Format) -> bool:
-        """Whether modules that read the same input share pre-scales, input amax and per-tensor weight amax."""
+        """True if modules that read the same input share pre_quant_scale, input amax and per-tensor weight amax."""
 
     def joins(self, format_: Format) -> bool:
-        """Whether gate and up of an expert, which some models hold as one matrix, share their per-tensor amax."""
+        """True if gate and up of an expert, which some models hold as one matrix, share their per-tensor amax."""
 
-    def folds(self, format_: Format) -> bool:
-        """Whether a shared pre-scale is multiplied into the norm before it."""
-
-    def beside(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-        """File -> content of what tells a runtime how the tensors are quantized; config.json is among them."""
+    def config_files(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+        """File -> content of config.json and other JSON files that tell a runtime how tensors are quantized."""
 
 
 def spelling(name: str) -> Spelling:

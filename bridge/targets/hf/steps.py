@@ -1,68 +1,72 @@
-"""The steps of target `hf`: every tensor of a unified checkpoint, in the order of the modules; reads no weight."""
+"""The steps of target `hf`, in the order of the modules."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from bridge.dtypes import DTYPES
-from bridge.errors import fold_problems
-from bridge.planning import Draft, Drafted, Output, Step
-from bridge.quant.scheme import has_tensor_scale
-from bridge.show import pattern
-from bridge.unified import Part, Spelling
-from bridge.unified.exclude import routers
-from bridge.unified.shards import divide, parse_size
-from bridge.values import Format, InputGroup, Numeric, Site, Slice, TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.text import byte_count, fold_problems, grouped, pattern
+from bridge.core.values import Format, InputGroup, Numeric, Site, Slice, TensorSpec
+from bridge.planning.plan import Output, Step
+from bridge.planning.target import Draft, Drafted
+from bridge.quant.schemes.scheme import has_tensor_scale
+from bridge.targets.checkpoint import out_in
+from bridge.targets.hf.shards import divide
+from bridge.targets.hf.spelling import Part, Spelling
+from bridge.targets.modelopt_format import routers
 
-MANY = 2  # a group of one shares nothing
-APART = (
-    "these read one input and differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one rule"
+MIN_GROUP = 2  # a group of one shares nothing
+MIXED = (
+    "these read the same input but differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one "
+    "rule, or pass allow_split=True (--allow-split)"
 )
 
 
 class Drafting:
-    """Makes the steps of one plan; the groups of modules that read one input decide what is shared and folded."""
+    """The steps of one plan. Groups of modules that read one input decide what is shared and folded."""
 
     def __init__(self, draft: Draft, spelling: Spelling) -> None:
         self._draft, self._spelling = draft, spelling
         self._formats = draft.quantized
         self._drafted = Drafted()
-        self._carried = {
+        self._copied = {
             (site.weight if site and site.weight in draft.structure.tied else spec.name): (spec, site)
-            for spec, site in draft.carried()
+            for spec, site in draft.copied()
         }
-        self._shapes = {site.module: _out_in(spec, site) for spec, site in self._carried.values() if site}
+        self._shapes = {site.module: out_in(spec, site) for spec, site in self._copied.values() if site}
         self._groups = {module: group for group in self._shared() for module in group.modules}
         self._folded = {group.norm: group for group in self._folding()}
         self._routers = routers(draft.specs)
 
     def drafted(self) -> Drafted:
-        """Every step, its outputs assigned to files, and every problem."""
+        """Make the steps, with outputs assigned to files, and collect every problem."""
         scheme = self._draft.scheme
-        self._drafted.problems += self._unknown()
-        steps = [self._made(name) for name in self._order()]
+        self._drafted.problems += self._ungrouped()
+        steps = [self._step(name) for name in self._order()]
         if scheme and scheme.kv:
             steps += [self._kv_step(module, scheme.kv) for module in self._draft.structure.attention]
-        self._drafted.steps = self._filed(steps)
-        self._drafted.notes += fold_problems(self._apart())
+        self._drafted.steps = self._assign_files(steps)
+        split = list(self._split())
+        if self._draft.options.allow_split:
+            self._drafted.notes += fold_problems(split)
+        else:
+            self._drafted.problems += split
         return self._drafted
 
-    def _apart(self) -> Iterator[tuple[str, str]]:
-        """Modules of which a recipe keeps some that are fused with quantized ones; vLLM's `is_layer_skipped` raises."""
+    def _split(self) -> Iterator[tuple[str, str]]:
+        """Fused modules of which a recipe keeps some unquantized; vLLM's `is_layer_skipped` raises on them."""
         chosen = {site.module for site in self._draft.structure.sites if not site.keep}
         for group in self._draft.structure.groups:
-            fused: dict[str, list[str]] = {}  # attention and MLP may read one input: each is fused in itself
-            for module in group.modules:
-                if module in chosen:
-                    fused.setdefault(module.rpartition(".")[0], []).append(module)
-            for members in fused.values():
+            modules = [module for module in group.modules if module in chosen]
+            # attention and MLP may read one input: each is fused in itself
+            for members in grouped(modules, lambda module: module.rpartition(".")[0]):
                 if len({module in self._formats for module in members}) > 1:
-                    yield from ((module, APART) for module in members)
+                    yield from ((module, MIXED) for module in members)
 
-    def _unknown(self) -> Iterator[tuple[str, str]]:
-        """Modules that would share something with others, where nobody knows which those are; experts never do."""
+    def _ungrouped(self) -> Iterator[tuple[str, str]]:
+        """Modules that would share scales if it were known with which others; experts never share any."""
         why = self._draft.structure.ungrouped
         for site in self._draft.structure.sites if why else ():
             format_ = self._formats.get(site.module)
@@ -71,27 +75,26 @@ class Drafting:
             if format_.prescales or has_tensor_scale(format_) or _one_tile(format_, self._shapes[site.module]):
                 yield (
                     site.module,
-                    f"shares scales with what reads the same input, and that is not known: {why}; use fp8, fp8_pc_pt "
-                    "or int8_wo, which share none",
+                    f"shares scales with the modules that read the same input, which are unknown: {why}; use fp8, "
+                    "fp8_pc_pt or int8_wo, which share none",
                 )
 
     def _order(self) -> list[str]:
-        """The written tensors in the order of the model's modules; what the structure has no place for comes last."""
-        return list(
-            dict.fromkeys(name for name in (*self._draft.structure.order, *self._carried) if name in self._carried)
-        )
+        """The written tensors in the order of the model's modules; those outside the structure come last."""
+        names = dict.fromkeys((*self._draft.structure.order, *self._copied))
+        return [name for name in names if name in self._copied]
 
-    def _made(self, name: str) -> Step:
-        """The step of one tensor; a tensor with a problem is planned as it is, since no plan comes of it."""
-        spec, site = self._carried[name]
+    def _step(self, name: str) -> Step:
+        """The step of one tensor; one with a problem gets a plain step, since the plan fails anyway."""
+        spec, site = self._copied[name]
         format_ = self._formats.get(site.module) if site else None
-        problems = self._misfits(spec, site, format_) if site and format_ else []
+        problems = self._incompatibilities(spec, site, format_) if site and format_ else []
         if site is None or format_ is None or problems:
             self._drafted.problems += [(site.module, problem) for problem in problems if site]
             return self._plain_step(spec, site)
         return self._quantized_step(spec, site, format_)
 
-    def _misfits(self, spec: TensorSpec, site: Site, format_: Format) -> list[str]:
+    def _incompatibilities(self, spec: TensorSpec, site: Site, format_: Format) -> list[str]:
         if DTYPES[spec.dtype].bits < 16 or not DTYPES[spec.dtype].floating:
             return [f"a weight of dtype {spec.dtype} cannot be quantized; keep this module in a recipe"]
         group = self._groups.get(site.module)
@@ -99,11 +102,11 @@ class Drafting:
         if group and len({self._formats[module] for module in group.modules}) > 1:
             unlike = (module for module in group.modules if self._formats[module] != format_)
             others = ", ".join(dict.fromkeys(map(pattern, unlike)))  # without numbers, so that layers fold
-            mixed = [f"reads the same input as {others}, and runtimes fuse them; give all of them one scheme"]
-        return mixed + self._spelling.misfits(format_, site, _out_in(spec, site))
+            mixed = [f"reads the same input as {others}, and runtimes fuse these; give all of them one scheme"]
+        return mixed + self._spelling.incompatibilities(format_, site, out_in(spec, site))
 
     def _quantized_step(self, spec: TensorSpec, site: Site, format_: Format) -> Step:
-        shape = spec.shape if site.stacked else _out_in(spec, site)
+        shape = spec.shape if site.stacked else out_in(spec, site)
         group = self._groups.get(site.module)
         unified = group.modules if group and self._spelling.unifies(format_) else ()
         folded = bool(group and self._folded.get(group.norm) is group)
@@ -111,7 +114,7 @@ class Drafting:
         coding = self._spelling.coding(format_, site, spec.dtype, self._draft.options.dtype or spec.dtype)
         if unified and all(_one_tile(format_, self._shapes[module]) for module in unified):
             # ModelOpt shares weight amax of one element
-            format_ = dataclasses.replace(format_, weight=(Numeric(format_.weight[0].dtype, "tensor"),))
+            format_ = replace(format_, weight=(Numeric(format_.weight[0].dtype, "tensor"),))
         shares = ""
         if has_tensor_scale(format_):
             joined = site.shares if self._spelling.joins(format_) else ""
@@ -131,7 +134,7 @@ class Drafting:
         group = self._folded.get(module)
         kept = self._draft.why_plain(spec, site)
         if site is None and spec.name == f"{module}.weight":
-            # told to runtimes with the matrices that stay unquantized
+            # runtimes are given these together with the unquantized matrices
             if module in self._draft.structure.embeddings:
                 site = Site(module, spec.name, "out_in", keep="embedding")
             elif module in self._routers:
@@ -148,54 +151,40 @@ class Drafting:
         )
 
     def _kv_step(self, attention: str, kv: Numeric) -> Step:
-        outputs = [
-            Output(
-                TensorSpec(part.name, part.shape, part.dtype),
-                part.part,
-                f"calibration: {part.part[0]} amax / {kv.maxbound:g}",
-            )
-            for part in self._spelling.kv_parts(attention, self._draft.options.dtype)
-        ]
+        outputs = []
+        for part in self._spelling.kv_parts(attention, self._draft.options.dtype):
+            text = f"calibration: {part.part[0]} amax / {kv.maxbound:g}"
+            outputs.append(Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text))
         return Step((), tuple(outputs), attention=attention, kv=kv)
 
     def _shared(self) -> Iterator[InputGroup]:
-        """Groups cut to their quantized members, where two or more are left."""
+        """Groups reduced to their quantized members, if two or more are left."""
         readings = Counter(module for group in self._draft.structure.groups for module in dict.fromkeys(group.modules))
         for group in self._draft.structure.groups:
             members = tuple(dict.fromkeys(module for module in group.modules if module in self._formats))
-            if len(members) >= MANY:
-                # an unquantized member reads the norm as it is; one that runs twice has only one pre-scale
+            if len(members) >= MIN_GROUP:
+                # an unquantized member reads the plain norm; a module that runs twice has only one pre_quant_scale
                 alone = group.alone and all(m in members and readings[m] == 1 for m in group.modules)
-                yield dataclasses.replace(group, modules=members, alone=alone)
+                yield replace(group, modules=members, alone=alone)
 
     def _folding(self) -> Iterator[InputGroup]:
-        """Groups whose pre-scale goes into their norm: nothing else reads it, and the norm has no second group."""
+        """Groups whose pre_quant_scale goes into their norm, which nothing else reads and no second group has.
+
+        Only AWQ's does: ModelOpt leaves SmoothQuant's beside the weights.
+        """
         norms = [group.norm for group in self._draft.structure.groups]
         for group in dict.fromkeys(self._groups.values()):
             formats = {self._formats[module] for module in group.modules}
-            folds = len(formats) == 1 and all(f.prescales and self._spelling.folds(f) for f in formats)
-            weighted = f"{group.norm}.weight" in self._carried  # a norm may have none
+            folds = len(formats) == 1 and all(format_.algorithm == "awq" for format_ in formats)
+            weighted = f"{group.norm}.weight" in self._copied  # a norm may have no weight
             if group.norm and weighted and group.alone and folds and norms.count(group.norm) == 1:
                 yield group
 
-    def _filed(self, steps: Sequence[Step]) -> list[Step]:
-        """Assign every output to its shard, in the order in which a model's state dict has them."""
-        limit = parse_size(self._draft.options.shard_size)
+    def _assign_files(self, steps: Sequence[Step]) -> list[Step]:
+        """Assign every output to its shard, in the order of the model's state dict."""
+        limit = byte_count(self._draft.options.shard_size, "shard_size")
         files = divide(_state_order(steps), limit)
-        return [
-            dataclasses.replace(
-                step, outputs=tuple(dataclasses.replace(o, file=files[o.spec.name]) for o in step.outputs)
-            )
-            for step in steps
-        ]
-
-
-def _out_in(spec: TensorSpec, site: Site) -> tuple[int, int]:
-    if site.layout in ("out_in", "conv"):
-        out, in_ = spec.shape[:2]
-    else:
-        in_, out = spec.shape[-2:]
-    return out, in_
+        return [replace(s, outputs=tuple(replace(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
 
 
 def _one_tile(format_: Format, shape: tuple[int, int]) -> bool:
@@ -207,37 +196,36 @@ def _output(part: Part, format_: Format, spec: TensorSpec, group: int) -> Output
     first = format_.weight[0]
     weight = f"{spec.name} / pre_quant_scale" if format_.prescales else spec.name
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    bound = f"{first.maxbound:g}"
-    shared = f", the largest of {group}" if group >= MANY else ""
+    shared = f", the largest of {group}" if group >= MIN_GROUP else ""
     text = {
         "weight": f"codes({weight})",
-        "scale": f"amax({weight}, {first.per}{block}) / {bound}",
+        "scale": f"amax({weight}, {first.per}{block}) / {first.maxbound:g}",
         "scale_2": f"amax({weight}){shared} / {6 * 448 if len(format_.weight) == 1 else 448}",
         "input_scale": f"calibration: input amax{shared} / {format_.input.maxbound if format_.input else 1:g}",
-        "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MANY else ''}",
+        "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}",
     }
     return Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text.get(part.part, part.part))
 
 
 def _state_order(steps: Sequence[Step]) -> list[TensorSpec]:
-    """Tensors as a state dict has them: a module's own, its companions, KV scales last in their attention module."""
+    """Tensors in state dict order: a module's own, its companions, KV scales last in their attention module."""
     companions: dict[str, list[TensorSpec]] = {}
     for step in steps:
         if step.site and step.format:
             holder = step.site.module.rpartition(".")[0] if step.site.stacked else step.site.module
             companions.setdefault(holder, []).extend(o.spec for o in step.outputs if o.part != "weight")
     scales = {step.attention: [o.spec for o in step.outputs] for step in steps if step.attention}
-    found: list[TensorSpec] = []
+    ordered: list[TensorSpec] = []
     within = ""
 
     def leave(module: str) -> None:
         """Close every module that does not hold `module`."""
         nonlocal within
         while within and within != module:
-            found.extend(companions.pop(within, []))
+            ordered.extend(companions.pop(within, []))
             if module.startswith(f"{within}."):
                 return
-            found.extend(scales.pop(within, []))
+            ordered.extend(scales.pop(within, []))
             within = within.rpartition(".")[0]
 
     for step in steps:
@@ -246,6 +234,6 @@ def _state_order(steps: Sequence[Step]) -> list[TensorSpec]:
                 module = output.spec.name.rpartition(".")[0]
                 leave(module)
                 within = module
-                found.append(output.spec)
+                ordered.append(output.spec)
     leave("\0")
-    return found
+    return ordered

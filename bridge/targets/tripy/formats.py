@@ -1,28 +1,26 @@
-"""What Tripy's Q/DQ can express, and the tensors that it wants beside a weight; reads no weight.
+"""The formats that Tripy supports, and tensors of quantized modules.
 
-Rules are those of nvtripy 0.1.7: `tp.Linear`, `tp.quantize` and `tp.dequantize` (frontend/module/linear.py,
-frontend/ops/quantize.py), and what TensorRT has of them.
+The rules are those of nvtripy 0.1.7: `tp.Linear`, `tp.quantize` and `tp.dequantize` (frontend/module/linear.py,
+frontend/ops/quantize.py), as far as TensorRT supports them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from bridge.core.values import Format, Numeric, TensorSpec
+from bridge.planning.plan import Output
 
-from bridge.planning import Output, Step
-from bridge.values import Format, Numeric, TensorSpec
-
-# Our dtype -> Tripy's.
+# Our dtype -> Tripy's
 CODES = {"int8": "int8", "int4": "int4", "float8_e4m3fn": "float8"}
-BLOCK = 128  # of int4 that is refitted along `out`
+BLOCK = 128  # of int4 that is quantized along `out`
 
 
-def refuse(format_: Format, linear: bool) -> str:
+def why_unsupported(format_: Format, linear: bool) -> str:
     """Why no Tripy module can hold this format ("" if one can)."""
     first, entry = format_.weight[0], format_.input
     if first.dtype not in CODES:
         return f"Tripy has no {first.dtype}; it quantizes to int8, int4 and float8: use fp8, int8_wo or int4_awq"
     if len(format_.weight) > 1:
-        return "Tripy's quantize makes one dtype of a weight, not one after another; use int4_awq or fp8"
+        return "Tripy's quantize has one level, not one dtype after another; use int4_awq or fp8"
     if first.per == "block" and (first.dtype != "int4" or len(first.block) != 1):
         size = "x".join(map(str, first.block))
         return f"Tripy has block scales for int4 only, not for {first.dtype} blocks of {size}; use fp8 or int8_wo"
@@ -31,24 +29,24 @@ def refuse(format_: Format, linear: bool) -> str:
     if entry and first.dtype == "int4":
         return "TensorRT's int4 is weight-only: Tripy takes no input scale beside it; use int4_awq"
     if entry and entry.dtype != first.dtype:
-        return f"one quant_dtype serves weight and input, not {first.dtype} and {entry.dtype}; use fp8 or int8"
+        return f"Tripy has one quant_dtype for weight and input, not {first.dtype} and {entry.dtype}; use fp8 or int8"
     if linear and format_.prescales:
-        return f"tp.Linear has no place for the pre-scale of {format_.algorithm}; leave out linear (--linear), or " + (
+        return f"tp.Linear cannot hold the pre-scale of {format_.algorithm}; leave out linear (--linear), or " + (
             "use int4_wo" if first.dtype == "int4" else "use int8_wo or fp8"
         )
     return ""
 
 
 def fitted(format_: Format, linear: bool) -> Format:
-    """The format as it is written: int4 for plain `tp.Linear` has its blocks along `out`, where Tripy has them."""
+    """The format as it is written: int4 for plain `tp.Linear` has its blocks along `out`, as Tripy does."""
     first = format_.weight[0]
     if not linear or first.per != "block":
         return format_
     return Format((Numeric("int4", "block", (first.block[0], 1)),), None, "max")
 
 
-def misfits(format_: Format, shape: tuple[int, int]) -> list[str]:
-    """What of a matrix (out, in) does not fit its format as it is written, with its remedy."""
+def incompatibilities(format_: Format, shape: tuple[int, int]) -> list[str]:
+    """Why a matrix (out, in) does not fit its written format, with the remedy."""
     first, (out, in_) = format_.weight[0], shape
     if first.per != "block":
         return []
@@ -60,8 +58,8 @@ def misfits(format_: Format, shape: tuple[int, int]) -> list[str]:
     return [f"{axis} = {size} does not divide into blocks of {block}, and Tripy pads nothing; write {remedy}"]
 
 
-def turned(format_: Format) -> bool:
-    """True where the weight is stored [in, out]: int4 blocks lie along `in`, Tripy's along the first axis."""
+def transposed(format_: Format) -> bool:
+    """True if the weight is stored [in, out]: int4 blocks lie along `in`, Tripy's along the first axis."""
     return format_.weight[0].per == "block" and len(format_.weight[0].block) == 1
 
 
@@ -72,31 +70,17 @@ def outputs(format_: Format, weight: str, shape: tuple[int, int], source: str, d
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
     scale: tuple[int, ...] = () if first.per == "tensor" else (out,)
     if first.per == "block":
-        scale = (in_ // first.block[0], out) if turned(format_) else (out // first.block[0], in_)
+        scale = (in_ // first.block[0], out) if transposed(format_) else (out // first.block[0], in_)
     values, stored = f"codes({text}) * weight_scale", shape
-    if turned(format_):
+    if transposed(format_):
         values, stored = f"transpose({values})", shape[::-1]
-    made: list[tuple[str, str, tuple[int, ...], str]] = [
+    rows: list[tuple[str, str, tuple[int, ...], str]] = [
         ("weight", weight, stored, values),
         ("scale", f"{module}.weight_scale", scale, f"amax({text}, {first.per}{block}) / {first.maxbound:g}"),
     ]
     if format_.input:
         bound = format_.input.maxbound
-        made.append(("input_scale", f"{module}.input_scale", (), f"calibration: input amax / {bound:g}"))
+        rows.append(("input_scale", f"{module}.input_scale", (), f"calibration: input amax / {bound:g}"))
     if format_.prescales:
-        made.append(("pre_quant_scale", f"{module}.pre_quant_scale", (in_,), f"calibration: {format_.algorithm}"))
-    return [Output(TensorSpec(name, size, dtype), part, said) for part, name, size, said in made]
-
-
-def entry(step: Step) -> dict[str, Any]:
-    """What config.json says of a quantized module: how to build the layer that loads it."""
-    assert step.format
-    first, parts = step.format.weight[0], {output.part for output in step.outputs}
-    return {
-        "quant_dtype": CODES[first.dtype],
-        "weight_quant_dim": 0 if first.per == "channel" else None,
-        "layout": "in_out" if turned(step.format) else "out_in",
-        "block": first.block[0] if first.block else None,
-        "input_scale": "input_scale" in parts,
-        "pre_quant_scale": "pre_quant_scale" in parts,
-    }
+        rows.append(("pre_quant_scale", f"{module}.pre_quant_scale", (in_,), f"calibration: {format_.algorithm}"))
+    return [Output(TensorSpec(name, size, dtype), part, expression) for part, name, size, expression in rows]

@@ -1,7 +1,8 @@
-"""Fills a user's `tp.Module` with what target tripy wrote; names every difference first, and then loads nothing.
+"""Load an output into a user's `tp.Module`, if both agree.
 
-nvtripy checks names, then shapes and dtypes up to the first that differs; what decides the numbers (the quantized
-dtype, the axis of the scales, the layout of blocks, a pre-scale) it cannot know. All of that is compared here.
+nvtripy checks names, and shapes and dtypes up to the first difference. It cannot check the settings that decide the
+numbers: the quantized dtype, the axis of the scales, the layout of blocks, a pre_quant_scale. All of them are compared
+here, and every difference is reported before anything is loaded.
 """
 
 from __future__ import annotations
@@ -11,36 +12,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.container import SafetensorsFile
-from bridge.errors import PlanError, SourceError, UsageError, fold_problems
-from bridge.planning import DEFAULT_FILE, Plan
-from bridge.sources.loading import as_tensor
-from bridge.tripy.config import section
-from bridge.tripy.frontend import nvtripy
-from bridge.tripy.lint import contract
-from bridge.tripy.prefixes import Prefixes, found_prefixes
-from bridge.tripy.section import Entry, read_section
-from bridge.values import TensorSpec
+from bridge.core.errors import PlanError, SourceError, UsageError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.text import fold_problems
+from bridge.core.values import TensorSpec
+from bridge.planning.plan import DEFAULT_FILE, Plan
+from bridge.sources.live_models.loading import as_tensor
+from bridge.targets.tripy.frontend import nvtripy
+from bridge.targets.tripy.lint import contract
+from bridge.targets.tripy.prefixes import Prefixes, found_prefixes
+from bridge.targets.tripy.section import Entry, read_section, section_of
 
-BESIDE = (".weight_scale", ".input_scale", ".pre_quant_scale")
-LOADED = "_loaded_by_bridge"  # on a module: names that are no tensors of its own, though they have values now
+COMPANIONS = (".weight_scale", ".input_scale", ".pre_quant_scale")
+LOADED = "_loaded_by_bridge"  # on a module: names that have values now, but not tensors of its own class
 Problems = Iterator[tuple[str, str]]  # a tensor or a part of the module, and what is wrong with it
 
 
 def load(directory: str | Path, module: Any) -> None:
-    """Load what target tripy wrote into `module`, strictly; PlanError lists all that differs, and nothing is loaded.
+    """Load an output of target tripy into `module`, strictly; PlanError lists all differences, and nothing is loaded.
 
-    Tensors that the user's own classes made themselves, a causal mask for one, are left as they are. A tensor that the
-    file holds under two names needs one of them in the module: a head may be the embedding, transposed.
+    Tensors that the user's own classes made, such as a causal mask, are left as they are. A tensor that the file has
+    under two names needs one of them in the module: a head may be the embedding, transposed.
 
     >>> load("tiny-gpt2-int8", GPT(config))  # doctest: +SKIP
     """
-    found, _ = read_section(directory)
+    section, _ = read_section(directory)
     tp, where = nvtripy(), Path(directory)
     file = SafetensorsFile(where / DEFAULT_FILE)
-    if broken := fold_problems(contract(file, found)):
+    if broken := fold_problems(contract(file, section)):
         raise SourceError("\n  ".join([f"{where}: its files contradict each other; nothing was loaded:", *broken]))
-    own = fit(Written(file.specs, found.modules, found.copies), module, str(where))
+    own = fit(StateDictFiles(file.specs, section.modules, section.copies), module, str(where))
     expected = module.state_dict()
     taken = {name: spec for name, spec in file.specs.items() if name in expected}
     state = {name: tp.Tensor(as_tensor(file.read(name), spec.dtype)) for name, spec in taken.items()}
@@ -48,10 +49,10 @@ def load(directory: str | Path, module: Any) -> None:
     object.__setattr__(module, LOADED, frozenset(state) | getattr(module, LOADED, frozenset()))
 
 
-def fit(written: Written, module: Any, where: str) -> set[str]:
-    """Compare what was written, or is planned, with a module; PlanError lists all that differs.
+def fit(written: StateDictFiles, module: Any, where: str) -> set[str]:
+    """Compare a written or planned state dict with a module; PlanError lists all differences.
 
-    Returns the names of tensors that the module's own classes made, which nothing is loaded into.
+    Returns the names of tensors that the module's own classes made; nothing is loaded into them.
     """
     tp = nvtripy()
     if not isinstance(module, tp.Module):
@@ -64,8 +65,8 @@ def fit(written: Written, module: Any, where: str) -> set[str]:
         written = written.under(renamed)
         own = _own(tp, module, parts, expected, written)
     problems += _quantization(tp, parts, written)
-    settled = {name for name, _ in problems}  # their scales differ for a reason that is told
-    problems += _tensors(parts, expected, own, settled, written)
+    reported = {name for name, _ in problems}  # their scales differ for the reported reason
+    problems += _tensors(parts, expected, own, reported, written)
     if problems:
         lines = fold_problems(problems)
         raise PlanError("\n  ".join([f"{where} does not fit {type(module).__name__}; nothing was loaded:", *lines]))
@@ -73,39 +74,37 @@ def fit(written: Written, module: Any, where: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a directory holds: its tensors, quantized modules, and which names are second ones."""
+class StateDictFiles:
+    """The content of a directory: tensors, quantized modules, and second names of tensors."""
 
     specs: Mapping[str, TensorSpec]
     modules: Mapping[str, Entry]
     copies: Mapping[str, str]
 
     @staticmethod
-    def planned(plan: Plan) -> Written:
-        """What a conversion will write."""
-        said = section(plan)
-        modules = {name: Entry(**row) for name, row in said["modules"].items()}
-        return Written({output.spec.name: output.spec for output in plan.outputs}, modules, said["copies"])
+    def planned(plan: Plan) -> StateDictFiles:
+        """The content that a plan will write."""
+        section = section_of(plan)
+        return StateDictFiles({o.spec.name: o.spec for o in plan.outputs}, section.modules, section.copies)
 
-    def under(self, prefixes: Prefixes) -> Written:
-        """The same with the module's names."""
+    def under(self, prefixes: Prefixes) -> StateDictFiles:
+        """The same under the module's names."""
         new = prefixes.renamed
         copies = {new(name): new(first) for name, first in self.copies.items()}
         specs = {new(name): spec for name, spec in self.specs.items()}
-        return Written(specs, {new(name): entry for name, entry in self.modules.items()}, copies)
+        return StateDictFiles(specs, {new(name): entry for name, entry in self.modules.items()}, copies)
 
     def surplus(self, expected: Mapping[str, Any]) -> list[str]:
-        """Tensors that the module has under no name."""
-        held = {self.copies.get(name, name) for name in expected}
-        return [name for name in self.specs if name not in expected and self.copies.get(name, name) not in held]
+        """Tensors that the module has under none of their names."""
+        present = {self.copies.get(name, name) for name in expected}
+        return [name for name in self.specs if name not in expected and self.copies.get(name, name) not in present]
 
 
-def _prefixes(expected: Mapping[str, Any], own: set[str], written: Written) -> Prefixes | None:
-    """What the module's names begin with instead of what the file's do; scales may differ for another reason."""
+def _prefixes(expected: Mapping[str, Any], own: set[str], written: StateDictFiles) -> Prefixes | None:
+    """The prefixes in which the module's names differ from the file's; scales may differ for another reason."""
     lacking = [name for name in expected if name not in written.specs and name not in own]
-    return found_prefixes(
-        *([name for name in names if not name.endswith(BESIDE)] for names in (written.surplus(expected), lacking))
-    )
+    names = (written.surplus(expected), lacking)
+    return found_prefixes(*([name for name in side if not name.endswith(COMPANIONS)] for side in names))
 
 
 def parts_of(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -115,10 +114,12 @@ def parts_of(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from parts_of(child, f"{prefix}{name}.")
 
 
-def _own(tp: Any, module: Any, parts: Mapping[str, Any], expected: Mapping[str, Any], written: Written) -> set[str]:
-    """Tensors with a value that the file lacks, in classes that are neither Tripy's nor ours: not parameters.
+def _own(
+    tp: Any, module: Any, parts: Mapping[str, Any], expected: Mapping[str, Any], written: StateDictFiles
+) -> set[str]:
+    """Tensors that have a value, are not in the file, and belong to classes that are neither Tripy's nor ours.
 
-    What an earlier load filled is one.
+    They are not parameters. A tensor that an earlier load filled is one.
     """
     owners = {"": module} | dict(parts)
     loaded: frozenset[str] = getattr(module, LOADED, frozenset())
@@ -132,9 +133,9 @@ def _own(tp: Any, module: Any, parts: Mapping[str, Any], expected: Mapping[str, 
     }
 
 
-def _quantization(tp: Any, parts: Mapping[str, Any], written: Written) -> Problems:
-    """Where module and file do not quantize alike; a user's class that does not say how it quantizes is trusted."""
-    from bridge.tripy.layers import BlockLinear
+def _quantization(tp: Any, parts: Mapping[str, Any], written: StateDictFiles) -> Problems:
+    """Differences in quantization; a user's class without quantization attributes is trusted."""
+    from bridge.targets.tripy.models.layers import BlockLinear
 
     for name, part in parts.items():
         entry, quantized = written.modules.get(name), getattr(part, "quant_dtype", None)
@@ -142,70 +143,68 @@ def _quantization(tp: Any, parts: Mapping[str, Any], written: Written) -> Proble
             if quantized is not None:
                 yield name, f"{quantized.name} in the module, not quantized in the file; leave out quant_dtype"
             continue
-        wanted = _wanted(name, entry, written.specs)
+        remedy = _remedy(name, entry, written.specs)
         if entry.layout == "in_out" and isinstance(part, tp.Linear):
-            yield name, f"stored [in, out] in blocks along `in`, which tp.Linear cannot hold; {wanted}"
+            yield name, f"stored [in, out] in blocks along `in`, which tp.Linear cannot hold; {remedy}"
         elif entry.layout == "out_in" and isinstance(part, BlockLinear):
-            yield name, f"stored [out, in], which BlockLinear does not hold; {wanted}"
+            yield name, f"stored [out, in], which BlockLinear does not hold; {remedy}"
         elif hasattr(part, "quant_dtype") and quantized is None:
-            yield name, f"{entry.quant_dtype} in the file, not quantized in the module; {wanted}"
+            yield name, f"{entry.quant_dtype} in the file, not quantized in the module; {remedy}"
         elif quantized is not None and quantized.name != entry.quant_dtype:
-            yield name, f"{entry.quant_dtype} in the file, {quantized.name} in the module; {wanted}"
+            yield name, f"{entry.quant_dtype} in the file, {quantized.name} in the module; {remedy}"
         elif (along := getattr(part, "weight_quant_dim", entry.weight_quant_dim)) != entry.weight_quant_dim:
-            yield name, f"weight_quant_dim {entry.weight_quant_dim} in the file, {along} in the module; {wanted}"
+            yield name, f"weight_quant_dim {entry.weight_quant_dim} in the file, {along} in the module; {remedy}"
         elif entry.pre_quant_scale and getattr(part, "pre_quant_scale", None) is None:
-            yield name, f"with a pre-scale in the file, by which the input must be multiplied; {wanted}"
+            yield name, f"has a pre-scale in the file, which the input must be multiplied by; {remedy}"
 
 
-def _wanted(name: str, entry: Entry, specs: Mapping[str, TensorSpec]) -> str:
-    """What to write in the module instead."""
+def _remedy(name: str, entry: Entry, specs: Mapping[str, TensorSpec]) -> str:
     if entry.layout == "in_out" and (weight := specs.get(f"{name}.weight")):
         settings = f"{', '.join(map(str, weight.shape))}, bias={f'{name}.bias' in specs}, dtype=tp.{weight.dtype}"
         return (
-            f"write bridge.tripy.layers.BlockLinear({settings}, block={entry.block}, "
+            f"write bridge.targets.tripy.models.layers.BlockLinear({settings}, block={entry.block}, "
             f"pre_quant_scale={entry.pre_quant_scale}), "
             "or convert with quant='int4_wo', linear=True, which tp.Linear holds at a loss, without a pre-scale"
         )
     settings = f"quant_dtype=tp.{entry.quant_dtype}, weight_quant_dim={entry.weight_quant_dim}"
-    return f"write {'bridge.tripy.layers.SmoothLinear' if entry.pre_quant_scale else 'tp.Linear'}(..., {settings})"
+    linear = "bridge.targets.tripy.models.layers.SmoothLinear" if entry.pre_quant_scale else "tp.Linear"
+    return f"write {linear}(..., {settings})"
 
 
 def _tensors(
-    parts: Mapping[str, Any], expected: Mapping[str, Any], own: set[str], settled: set[str], written: Written
+    parts: Mapping[str, Any], expected: Mapping[str, Any], own: set[str], reported: set[str], written: StateDictFiles
 ) -> Problems:
-    """Names, shapes and dtypes that differ, but for the scales of parts that are `settled`."""
+    """Differences in names, shapes and dtypes, except scales of parts that are `reported` already."""
     from nvtripy.frontend.module.parameter import OptionalParameter
 
-    def told(name: str) -> bool:
-        return name.endswith(BESIDE) and name.rpartition(".")[0] in settled
+    def known(name: str) -> bool:
+        return name.endswith(COMPANIONS) and name.rpartition(".")[0] in reported
 
     for name, value in expected.items():
-        needed = not isinstance(value, OptionalParameter) and not told(name)
+        needed = not isinstance(value, OptionalParameter) and not known(name)
         if needed and name not in written.specs and name not in own:
             yield name, "missing in the file"
     for name in written.surplus(expected):
-        if not told(name):
-            yield name, "in the file, but no parameter of the module"
+        if not known(name):
+            yield name, "in the file, but not a parameter of the module"
     for name, spec in written.specs.items():
-        if name not in expected or told(name):
+        if name not in expected or known(name):
             continue
         value = expected[name]
         if value.dtype.name != spec.dtype:
-            yield (
-                name,
-                f"{spec.dtype} in the file, {value.dtype.name} in the module; convert with "
-                f"dtype='{value.dtype.name}', or build the module in tp.{spec.dtype}",
-            )
+            other = value.dtype.name
+            remedy = f"convert with dtype='{other}', or build the module in tp.{spec.dtype}"
+            yield name, f"{spec.dtype} in the file, {other} in the module; {remedy}"
         stored = _stored(name, parts, written)
         if value.shape is not None and tuple(map(int, value.shape)) != stored:  # tp.Linear has None for any shape
             yield name, f"shape {stored} in the file, {tuple(map(int, value.shape))} in the module"
 
 
-def _stored(name: str, parts: Mapping[str, Any], written: Written) -> tuple[int, ...]:
-    """The shape in the file, turned to how the module holds it, since `_quantization` tells that they differ."""
-    from bridge.tripy.layers import BlockLinear
+def _stored(name: str, parts: Mapping[str, Any], written: StateDictFiles) -> tuple[int, ...]:
+    """The shape in the file, in the module's axes if these differ, since `_quantization` reports that."""
+    from bridge.targets.tripy.models.layers import BlockLinear
 
     owner, _, last = name.rpartition(".")
     shape, entry = written.specs[name].shape, written.modules.get(owner)
-    turned = entry is not None and (entry.layout == "in_out") != isinstance(parts.get(owner), BlockLinear)
-    return shape[::-1] if turned and last == "weight" else shape
+    transposed = entry is not None and (entry.layout == "in_out") != isinstance(parts.get(owner), BlockLinear)
+    return shape[::-1] if transposed and last == "weight" else shape

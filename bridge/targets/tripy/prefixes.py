@@ -1,4 +1,4 @@
-"""Finds the one prefix by which a module's names differ from a file's; compares names only, never a tensor."""
+"""Find the one prefix in which names of module and file differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import takewhile
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What names begin with in a file and in a module; each is empty or ends with a dot."""
+    """Prefixes of the names in a file and in a module; each is empty or ends with a dot."""
 
     file: str
     module: str
@@ -17,29 +17,29 @@ class Prefixes:
     def __str__(self) -> str:
         file, module = self.file[:-1], self.module[:-1]
         if not module:
-            return f"names begin with {self.file!r} in the file only; hold this module as {file!r} in another"
+            return f"names begin with {self.file!r} in the file only; make this module the part {file!r} of another"
         if not file:
             return f"names begin with {self.module!r} in the module only; load its part {module!r} alone"
         return f"names begin with {self.file!r} in the file, with {self.module!r} in the module; call it {file!r} there"
 
     def renamed(self, name: str) -> str:
-        """A name of the file as the module has it."""
+        """The module's name for a name of the file."""
         return self.module + name[len(self.file) :] if name.startswith(self.file) else name
 
 
 def found_prefixes(surplus: Sequence[str], lacking: Sequence[str]) -> Prefixes | None:
-    """The only prefix that makes names of the file those that the module lacks, all on one side; None without one.
+    """The only pair of prefixes that turns all names of one side into names of the other; None if there is none.
 
     >>> found_prefixes(["transformer.wte.weight", "transformer.h.0.bias"], ["body.wte.weight", "body.h.0.bias"])
     Prefixes(file='transformer.', module='body.')
     """
-    found = {Prefixes(file, module) for file, module in _pairs(surplus, lacking)}
-    found |= {Prefixes(file, module) for module, file in _pairs(lacking, surplus)}
-    return found.pop() if len(found) == 1 else None
+    candidates = {Prefixes(file, module) for file, module in _pairs(surplus, lacking)}
+    candidates |= {Prefixes(file, module) for module, file in _pairs(lacking, surplus)}
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 def _pairs(some: Sequence[str], whole: Sequence[str]) -> set[tuple[str, str]]:
-    """Prefixes of `some` and of `whole` such that all of `whole` are among `some` once the prefix is exchanged."""
+    """Pairs of prefixes such that exchanging them turns all of `whole` into names of `some`."""
     if not whole:
         return set()
     known, owners = set(some), [name.split(".")[:-1] for name in whole]
@@ -52,7 +52,7 @@ def _pairs(some: Sequence[str], whole: Sequence[str]) -> set[tuple[str, str]]:
 
 
 def _shortest(*prefixes: str) -> tuple[str, str]:
-    """Without the components at the end that are the same."""
+    """Drop equal components at the end of both."""
     one, other = (prefix.split(".")[:-1] for prefix in prefixes)
     while one and other and one[-1] == other[-1]:
         one.pop(), other.pop()

@@ -1,7 +1,7 @@
-"""Which layers hurt: each quantized matrix in the written graph against its float product, on the inputs it gets.
+"""The output error that each quantized matrix of a written graph adds.
 
-The damage of a layer is |x Ŵ - x W| / |x W| with the x that reaches it in the written model, before its own quantizer:
-what it adds, not what it inherits. Convolutions are left out (their products are not one matrix).
+The error of a layer is |x Ŵ - x W| / |x W| with its input x in the written model, before its own quantizer: the error
+that it adds, without inherited error. Convolutions are left out (their products are not one matrix).
 """
 
 from __future__ import annotations
@@ -12,57 +12,55 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.dtypes import to_float32
-from bridge.planning import Plan, Step
+from bridge.core.dtypes import to_float32
+from bridge.planning.plan import Plan, Step
 
 if TYPE_CHECKING:
-    from bridge.sources import Source
+    from bridge.sources.source import Source
 
 POSITIONS = 128  # rows of x per layer: enough to rank layers, small enough to hold every layer's output
 GROUP = 64  # layers tapped in one run, so that their inputs and outputs are not all held at once
 
 
-def layer_damage(
+def layer_errors(
     directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
 ) -> tuple[tuple[str, float], ...]:
-    """Return (module, damage) for every quantized matrix of the graph, the worst first."""
-    from bridge.graph.runtime import Runtime
+    """Return (module, error) for every quantized matrix of the graph, the worst first."""
+    from bridge.targets.trt.runtime import Runtime
 
     steps = {step.site.module: step for step in plan.quantized if step.site and step.site.layout != "conv"}
     at_work = dict(places(directory / "model.onnx", steps))
     small = {name: array[:1, :POSITIONS] if array.ndim == 2 else array[:1] for name, array in batch.items()}
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     modules = list(at_work)
-    for at in range(0, len(modules), GROUP):
-        group = modules[at : at + GROUP]
+    for first in range(0, len(modules), GROUP):
+        group = modules[first : first + GROUP]
         taps = dict.fromkeys(name for module in group for name in at_work[module][:2])
-        runtime = Runtime(directory, taps=[name for name in taps])
-        values = runtime.run(small)
+        values = Runtime(directory, taps=list(taps)).run(small)
         for module in group:
             x, y, bias = at_work[module]
-            found[module] = _damage(steps[module], source, plan, values[x], values[y], bias)
-    return tuple(sorted(found.items(), key=lambda item: -item[1]))
+            errors[module] = _layer_error(steps[module], source, plan, values[x], values[y], bias)
+    return tuple(sorted(errors.items(), key=lambda item: -item[1]))
 
 
-def _damage(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -> float:
+def _layer_error(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -> float:
     assert step.site
     weight = to_float32(source.read(step.source), plan.sources[step.source].dtype)
     weight = weight.T if step.site.layout == "out_in" else weight
     product = x.reshape(-1, x.shape[-1]).astype(np.float32) @ weight
-    made = y.reshape(-1, y.shape[-1]).astype(np.float32)
-    made = made if bias is None else made - bias
+    output = y.reshape(-1, y.shape[-1]).astype(np.float32)
+    output = output if bias is None else output - bias
     norm = float(np.linalg.norm(product))
-    return float(np.linalg.norm(made - product)) / norm if norm else 0.0
+    return float(np.linalg.norm(output - product)) / norm if norm else 0.0
 
 
 def places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:
-    """Module -> names of its float input and its output, and the bias that a Gemm has added to it."""
+    """Module -> names of its float input and its output, and the bias that a Gemm has added to the output."""
     import onnx_ir as ir
 
     model = ir.load(path)
-    codes = {f"{step.site.weight}": module for module, step in steps.items() if step.site}
-    for name, module in codes.items():
-        value = model.graph.initializers.get(name)
+    for module, step in steps.items():
+        value = model.graph.initializers.get(step.site.weight) if step.site else None
         while value is not None:
             users = [node for node, at in value.uses() if at == (0 if node.op_type not in ("MatMul", "Gemm") else 1)]
             if len(users) != 1:
@@ -70,14 +68,14 @@ def places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[s
             node = users[0]
             if node.op_type in ("MatMul", "Gemm"):
                 bias = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
-                added = None if bias is None else bias.numpy().astype(np.float32)
-                yield module, (str(_before_quantizer(node.inputs[0]).name), str(node.outputs[0].name), added)
+                bias_array = None if bias is None else bias.numpy().astype(np.float32)
+                yield module, (str(_before_quantizer(node.inputs[0]).name), str(node.outputs[0].name), bias_array)
                 break
             value = node.outputs[0]
 
 
 def _before_quantizer(value: Any) -> Any:
-    """Walk from a matrix's input back over DequantizeLinear, QuantizeLinear and the pre-scale to the float value."""
+    """Follow a matrix's input back over DequantizeLinear, QuantizeLinear and the pre-scale to the float value."""
     producer = value.producer()
     while producer is not None and (
         producer.op_type in ("DequantizeLinear", "QuantizeLinear")

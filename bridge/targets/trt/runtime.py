@@ -1,8 +1,8 @@
-"""Runs a written model in ONNX Runtime on the CPU; the file is never changed.
+"""Run a written model in ONNX Runtime on the CPU.
 
 Graph optimizations are off: with them ONNX Runtime rewrites FP8 Q/DQ into integer kernels that fail to load, and
-weight-only INT8 / INT4 into kernels with quantized activations (1e-2 error). What its CPU kernels lack (half graphs,
-FP4, float32 scales beside half data) runs as the *float32 twin*: the same codes and scales, float32 everywhere else.
+weight-only INT8 / INT4 into kernels with quantized activations (1e-2 error). Graphs that its CPU kernels lack (half
+graphs, FP4, float32 scales with half data) run as a float32 copy: the same codes and scales, float32 everywhere else.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import CannotRun, VerifyError
+from bridge.core.errors import CannotRun, VerifyError
 
-HALF = ("FLOAT16", "BFLOAT16")
+FEEDS = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
 
 class Runtime:
-    """A written model, loaded. `twin` says why it is not the file itself that runs ("" if it is).
+    """A written model, loaded. `substitute` says why a float32 copy runs instead of the file ("" if the file runs).
 
     >>> Runtime("tiny-llama-fp8").generate(np.array([[1, 2, 3]]), max_new_tokens=8).shape  # doctest: +SKIP
     (1, 11)
     """
 
     def __init__(self, path: str | Path, *, taps: Sequence[str] = ()) -> None:
-        """Load `model.onnx` of a directory, or an .onnx file; `taps` are inner values to return as well."""
+        """Load `model.onnx` of a directory, or an .onnx file; `taps`: inner values to return as well."""
         try:
             import onnxruntime
         except ImportError as error:
@@ -36,15 +36,12 @@ class Runtime:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 3
-        model, self.twin = _runnable(file, taps)
+        model, self.substitute = _runnable(file, taps)
+        if model is not None:
+            folder = "session.model_external_initializers_file_folder_path"
+            options.add_session_config_entry(folder, str(file.parent))
         try:
-            if model is None:
-                self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-            else:
-                options.add_session_config_entry(
-                    "session.model_external_initializers_file_folder_path", str(file.parent)
-                )
-                self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            self.session = onnxruntime.InferenceSession(model or str(file), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime raises its own unrelated classes
             raise VerifyError(f"{file}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
         self.inputs = {i.name: i for i in self.session.get_inputs()}
@@ -52,12 +49,13 @@ class Runtime:
 
     @property
     def cached(self) -> bool:
-        """True for a decoder with `past_key_values` inputs."""
+        """True if the model is a decoder with `past_key_values` inputs."""
         return any(name.startswith("past_key_values.") for name in self.inputs)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run once. Decoders get empty caches, full masks and running positions where `feeds` lacks them."""
-        full = {name: _as_input(array, self.inputs[name].type) for name, array in feeds.items() if name in self.inputs}
+        """Run once. Decoders get empty caches, full masks and consecutive positions if `feeds` lacks them."""
+        given = {name: array for name, array in feeds.items() if name in self.inputs}
+        full = {n: a.astype(FEEDS.get(self.inputs[n].type, a.dtype), copy=False) for n, a in given.items()}
         self._complete(full)
         missing = [name for name in self.inputs if name not in full]
         if missing:
@@ -71,7 +69,6 @@ class Runtime:
         """Greedy decoding: [batch, sequence] token ids in, the same with up to `max_new_tokens` appended out."""
         tokens = np.asarray(input_ids, np.int64)
         feeds: dict[str, np.ndarray] = {"input_ids": tokens}
-        past = 0
         for _ in range(max_new_tokens):
             out = self.run(feeds)
             new = out["logits"][:, -1].argmax(-1).astype(np.int64)[:, None]
@@ -79,10 +76,11 @@ class Runtime:
             if stop is not None and (new == stop).all():
                 break
             if self.cached:
-                past = tokens.shape[1] - 1
-                feeds = {"input_ids": new, **_carry(out)}
-                feeds["attention_mask"] = np.ones_like(tokens)
-                feeds["position_ids"] = np.full_like(new, past)
+                past = {
+                    n.replace("present.", "past_key_values."): a for n, a in out.items() if n.startswith("present.")
+                }
+                feeds = {"input_ids": new, **past, "attention_mask": np.ones_like(tokens)}
+                feeds["position_ids"] = np.full_like(new, tokens.shape[1] - 1)
             else:
                 feeds = {"input_ids": tokens}
         return tokens
@@ -107,24 +105,15 @@ class Runtime:
 
 
 def _positions(mask: np.ndarray | None, batch: int, past: int, length: int) -> np.ndarray:
-    """Positions count the tokens that the mask lets through, so that left padding takes none."""
+    """Positions count unmasked tokens only, so left padding takes none."""
     if mask is None:
         return np.tile(np.arange(past, past + length, dtype=np.int64), (batch, 1))
     positions: np.ndarray = np.maximum(mask.cumsum(-1) - 1, 0)[:, -length:]
     return positions.astype(np.int64)
 
 
-def _carry(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {n.replace("present.", "past_key_values."): a for n, a in outputs.items() if n.startswith("present.")}
-
-
-def _as_input(array: np.ndarray, kind: str) -> np.ndarray:
-    wanted = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
-    return array.astype(wanted[kind], copy=False) if kind in wanted else array
-
-
 def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
-    """The bytes to load in the file's stead and why; (None, "") where the file itself runs."""
+    """The bytes to load instead of the file and why; (None, "") if the file itself runs."""
     import onnx_ir as ir
 
     try:
@@ -135,7 +124,7 @@ def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
     if not reason and not taps:
         return None, ""
     if reason:
-        _to_twin(model)
+        _to_float32(model)
     values = {v.name: v for node in model.graph for v in node.outputs}
     for name in taps:
         model.graph.outputs.append(values[name])
@@ -145,15 +134,15 @@ def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
 def _reason(model: Any) -> str:
     if any(node.domain not in ("", "ai.onnx") for node in model.graph):
         raise CannotRun(
-            "the graph holds TensorRT's own ops: ONNX Runtime cannot run it; its weights are compared instead"
+            "the graph has TensorRT's own ops, which ONNX Runtime cannot run; its weights are compared instead"
         )
     kinds = {v.dtype.name for v in model.graph.initializers.values() if v.dtype is not None}
-    if kinds & set(HALF):
+    if kinds & {"FLOAT16", "BFLOAT16"}:
         return "half-precision graph"
     return "FP4 codes" if "FLOAT4E2M1" in kinds else ""
 
 
-def _to_twin(model: Any) -> None:
+def _to_float32(model: Any) -> None:
     """Turn a half graph into float32 in place and FP4 weights into values; codes and scales stay as they are."""
     import onnx_ir as ir
 
@@ -164,11 +153,8 @@ def _to_twin(model: Any) -> None:
     for node in list(model.graph):
         for key in ("to", "output_dtype", "dtype"):
             attribute = node.attributes.get(key)
-            if (
-                attribute is not None
-                and attribute.type == ir.AttributeType.INT
-                and attribute.value in {int(h) for h in half}
-            ):
+            is_number = attribute is not None and attribute.type == ir.AttributeType.INT
+            if is_number and attribute.value in {int(h) for h in half}:
                 node.attributes[key] = ir.AttrInt64(key, int(ir.DataType.FLOAT))
         for attribute in list(node.attributes.values()):
             if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in half:
@@ -182,44 +168,31 @@ def _to_twin(model: Any) -> None:
 
 
 def _widen(model: Any, value: Any) -> None:
-    """Read a half initializer through a Cast, so that the twin needs no second copy of the weights."""
+    """Read a half initializer through a Cast, so that no second copy of the weights is needed."""
     import onnx_ir as ir
 
     uses = tuple(value.uses())
-    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)})
-    cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = (
-        f"{value.name}/float32",
-        ir.DataType.FLOAT,
-        value.shape,
-    )
+    output = ir.val(f"{value.name}/float32", ir.DataType.FLOAT, value.shape)
+    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, outputs=[output])
     model.graph.insert_before(model.graph[0], cast)
     for node, at in uses:
-        node.replace_input_with(at, cast.outputs[0])
+        node.replace_input_with(at, output)
 
 
 def _unpack_fp4(model: Any, node: Any) -> None:
-    """Replace codes by their values and DequantizeLinear by blocks times scale: ONNX Runtime has no FP4 kernels."""
+    """Replace codes by values and DequantizeLinear by blocks times scale, since ONNX Runtime has no FP4 kernels."""
     import onnx_ir as ir
 
     codes, scale = node.inputs[0], node.inputs[1]
     axis, block = node.attributes["axis"].as_int(), node.attributes["block_size"].as_int()
     numbers = codes.const_value.numpy().astype(np.float32)
-    values = ir.tensor(numbers, name=f"{codes.name}/float32")
-    holder = ir.Value(
-        name=values.name, shape=ir.Shape(numbers.shape), type=ir.TensorType(ir.DataType.FLOAT), const_value=values
-    )
-    model.graph.register_initializer(holder)
-    blocks = codes.shape[axis] // block
-    block_of = np.repeat(np.arange(blocks, dtype=np.int64), block)
-    index = ir.tensor(block_of, name=f"{codes.name}/blocks")
-    index_value = ir.Value(
-        name=index.name, shape=ir.Shape(block_of.shape), type=ir.TensorType(ir.DataType.INT64), const_value=index
-    )
-    model.graph.register_initializer(index_value)
-    spread = ir.node("Gather", [scale, index_value], {"axis": axis})
-    product = ir.node("Mul", [holder, spread.outputs[0]])
-    spread.outputs[0].name, product.outputs[0].name = f"{codes.name}/scales", f"{codes.name}/values"
-    product.outputs[0].dtype = ir.DataType.FLOAT
+    values = ir.val(f"{codes.name}/float32", const_value=ir.tensor(numbers, name=f"{codes.name}/float32"))
+    block_of = np.repeat(np.arange(codes.shape[axis] // block, dtype=np.int64), block)
+    index = ir.val(f"{codes.name}/blocks", const_value=ir.tensor(block_of, name=f"{codes.name}/blocks"))
+    for value in (values, index):
+        model.graph.register_initializer(value)
+    spread = ir.node("Gather", [scale, index], {"axis": axis}, outputs=[ir.val(f"{codes.name}/scales")])
+    product = ir.node("Mul", [values, spread.outputs[0]], outputs=[ir.val(f"{codes.name}/values", ir.DataType.FLOAT)])
     model.graph.insert_before(node, [spread, product])
     ir.convenience.replace_all_uses_with(node.outputs[0], product.outputs[0])
     model.graph.remove(node, safe=True)

@@ -1,4 +1,4 @@
-"""Who looks at a batch while it runs: a caller's progress, or lines in a log; must never decide anything."""
+"""Observers of a running batch: a progress callback, or log lines."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from bridge.batches.result import BatchReport
-from bridge.batches.values import BELOW, DONE, FAILED, Event, Outcome
-from bridge.errors import number
-from bridge.progress import Progress
-from bridge.show import size
-
-WORDS = {DONE: "done", BELOW: "BELOW THRESHOLD", FAILED: "FAILED"}
+from bridge.core.progress import Progress
+from bridge.core.text import number
+from bridge.workflows.batch.report import BatchReport
+from bridge.workflows.batch.values import Event, Outcome, line
 
 
-class Audience(Protocol):
-    """Is told what happens, in the caller's thread."""
+class Observer(Protocol):
+    """Called with what happens, in the caller's thread."""
 
     def begin(self, report: BatchReport) -> None:
-        """Every row is planned; the report has those that end without being run."""
+        """Every row is planned; the report has the rows that end without being run."""
 
     def event(self, event: Event) -> None:
-        """A job has come further."""
+        """A job made progress."""
 
     def ended(self, outcome: Outcome) -> None:
         """A job has ended, or will not run."""
 
 
 class Counted:
-    """An audience that counts rows for a `Progress`."""
+    """Counts rows for a `Progress` callback."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -42,7 +39,7 @@ class Counted:
             self.ended(outcome)
 
     def event(self, event: Event) -> None:
-        """Rows are counted, not what they do."""
+        """Nothing: only whole rows are counted."""
 
     def ended(self, outcome: Outcome) -> None:
         self._done += outcome.name in self._names
@@ -50,7 +47,7 @@ class Counted:
 
 
 class Lines:
-    """An audience for what is no terminal: a line when a job starts, and one when it ends."""
+    """Writes a line when a job starts and when it ends, for output that is not a terminal."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -76,22 +73,3 @@ class Lines:
 
     def _say(self, text: str) -> None:
         self._write(f"{time.monotonic() - self._begin:8.1f} s  {text}")
-
-
-def line(outcome: Outcome, whole: bool = False) -> str:
-    """An outcome in one line; `whole`: with all lines of an error, indented."""
-    if outcome.because:
-        return f"{outcome.name}: FAILED: {outcome.because} failed"
-    if outcome.status == FAILED:
-        said = outcome.error.replace("\n", "\n    ") if whole else first_line(outcome.error)
-        return f"{outcome.name}: FAILED: {outcome.kind}: {said}"
-    written = f", {size(outcome.bytes)}" if outcome.bytes else ""
-    if outcome.kept:
-        return f"{outcome.name}: {WORDS[outcome.status]} by an earlier run{written}"
-    return f"{outcome.name}: {WORDS[outcome.status]} in {outcome.seconds:.1f} s{written}"
-
-
-def first_line(text: str) -> str:
-    """The first line of a message, marked where there are more."""
-    first, _, rest = text.partition("\n")
-    return f"{first} ..." if rest else first

@@ -1,6 +1,6 @@
-"""One job of a batch, run in the process that calls: a row is converted, or a model calibrated for several rows.
+"""Run one job of a batch: a conversion or a calibration.
 
-Every failure becomes an outcome; interrupts pass, so that `convert` cleans up behind them.
+Every failure becomes an outcome; interrupts are raised, so that `convert` cleans up.
 """
 
 from __future__ import annotations
@@ -8,25 +8,23 @@ from __future__ import annotations
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from bridge.batches.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
-from bridge.converting import Manner, run
-from bridge.errors import BridgeError, disk_is_full, reason
-from bridge.foreseen import Request
-from bridge.progress import Progress, quiet
-from bridge.report import Report
+from bridge.api.conversion import RunOptions, run
+from bridge.api.request import Request
+from bridge.api.verbs import calibrate
+from bridge.core.errors import BridgeError, disk_is_full, reason
+from bridge.core.progress import Progress, no_progress
+from bridge.reporting.report import Report
+from bridge.streaming.context import Executor
+from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
 
-if TYPE_CHECKING:
-    from bridge.portions import Spread
-
-CRASH = "Crash"  # the kind of a failure that is not in our words: a bug, or a worker that died
+CRASH = "Crash"  # the kind of an unexpected failure: a bug, or a worker that died
 
 
-def run_job(job: Job, watch: Watch, spread: Spread | None = None) -> Outcome:
-    """Run `job` here and say how it ended; raises nothing but interrupts.
+def run_job(job: Job, watch: Watch, executor: Executor | None = None) -> Outcome:
+    """Run `job` here and return its outcome; raises only interrupts.
 
-    `spread`: who streams the row's weights, for an engine that shares one row out; None for this process.
+    `executor`: streams the row's weights in other processes, for an engine that splits rows; None for this process.
     """
     begin = time.perf_counter()
 
@@ -39,36 +37,38 @@ def run_job(job: Job, watch: Watch, spread: Spread | None = None) -> Outcome:
             _calibrate(job, progress)
             outcome = Outcome(job.name, DONE)
         else:
-            outcome = outcome_of(job.name, run(request_of(job.row, progress), Manner(spread, job.runs)))
+            outcome = outcome_of(job.name, run(request_of(job.row, progress), RunOptions(executor, job.runs)))
     except Exception as error:
         outcome = failure(job.name, error)
     return _timed(outcome, time.perf_counter() - begin)
 
 
 def failure(name: str, error: Exception) -> Outcome:
-    """What came of the job or the row `name`, in our words where we have some."""
+    """The outcome of the job or row `name` that raised `error`."""
     if isinstance(error, BridgeError):
         return Outcome(name, FAILED, str(error), type(error).__name__)
     if isinstance(error, MemoryError):
         return Outcome(name, FAILED, "out of memory; give the row `memory`, or run fewer workers", "MemoryError")
     if isinstance(error, OSError):
-        kind = "WriteError" if disk_is_full(error) else type(error).__name__
-        return Outcome(name, FAILED, _os_error(error), kind)
-    said = "".join(traceback.format_exception(error)).strip()
-    return Outcome(name, FAILED, f"unforeseen {type(error).__name__}, a bug, ours or below us\n{said}", CRASH)
+        if disk_is_full(error):
+            text = f"{error.filename or 'the output'}: the disk is full; nothing half-written is kept"
+            return Outcome(name, FAILED, text, "WriteError")
+        return Outcome(name, FAILED, f"{error.filename or 'a file'}: {reason(error)}", type(error).__name__)
+    trace = "".join(traceback.format_exception(error)).strip()
+    text = f"unexpected {type(error).__name__}: a bug in qbridge or in a library it calls\n{trace}"
+    return Outcome(name, FAILED, text, CRASH)
 
 
 def overdue(job: Job, seconds: float) -> Outcome:
-    """What came of a job that was stopped at its timeout, after `seconds`."""
-    text = f"took longer than its timeout of {job.timeout:g} s; give it a longer one and run the batch again"
-    text += "" if job.calibrates else ": the row goes on from where it was"
+    """The outcome of a job that was stopped at its timeout, after `seconds`."""
+    text = f"took longer than its timeout of {job.timeout:g} s; set a longer `timeout` and run the batch again"
+    text += "" if job.calibrates else ": the row resumes where it stopped"
     return _timed(Outcome(job.name, FAILED, text, "TimeoutError"), seconds)
 
 
 def outcome_of(name: str, report: Report) -> Outcome:
-    """A report in one line."""
-    tensors = report.parity.tensors if report.parity else ()
-    outputs = report.parity.outputs if report.parity else ()
+    """The outcome of a conversion, from its report."""
+    tensors, outputs = report.parity.tensors, report.parity.outputs
     return Outcome(
         name,
         DONE if report.passed else BELOW,
@@ -83,10 +83,10 @@ def outcome_of(name: str, report: Report) -> Outcome:
     )
 
 
-def request_of(row: Row, progress: Progress = quiet) -> Request:
-    """What a row says, as `bridge.convert` takes it.
+def request_of(row: Row, progress: Progress = no_progress) -> Request:
+    """The arguments of `bridge.convert` for a row.
 
-    A remote model or output is listed once more than planning did: another process runs the row, hours later perhaps.
+    A remote model or output is listed again after planning: another process runs the row, perhaps hours later.
     """
     return Request(
         row.model, row.target, row.quant, row.out, calib=row.calib, kv=row.kv, device=row.device, config=row.config,
@@ -96,21 +96,14 @@ def request_of(row: Row, progress: Progress = quiet) -> Request:
 
 
 def _calibrate(job: Job, progress: Progress) -> None:
-    import bridge
-
     row = job.row
-    made = bridge.calibrate(
+    assert row.quant  # a row without a scheme calibrates nothing
+    calibration = calibrate(
         row.model, row.quant, row.calib, kv=row.kv, device=row.device, config=row.config, tokenizer=row.tokenizer,
         samples=row.samples, sequence=row.sequence, progress=progress,
     )  # fmt: skip
-    made.save(job.calibrates)
+    calibration.save(job.calibrates)
 
 
 def _timed(outcome: Outcome, seconds: float) -> Outcome:
     return replace(outcome, seconds=round(seconds, 3))
-
-
-def _os_error(error: OSError) -> str:
-    if disk_is_full(error):
-        return f"{error.filename or 'the output'}: the disk is full; nothing half-written is kept"
-    return f"{error.filename or 'a file'}: {reason(error)}"

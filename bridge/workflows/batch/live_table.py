@@ -1,79 +1,27 @@
-"""A batch on a terminal: the table that changes while rows run, and the one that stays; computes nothing."""
+"""The live table of a running batch on a terminal."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from bridge.batches.result import BatchReport
-from bridge.batches.values import DONE, PLANNED, Event, Outcome
-from bridge.batches.watching import WORDS, line
-from bridge.errors import number
-from bridge.progress import BYTES
-from bridge.show import Columns, size
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+from bridge.core.progress import BYTES
+from bridge.core.text import number, size
+from bridge.reporting.columns import Columns
+from bridge.workflows.batch.report import BatchReport
+from bridge.workflows.batch.values import Event, Outcome, line
 
-HEAD = ("row", "target", "scheme", "ended", "seconds", "bytes", "cosine", "outputs")
 RUNNING = ("running", "stage", "done", "seconds")
 
 
-def report_table(report: BatchReport) -> RenderableType:
-    """Every row with how it ended, the messages of those that failed, notes on the manifest, and totals."""
-    from rich.console import Group
-
-    rows = [_cells(row.name, row, report.outcomes.get(row.name)) for row in report.rows]
-    parts: list[RenderableType] = [Columns(HEAD, rows, right=(4, 5, 6, 7))]
-    for outcome in report.failures:
-        if not outcome.because:  # else that is told already
-            parts += ["", f"{outcome.name}: {outcome.kind}: {outcome.error}"]
-    return Group(*parts, "", *(f"note: {note}" for note in report.notes), _totals(report))
-
-
-def _cells(name: str, row: Any, outcome: Outcome | None) -> tuple[str, ...]:
-    what = (name, row.target, (row.quant or "none").rpartition("/")[2])
-    if outcome is None:
-        return (*what, "not run", "", "", "", "")
-    ended = "planned" if outcome.status == PLANNED else WORDS[outcome.status]
-    ended += " before" if outcome.kept else ""
-    seconds = f"{outcome.seconds:.1f}" if outcome.seconds and not outcome.kept else ""  # else an earlier run's
-    cosine = "" if outcome.cosine is None else f"{outcome.cosine:.6f}"
-    loss = "" if outcome.relative_l2 is None else f"{outcome.relative_l2:.2e}"
-    return (*what, ended, seconds, size(outcome.bytes) if outcome.bytes else "", cosine, loss)
-
-
-def _totals(report: BatchReport) -> str:
-    ends = [outcome.status for outcome in report.outcomes.values()]
-    counts = [f"{ends.count(status)} {word.lower()}" for status, word in _WORDS.items() if status in ends]
-    if rest := len(report.rows) - len(ends):
-        counts.append(f"{rest} not run")
-    well = sum(outcome.status == DONE for outcome in report.calibrations)
-    shared = f", {number(well, 'calibration')}" if well else ""
-    if bad := len(report.calibrations) - well:
-        shared += f", {number(bad, 'calibration')} failed"
-    head = number(len(report.rows), "row")
-    return f"{head}: {', '.join(counts)}{shared}; {report.seconds:.1f} s, {report.workers} at once"
-
-
-_WORDS = {**WORDS, PLANNED: "planned"}
-
-
-@dataclass
-class _Job:
-    event: Event
-    since: float
-
-
 class Table:
-    """An audience on a terminal: what runs now and how far it is; what has ended scrolls by above."""
+    """Shows the running jobs with their progress; finished jobs scroll above."""
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
         self._console = console
-        self._running: dict[str, _Job] = {}
+        self._running: dict[str, tuple[Event, float]] = {}  # the last event of a job, and when its first one came
         self._left = self._all = 0
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
 
@@ -92,8 +40,8 @@ class Table:
         self._live.start()
 
     def event(self, event: Event) -> None:
-        job = self._running.get(event.name)
-        self._running[event.name] = _Job(event, job.since if job else time.monotonic())
+        _, since = self._running.get(event.name, (event, time.monotonic()))
+        self._running[event.name] = (event, since)
 
     def ended(self, outcome: Outcome) -> None:
         self._running.pop(outcome.name, None)
@@ -101,19 +49,16 @@ class Table:
         self._console.print(line(outcome), soft_wrap=True)
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
-
         now = time.monotonic()
-        rows = [_running(name, job, now) for name, job in list(self._running.items())]
+        rows = [_cells(event, now - since) for event, since in list(self._running.values())]
         return Group(
             *([Columns(RUNNING, rows, right=(2, 3))] if rows else []),
             f"{self._all - self._left} of {number(self._all, 'row')}",
         )
 
 
-def _running(name: str, job: _Job, now: float) -> tuple[str, ...]:
-    event = job.event
+def _cells(event: Event, seconds: float) -> tuple[str, ...]:
     done = f"{event.done / event.total:.0%}" if event.total else ""
     if event.total and event.stage in BYTES:
         done = f"{size(event.done)} of {size(event.total)}"
-    return name, event.stage, done, f"{now - job.since:.0f}"
+    return event.name, event.stage, done, f"{seconds:.0f}"

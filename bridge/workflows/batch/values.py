@@ -1,4 +1,7 @@
-"""The values of a batch: rows, jobs, events, outcomes, and what an engine is; picklable, and imports no framework."""
+"""The values of a batch: rows, jobs, events, outcomes, engines.
+
+All are picklable; no framework is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# How a job ends; BELOW: written, parity below its threshold. PLANNED: what a dry run says of a row that would run.
+from bridge.core.text import size
+
+# How a job ends. BELOW: written, but parity below its threshold. PLANNED: a dry run would run this row.
 DONE, BELOW, FAILED, PLANNED = "done", "below", "failed", "planned"
+WORDS = {DONE: "done", BELOW: "BELOW THRESHOLD", FAILED: "FAILED", PLANNED: "planned"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion that a manifest asks for: the arguments of `bridge.convert`, paths made absolute.
+    """One conversion of a manifest: the arguments of `bridge.convert`, with absolute paths.
 
-    `where` is its place in the manifest, for messages. `memory` is the stream's byte budget, None for what the plan
-    says. `samples` and `sequence` are those of `bridge.calibrate`. `shards`: in how many parts an engine of several
-    machines makes the output; 1 makes it in one process. `timeout`: seconds that the conversion may take.
+    `where` is its table in the manifest, for messages. `memory` is the stream's byte budget, None for the plan's
+    figure. `samples` and `sequence` are those of `bridge.calibrate`. `shards`: the number of processes that write the
+    output, on an engine of several machines. `timeout`: seconds that the conversion may take.
     """
 
     name: str
@@ -43,13 +49,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """What an engine runs, in a process of its own, by `bridge.batches.job.run_job`: a row, or a calibration for rows.
+    """A row, or a calibration for rows; an engine runs it in its own process with `run_job` (`batch.job`).
 
-    `calibrates`: the file that a calibration of `row` goes to; "" for a conversion, whose `row.calib` is such a file
-    where it shares one. `memory`: bytes that its process takes at most, as planned. `work`: how long it takes beside
-    other jobs, in bytes read and written. `after`: names of the jobs that must have ended well before this one starts.
-    `runs`: what it writes is run, as a conversion that calibrates for itself does. `timeout`: seconds from its start
-    after which the engine stops it as a kill would: what it has written is left to be resumed.
+    `calibrates`: the file that a calibration of `row` is saved to, "" for a conversion; `row.calib` of a conversion is
+    such a file if it shares one. `memory`: planned bytes of its process. `work`: bytes read and written, an estimate of
+    its duration. `after`: names of jobs that must succeed before this one starts. `runs`: run the output, as a
+    conversion does that calibrates itself. `timeout`: seconds after its start until the engine kills it; what it has
+    written can be resumed.
     """
 
     name: str
@@ -61,10 +67,15 @@ class Job:
     runs: bool = False
     timeout: float | None = None
 
+    @property
+    def spread(self) -> bool:
+        """True if other processes write the weights of the job."""
+        return self.row.shards > 1 and not self.calibrates
+
 
 @dataclass(frozen=True)
 class Event:
-    """How far a job is: `done` of `total` (0: unknown) of `stage`, as `bridge.progress.Progress` tells it."""
+    """The progress of a job: `done` of `total` (0: unknown) of `stage`, as in `bridge.core.progress.Progress`."""
 
     name: str
     stage: str
@@ -77,11 +88,11 @@ Watch = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `error` is the message, `kind` the class of it: an error's name, "TimeoutError" say, or "Crash".
+    """How a job ended. `error` is the message, `kind` its class: an error's name such as "TimeoutError", or "Crash".
 
-    `cosine` and `norm_ratio` are the worst of all tensors, `relative_l2` that of the outputs where they were run.
-    `kept`: a finished output of an earlier run was found and left as it is; `seconds` are what that run took.
-    `because`: the job without which this one could not start.
+    `cosine` and `norm_ratio` are the worst of all tensors, `relative_l2` that of the outputs if they were run.
+    `kept`: the finished output of an earlier run was kept; `seconds` are those of that run. `because`: the failed job
+    that this one depends on.
     """
 
     name: str
@@ -103,37 +114,54 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Limits:
-    """What all jobs together may take: `workers` at once, `memory` in bytes; None: what the engine finds."""
+    """The limits of all jobs together: `workers` at once, `memory` in bytes; None: the engine decides."""
 
     workers: int | None = None
     memory: int | None = None
 
 
 class Engine(Protocol):
-    """Runs jobs. A module `bridge.batches.NAME` offers one to the manifest's `engine = "NAME"`: `Settings`, a frozen
-    dataclass whose fields are the keys of the manifest's table `[NAME]`, and `make_engine(settings, limits) -> Engine`,
-    the first to import what it needs; an error of it stops the batch before anything is planned.
+    """Runs jobs. The module `bridge.workflows.batch.engines.NAME` serves the manifest's `engine = "NAME"`.
+
+    It has `Settings`, a frozen dataclass whose fields are the keys of the manifest's table `[NAME]`, and
+    `make_engine(settings, limits) -> Engine`, which imports what the engine needs; its error stops the batch before
+    anything is planned.
     """
 
     @property
     def workers(self) -> int:
-        """How many jobs it runs at once, at most."""
+        """The largest number of jobs that run at once."""
 
     @property
     def memory(self) -> int | None:
-        """Bytes that one job can have at most, None where it cannot tell; a job that needs more is refused."""
+        """Bytes that one job can have at most, None if unknown; a job that needs more is refused."""
 
     @property
     def here(self) -> bool:
-        """Whether jobs run on this machine: then its devices and its disk are checked before work starts."""
+        """Whether jobs run on this machine; its devices and disk are then checked before work starts."""
 
     @property
     def sends(self) -> bool:
-        """Whether outputs may be remote: they are made in the current directory, where a row that died goes on."""
+        """Whether outputs may be remote; they are written in the current directory first, where a row can resume."""
 
     def run(self, jobs: Sequence[Job], watch: Watch) -> Generator[Outcome, None, None]:
-        """Run every job, each after those it names, and yield each outcome when it is there; never raises for a job.
+        """Run every job, each after those it depends on, and yield each outcome at once; never raises for a job.
 
-        Which job may start, and what becomes of those whose calibration failed, is `bridge.batches.waiting.Waiting`'s.
-        Closing the iterator (an interrupt) ends what runs: workers clean up as `convert` does, and none is left.
+        `bridge.workflows.batch.engines.queue.JobQueue` decides which job may start, and fails those whose calibration
+        failed. Closing the iterator (an interrupt) ends the running jobs: workers clean up as `convert` does, and none
+        remains.
         """
+
+
+def line(outcome: Outcome, whole: bool = False) -> str:
+    """An outcome in one line; `whole`: with all lines of an error, indented."""
+    if outcome.because:
+        return f"{outcome.name}: FAILED: {outcome.because} failed"
+    if outcome.status == FAILED:
+        first, _, more = outcome.error.partition("\n")
+        error = outcome.error.replace("\n", "\n    ") if whole else first + " ..." * bool(more)
+        return f"{outcome.name}: FAILED: {outcome.kind}: {error}"
+    written = f", {size(outcome.bytes)}" if outcome.bytes else ""
+    if outcome.kept:
+        return f"{outcome.name}: {WORDS[outcome.status]} by an earlier run{written}"
+    return f"{outcome.name}: {WORDS[outcome.status]} in {outcome.seconds:.1f} s{written}"

@@ -1,4 +1,4 @@
-"""Goldens: what a written model was, in a small directory of a user's repository, and what has moved since.
+"""Record and check regression snapshots of written models.
 
     bridge.golden.record("llama-fp8", "golden/llama-fp8")
     moved = bridge.golden.check("golden/llama-fp8", "llama-fp8")
@@ -14,17 +14,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "record": "bridge.golden.verbs",
-    "check": "bridge.golden.verbs",
-    "diff": "bridge.golden.verbs",
-    "Golden": "bridge.golden.store",
-    "Moved": "bridge.golden.moves",
+    "record": "bridge.workflows.golden.verbs",
+    "check": "bridge.workflows.golden.verbs",
+    "diff": "bridge.workflows.golden.verbs",
+    "Golden": "bridge.workflows.golden.store",
+    "Moved": "bridge.workflows.golden.moved",
 }
 
 if TYPE_CHECKING:
-    from bridge.golden.moves import Moved
-    from bridge.golden.store import Golden
-    from bridge.golden.verbs import check, diff, record
+    from bridge.workflows.golden.moved import Moved
+    from bridge.workflows.golden.store import Golden
+    from bridge.workflows.golden.verbs import check, diff, record
 
 __all__ = ["Golden", "Moved", "check", "diff", "record"]
 

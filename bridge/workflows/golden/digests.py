@@ -1,8 +1,8 @@
-"""Hash, samples and statistics of one tensor in one pass over its bytes, a piece at a time; never holds a tensor whole.
+"""Hash, samples and statistics of a tensor, in one pass.
 
-The hash is XXH3 of 128 bits: no accident of code, table, library or disk meets two equal ones, and it takes a part of
-the time of copying the bytes out of the page cache, SHA-256 several times that (benchmarks/golden.py). Against somebody
-who may write the weights a golden is no defence: sign the files for that.
+The hash is 128-bit XXH3: an accidental collision is out of the question, and it takes less time than copying the bytes
+out of the page cache, where SHA-256 takes several times that (benchmarks/golden.py). It is not a protection against an
+attacker who may write the weights: sign the files for that.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from bridge.calibrated import as_values
-from bridge.container import opened, read_into
-from bridge.dtypes import DTYPES
-from bridge.errors import GoldenError
-from bridge.golden.values import Statistics
-from bridge.quant.bits import Array
-from bridge.quant.decode import values
-from bridge.reading import Buffers, TensorReader
-from bridge.values import TensorSpec
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import GoldenError
+from bridge.core.files.handles import opened, read_into
+from bridge.core.pages import Buffers
+from bridge.core.values import TensorSpec
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.decode import as_floats
+from bridge.streaming.rows import TensorReader
+from bridge.workflows.golden.values import Statistics
 
-PIECE = 2 << 20  # bytes: stays in a core's cache between the read and the hash, and makes what a call costs small
-SAMPLE = 64  # elements kept of each tensor
+PIECE = 2 << 20  # bytes: fits a core's cache between read and hash, and keeps the cost per call small
+SAMPLE = 64  # elements of each tensor
 EDGE = 8  # of them from each end
-LANES = 256  # sums that run beside each other: additions of whole rows, whose order no machine changes
+LANES = 256  # parallel sums: whole rows are added, in an order that is the same on every machine
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Of one tensor; `statistics` where they were asked for."""
+    """Of one tensor; `statistics` only on request."""
 
     hash: str
     sample: Array
@@ -42,7 +42,7 @@ class Digest:
 
 
 def hasher() -> Any:
-    """A hash under way; GoldenError where the library is missing."""
+    """A new hash; GoldenError if the library is missing."""
     try:
         from xxhash import xxh3_128
     except ImportError as error:
@@ -51,7 +51,7 @@ def hasher() -> Any:
 
 
 def positions(name: str, size: int, count: int = SAMPLE) -> np.ndarray:
-    """Indices of the elements that are kept of a tensor: from both ends, and others that its name decides."""
+    """Indices of a tensor's samples: from both ends, and others derived from its name."""
     if size <= count:
         return np.arange(size)
     edge = min(EDGE, count // 4)
@@ -61,49 +61,39 @@ def positions(name: str, size: int, count: int = SAMPLE) -> np.ndarray:
 
 def digest_tensor(file: TensorReader, spec: TensorSpec, buffers: Buffers, statistics: bool = False) -> Digest:
     """Digest the tensor `spec` of a file."""
-    kind, places = np.dtype(DTYPES[spec.dtype].storage), positions(spec.name, spec.size)
-    sample, total, tally = np.empty(len(places), kind), hasher(), Tally(spec.dtype) if statistics else None
+    kind, indices = np.dtype(DTYPES[spec.dtype].storage), positions(spec.name, spec.size)
+    sample, hash_, values = np.empty(len(indices), kind), hasher(), Accumulator(spec.dtype) if statistics else None
     begins = range(0, spec.nbytes, PIECE)
-    cuts = np.searchsorted(places, [begin // kind.itemsize for begin in (*begins, spec.nbytes)]).tolist()
+    cuts = np.searchsorted(indices, [begin // kind.itemsize for begin in (*begins, spec.nbytes)]).tolist()
     pieces = file.pieces(spec.name, PIECE, buffers.piece)
     for begin, (low, high), piece in zip(begins, pairwise(cuts), pieces, strict=True):
-        total.update(piece)
+        hash_.update(piece)
         bits = piece.view(kind)
         if low < high:
-            sample[low:high] = bits[places[low:high] - begin // kind.itemsize]
-        if tally:
-            tally.add(bits)
-    return Digest(total.hexdigest(), sample, tally.statistics() if tally else None)
+            sample[low:high] = bits[indices[low:high] - begin // kind.itemsize]
+        if values:
+            values.add(bits)
+    return Digest(hash_.hexdigest(), sample, values.statistics() if values else None)
 
 
 def digest_file(path: Path, buffers: Buffers, end: int | None = None) -> str:
-    """Digest a file's bytes, up to `end` where it is given."""
-    total = hasher()
+    """Hash a file's bytes, up to `end` if given."""
+    hash_ = hasher()
     with opened(path) as fd:
         end = path.stat().st_size if end is None else end
         for begin in range(0, end, PIECE):
             piece = buffers.piece(min(PIECE, end - begin))
-            read_into(fd, piece, begin, path, end)
-            total.update(piece)
-    return str(total.hexdigest())
-
-
-def as_floats(bits: Array, dtype: str) -> np.ndarray:
-    """Storage as float64; 4-bit codes that share a byte stay the byte."""
-    if dtype in ("float8_e4m3fn", "float8_e8m0fnu"):
-        return values(bits.reshape(1, -1), dtype).reshape(bits.shape).astype(np.float64)
-    if dtype == "float8_e5m2":  # the upper half of a float16
-        return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        return as_values(bits, dtype).astype(np.float64)
+            read_into(fd, piece, begin, path)
+            hash_.update(piece)
+    return str(hash_.hexdigest())
 
 
 @dataclass
-class Tally:
-    """Statistics of a tensor whose elements come in pieces of a size that is always the same.
+class Accumulator:
+    """Statistics of a tensor whose elements come in pieces of a fixed size.
 
-    Up to 16 bits all values are counted by their bits; of wider ones LANES sums are made. No order of additions
-    depends on the machine.
+    Values of up to 16 bits are counted by their bits; wider ones are added up in LANES sums. The order of additions
+    does not depend on the machine.
     """
 
     dtype: str
@@ -115,12 +105,11 @@ class Tally:
     size: int = 0
 
     def add(self, bits: Array) -> None:
-        """Take the next elements."""
         self.size += bits.size
         if bits.itemsize <= 2:
             codes = bits.view(np.uint8 if bits.itemsize == 1 else np.uint16)
-            found = np.bincount(codes, minlength=256**bits.itemsize)
-            self.counts = found if self.counts is None else self.counts + found
+            counts = np.bincount(codes, minlength=256**bits.itemsize)
+            self.counts = counts if self.counts is None else self.counts + counts
             return
         self._add(as_floats(bits, self.dtype))
 
@@ -136,7 +125,6 @@ class Tally:
             self.sums += padded.reshape(-1, LANES).sum(axis=0)
 
     def statistics(self) -> Statistics:
-        """What the elements so far come to."""
         if self.counts is not None:
             kind = np.dtype(DTYPES[self.dtype].storage)
             every = np.arange(self.counts.size, dtype=f"u{kind.itemsize}").view(kind)

@@ -1,43 +1,44 @@
-"""Says of every tensor of a plan how it was made and which rows of tables it came from; reads no weight."""
+"""How each tensor of a plan is made, from which table rows."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from bridge.golden.values import Key, Origin
-from bridge.planning import Output, Plan, Step
-from bridge.show import pattern
-from bridge.tables.arch import load_arch
-from bridge.tables.dialect import dialect_names, load_dialect
-from bridge.tables.files import Place
-from bridge.tables.grammar import roles_in
-from bridge.verification import format_name
+from bridge.core.mappings import Place
+from bridge.core.text import pattern
+from bridge.planning.plan import Output, Plan, Step
+from bridge.quant.describe import format_name
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.dialects.dialect import dialect_names, load_dialect
+from bridge.tables.expressions.grammar import roles_in
+from bridge.workflows.golden.values import Key, Origin
 
 _INDEX = re.compile(r"\{\w+\}")
-_SLAB = re.compile(r"\[\d+\]\.\d+(?=\.)")  # a layer of a stacked tensor, as plans name it: layers[22].3.mlp
+_SLAB = re.compile(r"\[\d+\]\.\d+(?=\.)")  # a layer of a stacked tensor, as in the plan's layers[22].3.mlp
 
 
 def origins_of(plan: Plan) -> dict[Key, Origin]:
-    """File and name of every planned tensor -> how it came to be."""
+    """File and name of every planned tensor -> its origin."""
     rows = _Rows(plan)
-    found: dict[Key, Origin] = {}
-    known: dict[Origin, Origin] = {}  # a layer's origins are those of the layer before
+    origins: dict[Key, Origin] = {}
+    known: dict[Origin, Origin] = {}  # layers share their origins
     for step in plan.steps:
-        formatted, of = format_name(step.format) if step.format else "", rows.of(step)
+        weight_format, from_rows = format_name(step.format) if step.format else "", rows.of(step)
         for output in step.outputs:
-            made = Origin(_alike(output.spec.name), output.part, formatted, _alike(output.expression), of)
-            found[output.key] = known.setdefault(made, made)
-    return found
+            name, made = _pattern(output.spec.name), _pattern(output.expression)
+            origin = Origin(name, output.part, weight_format, made, from_rows)
+            origins[output.key] = known.setdefault(origin, origin)
+    return origins
 
 
-def _alike(text: str) -> str:
-    """`text` with {} for the number of a layer, an expert."""
+def _pattern(text: str) -> str:
+    """`text` with {} for the numbers of layers and experts."""
     return pattern(_SLAB.sub(".{}", text))
 
 
 class _Rows:
-    """Rows by the names that they stand for."""
+    """The table rows of a plan, by tensor name."""
 
     def __init__(self, plan: Plan) -> None:
         arch = load_arch(plan.architecture)
@@ -50,8 +51,8 @@ class _Rows:
         self._read = _read_rows(plan) if plan.dialect in dialect_names() else {}
 
     def of(self, step: Step) -> tuple[str, ...]:
-        """The target's row first, then the architecture's, then those that another dialect's checkpoint is read by."""
-        names = [_alike(part.source) for part in step.inputs if part.source]
+        """The target's row first, then the architecture's, then the rows that read the source's dialect."""
+        names = [_pattern(part.source) for part in step.inputs if part.source]
         spelled = [spelling for name in names for spelling in (name, self._prefix + name)]
         sources = [self._arch[name] for name in spelled if name in self._arch]
         foreign = [
@@ -61,13 +62,13 @@ class _Rows:
 
 
 def _read_rows(plan: Plan) -> dict[str, list[str]]:
-    """Role -> the rows of the source's dialect that a checkpoint may say it by."""
-    dialect, found = load_dialect(plan.dialect), dict[str, list[str]]()
+    """Role -> the rows of the source's dialect that contain it."""
+    dialect, rows = load_dialect(plan.dialect), dict[str, list[str]]()
     for row in dialect.rows:
         if row.only in ("", dialect.architectures.get(plan.architecture, "")):
             for role in row.roles:
-                found.setdefault(role, []).append(_text(row.place))
-    return found
+                rows.setdefault(role, []).append(_text(row.place))
+    return rows
 
 
 def _written_rows(plan: Plan) -> Callable[[Step], Iterator[str]]:
@@ -80,14 +81,14 @@ def _written_rows(plan: Plan) -> Callable[[Step], Iterator[str]]:
 
     def find(step: Step) -> Iterator[str]:
         output: Output | None = next((output for output in step.outputs if output.part == "weight"), None)
-        found = rows.get(_alike(output.spec.name), []) if output else []
-        exact = [text for expression, text in found if output and expression in output.expression]
-        yield from exact or [text for _, text in found]
+        named = rows.get(_pattern(output.spec.name), []) if output else []
+        exact = [text for expression, text in named if output and expression in output.expression]
+        yield from exact or [text for _, text in named]
 
     return find
 
 
 def _text(place: Place) -> str:
-    """File and row, without the line, which moves when another row does."""
+    """File and row, without the line number, which changes with other rows."""
     row = re.split(r"\s+#", place.row)[0]
     return f"{place.file}: {' '.join(row.split())}"

@@ -1,4 +1,4 @@
-"""What a golden says of a model: frozen dataclasses; reads and writes no file."""
+"""The values of a golden: frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from bridge.quant.bits import Array
+from bridge.quant.codec.arrays import Array
 
-Key = tuple[str, str]  # file and name: what is unique in a model
+Key = tuple[str, str]  # file and name, unique in a model
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all values of a tensor that are finite; None where none is. Equal on every machine, to the last digit."""
+    """Of the finite values of a tensor; None if there are none. Equal on every machine, to the last digit."""
 
     min: float | None
     max: float | None
@@ -27,7 +27,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of one file as it is stored; `hash` is the XXH3 of its bytes, `origin` the id of its `Origin`."""
+    """A stored tensor; `hash` is the XXH3 of its bytes, `origin` the id of its `Origin`."""
 
     name: str
     file: str
@@ -44,7 +44,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """A file and the XXH3 of its bytes; of one that holds tensors, of its header only (`header`)."""
+    """A file and the XXH3 of its bytes; of a file with tensors, only of its header (`header`)."""
 
     name: str
     bytes: int
@@ -54,10 +54,10 @@ class File:
 
 @dataclass(frozen=True)
 class Origin:
-    """How tensors came to be that are alike but for their layer, whose number is {} here.
+    """How tensors were made that differ only in their layer, whose number is {} here.
 
-    `part`: see `bridge.planning.Output`. `format`: of the weight, "" where it is not quantized. `made`: the plan's
-    expression. `rows`: the rows of tables that it came from, the target's first.
+    `part`: see `bridge.planning.plan.Output`. `format`: of the weight, "" if it is not quantized. `made`: the plan's
+    expression. `rows`: the table rows it came from, the target's first.
     """
 
     tensors: str
@@ -68,12 +68,12 @@ class Origin:
 
     @property
     def id(self) -> str:
-        """The same for the same content, so that a change of one origin leaves the lines of all others alone."""
+        """A hash of the content, so that a change of one origin does not change the lines of the others."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:8]
 
     @property
     def kind(self) -> str:
-        """What moved, where such a tensor's values did."""
+        """The kind of a `Move` of such a tensor's values."""
         if "scale" in self.part:
             return "scales"
         return "codes" if self.format else "weights"
@@ -81,7 +81,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Made:
-    """What the plan says that decides the bytes; its digest covers more: source tensors, notes, memory."""
+    """The parts of the plan that decide the bytes; its digest covers more: source tensors, notes, memory."""
 
     target: str
     architecture: str
@@ -93,7 +93,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A written model as its bytes are. `samples`: a few elements of each tensor, at `digests.positions`."""
+    """The bytes of a written model. `samples`: a few elements of each tensor, at `digests.positions`."""
 
     made: Made
     tensors: Mapping[Key, Tensor]
@@ -107,11 +107,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run of the model made of fixed inputs; `not_run` says why there was none.
+    """The results of a run of the model on fixed inputs; `not_run` says why there was no run.
 
-    `values`: samples, float32, of the model's output ("output") and of what the first matrices got and made of it
-    ("MODULE input", "MODULE output"). `ran`: what was run, where it was not the written file itself. `tolerance`: how
-    far another run may be off, relative L2.
+    `values`: float32 samples of the model's output ("output") and of the inputs and outputs of its first matrices
+    ("MODULE input", "MODULE output"). `ran`: what was run, if not the written file itself. `tolerance`: the allowed
+    difference of another run, relative L2.
     """
 
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -123,10 +123,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Rerun:
-    """What `bridge.convert` is given besides target and options to write the model again.
+    """The arguments of `bridge.convert`, besides target and options, that write the model again.
 
-    `quant`: a scheme, or the file of a recipe in the golden's directory. `calibrated`: the golden keeps a calibration.
-    `refused`: why it cannot be converted again.
+    `quant`: a scheme, or the file of a recipe in the golden's directory. `calibrated`: the golden has a calibration
+    file. `refused`: why the model cannot be converted again.
     """
 
     quant: str | None = None
@@ -136,13 +136,13 @@ class Rerun:
 
     @property
     def recipe(self) -> str:
-        """The file of the recipe, "" where it is none."""
+        """The file of the recipe, "" if `quant` is not a recipe."""
         return self.quant if self.quant and self.quant.endswith(".toml") else ""
 
 
 @dataclass(frozen=True)
 class Change:
-    """An update of a golden: when, why, from which version to which, and what had moved."""
+    """An update of a golden: date, reason, versions before and after, and what had moved."""
 
     date: str
     reason: str

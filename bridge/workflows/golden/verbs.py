@@ -1,4 +1,4 @@
-"""The verbs of goldens: record, check, diff. No stage is written here."""
+"""The verbs of goldens: record, check, diff."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bridge import __version__
-from bridge.errors import GoldenError, UsageError
-from bridge.finish import versions
-from bridge.golden.again import arguments, converted
-from bridge.golden.moves import Move, Moved, compare, outputs_moved, versions_moved
-from bridge.golden.reading import Written
-from bridge.golden.running import reference
-from bridge.golden.store import MARK, Golden, is_golden, load
-from bridge.golden.text import lines
-from bridge.golden.values import Change, Reference
-from bridge.progress import Progress, quiet
-from bridge.remote.opening import written_at
-from bridge.visible import settle
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from bridge.api.verbs import verify
+from bridge.core.errors import GoldenError, UsageError
+from bridge.core.output.replace import recover
+from bridge.core.progress import Progress
+from bridge.core.progress_bar import callback_of, shows_progress
+from bridge.core.remote.opening import written_at
+from bridge.core.version import __version__, versions
+from bridge.reporting.report import verdict
+from bridge.workflows.golden.compare import compare, outputs_moved
+from bridge.workflows.golden.moved import Move, Moved, lines
+from bridge.workflows.golden.reconvert import arguments, converted
+from bridge.workflows.golden.reference_run import reference
+from bridge.workflows.golden.snapshot import SnapshotReader
+from bridge.workflows.golden.store import MARK, Golden, is_golden, load
+from bridge.workflows.golden.values import Change, Reference
 
-ALWAYS = ("qbridge", "numpy", "numba")  # had a part in every model; other packages where they ran it or exported it
+NOT_REQUESTED = "a run was not requested"
+ALWAYS = ("qbridge", "numpy", "numba")  # affect every model; other packages only if they run or export it
 
 
+@shows_progress
 def record(
     out: str | Path,
     directory: str | Path,
@@ -39,56 +42,65 @@ def record(
     inputs: Mapping[str, np.ndarray] | None = None,
     tolerance: float | None = None,
     run: bool = True,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Golden:
-    """Record what `convert` wrote to `out` in the golden `directory`; a golden of the same is left as it is.
+    """Record the output `out` in the golden `directory`; an equal golden is left as it is.
 
     Args:
-        reason: why an existing golden changes; it is kept, with the date and what had moved.
-        against: the model that `out` was made from: it is verified first, and no golden is made of what fails.
-        quant: the path of the recipe that it was converted by, where it was one.
-        inputs: what to run it on; None draws token ids, the same ones each time.
-        tolerance: how far outputs of another run may be off, relative L2; None knows what rounding costs.
-        run: False keeps bytes alone.
+        reason: why an existing golden changes; saved with the date and the differences.
+        against: the model that `out` was made from: `out` is verified first, and not recorded if that fails.
+        quant: the path of the recipe that it was converted with, if any.
+        inputs: inputs of the run; None takes fixed token ids or a fixed image.
+        tolerance: allowed difference of the outputs of another run, relative L2; None takes the cost of rounding.
+        run: False records bytes only.
 
     Raises:
-        GoldenError: the golden would change and no reason was given, `out` is not near enough to `against`, or it was
-            not run and `inputs` or `tolerance` are given.
+        GoldenError: the golden would change and no reason was given, `out` fails its verification, or it cannot be run
+            although `inputs` or `tolerance` is given.
 
     >>> import bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "to-record", verify=False)
-    >>> made = bridge.golden.record("to-record", "golden/recorded", run=False)
-    >>> len(made.snapshot.tensors)
+    >>> golden = bridge.golden.record("to-record", "golden/recorded", run=False)
+    >>> len(golden.snapshot.tensors)
     83
     """
-    tell, directory, place = progress or quiet, Path(directory), written_at(out)
-    written = Written(place, tell)
+    told, directory, output = callback_of(progress), Path(directory), written_at(out)
+    reader = SnapshotReader(output, told)
     if against is not None:
-        _verify(out, against, tell)
-    settle(directory, MARK)
+        _verify(out, against, told)
+    recover(directory, MARK)
     old = load(directory) if is_golden(directory) else None
-    snapshot = written.snapshot(statistics=True)
+    snapshot = reader.snapshot(statistics=True)
     feeds = inputs if inputs is not None or old is None else old.reference.inputs
-    ran = reference(place, written.plan, feeds, tolerance) if run else Reference(not_run="it was not asked for")
+    ran = reference(output, reader.plan, feeds, tolerance) if run else Reference(not_run=NOT_REQUESTED)
     if run and ran.not_run and (inputs is not None or tolerance is not None):
-        asked = "inputs=" if inputs is not None else "tolerance=, --tolerance"
-        raise GoldenError(f"{place} was not run, and {asked} asks for its outputs: {ran.not_run}; leave it out")
-    rerun, beside = arguments(written.plan, place, quant)
-    new = Golden(snapshot, ran, rerun, _versions(written, ran), old.history if old else (), beside)
+        argument = "inputs=" if inputs is not None else "tolerance=, --tolerance"
+        raise GoldenError(f"{output} was not run, but {argument} needs its outputs: {ran.not_run}; leave it out")
+    rerun, extra_files = arguments(reader.plan, output, quant)
+    new = Golden(snapshot, ran, rerun, _versions(reader, ran), old.history if old else (), extra_files)
+    return _save(new, old, directory, str(output), reason)
+
+
+def _save(new: Golden, old: Golden | None, directory: Path, output: str, reason: str) -> Golden:
+    """Save a golden unless it equals the old one, which is returned then; a change needs a reason."""
     moves = _moves(old, new) if old else []
     if old and not moves:
-        new = replace(new, reference=ran if ran.values else old.reference)  # equal bytes give equal outputs
-        if _kept_alike(old, new):
+        if not new.reference.values:
+            new = replace(new, reference=old.reference)  # equal bytes give equal outputs
+        if _same_arguments(old, new):
             return old
     if old and not reason:
-        told = Moved(str(directory), str(place), len(snapshot.tensors), tuple(moves))
-        raise GoldenError(f"{directory} would change; say why: reason=, --reason TEXT\n{told}")
+        moved = Moved(str(directory), output, len(new.snapshot.tensors), tuple(moves))
+        raise GoldenError(f"{directory} would change; say why: reason=, --reason TEXT\n{moved}")
     if reason:
-        new = replace(new, history=(*new.history, _change(old, reason, moves)))
+        version = f"{old.versions.get('qbridge')} -> {__version__}" if old else __version__
+        change = Change(datetime.date.today().isoformat(), reason, version, tuple(lines(moves)))
+        new = replace(new, history=(*new.history, change))
     new.save(directory)
     return new
 
 
+@shows_progress
 def check(
     directory: str | Path,
     out: str | Path | None = None,
@@ -99,44 +111,45 @@ def check(
     work: str | Path | None = None,
     config: Any = None,
     tokenizer: Any = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Moved:
-    """Say what of a written model is not what its golden has: read `out` again, or convert `model` again.
+    """Check a model against its golden: read `out` again, or convert `model` again.
 
     Args:
-        model: what the golden's model was made from; it is converted into a temporary directory under `work`.
+        model: the source of the golden's model; it is converted into a temporary directory under `work`.
         calib: another calibration than the golden's own, as `convert` takes it.
-        run: True runs the model too, False never; None does where a byte has moved: equal bytes give equal outputs.
+        run: True also runs the model, False never; None only if a byte has moved, since equal bytes give equal outputs.
 
     >>> import bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "to-check", verify=False)
-    >>> made = bridge.golden.record("to-check", "golden/checked", run=False)
+    >>> golden = bridge.golden.record("to-check", "golden/checked", run=False)
     >>> bridge.golden.check("golden/checked", "to-check").passed
     True
     """
     if (out is None) == (model is None):
-        raise UsageError("check takes either what was written, or the model to convert once more: OUT, or model=")
-    settle(Path(directory), MARK)
-    tell, golden = progress or quiet, load(Path(directory))
-    again = converted(golden, model, calib, work, tell, config=config, tokenizer=tokenizer)
-    with again if out is None else nullcontext(written_at(out)) as read:
-        written = Written(read, tell)
-        snapshot = written.snapshot()
-        moves = compare(golden.snapshot, snapshot, (golden, written))
+        raise UsageError("check takes either a written model or the model to convert again: OUT, or model=")
+    recover(Path(directory), MARK)
+    told, golden = callback_of(progress), load(Path(directory))
+    conversion = converted(golden, model, calib, work, told, config=config, tokenizer=tokenizer)
+    with conversion if out is None else nullcontext(written_at(out)) as output:
+        reader = SnapshotReader(output, told)
+        snapshot = reader.snapshot()
+        moves = compare(golden.snapshot, snapshot, golden.statistics, reader.statistics)
         try:
-            ran = _reference_again(golden, written, run, bool(moves))
-        except Exception as error:  # what moved may be why: torch and ONNX Runtime raise what they like
+            ran = _run_again(golden, reader, run, bool(moves))
+        except Exception as error:  # of any class, from torch and ONNX Runtime; a difference may be the cause
             ran = Reference()
-            moves.append(Move("outputs", "output", f"does not run any more: {type(error).__name__}: {error}"))
+            moves.append(Move("outputs", "output", f"no longer runs: {type(error).__name__}: {error}"))
     moves += outputs_moved(golden.reference, ran) if ran.values else []
-    notes = _notes(golden.versions, _versions(written, ran))
+    notes = _notes(golden.versions, _versions(reader, ran))
     notes += [f"outputs were not compared: {ran.not_run}"] if ran.not_run else []
-    after = str(written.directory) if out is not None else "a new conversion"
+    after = str(reader.directory) if out is not None else "a new conversion"
     return Moved(str(directory), after, len(golden.snapshot.tensors), tuple(moves), tuple(notes))
 
 
-def diff(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> Moved:
-    """Say what moved from `a` to `b`, each a golden or what `convert` wrote; outputs are compared between goldens.
+@shows_progress
+def diff(a: str | Path, b: str | Path, *, progress: Progress | bool | None = None) -> Moved:
+    """List what moved from `a` to `b`, each a golden or a written model; outputs are compared between goldens only.
 
     >>> import bridge
     >>> for name, quant in (("one", "int8_wo"), ("other", "fp8_pc_pt")):
@@ -145,41 +158,41 @@ def diff(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> M
     False
     """
     places = written_at(a), written_at(b)
-    sides = [load(place) if is_golden(place) else Written(place, progress or quiet) for place in places]
+    sides = [load(place) if is_golden(place) else SnapshotReader(place, callback_of(progress)) for place in places]
     before, after = (side.snapshot if isinstance(side, Golden) else side.snapshot() for side in sides)
-    moves, notes = compare(before, after, (sides[0], sides[1])), []
+    moves, notes = compare(before, after, sides[0].statistics, sides[1].statistics), []
     if isinstance(sides[0], Golden) and isinstance(sides[1], Golden):
         one, other = sides[0].reference, sides[1].reference
         notes = _notes(sides[0].versions, sides[1].versions)
         if one.values and other.values and _same_inputs(one, other):
             moves += outputs_moved(one, other)
         else:
-            notes.append("outputs were not compared: the two were not run, or not on the same inputs")
+            notes.append("outputs were not compared: one was not run, or the inputs differ")
     return Moved(str(places[0]), str(places[1]), len(before.tensors), tuple(moves), tuple(notes))
 
 
 def _moves(old: Golden, new: Golden) -> list[Move]:
-    moves = compare(old.snapshot, new.snapshot, (old, new))
+    moves = compare(old.snapshot, new.snapshot, old.statistics, new.statistics)
     comparable = new.reference.values and _same_inputs(old.reference, new.reference)
     return moves + (outputs_moved(old.reference, new.reference) if comparable else [])
 
 
-def _kept_alike(old: Golden, new: Golden) -> bool:
-    """Whether nothing else that a golden keeps was asked for: other inputs, a tolerance, a recipe, a first run."""
+def _same_arguments(old: Golden, new: Golden) -> bool:
+    """Whether inputs, tolerance, recipe and the presence of a run are the same."""
     a, b = old.reference, new.reference
     runs = bool(a.values) == bool(b.values) and a.tolerance == b.tolerance and _same_inputs(a, b)
-    return runs and old.rerun == new.rerun and old.beside == new.beside
+    return runs and old.rerun == new.rerun and old.extra_files == new.extra_files
 
 
-def _reference_again(golden: Golden, written: Written, run: bool | None, moved: bool) -> Reference:
-    kept = golden.reference
-    if kept.not_run:
-        return Reference(not_run=f"when it was recorded they were not either: {kept.not_run}")
+def _run_again(golden: Golden, reader: SnapshotReader, run: bool | None, moved: bool) -> Reference:
+    recorded = golden.reference
+    if recorded.not_run:
+        return Reference(not_run=f"the golden has none: {recorded.not_run}")
     if run is False:
-        return Reference(not_run="it was not asked for")
+        return Reference(not_run=NOT_REQUESTED)
     if run is None and not moved:
         return Reference()
-    return reference(written.directory, written.plan, kept.inputs, kept.tolerance)
+    return reference(reader.directory, reader.plan, recorded.inputs, recorded.tolerance)
 
 
 def _same_inputs(one: Reference, other: Reference) -> bool:
@@ -188,31 +201,23 @@ def _same_inputs(one: Reference, other: Reference) -> bool:
 
 
 def _verify(out: str | Path, against: Any, progress: Progress) -> None:
-    import bridge
-
-    report = bridge.verify(out, against, progress=progress)
+    report = verify(out, against, progress=progress)
     if not report.passed:
-        from bridge.show import verdict
-
-        raise GoldenError(f"{report.out} is not near enough to its source to be a golden: {verdict(report)}")
+        raise GoldenError(f"{report.out} differs too much from its source to be a golden: {verdict(report)}")
 
 
-def _change(old: Golden | None, reason: str, moves: list[Move]) -> Change:
-    version = f"{old.versions.get('qbridge')} -> {__version__}" if old else __version__
-    return Change(datetime.date.today().isoformat(), reason, version, tuple(lines(moves)))
-
-
-def _versions(written: Written, ran: Reference) -> dict[str, str]:
-    """Versions of what had a part in the bytes or in the run."""
+def _versions(reader: SnapshotReader, ran: Reference) -> dict[str, str]:
+    """Versions of the packages that affect the bytes or the run."""
     names = {*ALWAYS}
-    if ran.values or written.plan.traced or written.plan.target == "trt":
+    if ran.values or reader.plan.traced or reader.plan.target == "trt":
         names |= {"torch", "transformers"}
-    if written.plan.target == "trt":
+    if reader.plan.target == "trt":
         names |= {"onnx", "onnx-ir", "onnxruntime"}
     return {name: version for name, version in versions().items() if name in names}
 
 
 def _notes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    shared = before.keys() & after.keys()
-    found = versions_moved({name: before[name] for name in shared}, {name: after[name] for name in shared})
-    return [f"versions: {', '.join(found)}"] if found else []
+    """Versions that differ. They do not count: the bytes show their effect."""
+    names = [name for name in sorted(before.keys() & after.keys()) if before[name] != after[name]]
+    moved = ", ".join(f"{name} {before[name]} -> {after[name]}" for name in names)
+    return [f"versions: {moved}"] if moved else []

@@ -1,7 +1,8 @@
-"""Runs the model with one unit quantized at a time: every cost from one calibration and one twin (two with a fallback).
+"""Measure the cost of each unit, from one calibration.
 
-One calibration serves all units, since a max or a pre-scale is taken from activations of the unquantized model. What
-is measured is ModelOpt's simulation; what a target shares within a unit beyond that (one scale for q, k and v) is not.
+One calibration serves all units, since a max or a pre-scale is taken from activations of the unquantized model. The
+costs are those of ModelOpt's simulation; scales that a target also shares within a unit (one for q, k and v) are not
+measured.
 """
 
 from __future__ import annotations
@@ -9,50 +10,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from bridge.costs.divergence import Divergence, Variant, measure, next_token_loss
-from bridge.costs.job import Job
-from bridge.costs.switches import Switches, turned_on
-from bridge.progress import Progress
-from bridge.quant.modelopt import FakeQuantized, check_device, fake_quantize, gradient_scores
-from bridge.values import CACHE
-
-if TYPE_CHECKING:
-    from bridge.quant.data import Data
-    from bridge.quant.scheme import Scheme
-    from bridge.sources import Source
+from bridge.calibration.data import Data
+from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize, gradient_scores
+from bridge.core.progress import Progress
+from bridge.core.values import CACHE
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.source import Source
+from bridge.workflows.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
+from bridge.workflows.sensitivity.job import Job
+from bridge.workflows.sensitivity.toggles import Toggles, turned_on
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A model whose units can be switched, and the data that it is measured on."""
+    """A model whose units can be turned on and off, and the data for measuring."""
 
     job: Job
     data: Data
-    made: FakeQuantized
-    base: Switches
-    other: Switches | None
+    quantized: FakeQuantized
+    base: Toggles
+    other: Toggles | None
     report: Progress
 
-    def variant(self, units: Sequence[str], lent: Sequence[str] = ()) -> Variant:
-        """The model with `units` in the scheme and `lent` in the fallback."""
-        modules = tuple(module for unit in (*units, *lent) for module in self.base.modules[unit])
-        return Variant(partial(turned_on, self.base, units, self.other, lent), modules)
+    def variant(self, units: Sequence[str], fallback: Sequence[str] = ()) -> Variant:
+        """The model with `units` in the scheme and the units `fallback` in the fallback."""
+        modules = tuple(module for unit in (*units, *fallback) for module in self.base.modules[unit])
+        return Variant(partial(turned_on, self.base, units, self.other, fallback), modules)
 
     def measure(self, variants: Sequence[Variant]) -> Divergence:
-        """Divergence of each from the model as it was."""
+        """Divergence of each variant from the unquantized model."""
         return measure(self.base.model, variants, self.data.held_out, self.report)
 
-    def divergence(self, lifted: Sequence[str]) -> float:
-        """That of the whole model, `lifted` out of the scheme, KV cache included."""
-        kept = [name for name in self.base.modules if name not in lifted]
-        return self.measure([self.variant(kept, lifted if self.other else ())]).nats[0]
+    def divergence(self, excluded: Sequence[str]) -> float:
+        """Divergence of the whole model without `excluded`, KV cache included."""
+        units = [name for name in self.base.modules if name not in excluded]
+        return self.measure([self.variant(units, excluded if self.other else ())]).nats[0]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured, by unit, and of the whole. Costs by ModelOpt's scores are no nats; `whole` and `cache` are."""
+    """The costs of each unit and of the whole. ModelOpt's scores are not in nats; `whole` and `cache` always are."""
 
     alone: tuple[float, ...]
     fallback: tuple[float, ...]
@@ -70,37 +69,37 @@ def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Be
     source = cast("Source", _Loaded(job.source))
     calib = replace(data, held_out=())
 
-    def made(scheme: Scheme, structure: Any) -> FakeQuantized:
+    def quantize(scheme: Scheme, structure: Any) -> FakeQuantized:
         return fake_quantize(source, structure, scheme, calib, device=device, progress=report)
 
-    first = made(job.scheme, job.structure)
+    quantized = quantize(job.scheme, job.structure)
     other = None
     if job.fallback:
         sites = tuple(replace(site, keep="") for unit in job.units for site in unit.sites)
-        other = Switches(made(job.fallback, replace(job.structure, sites=sites)), job.units)
-    return Bench(job, data, first, Switches(first, job.units), other, report)
+        other = Toggles(quantize(job.fallback, replace(job.structure, sites=sites)), job.units)
+    return Bench(job, data, quantized, Toggles(quantized, job.units), other, report)
 
 
 def costs(bench: Bench) -> Costs:
-    """Run everything in the scheme, the KV cache alone, and each unit alone, in the scheme and in the fallback."""
+    """Measure everything in the scheme, the KV cache alone, and each unit alone in the scheme and in the fallback."""
     names = [unit.name for unit in bench.job.units]
     cache = [CACHE] if CACHE in bench.base.modules else []
     alone = names if bench.job.method == "kl" else []
     variants = [bench.variant([*names, *cache]), *(bench.variant([name]) for name in (*cache, *alone))]
     variants += [bench.variant([], [name]) for name in (names if bench.other else [])]
-    found = bench.measure(variants)
-    whole, *nats = found.nats
+    divergence = bench.measure(variants)
+    whole, *nats = divergence.nats
     cached, nats = (nats[0], nats[1:]) if cache else (None, nats)
     scores = nats[: len(alone)]
     if bench.job.method == "modelopt":
         modules = [bench.base.modules[name] for name in names]
         bench.report(0, 0, "score layers")
-        scores = gradient_scores(bench.made, modules, bench.data.batches, next_token_loss)
-    return Costs(tuple(scores), tuple(nats[len(alone) :]), whole, cached, found.tokens, found.held)
+        scores = gradient_scores(bench.quantized, modules, bench.data.batches, mean_next_token_loss)
+    return Costs(tuple(scores), tuple(nats[len(alone) :]), whole, cached, divergence.tokens, divergence.held)
 
 
 class _Loaded:
-    """A source whose model is loaded once: two twins lie over one model."""
+    """A source whose model is loaded once, for two fake-quantized copies over the same memory."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._model = source, source.load_model()

@@ -1,26 +1,23 @@
-"""Models at gs://, by gcsfs against the part of Google's JSON API that it uses, served here."""
+"""Models at gs://, by obstore against the part of Google's XML API that it uses, served here."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import threading
 from collections.abc import Iterator
-from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 import pytest
 
 import bridge
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from tests.remote.server import Quiet
+from bridge.core.errors import SourceError
+from bridge.sources.opening import open_source
+from tests.core.remote.server import Quiet
 
-TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
-ONE = re.compile(r"/(?:download/)?storage/v1/b/bucket/o/([^?]+)")
+TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 
 
 class Bucket(BaseHTTPRequestHandler):
@@ -34,77 +31,65 @@ class Bucket(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Quiet."""
 
-    def row(self, name: str) -> dict[str, str]:
-        data = self.objects[name]
-        tag = hashlib.md5(data).hexdigest()
-        made = "2026-01-01T00:00:00.000Z"
-        return {"kind": "storage#object", "name": name, "bucket": "bucket", "size": str(len(data)), "etag": tag,
-                "timeCreated": made, "updated": made, "generation": str(int(tag[:8], 16))}  # fmt: skip
+    def name(self) -> str:
+        return unquote(urlsplit(self.path).path).removeprefix("/bucket").strip("/")
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        asked, match = parse_qs(parts.query), ONE.match(parts.path)
-        if match is None:
+        name = self.name()
+        if "list-type" in (asked := parse_qs(urlsplit(self.path).query)):
             names = [name for name in self.objects if name.startswith(asked.get("prefix", [""])[0])]
-            known = parts.path.endswith("/b/bucket/o")
-            self.say({"items": [self.row(name) for name in sorted(names)]} if known else {}, 200 if known else 404)
-        elif unquote(match[1]) not in self.objects:
-            self.say({"error": {"code": 404, "message": "none"}}, 404)
-        elif asked.get("alt") == ["media"]:
-            data = self.objects[unquote(match[1])]
-            if asked.get("generation", [""])[0] not in ("", self.row(unquote(match[1]))["generation"]):
-                return self.say({"error": {"code": 404, "message": "no such generation"}}, 404)
-            span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            body = data[int(span[1]) : int(span[2]) + 1] if span else data
-            self.sent.append(len(body))
-            self.say(body, 206 if span else 200)
+            known = urlsplit(self.path).path.strip("/") == "bucket"
+            rows = "".join(
+                f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[name])}</Size><ETag>{self.tag(name)}</ETag>"
+                "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+                for name in sorted(names)
+            )
+            text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+            self.say(text.encode() if known else b"", {}, 200 if known else 404)
+        elif name not in self.objects:
+            self.say(b"", {}, 404)
         else:
-            self.looked.append(unquote(match[1]))
-            self.say(self.row(unquote(match[1])))
+            data = self.objects[name]
+            first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+            begin, end = (int(first), min(int(last) + 1, len(data))) if last else (0, len(data))
+            self.sent.append(end - begin)
+            said = {"ETag": self.tag(name), "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
+            self.say(data[begin:end], said, 206 if last else 200)
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        message = message_from_bytes(f"Content-Type: {self.headers['Content-Type']}\n\n".encode() + body)
-        told, _ = message.get_payload()
-        name = json.loads(told.get_payload(decode=True))["name"]
-        boundary = message.get_boundary().encode()  # the email package would change line ends of the second part
-        content = body.split(b"--" + boundary)[2].split(b"\n\n", 1)[-1]
-        if content.startswith(b"\r\n"):
-            content = content[2:]
-        self.objects[name] = content[:-1] if content.endswith(b"\n") else content
-        self.say(self.row(name))
+    def do_HEAD(self) -> None:
+        self.looked.append(name := self.name())
+        if name in self.objects:
+            self.say(b"", {"ETag": self.tag(name), "Content-Length": f"{len(self.objects[name])}"})
+        else:
+            self.say(b"", {}, 404)
+
+    def do_PUT(self) -> None:
+        self.objects[name := self.name()] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.say(b"", {"ETag": self.tag(name)})
 
     def do_DELETE(self) -> None:
-        match = ONE.match(urlsplit(self.path).path)
-        assert match
-        del self.objects[unquote(match[1])]
-        self.say(b"", 204)
+        del self.objects[self.name()]
+        self.say(b"", {}, 204)
 
-    def say(self, body: object, status: int = 200) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    def tag(self, name: str) -> str:
+        return f'"{hashlib.md5(self.objects[name]).hexdigest()}"'
+
+    def say(self, data: bytes, headers: dict[str, str], status: int = 200) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Type", "application/octet-stream" if isinstance(body, bytes) else "application/json")
+        more = {"Content-Length": str(len(data)), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT", **headers}
+        for key, value in more.items():
+            self.send_header(key, value)
         self.end_headers()
         self.wfile.write(data)
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Bucket]]:
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks by gRPC what kind of bucket it is
-    from fsspec.config import conf
-    from fsspec.registry import _registry
-    from gcsfs.core import GCSFileSystem
-
     made = type("Bound", (Bucket,), {"objects": {}, "sent": [], "looked": []})
     server = Quiet(("127.0.0.1", 0), made)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setitem(conf, "gs", {"token": "anon"})
-    monkeypatch.setitem(_registry, "gs", GCSFileSystem)
-    GCSFileSystem.clear_instance_cache()
     yield made
-    GCSFileSystem.clear_instance_cache()
     server.shutdown()
     server.server_close()
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge.remote import outgoing
-from bridge.remote.holding import held
-from bridge.remote.note import NOTE
+from bridge.core.remote import upload as outgoing
+from bridge.core.remote.upload_directory import owning
+from bridge.core.remote.upload_note import NOTE
+from tests.core.remote.s3_client import S3Client
 
-TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 OUT = "s3://bucket/out/tiny"
 
 
@@ -29,14 +30,15 @@ def test_an_interrupt_while_the_hidden_directory_is_made_leaves_none(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"bridge.remote.holding.{call}", interrupt)
-        with pytest.raises(KeyboardInterrupt), held(tmp_path / ".out.sending", "s3://bucket/out"):
+        patched.setattr(f"bridge.core.remote.upload_directory.{call}", interrupt)
+        with pytest.raises(KeyboardInterrupt), owning(tmp_path / ".out.sending", "s3://bucket/out"):
             pass
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_the_note_is_written_tells_that_it_may_be_there(
-    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*given: Any) -> None:
         raise KeyboardInterrupt

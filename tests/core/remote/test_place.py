@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
 
 import bridge
-from bridge.errors import SourceError, UsageError
-from bridge.remote.address import Look, checked, is_remote, server_of, shown
-from bridge.remote.place import RemotePath, Tree
+from bridge.core.errors import SourceError, UsageError
+from bridge.core.places import checked, is_remote, server_of, shown
+from bridge.core.remote.path import RemotePath, RemoteTree
+from bridge.core.remote.store import RemoteStat
 
 NAMES = (
     "config.json", "model-1.safetensors", "model-2.safetensors", ".metadata", "context/model.yaml",
@@ -21,10 +23,12 @@ NAMES = (
 class Kept:
     """A store whose files lie here."""
 
+    given_up = threading.Event()
+
     def __init__(self, root: Path) -> None:
         self.where, self._root = "s3://bucket/m", root
         paths = [path for path in root.rglob("*") if path.is_file()]
-        self.files = {path.relative_to(root).as_posix(): Look(path.stat().st_size, "1") for path in paths}
+        self.files = {path.relative_to(root).as_posix(): RemoteStat(path.stat().st_size, "1") for path in paths}
 
     def fetch(self, name: str, begin: int, out: memoryview) -> None:
         out[:] = (self._root / name).read_bytes()[begin : begin + len(out)]
@@ -35,7 +39,7 @@ def both(tmp_path: Path) -> tuple[Path, RemotePath]:
     for name in NAMES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 9000)
-    return tmp_path, RemotePath(Tree(Kept(tmp_path)))
+    return tmp_path, RemotePath(RemoteTree(Kept(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_an_archive_is_listed_without_reading_what_lies_in_it(tmp_path: Path) ->
     asked: list[int] = []
     fetch = store.fetch
     store.fetch = lambda name, begin, out: (asked.append(len(out)), fetch(name, begin, out))[1]  # type: ignore[method-assign]
-    with (RemotePath(Tree(store)) / "m.nemo").open() as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with (RemotePath(RemoteTree(store)) / "m.nemo").open() as file, tarfile.open(fileobj=file, mode="r:") as tar:
         assert [member.size for member in tar.getmembers()] == [5 << 20, 5 << 20]
     assert sum(asked) < 1 << 20
 
@@ -155,17 +159,17 @@ def test_letters_that_servers_do_not_take_are_spelled_as_they_do() -> None:
 def test_what_is_no_address_is_said_at_once(url: str, why: str) -> None:
     with pytest.raises(UsageError) as caught:
         bridge.plan(url, "hf")
-    assert f"{shown(url)}: no address ({why}); write scheme://server/directory" in str(caught.value)
+    assert f"{shown(url)}: not an address ({why}); write scheme://server/directory" in str(caught.value)
     assert "ret" not in str(caught.value)
 
 
 class Named:
     """A store with files of these names, which nobody reads."""
 
-    where = "s3://bucket/m"
+    where, given_up = "s3://bucket/m", threading.Event()
 
     def __init__(self, *names: str, tag: str = "1") -> None:
-        self.files = {name: Look(1, tag) for name in names}
+        self.files = {name: RemoteStat(1, tag) for name in names}
 
     def fetch(self, name: str, begin: int, out: memoryview) -> None:
         raise AssertionError(name)
@@ -174,11 +178,11 @@ class Named:
 @pytest.mark.parametrize("name", ["../../escaped.txt", "/etc/x", "a//b", "./x", "a/../b", "a/", "", "a\\..\\b", "a\0"])
 def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     with pytest.raises(SourceError, match=r"s3://bucket/m: files are named .*; a name must not hold"):
-        Tree(Named("config.json", name))
+        RemoteTree(Named("config.json", name))
 
 
 @pytest.mark.parametrize(("tag", "same"), [("1", True), ("", False)])
 def test_what_has_no_tag_is_not_known_again(tag: str, same: bool) -> None:
     """A run that goes on where a killed one stopped compares these."""
-    first, second = (RemotePath(Tree(Named("a", tag=tag))) / "a" for _ in range(2))
+    first, second = (RemotePath(RemoteTree(Named("a", tag=tag))) / "a" for _ in range(2))
     assert (first.stat() == second.stat()) is same and first.stat() == first.stat()

@@ -7,23 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from bridge.errors import SourceError, UsageError
-from bridge.remote.address import Look
-from bridge.remote.client import HEADWAY, MOST, Client
-from bridge.remote.http import TOGETHER, HttpStore
-from bridge.remote.hub import HubAddress
-from bridge.remote.objects import _Signed
-from bridge.sources import open_source
-from tests.remote.server import serving
+from bridge.core.errors import SourceError, UsageError
+from bridge.core.remote.client import HEADWAY, MAX_FAILURES, Client
+from bridge.core.remote.http import TOGETHER, HttpStore
+from bridge.core.remote.hub import HubAddress
+from bridge.core.remote.store import RemoteStat
+from bridge.sources.opening import open_source
+from tests.core.remote.server import serving
 
-TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 FILE = "model.safetensors"
 SIZE = (TINY / FILE).stat().st_size
 
@@ -39,9 +38,6 @@ class Plain:
     def request(self) -> tuple[str, Mapping[str, str]]:
         return self._url, {}
 
-    def moved(self, url: str) -> None:
-        """It does not matter."""
-
     def refused(self, url: str) -> bool:
         return False
 
@@ -52,20 +48,28 @@ def look(client: Client, address: object):  # type: ignore[no-untyped-def]
     return found
 
 
-def test_what_ran_out_is_signed_once_for_all_who_share_it() -> None:
-    class Signer:
-        made = 0
+class Stored(HubAddress):
+    """A file of the hub that says, each time that it is asked, that it is stored at another address."""
 
-        def sign(self, path: str, expiration: int) -> str:
-            self.made += 1
-            manners.query = f"s={self.made}" if self.made > 1 else manners.query
-            return f"{url}/{path}?s={self.made}"
+    def __init__(self, where: Callable[[int], str], url: str = "http://hub.invalid/f") -> None:
+        super().__init__(url, "hf://o/m/f", None)
+        self.asked, self._told = 0, where
 
-    with serving(TINY, query="s=1") as (url, manners):
-        signer, client = Signer(), Client(pause=0.01)
-        address = _Signed(signer, FILE, "s3://b/m")
+    def _located(self) -> str:
+        self.asked += 1
+        return self._told(self.asked)
+
+
+def test_the_hub_is_asked_by_one_of_those_whose_address_ran_out() -> None:
+    with serving(TINY) as (store, manners):
+
+        def told(number: int) -> str:
+            time.sleep(0.05)
+            manners.query = f"{number}"
+            return f"{store}/{FILE}?{number}"
+
+        address, client = Stored(told), Client(pause=0.01)
         known = look(client, address)
-        manners.query = "s=2"
 
         def fetch(at: int) -> bytes:
             out = bytearray(100)
@@ -73,69 +77,27 @@ def test_what_ran_out_is_signed_once_for_all_who_share_it() -> None:
             return bytes(out)
 
         for turn in range(5):  # more often than one request may be refused
+            manners.query = "none"
             barred = threading.Barrier(16)
             with ThreadPoolExecutor(16) as pool:
                 got = list(pool.map(lambda at, b=barred: (b.wait(), fetch(at))[1], range(16)))
             data = (TINY / FILE).read_bytes()
-            assert got == [data[at * 100 : at * 100 + 100] for at in range(16)] and signer.made == 2 + turn
-            manners.query = "s=none"
-
-
-def test_the_hub_is_asked_by_one_of_those_whose_address_ran_out() -> None:
-    with serving(TINY) as (store, manners):
-        asked: list[str] = []
-        address, client = HubAddress("http://hub.invalid/f", "hf://o/m/f", {}), Client(pause=0.01)
-        request = address.request
-
-        def counted() -> tuple[str, Mapping[str, str]]:
-            url, headers = request()
-            if url.startswith("http://hub."):
-                asked.append(url)
-                time.sleep(0.05)
-                manners.query = f"{len(asked)}"
-                address.moved(f"{store}/{FILE}?{len(asked)}")  # as the redirection does
-                url, _ = request()
-            return url, headers
-
-        address.request = counted  # type: ignore[method-assign]
-        known = look(client, address)
-        for turn in range(5):
-            manners.query = "none"
-            with ThreadPoolExecutor(16) as pool:
-                list(pool.map(lambda at: client.fetch(address, at, memoryview(bytearray(10)), known), range(16)))
-            assert len(asked) == 2 + turn
+            assert got == [data[at * 100 : at * 100 + 100] for at in range(16)] and address.asked == 2 + turn
 
 
 def test_an_old_address_that_is_refused_does_not_undo_a_newer_one() -> None:
-    address = HubAddress("http://hub.invalid/f", "hf://o/m/f", {})
-    address.moved("http://store.invalid/1")
-    address.moved("http://store.invalid/2")
+    address = Stored(lambda number: f"http://store.invalid/{number}")
+    assert address.request()[0] == "http://store.invalid/1"
     assert address.refused("http://store.invalid/1") and address.request()[0] == "http://store.invalid/2"
-    assert address.refused("http://store.invalid/2") and address.request()[0] == "http://hub.invalid/f"
+    assert address.refused("http://store.invalid/1") and address.request()[0] == "http://store.invalid/2"
     assert not address.refused("http://hub.invalid/f")
 
 
-def test_what_stays_refused_is_a_refusal_after_a_few_signatures() -> None:
-    class Signer:
-        def sign(self, path: str, expiration: int) -> str:
-            return f"{url}/{path}"
-
+def test_what_stays_refused_is_a_refusal_after_a_few_addresses() -> None:
     with serving(TINY, query="none") as (url, manners):
-        with pytest.raises(SourceError, match=r"s3://b/m: access refused \(403 Forbidden\); check the cred"):
-            Client(pause=0.01).look(_Signed(Signer(), FILE, "s3://b/m"))
+        with pytest.raises(SourceError, match=r"hf://o/m/f: access refused \(403 Forbidden\); request access"):
+            Client(pause=0.01).look(Stored(lambda number: f"{url}/{FILE}"))
         assert len(manners.headers) == 4
-
-
-def test_a_signer_that_fails_is_one_clear_error() -> None:
-    class NoCredentialsError(Exception):
-        """As botocore's."""
-
-    class Signer:
-        def sign(self, path: str, expiration: int) -> str:
-            raise NoCredentialsError("Unable to locate credentials")
-
-    with pytest.raises(SourceError, match=r"access refused \(Unable to locate credentials\); check the cred"):
-        Client().look(_Signed(Signer(), FILE, "s3://b/m"))
 
 
 def test_connections_that_the_server_closed_meanwhile_are_no_failures() -> None:
@@ -150,10 +112,12 @@ def test_connections_that_the_server_closed_meanwhile_are_no_failures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drop", "most"), [(1, 3), (HEADWAY - 1, 3 + (SIZE // HEADWAY)), (HEADWAY, MOST)], ids=["byte", "less", "enough"]
+    ("drop", "most"),
+    [(1, 3), (HEADWAY - 1, 3 + (SIZE // HEADWAY)), (HEADWAY, MAX_FAILURES)],
+    ids=["byte", "less", "enough"],
 )
 def test_a_server_that_always_breaks_off_is_asked_so_often_and_no_more(drop: int, most: int, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(bytes(HEADWAY * (MOST + 2)))
+    (tmp_path / FILE).write_bytes(bytes(HEADWAY * (MAX_FAILURES + 2)))
     with serving(tmp_path) as (url, manners):
         client, address = Client(tries=3, pause=0.0001), Plain(f"{url}/{FILE}")
         known = look(client, address)
@@ -243,7 +207,7 @@ def test_a_server_that_never_said_anything_is_asked_twice(silent: tuple[str, lis
 def test_bytes_of_a_listed_file_are_asked_for_as_often_as_ever(silent: tuple[str, list[socket.socket]]) -> None:
     url, taken = silent
     with pytest.raises(SourceError, match=r"no answer in time, 6 times in a row"):
-        Client(timeout=0.1, pause=0.01).fetch(Plain(url), 0, memoryview(bytearray(10)), Look(10, ""))
+        Client(timeout=0.1, pause=0.01).fetch(Plain(url), 0, memoryview(bytearray(10)), RemoteStat(10, ""))
     assert len(taken) == 6
 
 
@@ -271,9 +235,9 @@ def test_a_model_that_is_let_go_of_leaves_no_thread_and_no_connection() -> None:
 
 STOPPED = """
 import os, sys, threading
-from tests.remote.server import serving
+from tests.core.remote.server import serving
 from pathlib import Path
-from bridge.cli import main
+from bridge.cli.main import main
 number = int(sys.argv[2])
 with serving(Path("examples/models/tiny-llama"), deaf=1 << 17) as (url, manners):
     def stop():
@@ -286,11 +250,12 @@ with serving(Path("examples/models/tiny-llama"), deaf=1 << 17) as (url, manners)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 15])
 def test_a_signal_ends_a_run_whose_server_says_nothing(number: int, tmp_path: Path) -> None:
     program = STOPPED
     run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "out"), str(number)], cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", program, str(tmp_path / "out"), str(number)], cwd=Path(__file__).parents[3],
         capture_output=True, text=True, timeout=25, check=False,
     )  # fmt: skip
     assert run.returncode == 128 + number and "nothing half-written is left" in run.stderr, run.stderr
@@ -300,9 +265,9 @@ def test_a_signal_ends_a_run_whose_server_says_nothing(number: int, tmp_path: Pa
 def test_a_source_can_be_read_again_after_a_run_was_stopped() -> None:
     with serving(TINY) as (url, _):
         source = open_source(url)
-        tree = source.root.tree  # type: ignore[attr-defined]
-        tree.give_up()
+        given_up = source.root.tree.store.given_up  # type: ignore[attr-defined]
+        given_up.set()
         with pytest.raises(SourceError, match="reading was given up"):
             source.read("model.norm.weight")
-        tree.go_on()
+        given_up.clear()
         assert (source.read("model.norm.weight") == open_source(TINY).read("model.norm.weight")).all()

@@ -9,17 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
-from bridge.batches.manifest import read_manifest
-from bridge.batches.rows import OWN
-from bridge.cli import app
-from bridge.errors import BridgeError, GoldenError, UsageError, VerifyError
-from bridge.remote.address import HERE, check_here
-from tests.remote.server import serving
+from bridge.cli.main import app
+from bridge.core.errors import BridgeError, GoldenError, UsageError, VerifyError
+from bridge.core.places import HERE, check_here
+from bridge.workflows.batch.manifest.read import read_manifest
+from bridge.workflows.batch.manifest.rows import OWN
+from tests.core.remote.server import serving
 
-MODELS = Path(__file__).parents[2] / "examples/models"
+MODELS = Path(__file__).parents[3] / "examples/models"
 TINY = MODELS / "tiny-llama"
 ADDRESS = "https://me:secret@127.0.0.1:1/a"
-REFUSED = "{}=https://127.0.0.1:1/a{}: only a model and an output may lie at an address"
+REFUSED = "{}=https://127.0.0.1:1/a{}: only a model and an output may be at an address"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_goldens_and_verify_show_the_address_alone(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = outputs / "golden"
     with serving(outputs) as (url, _):
@@ -44,7 +45,7 @@ def test_goldens_and_verify_show_the_address_alone(outputs: Path, monkeypatch: p
             bridge.golden.record(far, golden, run=False)
         with pytest.raises(VerifyError) as other:
             bridge.verify(far, MODELS / "tiny-gpt2")
-        monkeypatch.setattr(bridge.report.Report, "passed", False)
+        monkeypatch.setattr(bridge.reporting.report.Report, "passed", False)
         with pytest.raises(GoldenError) as far_off:
             bridge.golden.record(far, outputs / "none", against=TINY, run=False)
     for text in (told, str(again.value), str(other.value), str(far_off.value)):
@@ -70,7 +71,7 @@ def test_what_lies_at_no_address_is_refused_in_words(word: str, suffix: str, tmp
     (tmp_path / "batch.toml").write_text(f"[[row]]\n{manifest}")
     with pytest.raises(UsageError) as caught:
         bridge.batch(tmp_path / "batch.toml", workers=1)
-    assert "only a model and an output may lie at an address" in str(caught.value)
+    assert "only a model and an output may be at an address" in str(caught.value)
     assert "secret" not in str(caught.value) and "veiled" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["batch.toml"]
 
@@ -81,7 +82,7 @@ def test_every_word_for_what_is_read_from_a_path_alone_is_known_to_manifests_too
             check_here(**{word: ADDRESS})
     for word in {*HERE} & {*OWN}:
         (tmp_path / "batch.toml").write_text(f'[[row]]\nmodel = "m"\ntarget = "hf"\n{word} = "{ADDRESS}"\n')
-        with pytest.raises(UsageError, match=f"{word} = .*only a model and an output may lie at an address"):
+        with pytest.raises(UsageError, match=f"{word} = .*only a model and an output may be at an address"):
             read_manifest(tmp_path / "batch.toml")
     with pytest.raises(AssertionError, match="recipe"):
         check_here(recipe=None)
@@ -110,7 +111,7 @@ def test_other_verbs_refuse_it_too(call: Any, said: str, outputs: Path) -> None:
 
 def test_check_reads_what_lies_here(outputs: Path) -> None:
     said = CliRunner().invoke(app, ["check", str(outputs / "a"), ADDRESS])
-    assert said.exit_code == 2 and "https://127.0.0.1:1/a: check reads what lies here" in said.output
+    assert said.exit_code == 1 and "https://127.0.0.1:1/a: check reads local files only" in said.output
 
 
 def test_show_of_an_archive_there_shows_no_password(tmp_path: Path) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import bridge
-from bridge.cli import app
-from bridge.errors import SourceError
-from bridge.remote.opening import open_remote
-from bridge.sources import open_source
-from bridge.sources.loading import gathered_tokenizer
-from tests.golden_made import calibration
-from tests.remote.server import serving
+from bridge.cli.main import app
+from bridge.core.errors import SourceError
+from bridge.core.remote.opening import open_remote
+from bridge.sources.live_models.loading import gathered_tokenizer
+from bridge.sources.opening import open_source
+from tests.core.remote.s3_client import S3Client
+from tests.core.remote.server import serving
+from tests.models.golden_made import calibration
 
-TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_weights_are_compared_and_outputs_are_said_not_to_be(written: Path) -> N
     with serving(written) as (url, _):
         report = bridge.verify(url, TINY)
     assert report.parity and report.parity.passed and report.parity.tensors and report.out == url
-    assert report.parity.not_run[0].startswith("outputs were not compared: the model lies elsewhere")
+    assert report.parity.not_run[0].startswith("outputs were not compared: the model is remote")
 
 
 def test_a_damaged_weight_is_found(written: Path, tmp_path: Path) -> None:
@@ -76,13 +76,14 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_calibration_lies_where_its_output_does(calibrated: Path, s3: Any, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_calibration_lies_where_its_output_does(calibrated: Path, s3: S3Client, tmp_path: Path) -> None:
     near = bridge.golden.record(calibrated, tmp_path / "near", run=False)
-    s3.put(f"{calibrated}/", "bucket/m/", recursive=True)
+    s3.put(calibrated, "bucket/m")
     with serving(calibrated) as (url, _):
         for number, place in enumerate((url, "s3://bucket/m")):
             far = bridge.golden.record(place, tmp_path / f"{number}", run=False)
-            assert near.rerun.calibrated and far.rerun == near.rerun and far.beside == near.beside
+            assert near.rerun.calibrated and far.rerun == near.rerun and far.extra_files == near.extra_files
             report = bridge.verify(place, TINY)
             assert report.passed and report.made_from == bridge.verify(calibrated, TINY).made_from
 
@@ -94,6 +95,7 @@ def test_weights_that_may_not_be_read_are_told_before_a_calibration(calibrated: 
     assert f"{url}/model.safetensors: access refused (403" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_takes_addresses(written: Path, tmp_path: Path) -> None:
     with serving(written) as (url, _), serving(TINY) as (model, _):
         assert CliRunner().invoke(app, ["verify", url, "--against", model, "--quiet"]).exit_code == 0
@@ -155,17 +157,17 @@ def test_a_model_without_tokenizer_says_so_of_its_address() -> None:
 
 
 @pytest.mark.parametrize("key", ["m/../../escaped.txt", "m/a//b.txt", "m/./x.txt"])
-def test_a_key_of_an_object_store_does_not_lead_out_of_the_output(key: str, s3: Any, tmp_path: Path) -> None:
-    s3.put(f"{TINY}/", "bucket/m/", recursive=True)
-    s3.pipe_file(f"bucket/{key}", b"taken")
+def test_a_key_of_an_object_store_does_not_lead_out_of_the_output(key: str, s3: S3Client, tmp_path: Path) -> None:
+    s3.put(TINY, "bucket/m")
+    s3.write(f"bucket/{key}", b"taken")
     with pytest.raises(SourceError, match="s3://bucket/m: files are named"):
         bridge.convert("s3://bucket/m", "hf", "int8_wo", tmp_path / "in/out")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_stands_for_a_folder_in_a_store_is_no_file(s3: Any) -> None:
+def test_what_stands_for_a_folder_in_a_store_is_no_file(s3: S3Client) -> None:
     """As the consoles of clouds make it: an empty object whose key ends in a slash."""
-    s3.put(f"{TINY}/", "bucket/m/", recursive=True)
+    s3.put(TINY, "bucket/m")
     for key in ("m/", "m/sub/"):
-        s3.call_s3("put_object", Bucket="bucket", Key=key, Body=b"")
+        s3.write(f"bucket/{key}", b"")
     assert open_source("s3://bucket/m").specs == open_source(TINY).specs

@@ -1,4 +1,5 @@
-"""Reads every malicious file in one cage: `python -m tests.attack.corpus`; prints JSON, name -> what was wrong.
+"""Reads malicious files in one cage: `python -m tests.fuzz.corpus`, `--whole` for the long ones in every place, too;
+prints JSON, name -> what was wrong.
 
 The files are made here, one after the other, and none of them is kept.
 """
@@ -12,15 +13,15 @@ import tempfile
 from itertools import chain
 from pathlib import Path
 
-from bridge.errors import BridgeError
-from tests.attack.cage import Cage
-from tests.attack.case import clean
-from tests.attack.corpus import archives, pickles, texts
-from tests.attack.corpus.entry import Entry
+from bridge.core.errors import BridgeError
+from tests.fuzz.cage import Cage
+from tests.fuzz.case import clean
+from tests.fuzz.corpus import archives, pickles, texts
+from tests.fuzz.corpus.entry import Entry
 
 
 def main() -> None:
-    every = list(chain(pickles.entries(), archives.entries(), texts.entries()))
+    every = list(chain(pickles.entries("--whole" in sys.argv), archives.entries(), texts.entries()))
     with tempfile.TemporaryDirectory() as work:
         for entry in every[::40]:  # what is imported for the first time is not the file's doing
             _read(entry, Path(work, "model"), Path(work, "canary"), None)

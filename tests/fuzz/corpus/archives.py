@@ -9,8 +9,8 @@ import zipfile
 from collections.abc import Iterator
 from typing import Literal
 
-from tests.attack.corpus.entry import Entry, always
-from tests.attack.targets import archives, pickles
+from tests.fuzz.corpus.entry import Entry, always
+from tests.fuzz.targets import archives, pickles
 
 
 def _tar(*members: tarfile.TarInfo, kind: Literal[0, 1, 2] = tarfile.GNU_FORMAT) -> bytes:

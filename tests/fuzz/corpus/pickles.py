@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.attack.corpus.entry import Entry
-from tests.attack.opcodes import integer, named, text
-from tests.attack.targets import legacy, metadata, pickles, records
+from tests.fuzz.corpus.entry import Entry
+from tests.fuzz.opcodes import integer, named, text
+from tests.fuzz.targets import legacy, metadata, pickles, records
 
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
 TENSOR = named("torch._utils _rebuild_tensor_v2")
@@ -64,8 +64,8 @@ PATHS = _listed("""
     itertools starmap, collections defaultdict, copyreg _reconstructor, copyreg add_extension, numpy.core.multiarray
     _reconstruct, numpy._core.multiarray scalar, numpy load, numpy.f2py.crackfortran getlincoef, torch._utils
     _rebuild_device_tensor_from_numpy, torch._utils _rebuild_wrapper_subclass, torch._tensor _rebuild_from_type_v2,
-    torch._utils _rebuild_sparse_tensor, torch nn.Module, torch.nn.modules.linear Linear, bridge.sources.unpickle
-    Call, bridge.sources.records record_class, sys settrace, gc get_objects, inspect getattr_static, weakref
+    torch._utils _rebuild_sparse_tensor, torch nn.Module, torch.nn.modules.linear Linear, bridge.core.formats.unpickle
+    Call, bridge.core.formats.inert_pickle record_class, sys settrace, gc get_objects, inspect getattr_static, weakref
     finalize, atexit register, threading Thread, signal signal, site addpackage, venv create, ensurepip _run_pip,
     pip main, setuptools.msvc x
 """)
@@ -98,7 +98,7 @@ RUNNING: dict[str, bytes] = {
     + text("__class__")
     + named("os system")
     + b"sb",
-    "build calls setstate": named("bridge.sources.unpickle Sealed") + b")\x81}b",
+    "build calls setstate": named("bridge.core.formats.unpickle Sealed") + b")\x81}b",
     "build on the table": TENSOR + b"}" + text("make") + named("os system") + b"sb",
     "build slots on the table": TENSOR + b"N}" + text("make") + named("os system") + b"s\x86b",
     "build on a class": named("torch FloatStorage") + b"}" + text("__setstate__") + named("os system") + b"sb",
@@ -132,6 +132,7 @@ RUNNING: dict[str, bytes] = {
     "read-only buffer": b"\x97\x98",
 }
 LONG = struct.pack("<I", 0x7FFFFFFF)
+A_SECOND = 1_000_000  # bytes of a program that takes a second to read
 EXPLODING: dict[str, bytes] = {
     "memo index": b"Nr" + LONG,
     "memo index of text": b"Np99999999999999999999\n",
@@ -186,10 +187,17 @@ PLACES: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-def entries() -> Iterator[Entry]:
-    """Every program in every place that a pickle is read from; in `common.pt` what names nothing is only data."""
-    for place, (file, read, wrap) in PLACES.items():
+def entries(whole: bool) -> Iterator[Entry]:
+    """Every program in every place that a pickle is read from; in `common.pt` what names nothing is only data.
+
+    One unpickler reads all places, and a program of a megabyte takes it a second: unless `whole`, each of those goes to
+    one place, and each place gets some.
+    """
+    long = [name for name, program in EXPLODING.items() if len(program) >= A_SECOND]
+    for number, (place, (file, read, wrap)) in enumerate(PLACES.items()):
         for name, program in (RUNNING | EXPLODING).items():
+            if not whole and name in long and long.index(name) % len(PLACES) != number:
+                continue
 
             def files(canary: Path, program: bytes = program, file: str = file, wrap: Any = wrap) -> dict[str, bytes]:
                 return {file: wrap(_aimed(program, canary))}

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.attack.corpus.entry import Entry, always
-from tests.attack.mutate import json_text
-from tests.attack.targets import configs, headers, indices, quantized, recipes, tables, yamls
+from tests.fuzz.corpus.entry import Entry, always
+from tests.fuzz.mutate import json_text
+from tests.fuzz.targets import configs, headers, indices, quantized, recipes, tables, yamls
 
 
 def header(tree: Any, data: int = 0, length: int | None = None) -> bytes:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from typing import cast
 
-from tests.attack.case import Target
+from tests.fuzz.case import Target
 
 # Name -> its share of the cases: where one takes some 30 ms, as opening a whole model does, there are fewer of them.
 SHARES = {

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.sources.archive import open_folder
-from tests.attack.case import Case, Target
-from tests.attack.mutate import damaged
+from bridge.core.files.archive import open_folder
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import damaged
 
 FILE = "model.nemo"
 MEMBERS = {"./model_config.yaml": b"a: 1\n", "./weights/0.0": bytes(range(200)) * 4, "./tokenizer.model": b"words"}

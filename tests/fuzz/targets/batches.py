@@ -18,22 +18,22 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.arguments import byte_count
-from bridge.batches.job import CRASH
-from bridge.batches.manifest import Manifest, read_manifest
-from bridge.batches.naming import word
-from bridge.batches.result import BatchReport
-from bridge.batches.rows import OWN
-from bridge.batches.run import Asked, run
-from bridge.batches.values import Row
-from bridge.batches.watching import Counted
-from bridge.progress import quiet
-from bridge.quant.scheme import load_scheme
-from bridge.remote.address import is_remote
+from bridge.core.places import is_remote
+from bridge.core.progress import no_progress
+from bridge.core.text import byte_count
+from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, encoded, one_file, pick, texts, toml_text, trees
-from tests.golden_made import LLAMA
+from bridge.workflows.batch.audience import Counted
+from bridge.workflows.batch.job import CRASH
+from bridge.workflows.batch.manifest.naming import short_name
+from bridge.workflows.batch.manifest.read import Manifest, read_manifest
+from bridge.workflows.batch.manifest.rows import OWN
+from bridge.workflows.batch.report import BatchReport
+from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.values import Row
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, encoded, one_file, pick, texts, toml_text, trees
+from tests.models.golden_made import LLAMA
 
 FILE = "batch.toml"
 EXAMPLE = (LLAMA.parent.parent / FILE).read_text()
@@ -116,7 +116,7 @@ def read(root: Path) -> Read:
     if row is None or not manifest.summary.is_relative_to(root):
         return Read(manifest, None)
     asked = Asked(engine="local", dry_run=True)
-    return Read(manifest, run(replace(manifest, rows=(row,)), asked, Counted(quiet)))
+    return Read(manifest, run(replace(manifest, rows=(row,)), asked, Counted(no_progress)))
 
 
 def _is_here(row: Row) -> bool:
@@ -160,7 +160,7 @@ def _wanted(words: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]
 def _made(one: dict[str, Any], axes: list[str], root: Path) -> dict[str, Any]:
     """The row that is made from them, of all its fields but `FREE`."""
     options = {entry.name for entry in fields(load_target(one["target"]).Options)} & {*one}
-    texts = {"quant": "none"} | {key: word(one[key]) for key in one if key in OWN or key in options}
+    texts = {"quant": "none"} | {key: short_name(one[key]) for key in one if key in OWN or key in options}
     more = "".join(f"-{key}-{{{key}}}" for key in axes if key in texts and key not in ("model", "quant", "target"))
     texts["name"] = _filled(one.get("name", "{model}-{quant}-{target}" + more), texts)
     row = dict.fromkeys(OWN) | GIVEN | {key: one[key] for key in one if key in OWN}

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors import safe_open
 
-from bridge.container import file_bytes
-from bridge.errors import UsageError
-from bridge.opening import plan_of
-from bridge.sources import Source, open_source
-from bridge.tables.match import architecture_of
-from bridge.tables.structure import load_arch, structure
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, jsons, one_file
-from tests.sources_made import CONFIG, made_llama
+from bridge.api.request import plan_of
+from bridge.core.errors import UsageError
+from bridge.core.formats.safetensors import file_bytes
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.architectures.match import architecture_of
+from bridge.tables.architectures.structure import structure
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, jsons, one_file
+from tests.models.sources_made import CONFIG, made_llama
 
 FILE = "config.json"
 WEIGHTS = "model.safetensors"

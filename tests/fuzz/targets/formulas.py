@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.errors import PlanError, TableError
-from bridge.tables.files import Place
-from bridge.tables.grammar import parse_formula
-from tests.attack.case import Case, Target
-from tests.attack.mutate import texts
+from bridge.core.errors import PlanError, TableError
+from bridge.core.mappings import Place
+from bridge.tables.expressions.grammar import parse_formula
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import texts
 
 FILE = "formula.json"
 CONFIG = {"a": 6, "b": 2, "none": None, "zero": 0, "kinds": ["x", "y"], "big": 10**9, "word": "x", "flag": True}

@@ -12,10 +12,10 @@ from hypothesis.strategies import SearchStrategy
 from safetensors.numpy import load_file
 
 import bridge
-from bridge.golden.store import Golden, load
-from tests.attack.case import Case, Target
-from tests.attack.mutate import damaged, json_text, jsons, trees
-from tests.golden_made import converted_made
+from bridge.workflows.golden.store import Golden, load
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import damaged, json_text, jsons, trees
+from tests.models.golden_made import converted_made
 
 FILE = "golden.json"
 LINES = ("tensors.jsonl", "origins.jsonl", "files.jsonl")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors import safe_open
 
-from bridge.container import SafetensorsFile, file_bytes
-from bridge.dtypes import DTYPES
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, damaged, json_text, one_file, trees
+from bridge.core.dtypes import DTYPES
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, damaged, json_text, one_file, trees
 
 FILE = "model.safetensors"
 DTYPE_CODES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "F4", "I64", "U8", "BOOL", "C64", "f32", "F33")

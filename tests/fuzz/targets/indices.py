@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors.numpy import load_file
 
-from bridge.container import file_bytes
-from bridge.sources.shards import Weights, find_weights, listed
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, jsons, one_file
+from bridge.core.formats.safetensors import file_bytes
+from bridge.core.text import listed
+from bridge.sources.weights.shards import Weights, find_weights
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, jsons, one_file
 
 FILE = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

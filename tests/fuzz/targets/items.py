@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from tests.attack.case import Case, Target
-from tests.attack.mutate import damaged, one_file
-from tests.attack.targets import metadata
-from tests.attack.targets.pickles import agree_or_known, loaded
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import damaged, one_file
+from tests.fuzz.targets import metadata
+from tests.fuzz.targets.pickles import agree_or_known, loaded
 
 FILE = "__0_0.distcp"
 

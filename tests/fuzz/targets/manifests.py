@@ -10,10 +10,10 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.golden.reading import Written
-from tests.attack.case import Case, Target
-from tests.attack.mutate import damaged, json_text, trees
-from tests.golden_made import converted_made
+from bridge.workflows.golden.snapshot import SnapshotReader
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import damaged, json_text, trees
+from tests.models.golden_made import converted_made
 
 FILE = "bridge.json"
 
@@ -41,13 +41,13 @@ def cases(root: Path) -> SearchStrategy[Case]:
     return st.one_of(whole, whole, whole, damaged(json_text(short))).map(lambda content: {FILE: content})
 
 
-def read(root: Path) -> Written:
-    found = Written(root)
+def read(root: Path) -> SnapshotReader:
+    found = SnapshotReader(root)
     assert found.origins is not None
     return found
 
 
-def agree(root: Path, found: Written) -> None:
+def agree(root: Path, found: SnapshotReader) -> None:
     plan = json.loads((root / FILE).read_bytes())["plan"]
     assert json.loads(json.dumps(found.plan.to_dict())) == plan
 

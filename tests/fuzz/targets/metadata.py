@@ -13,14 +13,14 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.dtypes import DTYPES
-from bridge.sources.archive import open_folder
-from bridge.sources.dcp import Dcp
-from tests.attack.case import Case, Target
-from tests.attack.mutate import damaged, one_file
-from tests.attack.opcodes import programs
-from tests.attack.targets.pickles import agree_or_known
-from tests.sources.dcp_saves import save
+from bridge.core.dtypes import DTYPES
+from bridge.core.files.archive import open_folder
+from bridge.sources.weights.dcp import Dcp
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import damaged, one_file
+from tests.fuzz.opcodes import programs
+from tests.fuzz.targets.pickles import agree_or_known
+from tests.sources.weights.dcp_saves import save
 
 FILE = ".metadata"
 NAMES = (

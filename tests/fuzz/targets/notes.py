@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.remote.holding import Holding
-from bridge.remote.note import NOTE, Note, Sent
-from bridge.remote.outgoing import Outgoing
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, WORDS, jsons, one_file
+from bridge.core.remote.store import RemoteStat
+from bridge.core.remote.upload import Outgoing
+from bridge.core.remote.upload_directory import Holding
+from bridge.core.remote.upload_note import NOTE, Note, Sent
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, WORDS, jsons, one_file
 
 RUN = "0123456789abcdef" * 2
 WHOLE = Note(RUN, "here:/made", {f"{at}.safetensors": Sent("0" * 64, at * 10**6, f'"{at}"') for at in range(3)})
@@ -41,23 +42,30 @@ class _Holding:
 
 @dataclass
 class _Store:
-    """As much of a file system of fsspec's, its files in memory."""
+    """A folder of a store, its files in memory."""
 
     files: dict[str, bytes]
     written: list[str] = field(default_factory=list)
 
-    def invalidate_cache(self) -> None:
-        """Nothing is kept."""
+    def list(self) -> dict[str, RemoteStat]:
+        return {name: self.look(name) for name in self.files}
 
-    def find(self, root: str, detail: bool) -> dict[str, dict[str, Any]]:
-        return {name: {"size": len(data), "ETag": "x"} for name, data in self.files.items()}
+    def look(self, name: str) -> RemoteStat:
+        return RemoteStat(len(self.files[name]), "x")
 
-    def cat_file(self, name: str) -> bytes:
-        return self.files[name]
+    def read(self, name: str, begin: int, end: int) -> tuple[RemoteStat, bytes]:
+        return self.look(name), self.files[name][begin:end]
 
-    def pipe_file(self, name: str, data: bytes) -> None:
+    def put(self, name: str, content: bytes | Path) -> None:
+        assert isinstance(content, bytes)
         self.written.append(name)
-        self.files[name] = data
+        self.files[name] = content
+
+    def remove(self, name: str) -> None:
+        del self.files[name]
+
+    def end_uploads(self) -> None:
+        """There are none."""
 
 
 def make(root: Path) -> None:
@@ -80,15 +88,14 @@ def cases(root: Path) -> SearchStrategy[Case]:
 
 def read(root: Path) -> Note:
     """The note that the run leaves in the place of the one that it found."""
-    place = f"bucket/{root.name}"
-    store = _Store({f"{place}/{NOTE}": (root / NOTE).read_bytes(), f"{place}/0.safetensors": b"a"})
-    run = Outgoing(f"s3://{place}", store, place, cast(Holding, _Holding(root / "none")))
+    store = _Store({NOTE: (root / NOTE).read_bytes(), "0.safetensors": b"a"})
+    run = Outgoing(f"s3://bucket/{root.name}", store, cast(Holding, _Holding(root / "none")))
     try:
         run.begin(overwrite=False)
     except BaseException:
         assert not store.written, f"refused, and wrote {store.written}"
         raise
-    said = json.loads(store.files[f"{place}/{NOTE}"])
+    said = json.loads(store.files[NOTE])
     return Note(said["run"], said["sender"], {name: Sent(**sent) for name, sent in said["sent"].items()})
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.sources import Source, open_source
-from tests.attack.case import Case, Target
-from tests.attack.mutate import jsons
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import jsons
 from tests.sources.foreign_checkpoints import llama, meta, spelled
 
 FILE = "params.json"

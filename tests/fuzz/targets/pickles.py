@@ -13,10 +13,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.sources.torch_zip import TorchFile
-from tests.attack.case import Case, Target
-from tests.attack.mutate import damaged, one_file
-from tests.attack.opcodes import programs
+from bridge.core.formats.torch_file import TorchFile
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import damaged, one_file
+from tests.fuzz.opcodes import programs
 
 FILE = "pytorch_model.bin"
 NAMES = (

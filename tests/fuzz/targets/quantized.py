@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors.torch import save_file
 
-from bridge.sources import Source, open_source
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, jsons
-from tests.sources_made import CONFIG
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, jsons
+from tests.models.sources_made import CONFIG
 
 FILE = "config.json"
 MODULE = "model.layers.0.mlp.up_proj"

@@ -8,10 +8,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.quant.scheme import Scheme, load_scheme
-from bridge.tables.files import mappings
-from tests.attack.case import Case, Target
-from tests.attack.mutate import encoded, one_file, texts
+from bridge.core.mappings import mappings
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import encoded, one_file, texts
 
 FILE = "recipe.toml"
 RECIPE = """base = "fp8"

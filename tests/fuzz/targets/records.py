@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from bridge.sources.archive import open_folder
-from bridge.sources.records import Record
-from bridge.sources.stored_tensor import StateDict, StoredTensor
-from bridge.sources.unpickle import Call, Kind, Storage
-from bridge.sources.weights_folder import common_state
-from tests.attack.case import Case, Target
-from tests.attack.mutate import one_file
-from tests.attack.opcodes import programs
+from bridge.core.files.archive import open_folder
+from bridge.core.formats.inert_pickle import Record
+from bridge.core.formats.torch_pickle import StateDict, StoredTensor
+from bridge.core.formats.unpickle import Call, Kind, Storage
+from bridge.sources.weights.distributed import common_state
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import one_file
+from tests.fuzz.opcodes import programs
 
 FILE = "common.pt"
 PLAIN = (type(None), bool, int, float, complex, str, bytes)

@@ -17,12 +17,12 @@ from urllib.parse import unquote, urlsplit
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.remote.client import LONGEST_PAUSE, MOST
-from bridge.remote.http import HttpStore
-from bridge.remote.place import RemotePath, Tree
-from tests.attack.case import Case, Target
-from tests.attack.mutate import encoded, pick, texts
-from tests.attack.wire import client
+from bridge.core.remote.client import MAX_FAILURES, MAX_PAUSE
+from bridge.core.remote.http import HttpStore
+from bridge.core.remote.path import RemotePath, RemoteTree
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import encoded, pick, texts
+from tests.fuzz.wire import client
 
 FILE = "answers.txt"
 BETWEEN = "\n----\n"  # the n-th answer for a name is the n-th of the file, after the last one that again
@@ -148,12 +148,12 @@ def read(root: Path) -> Read:
     asker = client(server)
     try:
         store = HttpStore(f"http://me:secret@server/{root.name}", asker)
-        folder = RemotePath(Tree(store))
+        folder = RemotePath(RemoteTree(store))
         contents = {name: _whole(store, folder, name) for name in sorted(store.files)}
     finally:
-        most = sum(server.asked.values()) * LONGEST_PAUSE
+        most = sum(server.asked.values()) * MAX_PAUSE
         assert asker.given_up.seconds <= most, "waits longer than it says"  # type: ignore[attr-defined]
-        assert max(server.asked.values(), default=0) < 20 * MOST, "asks without end"
+        assert max(server.asked.values(), default=0) < 20 * MAX_FAILURES, "asks without end"
         assert not server.secrets, f"told the user's password to {server.secrets[:3]}"
     return Read(contents, server, asker.given_up.seconds)  # type: ignore[attr-defined]
 

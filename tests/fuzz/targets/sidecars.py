@@ -12,10 +12,10 @@ from hypothesis.strategies import SearchStrategy
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from bridge.container import file_bytes
+from bridge.core.formats.safetensors import file_bytes
 from bridge.quant.calibration import Applied, Calibration, HeldOut, Provenance
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, damaged, json_text, pick, trees
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, damaged, json_text, pick, trees
 
 FILE = "model.calib"
 HELD = (

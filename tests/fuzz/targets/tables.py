@@ -9,11 +9,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.tables.arch import ArchTable, load_roles, parse_arch
-from bridge.tables.dialect import Dialect, parse_dialect
-from bridge.tables.files import mappings
-from tests.attack.case import Case, Target
-from tests.attack.mutate import encoded, one_file, texts
+from bridge.core.mappings import mappings
+from bridge.tables.architectures.arch import ArchTable, parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.dialect import Dialect, parse_dialect
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import encoded, one_file, texts
 
 FILE = "llama.toml"
 DIALECT = "meta.toml"
@@ -83,7 +84,7 @@ def read(root: Path) -> tuple[ArchTable, Dialect]:
 
 
 def read_stranger(path: Path) -> Any:
-    from bridge.tables.files import read_table
+    from bridge.core.mappings import read_table
 
     return read_table(path)
 

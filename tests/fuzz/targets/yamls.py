@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from hypothesis.strategies import SearchStrategy
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import read_yaml
-from tests.attack.case import Case, Target
-from tests.attack.mutate import encoded, one_file, texts
+from bridge.core.errors import SourceError
+from bridge.sources.configs import read_yaml
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import encoded, one_file, texts
 
 FILE = "model_config.yaml"
 DOCUMENT = """mcore_gpt: true

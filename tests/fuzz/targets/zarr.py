@@ -11,12 +11,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.dtypes import DTYPES
-from bridge.sources.archive import open_folder
-from bridge.sources.weights_folder import distributed
-from tests.attack.case import Case, Target
-from tests.attack.mutate import VALUES, damaged, jsons, one_file
-from tests.sources.test_zarr_folder import array
+from bridge.core.dtypes import DTYPES
+from bridge.core.files.archive import open_folder
+from bridge.sources.weights.distributed import distributed
+from tests.fuzz.case import Case, Target
+from tests.fuzz.mutate import VALUES, damaged, jsons, one_file
+from tests.sources.weights.test_zarr import array
 
 FILE = "a.weight/.zarray"
 DTYPE_WORDS = ("<f8", "<i4", "|u1", ">f4", "bfloat16", "<f2", "O", "V8", "<U3", "f4,f4", "<M8[s]", "(2,2)f4", "i1" * 50)

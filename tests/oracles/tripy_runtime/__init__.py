@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from tests.tripy_runtime import dialect, ir, memory, program
+from tests.oracles.tripy_runtime import dialect, frames, ir, memory, program
 
 NAME = "mlir_tensorrt"
 
@@ -25,7 +25,10 @@ def install() -> Any:
     tensorrt = sys.modules.get("tensorrt")
     sys.modules.update(_modules())
     try:
-        return importlib.import_module("nvtripy")
+        nvtripy = importlib.import_module("nvtripy")
+        for module in (nvtripy.utils.stack_info, nvtripy.frontend.module.parameter):
+            module.get_stack_info = frames.get_stack_info
+        return nvtripy
     finally:
         # nvtripy reads TensorRT's dtypes once, at import. Afterwards others must see again whether TensorRT is there.
         del sys.modules["tensorrt"]

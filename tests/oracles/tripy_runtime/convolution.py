@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.tripy_runtime.memory import Array
+from tests.oracles.tripy_runtime.memory import Array
 
 
 def convolution(

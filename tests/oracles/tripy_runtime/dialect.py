@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.tripy_runtime.ir import GIVEN, UNDECLARED, RankedTensorType, Value
-from tests.tripy_runtime.memory import Array, code_of
+from tests.oracles.tripy_runtime.ir import GIVEN, UNDECLARED, RankedTensorType, Value
+from tests.oracles.tripy_runtime.memory import Array, code_of
 
 
 def _value(op: str, *inputs: Value | None, result: RankedTensorType = UNDECLARED, **attrs: Any) -> Value:

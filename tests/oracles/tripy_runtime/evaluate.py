@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.tripy_runtime import quantization
-from tests.tripy_runtime.convolution import convolution
-from tests.tripy_runtime.ir import DYNAMIC, Value
-from tests.tripy_runtime.memory import Array, ScalarTypeCode, code_of
+from tests.oracles.tripy_runtime import quantization
+from tests.oracles.tripy_runtime.convolution import convolution
+from tests.oracles.tripy_runtime.ir import DYNAMIC, Value
+from tests.oracles.tripy_runtime.memory import Array, ScalarTypeCode, code_of
 
 
 def evaluate(value: Value, inputs: list[Array]) -> Array:

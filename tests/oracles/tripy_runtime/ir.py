@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-from tests.tripy_runtime.memory import Array, MemRefValue, ScalarTypeCode
+from tests.oracles.tripy_runtime.memory import Array, MemRefValue, ScalarTypeCode
 
 DYNAMIC = -(2**63)
 

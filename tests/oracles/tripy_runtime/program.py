@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tests.tripy_runtime.evaluate import evaluate
-from tests.tripy_runtime.ir import DYNAMIC, FuncOp, Module, Value
-from tests.tripy_runtime.memory import Array, MemRefValue, MTRTException, PointerType
+from tests.oracles.tripy_runtime.evaluate import evaluate
+from tests.oracles.tripy_runtime.ir import DYNAMIC, FuncOp, Module, Value
+from tests.oracles.tripy_runtime.memory import Array, MemRefValue, MTRTException, PointerType
 
 
 class CompileError(Exception):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.tripy_runtime.memory import Array, ScalarTypeCode
+from tests.oracles.tripy_runtime.memory import Array, ScalarTypeCode
 
 RANGE = {
     ScalarTypeCode.i4: (-8.0, 7.0),

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.tripy_runtime import evaluate, install
-from tests.tripy_runtime.against_torch import FLOATS, made, out, same
+from tests.oracles.tripy_runtime import evaluate, install
+from tests.oracles.tripy_runtime.against_torch import FLOATS, made, out, same
 
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
@@ -242,6 +242,7 @@ def test_compiled_function_takes_every_length_of_its_profile(tp: Any) -> None:
         compiled(tp.copy(tp.Tensor(made(2, 3, 4, dtype=torch.float16)), tp.device("gpu")))
 
 
+@pytest.mark.slow
 def test_small_transformer_is_torchs(tp: Any) -> None:
     """Heads, causal mask and norms in one module, with 70 positions: loaded by name, compiled, equal to torch's."""
     heads, extent, length = 6, 10, 70
@@ -285,7 +286,9 @@ def test_stand_in_hides_no_tensorrt_and_imports_once(stand_in: Any) -> None:
 
 
 def test_nothing_is_installed_by_an_import() -> None:
-    code = "import sys, tests.tripy_runtime; sys.exit('nvtripy' in sys.modules or 'mlir_tensorrt' in sys.modules)"
+    code = (
+        "import sys, tests.oracles.tripy_runtime; sys.exit('nvtripy' in sys.modules or 'mlir_tensorrt' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.tripy_runtime.against_torch import made, out, same
+from tests.oracles.tripy_runtime.against_torch import made, out, same
 
 
 def finite(dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, tuple[int, ...], list[Any], str, int | None]] = [
     ("zero scale", (6, 4), [0.1, 0.1, 0.1, 0.0], "int8", 1),
     ("negative scale", (6, 4), [0.1, 0.1, 0.1, -0.1], "float8", 1),
     ("infinite scale", (6, 4), [0.1, 0.1, 0.1, float("inf")], "int8", 1),
-    ("scale that is no number", (6, 4), [0.1, 0.1, 0.1, float("nan")], "int8", 1),
+    ("scale that is not a number", (6, 4), [0.1, 0.1, 0.1, float("nan")], "int8", 1),
     ("blocks that do not divide", (6, 4), [[0.1] * 4] * 4, "int4", None),
     ("blocks of another width", (6, 4), [[0.1] * 3] * 3, "int4", None),
 ]

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import hf_config, megatron_told, read_yaml
-from bridge.tables.arch import load_arch
-from bridge.tables.structure import structure
-from bridge.values import TensorSpec
-from tests import megatron_bridge_process
-from tests.megatron_configs import megatron_lm, nemo1, nemo2
-from tests.megatron_families import FAMILIES, VOCAB, Family
-from tests.sources import native_shapes
-from tests.sources.native_shapes import FFN, HIDDEN, LAYERS, MOE_FFN, ROWS
+from bridge.core.errors import SourceError
+from bridge.core.values import TensorSpec
+from bridge.sources.configs import hf_config, megatron_told, read_yaml
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.architectures.structure import structure
+from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
+from tests.models.megatron_families import FAMILIES, VOCAB, Family
+from tests.oracles import megatron_bridge_process, megatron_oracle
+from tests.sources.weights import native_shapes
+from tests.sources.weights.native_shapes import FFN, HIDDEN, LAYERS, MOE_FFN, ROWS
 
 # Native tensor -> the parameters of one layer in transformers that it holds, under each other.
 HOLDS = {
@@ -58,12 +55,9 @@ def expected(family: Family) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_megatron_bridges_own_dump_tells_everything(tmp_path: Path) -> None:
-    # In a process of its own, since it stands modules in for Transformer Engine.
-    own = multiprocessing.get_context("spawn"), megatron_bridge_process.start, (str(tmp_path / "store"),)
-    with ProcessPoolExecutor(1, *own) as process:
-        found = process.map(megatron_bridge_process.run_config, FAMILIES, repeat(1), repeat(1))
-        dumps = dict(zip(FAMILIES, found, strict=True))
+def test_megatron_bridges_own_dump_tells_everything() -> None:
+    found = megatron_oracle.in_bridge().map(megatron_bridge_process.run_config, FAMILIES, repeat(1), repeat(1))
+    dumps = dict(zip(FAMILIES, found, strict=True))
     for name, text in dumps.items():
         told = megatron_told("run_config.yaml", read_yaml(text, "run_config.yaml"))
         config = hf_config(name, "megatron", told, native(FAMILIES[name])).config

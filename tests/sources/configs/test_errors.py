@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import transformers
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import hf_config, megatron_told
-from tests.megatron_configs import nemo2
-from tests.megatron_families import FAMILIES
-from tests.sources import native_shapes
-from tests.sources.native_shapes import ROWS
+from bridge.core.errors import SourceError
+from bridge.sources.configs import hf_config, megatron_told
+from tests.models.megatron_configs import nemo2
+from tests.models.megatron_families import FAMILIES
+from tests.sources.weights import native_shapes
+from tests.sources.weights.native_shapes import ROWS
 
 
 def told(change: dict[str, Any] | None = None, base: str = "llama", without: tuple[str, ...] = ()) -> Any:
@@ -115,7 +115,7 @@ def test_of_heads_only_their_number_is_asked_for() -> None:
         ),
         (
             {"window_attn_skip_freq": [0, 1, 1], "window_size": [127, 0]},
-            "supported are a window in all layers but every n-th",
+            "supported is a window in all layers but every n-th",
         ),
         ({"attention_output_gate": True}, "no supported architecture has that"),
         ({"apply_residual_connection_post_layernorm": True}, "no supported architecture has that"),
@@ -203,6 +203,26 @@ def test_a_softmax_scale_that_is_the_usual_one_is_none() -> None:
     assert hf_config("x", "megatron", told({"softmax_scale": 0.25}), native_shapes.megatron()).config["head_dim"] == 16
 
 
+GEMMA3 = {
+    "_target_": "nemo.collections.llm.gpt.model.gemma3.Gemma3Config4B", "layernorm_zero_centered_gamma": True,
+    "activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}, "qk_layernorm": True,
+    "share_embeddings_and_output_weights": True, "rotary_base": [10000, 1000000], "rope_scaling_factor": 1.0,
+    "window_size": 17, "interleaved_attn_pattern": [2, 1], "softmax_scale": 24**-0.5,
+}  # fmt: skip
+
+
+def test_gemma3s_softmax_scale_and_what_its_queries_are_divided_by_are_one_number() -> None:
+    def derived(change: dict[str, Any], given: Any = None) -> Any:
+        shapes = native_shapes.megatron(tied=True, post_norms=True, qk_norm=True)
+        return hf_config("x", "megatron", told(GEMMA3 | change), shapes, given).config["query_pre_attn_scalar"]
+
+    layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    assert derived({}) == derived({}, layers) == derived({"query_pre_attn_scalar": 24}) == 24
+    with pytest.raises(SourceError, match=r"query_pre_attn_scalar = 20.*but .*softmax_scale.* 1 / sqrt\(24\)"):
+        derived({"query_pre_attn_scalar": 20})
+    assert derived({}, layers | {"query_pre_attn_scalar": 20}) == 20  # what the caller gives wins
+
+
 def test_mixtral_cannot_have_weights_that_do_not_sum_to_one() -> None:
     with pytest.raises(SourceError, match=r"MixtralForCausalLM has renormalize = True, but .*moe_router_pre_softmax"):
         hf_config(
@@ -227,7 +247,7 @@ def test_an_unknown_class_is_not_taken_for_its_cousin(name: str) -> None:
 def test_gelu_and_rmsnorm_alone_are_no_gemma() -> None:
     change = {"_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider", "activation_func": "gelu"}
     text = refusal(change)
-    assert "no family has gates = 2, activation = 'gelu', unless embed_scaled (GemmaForCausalLM): not told" in text
+    assert "no family has gates = 2, activation = 'gelu', unless embed_scaled (GemmaForCausalLM): unknown" in text
 
 
 def test_layers_that_differ_are_named() -> None:
@@ -243,7 +263,7 @@ def test_layers_that_differ_are_named() -> None:
 def test_a_section_that_is_missing_says_what_is_there() -> None:
     with pytest.raises(SourceError, match=r"run_config.yaml: has no section `model`.*it has config"):
         megatron_told("run_config.yaml", nemo2(FAMILIES["llama"]) and {"config": 1})
-    with pytest.raises(SourceError, match="holds no mapping"):
+    with pytest.raises(SourceError, match="not a mapping"):
         megatron_told("context/model.yaml", ["a"])
     with pytest.raises(SourceError, match=r"known: .*run_config.yaml"):
         megatron_told("run_confg.yaml", {})

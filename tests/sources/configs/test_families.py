@@ -8,26 +8,27 @@ from typing import Any
 import pytest
 import transformers
 
-from bridge.errors import SourceError, TableError
-from bridge.sources.foreign_config import hf_config, megatron_told
-from bridge.sources.foreign_config.families import (
+from bridge.core.errors import SourceError, TableError
+from bridge.core.mappings import mappings, parse_table, table_files
+from bridge.sources.configs import hf_config, megatron_told
+from bridge.sources.configs.facts import Fact
+from bridge.sources.configs.families import (
     Family,
     check_families,
     check_family,
     choose,
-    departures,
+    deviations,
     families,
     family_of,
     parse_family,
 )
-from bridge.sources.foreign_config.said import Said
-from bridge.tables.arch import arch_files, load_arch, load_roles, parse_arch
-from bridge.tables.files import mappings, parse_table
-from tests.megatron_configs import nemo2
-from tests.megatron_families import FAMILIES
-from tests.sources import native_shapes
+from bridge.tables.architectures.arch import load_arch, parse_arch
+from bridge.tables.architectures.roles import load_roles
+from tests.models.megatron_configs import nemo2
+from tests.models.megatron_families import FAMILIES
+from tests.sources.weights import native_shapes
 
-MODULE = "bridge.sources.foreign_config.families"
+MODULE = "bridge.sources.configs.families"
 KNOWN = {family.architecture: family for family in families()}
 LLAMA = (mappings() / "arch/llama.toml").read_text()
 
@@ -50,11 +51,11 @@ def test_transformers_reads_every_field_and_has_the_same_defaults(name: str) -> 
 def test_a_field_that_is_always_the_same_is_read_as_such() -> None:
     table = load_arch("DeepseekV3ForCausalLM")
     assert table is not None
-    said = departures({"rope_interleave": False, "norm_topk_prob": None}, table, "DeepseekV3ForCausalLM")
+    said = deviations({"rope_interleave": False, "norm_topk_prob": None}, table, "DeepseekV3ForCausalLM")
     assert said == ["config.json has rope_interleave = False, of such a checkpoint it would be read as True"]
     sparse = load_arch("Qwen3MoeForCausalLM")  # which layers have experts shows in the tensors
     assert sparse is not None
-    assert departures({"decoder_sparse_step": 2}, sparse, "Qwen3MoeForCausalLM") == []
+    assert deviations({"decoder_sparse_step": 2}, sparse, "Qwen3MoeForCausalLM") == []
 
 
 # Classes of NeMo 2 and Megatron-Bridge 0.3.1 -> what they are here; None: none of the families.
@@ -79,9 +80,9 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_is_its_own_architecture_and_no_cousins(name: str) -> None:
-    found = choose({"class": Said(name, "model.yaml: config._target_")})
+    found = choose({"class": Fact(name, "model.yaml: config._target_")})
     if CLASSES[name] is None:
-        assert isinstance(found, str) and f"_target_ = '{name}' is none of the families that are known here" in found
+        assert isinstance(found, str) and f"_target_ = '{name}' is not of a known family" in found
     else:
         assert isinstance(found, Family) and found.architecture == CLASSES[name]
 
@@ -134,7 +135,7 @@ def test_every_section_that_ships_is_well() -> None:
 
 
 def test_two_families_of_one_class_must_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {path: path.read_text() for path in arch_files()}
+    texts = {path: path.read_text() for path in table_files("arch")}
     mistral = mappings() / "arch/mistral.toml"
     lines = texts[mistral].replace('["Mistral", "MistralNeMo"]', '["Llama"]').splitlines()
     texts[mistral] = "\n".join(line for line in lines if not line.startswith("tell"))
@@ -149,13 +150,13 @@ def test_terms_that_two_tables_claim_are_asked_about(monkeypatch: pytest.MonkeyP
     change = {"_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider"}
     raw = nemo2(FAMILIES["llama"])
     raw["config"] |= change
-    with pytest.raises(SourceError, match="LlamaForCausalLM and CousinForCausalLM are told alike; give config="):
+    with pytest.raises(SourceError, match="LlamaForCausalLM and CousinForCausalLM both fit; give config="):
         hf_config("x", "megatron", megatron_told("context/model.yaml", raw), native_shapes.megatron())
 
 
 def test_an_architecture_without_a_section_is_none_of_them() -> None:
     for name in ("BertModel", "LlamaForSequenceClassification", "NoSuchModel"):
-        assert f"architecture '{name}' has no configuration here" in str(family_of(name))
+        assert f"architecture '{name}' has no [foreign] table" in str(family_of(name))
     with pytest.raises(TableError, match="is a section"):
         parse_family(parse_table('architectures = ["A"]\nforeign = 1\n', "a.toml"))
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bridge.sources import open_source
-from tests.sources.dcp_saves import save
+from bridge.sources.opening import open_source
 from tests.sources.foreign_checkpoints import CONFIG, llama, megatron_bridge, spelled
 from tests.sources.test_megatron import assert_same, refusal
+from tests.sources.weights.dcp_saves import save
 from tests.tables import foreign as formulas
 from tests.tables.checkpoints import headers
 
@@ -29,7 +29,7 @@ def nemo_2(root: Path, hf: dict[str, torch.Tensor]) -> Path:
 def test_a_serialized_program_is_no_configuration(tmp_path: Path) -> None:
     hf = llama()
     nemo = nemo_2(tmp_path, hf)
-    assert "which architecture it is cannot be told" in refusal(nemo)
+    assert "the architecture is unknown" in refusal(nemo)
     message = refusal(nemo, config={"architectures": ["LlamaForCausalLM"]})
     assert "neither configuration nor tensors tell these; give config={" in message
     for field in ("num_attention_heads", "vocab_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings"):

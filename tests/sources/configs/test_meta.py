@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import Told, hf_config, meta_told
-from bridge.values import TensorSpec
-from tests.sources import native_shapes
-from tests.sources.native_shapes import FFN, HIDDEN, MOE_FFN, ROWS
+from bridge.core.errors import SourceError
+from bridge.core.values import TensorSpec
+from bridge.sources.configs import Declared, hf_config, meta_told
+from tests.sources.weights import native_shapes
+from tests.sources.weights.native_shapes import FFN, HIDDEN, MOE_FFN, ROWS
 
 # The files as Meta published them; width of the MLP, factor of rope and longest sequence as the models have them.
 THREE: dict[str, Any] = {"n_kv_heads": 8, "vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0}
@@ -146,7 +146,7 @@ ANSWERS: dict[str, Any] = {
 
 def asked(specs: dict[str, TensorSpec], given: Any = None) -> list[str]:
     with pytest.raises(SourceError) as error:
-        hf_config("x", "torchtitan", Told(), specs, given)
+        hf_config("x", "torchtitan", Declared(), specs, given)
     [names] = re.findall(r"config=\{(.*?)\}", str(error.value))
     return re.findall(r'"(\w+)"', names)
 
@@ -155,7 +155,7 @@ def asked(specs: dict[str, TensorSpec], given: Any = None) -> list[str]:
 def test_torchtitans_llama_needs_its_heads_and_three_more(today: bool) -> None:
     specs = native_shapes.titan(today=today)
     assert sorted(asked(specs)) == ["max_position_embeddings", "num_attention_heads", "rms_norm_eps", "rope_parameters"]
-    config = hf_config("x", "torchtitan", Told(), specs, ANSWERS | {"num_attention_heads": 6}).config
+    config = hf_config("x", "torchtitan", Declared(), specs, ANSWERS | {"num_attention_heads": 6}).config
     assert (config["head_dim"], config["num_key_value_heads"], config["vocab_size"]) == (16, 2, ROWS)
     assert native_shapes.built(config)["model.layers.0.self_attn.k_proj.weight"].shape == (32, HIDDEN)
 
@@ -164,7 +164,7 @@ def test_torchtitans_llama_needs_its_heads_and_three_more(today: bool) -> None:
 def test_torchtitans_qwen3_tells_its_heads_by_its_norms(today: bool) -> None:
     specs = native_shapes.titan(qk_norm=True, today=today, tied=True)
     assert sorted(asked(specs)) == ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
-    config = hf_config("x", "torchtitan", Told(), specs, ANSWERS).config
+    config = hf_config("x", "torchtitan", Declared(), specs, ANSWERS).config
     assert (config["architectures"], config["num_attention_heads"]) == (["Qwen3ForCausalLM"], 6)
     assert config["tie_word_embeddings"] is True
 
@@ -174,7 +174,7 @@ def test_torchtitans_qwen3_moe_leaves_the_routing_open(today: bool) -> None:
     specs = native_shapes.titan(qk_norm=True, experts=True, today=today)
     assert {"num_experts_per_tok", "norm_topk_prob"} < set(asked(specs))
     given = ANSWERS | {"num_experts_per_tok": 2, "norm_topk_prob": True}
-    config = hf_config("x", "torchtitan", Told(), specs, given).config
+    config = hf_config("x", "torchtitan", Declared(), specs, given).config
     assert (config["num_experts"], config["moe_intermediate_size"]) == (5, MOE_FFN)
     made = native_shapes.built(config)
     assert made["model.layers.0.mlp.experts.down_proj"].shape == (5, HIDDEN, MOE_FFN)
@@ -184,7 +184,7 @@ def test_torchtitans_deepseek_needs_its_heads_and_its_routing() -> None:
     specs = native_shapes.titan_latent()
     routing = {"num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}
     assert sorted(asked(specs)) == sorted([*ANSWERS, *routing, "num_attention_heads"])
-    config = hf_config("x", "torchtitan", Told(), specs, ANSWERS | routing | {"num_attention_heads": 6}).config
+    config = hf_config("x", "torchtitan", Declared(), specs, ANSWERS | routing | {"num_attention_heads": 6}).config
     widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", "n_shared_experts")
     assert [config[name] for name in widths] == [12, 8, 14, 28, 20, 2]
     assert config["first_k_dense_replace"] == 1
@@ -197,4 +197,4 @@ def test_heads_that_do_not_divide_are_a_contradiction() -> None:
     with pytest.raises(
         SourceError, match=r"no whole head_dim gives heads \* head_dim = 96 .* config=: num_attention_heads = 7"
     ):
-        hf_config("x", "torchtitan", Told(), native_shapes.titan(), ANSWERS | {"num_attention_heads": 7})
+        hf_config("x", "torchtitan", Declared(), native_shapes.titan(), ANSWERS | {"num_attention_heads": 7})

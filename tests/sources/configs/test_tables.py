@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import Given, Said, Told, hf_config, megatron_told
-from bridge.values import TensorSpec
-from tests.megatron_configs import nemo2
-from tests.megatron_families import FAMILIES
-from tests.sources import native_shapes
-from tests.sources.native_shapes import EXPERTS, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MOE_FFN, ROWS
+from bridge.core.errors import SourceError
+from bridge.core.values import TensorSpec
+from bridge.sources.configs import Declared, Fact, Given, hf_config, megatron_told
+from tests.models.megatron_configs import nemo2
+from tests.models.megatron_families import FAMILIES
+from tests.sources.weights import native_shapes
+from tests.sources.weights.native_shapes import EXPERTS, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MOE_FFN, ROWS
 
 ROPE = {"rope_type": "default", "rope_theta": 5.0}
 DIMS: dict[str, Any] = {
@@ -55,9 +55,9 @@ def test_dense_layers_that_config_json_lists_are_those_of_the_tensors(dialect: s
     specs = {name: spec for name, spec in routed.items() if "layers.1." not in name}
     specs |= {name: spec for name, spec in plain.items() if "layers.1." in name}
     entries = QWEN3_MOE | {"tie_word_embeddings": False, "mlp_only_layers": [1]}
-    assert hf_config("x", dialect, Told(), specs, Given(entries, entries)).config["mlp_only_layers"] == [1]
+    assert hf_config("x", dialect, Declared(), specs, Given(entries, entries)).config["mlp_only_layers"] == [1]
     with pytest.raises(SourceError, match=r"config\.json: mlp_only_layers = \[2\], but the tensors have \(1,\)"):
-        hf_config("x", dialect, Told(), specs, Given(entries | {"mlp_only_layers": [2]}, entries))
+        hf_config("x", dialect, Declared(), specs, Given(entries | {"mlp_only_layers": [2]}, entries))
 
 
 def kinds(specs: dict[str, TensorSpec]) -> dict[str, list[str]]:
@@ -72,7 +72,7 @@ def kinds(specs: dict[str, TensorSpec]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", WHOLE)
 def test_no_axis_can_differ_unseen(name: str) -> None:
     dialect, make, given = WHOLE[name]
-    hf_config("x", dialect, Told(), make(), given)
+    hf_config("x", dialect, Declared(), make(), given)
     unseen = set()
     for kind, names in kinds(make()).items():
         for axis in range(len(make()[names[0]].shape)):
@@ -81,7 +81,7 @@ def test_no_axis_can_differ_unseen(name: str) -> None:
                 shape = [extent + (at == axis) for at, extent in enumerate(specs[one].shape)]
                 specs[one] = TensorSpec(one, tuple(shape), "bfloat16")
             try:
-                hf_config("x", dialect, Told(), specs, given)
+                hf_config("x", dialect, Declared(), specs, given)
             except SourceError as error:
                 assert any(one in str(error) for one in names), (kind, axis)
             else:
@@ -111,9 +111,9 @@ def test_latent_queries_need_no_rank() -> None:
     for layer in range(LAYERS):
         name = f"decoder.layers.{layer}.self_attention.linear_q_proj.weight"
         specs[name] = TensorSpec(name, (HEADS * 20, HIDDEN), "bfloat16")
-    assert hf_config("x", "megatron", Told(), specs, DIMS | LATENT).config["q_lora_rank"] is None
+    assert hf_config("x", "megatron", Declared(), specs, DIMS | LATENT).config["q_lora_rank"] is None
     with pytest.raises(SourceError, match=r"heads \* \(nope_dim \+ rope_dim\) = 114"):
-        hf_config("x", "megatron", Told(), specs, DIMS | LATENT | {"qk_nope_head_dim": 11})
+        hf_config("x", "megatron", Declared(), specs, DIMS | LATENT | {"qk_nope_head_dim": 11})
 
 
 def test_biases_of_torchtitan_make_another_architecture() -> None:
@@ -122,8 +122,8 @@ def test_biases_of_torchtitan_make_another_architecture() -> None:
     more = {f"layers.{n}.{at}.bias": (60,) for n in range(LAYERS) for at in ("attention.wo", "feed_forward.w1")}
     one = specs | {name: TensorSpec(name, shape, "bfloat16") for name, shape in biases.items()}
     every = one | {name: TensorSpec(name, shape, "bfloat16") for name, shape in more.items()}
-    assert hf_config("x", "torchtitan", Told(), one, DIMS).config["architectures"] == ["Qwen2ForCausalLM"]
-    config = hf_config("x", "torchtitan", Told(), every, DIMS).config
+    assert hf_config("x", "torchtitan", Declared(), one, DIMS).config["architectures"] == ["Qwen2ForCausalLM"]
+    config = hf_config("x", "torchtitan", Declared(), every, DIMS).config
     assert (config["architectures"], config["attention_bias"], config["mlp_bias"]) == (["LlamaForCausalLM"], True, True)
 
 
@@ -176,7 +176,7 @@ READS = {
 }  # fmt: skip
 
 
-NORMS = Told({"centered": Said(False, "the test")})
+NORMS = Declared({"centered": Fact(False, "the test")})
 
 
 @pytest.mark.parametrize("architecture", READS)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import Said, Told, hf_config, megatron_told, meta_told
-from bridge.values import TensorSpec
-from tests.megatron_configs import megatron_lm, nemo1, nemo2
-from tests.megatron_families import FAMILIES
-from tests.sources import native_shapes
-from tests.sources.test_foreign_config import native
+from bridge.core.errors import SourceError
+from bridge.core.values import TensorSpec
+from bridge.sources.configs import Declared, Fact, hf_config, megatron_told, meta_told
+from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
+from tests.models.megatron_families import FAMILIES
+from tests.sources.configs.test_configs import native
+from tests.sources.weights import native_shapes
 
 TRUTHS = (
     "gated_linear_unit", "layernorm_zero_centered_gamma", "share_embeddings_and_output_weights", "qk_layernorm",
@@ -142,7 +142,7 @@ def test_params_of_meta_are_of_their_kind(change: dict[str, Any], why: str) -> N
 def test_json_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(SourceError, match=r"config.json: cannot be read as JSON: nested too deeply"):
-        hf_config("x", "megatron", Told(), native_shapes.megatron(), tmp_path)
+        hf_config("x", "megatron", Declared(), native_shapes.megatron(), tmp_path)
 
 
 @pytest.mark.parametrize("layer", ["1000000000", "9" * 5000])
@@ -165,7 +165,7 @@ def test_a_wild_number_of_stacked_layers_is_refused_before_they_are_counted(coun
     }
     begin = time.perf_counter()
     with pytest.raises(SourceError, match=f"= {count}: must be a whole number above zero, at most 10000"):
-        hf_config("x", "megatron", Told(), stacked, {"architectures": ["Gemma2ForCausalLM"]})
+        hf_config("x", "megatron", Declared(), stacked, {"architectures": ["Gemma2ForCausalLM"]})
     assert time.perf_counter() - begin < 1
 
 
@@ -174,7 +174,7 @@ WRITERS_DIFFER = ("GemmaForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausa
 NEVER = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")
 
 
-def asked(architecture: str, told: Told, **given: Any) -> str:
+def asked(architecture: str, told: Declared, **given: Any) -> str:
     specs = {"somewhere.weight": TensorSpec("somewhere.weight", (3, 4), "bfloat16")}
     with pytest.raises(SourceError) as caught:
         hf_config("x", "megatron", told, specs, {"architectures": [architecture]} | given)
@@ -184,11 +184,11 @@ def asked(architecture: str, told: Told, **given: Any) -> str:
 @pytest.mark.parametrize("architecture", [*WRITERS_DIFFER, *NEVER])
 def test_norms_less_one_are_asked_for_where_writers_differ(architecture: str) -> None:
     question = '"layernorm_zero_centered_gamma": ...'
-    assert (question in asked(architecture, Told())) is (architecture in WRITERS_DIFFER)
-    assert question not in asked(architecture, Told({"centered": Said(True, "the file")}))
-    assert question not in asked(architecture, Told(), layernorm_zero_centered_gamma=False)
+    assert (question in asked(architecture, Declared())) is (architecture in WRITERS_DIFFER)
+    assert question not in asked(architecture, Declared({"centered": Fact(True, "the file")}))
+    assert question not in asked(architecture, Declared(), layernorm_zero_centered_gamma=False)
     assert "layernorm_zero_centered_gamma = 'no': must be true or false" in asked(
-        architecture, Told(), layernorm_zero_centered_gamma="no"
+        architecture, Declared(), layernorm_zero_centered_gamma="no"
     )
 
 
@@ -200,7 +200,7 @@ def test_the_answer_is_no_field_of_config_json() -> None:
         hf_config("x", "megatron", told, specs)
     for answer in (True, False):
         derived = hf_config("x", "megatron", told, specs, {"layernorm_zero_centered_gamma": answer})
-        assert derived.terms["centered"] == Said(answer, "config=: layernorm_zero_centered_gamma")
+        assert derived.terms["centered"] == Fact(answer, "config=: layernorm_zero_centered_gamma")
         assert "layernorm_zero_centered_gamma" not in derived.config
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.sources.foreign_config import hf_config, megatron_told
-from tests.megatron_configs import megatron_lm, nemo1, nemo2
-from tests.megatron_families import FAMILIES, VOCAB
-from tests.sources.test_foreign_config import as_dumped, config_of, expected, native
+from bridge.sources.configs import hf_config, megatron_told
+from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
+from tests.models.megatron_families import FAMILIES, VOCAB
+from tests.sources.configs.test_configs import as_dumped, config_of, expected, native
 
 
 def test_megatron_bridges_newer_section_in_two_parts_says_the_same() -> None:

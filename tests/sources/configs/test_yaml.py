@@ -11,8 +11,8 @@ import omegaconf
 import pytest
 import yaml
 
-from bridge.errors import SourceError
-from bridge.sources.foreign_config import read_yaml
+from bridge.core.errors import SourceError
+from bridge.sources.configs import read_yaml
 
 # Each line stands for nine times the one before: 9**29 values in a kilobyte, as aliases and as merged keys.
 NINE = [", ".join([f"*a{n - 1}"] * 9) for n in range(1, 30)]
@@ -77,17 +77,17 @@ def test_omegaconf_and_safe_dump_are_read_back() -> None:
         ("[" * 5000, "nested too deep"),
         ("[" * 100 + "]" * 100, "nested more than 64 deep"),
         ("[" + "x," * 120_000 + "]", "has more than 100000 values"),
-        ("a" * 2_000_000, "2000000 bytes are no configuration"),
+        ("a" * 2_000_000, "2000000 bytes; a configuration has at most"),
         ("a: 1\na: 2", "key 'a' twice, the second time in line 2"),
-        ("? [1]\n: 2", "key that is no word"),
+        ("? [1]\n: 2", "key that is not a word"),
         ("a: [1", "cannot be read as YAML"),
         ("a: *nobody", "undefined alias"),
         ("a: 1\n---\nb: 2", "expected a single document"),
-        ("a: " + "9" * 10_000, "has '9{40}' in line 1, which is no int"),
-        ("a: 1\nb: !!bool foo", "has 'foo' in line 2, which is no bool"),
-        ("a: !!int ''", "has '' in line 1, which is no int"),
-        ("a: !!float _", "has '_' in line 1, which is no float"),
-        ("a: !!int '0x'", "has '0x' in line 1, which is no int"),
+        ("a: " + "9" * 10_000, "has '9{40}' in line 1, which is not of type int"),
+        ("a: 1\nb: !!bool foo", "has 'foo' in line 2, which is not of type bool"),
+        ("a: !!int ''", "has '' in line 1, which is not of type int"),
+        ("a: !!float _", "has '_' in line 1, which is not of type float"),
+        ("a: !!int '0x'", "has '0x' in line 1, which is not of type int"),
         ("a: \x00", "cannot be read as YAML"),
     ],
 )
@@ -97,6 +97,7 @@ def test_what_is_no_configuration_is_refused(text: str, why: str) -> None:
     assert str(error.value).startswith("x.yaml: ")
 
 
+@pytest.mark.slow
 def test_a_bomb_takes_no_memory() -> None:
     tracemalloc.start()
     with pytest.raises(SourceError):
@@ -112,6 +113,6 @@ def test_bytes_that_are_no_text_are_refused() -> None:
 
 def test_no_framework_is_imported() -> None:
     ask = "[m for m in ('torch', 'transformers', 'megatron') if m in sys.modules]"
-    code = f"import sys, bridge.sources.foreign_config; print({ask})"
+    code = f"import sys, bridge.sources.configs; print({ask})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

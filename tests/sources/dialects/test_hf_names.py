@@ -15,12 +15,13 @@ import transformers
 from safetensors.torch import save_file
 
 import bridge
-from bridge.errors import PlanError, SourceError, TableError
-from bridge.sources import open_source
-from bridge.sources.native import Files
-from bridge.tables.arch import arch_files, load_roles, parse_arch
-from bridge.tables.dialect import load_dialect, parse_dialect
-from bridge.tables.files import mappings, read_table
+from bridge.core.errors import PlanError, SourceError, TableError
+from bridge.core.mappings import mappings, parse_table, read_table, table_files
+from bridge.sources.opening import open_source
+from bridge.sources.weights.containers import Files
+from bridge.tables.architectures.arch import parse_arch
+from bridge.tables.architectures.roles import load_roles
+from bridge.tables.dialects.dialect import load_dialect, parse_dialect
 from tests.sources.tiny_families import FAMILIES, build
 from tests.test_imports import command, modules
 
@@ -103,6 +104,7 @@ def test_bare_models_and_classifiers_are_read(kind: str, tmp_path: Path) -> None
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_tied_head_that_the_file_holds_as_well_is_tied(tmp_path: Path) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_config("mixtral"), tie_word_embeddings=True))
     root, other = raw(model, tmp_path, as_bin), tmp_path / "saved"
@@ -124,7 +126,7 @@ def _config(family: str) -> dict[str, Any]:
         *((family, "megatron", None) for family in EXPERTS),
         ("qwen3-moe", "torchtitan", None),
         ("mixtral", "trtllm", "int8_wo"),
-        pytest.param("mixtral", "trt", "int8_wo", marks=pytest.mark.slow),
+        pytest.param("mixtral", "trt", "int8_wo", marks=pytest.mark.product),
     ],
 )
 def test_conversions_write_the_bytes_that_the_saved_model_gives(
@@ -154,16 +156,21 @@ def test_no_stack_of_experts_is_read_at_once(tmp_path: Path, monkeypatch: pytest
     assert max(sizes) <= 2 << 20  # the engine's pieces are of a megabyte, the proof's of two
 
 
+@pytest.mark.slow
 def test_an_ordinary_directory_loads_no_dialect(tmp_path: Path) -> None:
     source = saved(build("mixtral"), tmp_path)
     words = ("convert", str(source), "--target", "hf", "--quant", "fp8_pc_pt", "--out", str(tmp_path / "out"))
     found = modules(command(*words))
-    assert not {"bridge.tables.dialect", "bridge.tables.spelled", "bridge.sources.foreign"} & {*found}
+    assert not {
+        "bridge.tables.dialects.dialect",
+        "bridge.tables.dialects.translate",
+        "bridge.sources.dialects.tensors",
+    } & {*found}
 
 
 def test_every_table_with_an_expert_a_tensor_is_read_fused() -> None:
     dialect = load_dialect("transformers")
-    tables = [parse_arch(read_table(path), load_roles()) for path in arch_files()]
+    tables = [parse_arch(read_table(path), load_roles()) for path in table_files("arch")]
     fused = {name for table in tables if any("{e}" in row.name for row in table.rows) for name in table.architectures}
     assert dialect.architectures.keys() == fused
 
@@ -186,9 +193,9 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         state["model.layers.1.mlp.experts.bias"] = torch.zeros(5)
 
     told = broken(tmp_path, change)
-    assert "is no Qwen3MoeForCausalLM of this config: 3 problems" in told
+    assert "is not a Qwen3MoeForCausalLM of this config: 3 problems" in told
     assert "layers.0.mlp.experts.down_proj: is missing; model.layers.0.mlp.experts.{0..4}.down_proj.weight" in told
-    assert "layers.1.mlp.experts.gate_up_proj: has shape (5, 60, 88), the config makes it (5, 88, 60)" in told
+    assert "layers.1.mlp.experts.gate_up_proj: has shape (5, 60, 88), the config gives (5, 88, 60)" in told
     assert "model.layers.1.mlp.experts.bias: mappings/dialects/transformers.toml has no row for it" in told
 
 
@@ -216,10 +223,11 @@ def dialects(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def put(**texts: str) -> None:
         parsed = {
-            name: parse_dialect(text, load_roles(), f"mappings/dialects/{name}.toml") for name, text in texts.items()
+            name: parse_dialect(parse_table(text, f"mappings/dialects/{name}.toml"), load_roles())
+            for name, text in texts.items()
         }
-        monkeypatch.setattr("bridge.tables.dialect.dialect_names", lambda: sorted(parsed))
-        monkeypatch.setattr("bridge.tables.dialect.load_dialect", lambda name: parsed[name])
+        monkeypatch.setattr("bridge.tables.dialects.dialect.dialect_names", lambda: sorted(parsed))
+        monkeypatch.setattr("bridge.tables.dialects.dialect.load_dialect", lambda name: parsed[name])
 
     return put
 
@@ -262,10 +270,10 @@ def test_the_dialect_that_knows_most_names_is_taken(tmp_path: Path, dialects: An
         ("files    = []", 'files = "model.pth"', "`files` is a list of strings"),
         ("files    = []", "files = [5]", "`files` is a list of strings"),
         ("files    = []", 'files = ["../model.pth"]', "`files` lists names of weight files"),
-        ("[first]", '[dims]\ncentered = "1 or 0"\n\n[first]', "no config.json says `centered`"),
+        ("[first]", '[dims]\ncentered = "1 or 0"\n\n[first]', "no config.json gives `centered`"),
     ],
 )
 def test_a_head_that_no_directory_fits_is_told(old: str, new: str, says: str) -> None:
     with pytest.raises(TableError, match=r"^mappings/dialects/mine.toml:\d+: .*") as caught:
-        parse_dialect(changed("transformers", (old, new)), load_roles(), "mappings/dialects/mine.toml")
+        parse_dialect(parse_table(changed("transformers", (old, new)), "mappings/dialects/mine.toml"), load_roles())
     assert says in str(caught.value)

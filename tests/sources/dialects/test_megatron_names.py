@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from bridge.tables.dialect import load_dialect
-from bridge.tables.spelled import ignored_pattern
-from tests import megatron_oracle
+from bridge.core.errors import SourceError
+from bridge.sources.opening import open_source
+from bridge.tables.dialects.dialect import load_dialect
+from bridge.tables.dialects.translate import ignored_pattern
+from tests.covering import grid
+from tests.oracles import megatron_oracle
 from tests.sources.foreign_checkpoints import CONFIG, llama, megatron_bridge, spelled
 from tests.tables import foreign as formulas
 from tests.tables.checkpoints import headers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["te", "local"])
-@pytest.mark.parametrize("name", ["qwen2", "gpt", "qwen3-moe", "deepseek", "deepseek-plain"])
+@grid({"name": ["qwen2", "gpt", "qwen3-moe", "deepseek", "deepseek-plain"], "spec": ["te", "local"]})
 def test_every_tensor_and_state_of_a_layer_that_drafts_is_known(name: str, spec: str) -> None:
     reasons = load_dialect("megatron").ignored[""]
     patterns = [ignored_pattern(key) for key, reason in reasons.items() if "drafts tokens ahead" in reason]

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import bridge
-from bridge.errors import SourceError
-from bridge.sources import open_source
-from tests.sources.dcp_saves import save
+from bridge.core.errors import SourceError
+from bridge.sources.opening import open_source
 from tests.sources.foreign_checkpoints import CONFIG, Tensors, llama, megatron_bridge, meta, nemo_archive, spelled
+from tests.sources.weights.dcp_saves import save
 from tests.tables import foreign as formulas
 from tests.tables.checkpoints import headers
 
@@ -119,7 +119,7 @@ def test_two_layouts_of_ranks_are_not_chosen_between(archived: bool, tmp_path: P
     names = ("mp_rank_00/model_weights.ckpt", "tp_rank_00_pp_rank_000/model_weights.ckpt")
     archive = nemo_archive(tmp_path / "llama", dict.fromkeys(names, state))
     message = refusal(archive if archived else tmp_path / "llama")
-    assert f"holds files of ranks in 2 layouts ({', '.join(names)}), so which count is unclear" in message
+    assert f"files of ranks in 2 layouts ({', '.join(names)}); which to read is unclear" in message
 
 
 def test_a_distributed_checkpoint_beside_files_of_ranks_is_not_chosen(tmp_path: Path) -> None:
@@ -129,12 +129,12 @@ def test_a_distributed_checkpoint_beside_files_of_ranks_is_not_chosen(tmp_path: 
     assert "holds a distributed checkpoint and files of ranks" in refusal(packed(tmp_path / "llama"))
     (tmp_path / "llama/model_weights.ckpt").unlink()
     shutil.copytree(tmp_path / "llama/model_weights", tmp_path / "llama/weights")
-    assert "holds 2 distributed checkpoints (" in refusal(packed(tmp_path / "llama"))
+    assert "2 distributed checkpoints (" in refusal(packed(tmp_path / "llama"))
 
 
 def test_ungated_rows_are_odd_in_a_rank(tmp_path: Path) -> None:
     """Three rows a rank cannot be a gate and an up, and need not be."""
-    from tests.sources.test_foreign import GPT2_CONFIG
+    from tests.sources.dialects.test_tensors import GPT2_CONFIG
 
     config = GPT2_CONFIG | {"n_inner": 6, "vocab_size": 96, "n_positions": 64}
     numbers = np.random.default_rng(0)
@@ -169,7 +169,7 @@ def test_copies_that_differ_are_named_when_they_are_read(tmp_path: Path) -> None
     assert norm in plan.sources
     with pytest.raises(SourceError) as caught:
         bridge.convert(archive, "hf", out=tmp_path / "out", verify=False)
-    assert f"{archive}: model.{name}: tp 0 pp 0 and tp 1 pp 0 hold copies of it that differ" in str(caught.value)
+    assert f"{archive}: model.{name}: the copies of tp 0 pp 0 and tp 1 pp 0 differ" in str(caught.value)
     assert not (tmp_path / "out").exists()
     assert np.array_equal(open_source(archive).read_rows(norm, 0, 5), wanted[:5])  # as far as they are alike
 

@@ -15,20 +15,23 @@ import pytest
 import torch
 
 import bridge
-from bridge.budget import working_set
-from bridge.conversion import Conversion
-from bridge.errors import SourceError
-from bridge.making import Maker
-from bridge.quant.scheme import load_scheme
-from bridge.sources import foreign, open_source
-from bridge.sources.foreign import weights_of
-from bridge.sources.span import Extent, Span, span_of
-from bridge.tables.rectangles import Block
-from bridge.tables.spelled import Native, Spelled
-from bridge.values import TensorSpec
-from tests.sources.dcp_saves import save
+from bridge.core.errors import SourceError
+from bridge.core.files.span import Extent, Span, span_of
+from bridge.core.pages import Buffers
+from bridge.core.values import TensorSpec
+from bridge.planning.memory import working_set
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.dialects import tensors as foreign
+from bridge.sources.dialects.tensors import weights_of
+from bridge.sources.opening import open_source
+from bridge.streaming.context import ConversionContext
+from bridge.streaming.encode import write_step
+from bridge.tables.dialects.translate import Native, Translated
+from bridge.tables.expressions.regions import Block
+from bridge.targets import file_settings
 from tests.sources.foreign_checkpoints import CONFIG, llama, megatron_bridge, meta, nemo_archive, spelled, stacked
-from tests.sources.test_zarr_folder import array as zarr_array
+from tests.sources.weights.dcp_saves import save
+from tests.sources.weights.test_zarr import array as zarr_array
 from tests.tables import foreign as formulas
 from tests.tables.checkpoints import GPT2, headers
 
@@ -57,7 +60,7 @@ class Held:
 
 def rows_of(spec: TensorSpec, blocks: tuple[Block, ...], turned: bool, **arrays: np.ndarray) -> Any:
     native = {name: Native(name, array.shape, str(array.dtype)) for name, array in arrays.items()}
-    return weights_of(Held(arrays), native, {spec.name: Spelled(spec, blocks, turned)}).holder[spec.name]
+    return weights_of(Held(arrays), native, {spec.name: Translated(spec, blocks, turned)}).holder[spec.name]
 
 
 A = np.random.default_rng(0).random((2, 7, 9), np.float32)  # seen as a matrix of 14 rows
@@ -137,12 +140,13 @@ def test_a_step_takes_no_more_memory_than_it_says(quant: str | None, tmp_path: P
     for measured in (False, True):  # kernels are compiled the first time
         source = open_source(checkpoint, config=config)
         plan = bridge.plan(source, "hf", quant)
-        conversion = Conversion(plan, source, None, load_scheme(quant) if quant else None, 0, None)  # type: ignore[arg-type]
+        scheme = load_scheme(quant) if quant else None
+        context = ConversionContext(plan, source, None, scheme, 0, None, file_settings("hf"))  # type: ignore[arg-type]
         tracemalloc.start()
         try:
             for step in plan.steps:
                 tracemalloc.reset_peak()
-                Maker(conversion).make(step, 1.0, lambda *_: None)
+                write_step(step, context, Buffers(), 1.0, lambda *_: None)
                 says = max(working_set(step, plan.sources), 1 << 20)
                 assert not measured or tracemalloc.get_traced_memory()[1] < says + (1 << 16), (step.source, says)
         finally:
@@ -157,9 +161,9 @@ def test_what_is_stored_across_its_rows_is_read_once(
     source, whole, count = open_source(checkpoint, config=config), Span.read_into, [0]
     plan = bridge.plan(source, "hf", quant)
 
-    def counted(span: Span, out: np.ndarray, begin: int, end: int | None = None) -> None:
+    def counted(span: Span, out: np.ndarray, begin: int) -> None:
         count[0] += out.nbytes
-        whole(span, out, begin, end)
+        whole(span, out, begin)
 
     monkeypatch.setattr(Span, "read_into", counted)
     bridge.convert(source, "hf", quant, tmp_path / "out", verify=False)
@@ -173,7 +177,7 @@ def test_strides_of_a_file_take_no_more_memory_than_a_step(
     shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor of 1.5 MB whose first axis is stored as others store the last."""
-    monkeypatch.setattr("bridge.sources.span.STEP", 1 << 15)
+    monkeypatch.setattr("bridge.core.files.span.STEP", 1 << 15)
     array = np.random.default_rng(0).random(shape, np.float32)
     (tmp_path / "f").write_bytes(array.T.tobytes())
     stride = tuple(int(np.prod(shape[:axis])) for axis in range(len(shape)))
@@ -194,12 +198,12 @@ def test_stacked_strides_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     stored = np.random.default_rng(0).random((30, 5, 70), np.float32)
     (tmp_path / "f").write_bytes(stored.tobytes())
     extent = Extent(span_of(tmp_path / "f"), 0, "float32", (5, 30, 70), (70, 350, 1))
-    monkeypatch.setattr("bridge.sources.span.STEP", 256)
+    monkeypatch.setattr("bridge.core.files.span.STEP", 256)
     whole, count, flat = Span.read_into, [0], stored.swapaxes(0, 1).reshape(-1)
 
-    def counted(span: Span, out: np.ndarray, begin: int, end: int | None = None) -> None:
+    def counted(span: Span, out: np.ndarray, begin: int) -> None:
         count[0] += out.nbytes
-        whole(span, out, begin, end)
+        whole(span, out, begin)
 
     monkeypatch.setattr(Span, "read_into", counted)
     for step in (70, 300, 2100, 4000):
@@ -304,9 +308,9 @@ def test_a_plan_reads_no_weight(kind: str, tmp_path: Path, monkeypatch: pytest.M
     headers = [0]
     into, at = Span.read_into, Span.at
 
-    def counted_into(span: Span, out: np.ndarray, begin: int, end: int | None = None) -> None:
+    def counted_into(span: Span, out: np.ndarray, begin: int) -> None:
         read.append((span.path, span.offset + begin, span.offset + begin + out.nbytes))
-        into(span, out, begin, end)
+        into(span, out, begin)
 
     def counted_at(span: Span, fd: int, begin: int, nbytes: int) -> bytes:
         found = at(span, fd, begin, nbytes)

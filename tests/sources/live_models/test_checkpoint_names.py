@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bridge.sources import open_source
-from bridge.sources.live import live_modules, live_names, live_parts, tied_names
+from bridge.sources.live_models.checkpoint_names import live_modules, live_names, live_parts, tied_names
+from bridge.sources.opening import open_source
 from tests.sources.tiny_families import FAMILIES, build
 
 
@@ -115,7 +115,7 @@ def test_names_come_from_a_model_without_weights_too() -> None:
 
 
 def test_views_with_transposed_axes_are_found() -> None:
-    from bridge.sources._probe import Probe
+    from bridge.sources.live_models.checkpoint_names import Probe
 
     base = torch.empty(5, 6, 7, device="meta")
     probe = Probe({"w": base})
@@ -129,7 +129,7 @@ def test_views_with_transposed_axes_are_found() -> None:
 
 
 def test_what_is_no_box_of_a_tensor_is_computed() -> None:
-    from bridge.sources._probe import Probe
+    from bridge.sources.live_models.checkpoint_names import Probe
 
     base = torch.empty(6, 4, device="meta")
     probe = Probe({"w": base})
@@ -141,7 +141,7 @@ def test_what_is_no_box_of_a_tensor_is_computed() -> None:
 
 
 def test_computed_tensors_are_made_by_transformers_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import bridge.sources._probe as probe
+    import bridge.sources.live_models.checkpoint_names as probe
 
     model = build("nomic")
     model.save_pretrained(tmp_path)

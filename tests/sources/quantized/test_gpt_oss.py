@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.errors import SchemeError, SourceError
-from bridge.sources import open_source
+from bridge.core.errors import SchemeError, SourceError
+from bridge.sources.opening import open_source
 
 torch = pytest.importorskip("torch")
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
-from bridge.sources.loading import as_tensor  # noqa: E402
+from bridge.sources.live_models.loading import as_tensor  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -126,7 +126,7 @@ def test_codes_are_not_carried_over_and_the_message_says_what_is(tmp_path: Path)
     message = str(caught.value)
     assert "model.layers.{0..1}.mlp.experts.gate_up_proj" in message
     assert "all experts of a layer in one tensor" in message
-    assert "quant='none' writes the weights dequantized" in message
+    assert "use quant='none' (--quant none) to dequantize" in message
     assert "keep" not in message  # of codes nothing can be kept
 
 
@@ -154,7 +154,7 @@ def test_everything_that_is_damaged_is_named(tmp_path: Path) -> None:
 def test_both_forms_of_one_tensor_are_refused(tmp_path: Path) -> None:
     want = published(tmp_path / "model")
     changed(tmp_path / "model", {f"{LAYER}down_proj": want[f"{LAYER}down_proj"].clone()})
-    with pytest.raises(SourceError, match="which of the two counts cannot be told"):
+    with pytest.raises(SourceError, match="which of the two to read is unclear"):
         open_source(tmp_path / "model")
 
 

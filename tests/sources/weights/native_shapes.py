@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from bridge.values import TensorSpec
+from bridge.core.values import TensorSpec
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, ROWS, EXPERTS, MOE_FFN = 3, 60, 88, 6, 2, 16, 144, 5, 36
 Q_RANK, KV_RANK, NOPE, ROPE, V_DIM = 28, 20, 12, 8, 14

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from bridge.errors import SourceError
-from bridge.sources import dcp as ours
-from bridge.sources import torch_zip
-from bridge.sources.archive import open_folder
-from bridge.sources.dcp import Dcp
-from bridge.sources.dcp_safetensors import ShardedSafetensors
-from bridge.sources.native import tiling_problem
-from tests.sources.dcp_saves import Box, Cutting, bits, change_metadata, on_ranks, read, same, save
+from bridge.core.errors import SourceError
+from bridge.core.files.archive import open_folder
+from bridge.core.formats import torch_file as torch_zip
+from bridge.sources.weights import dcp as ours
+from bridge.sources.weights.containers import tiling_problem
+from bridge.sources.weights.dcp import Dcp
+from bridge.sources.weights.dcp_safetensors import ShardedSafetensors
+from tests.sources.weights.dcp_saves import Box, Cutting, bits, change_metadata, on_ranks, read, same, save
 
 
 def every_kind() -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     save(tmp_path / "c", {"w": torch.ones(3, 2)})
     code = (
         "import sys, numpy as np; from pathlib import Path\n"
-        "from bridge.sources.archive import open_folder; from bridge.sources.dcp import Dcp\n"
+        "from bridge.core.files.archive import open_folder; from bridge.sources.weights.dcp import Dcp\n"
         "c = Dcp(open_folder(Path(sys.argv[1])))\n"
         "print(c.read_flat('w', 0, 6, np.empty(6, np.float32)).tolist(), 'torch' in sys.modules)"
     )
@@ -315,7 +315,6 @@ SHARDED = """
     }
     dcp.save(state, checkpoint_id=arguments[0] + "/fs")
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(arguments[0] + "/hf", save_distributed=True))
-    dist.destroy_process_group()
 """
 
 

@@ -16,12 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from bridge.errors import SourceError
-from bridge.sources.archive import open_folder
-from bridge.sources.dcp import Dcp
-from bridge.sources.dcp_metadata import METADATA, read_index
-from bridge.sources.weights_folder import distributed
-from tests.sources.dcp_saves import Box, change_metadata, read, save
+from bridge.core.errors import SourceError
+from bridge.core.files.archive import open_folder
+from bridge.sources.weights.dcp import Dcp
+from bridge.sources.weights.dcp_metadata import METADATA, read_index
+from bridge.sources.weights.distributed import distributed
+from tests.sources.weights.dcp_saves import Box, change_metadata, read, save
 
 ROWS: list[Box] = [((0, 0), (4, 3)), ((4, 0), (1, 3))]
 
@@ -213,7 +213,7 @@ def test_unknown_backend_of_megatron_is_named(path: Path) -> None:
         ({"a": 1}, "it has no Metadata with state_dict_metadata"),
         (torch.distributed.checkpoint.metadata.Metadata({}, None, None), "it has no Metadata with storage_data"),
         (torch.distributed.checkpoint.metadata.Metadata({"w": 3}, None, {}), "neither a tensor nor an object"),
-        (torch.distributed.checkpoint.metadata.Metadata({3: 3}, None, {}), "3: its name is no text"),
+        (torch.distributed.checkpoint.metadata.Metadata({3: 3}, None, {}), "3: its name is not a text"),
         (torch.distributed.checkpoint.metadata.Metadata({}, None, {1: 2}), "not a table of _StorageInfo"),
         (torch.nn.Linear(2, 3), "asks for torch.nn.modules.linear.Linear, which is not part of a checkpoint's index"),
     ],
@@ -249,6 +249,7 @@ def test_damaged_index_reads_or_is_refused(path: Path) -> None:
     assert refused > 150
 
 
+@pytest.mark.slow
 def test_damaged_items_read_or_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "c", {"w": torch.ones(4, 3)}, {"w": [((0, 0), (4, 1)), ((0, 1), (4, 2))]})
     file, rng = path / "__0_0.distcp", random.Random(0)

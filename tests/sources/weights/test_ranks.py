@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bridge.container import SafetensorsFile
-from bridge.errors import SourceError
-from bridge.sources.archive import open_folder
-from bridge.sources.native import Container, Files
-from bridge.sources.ranks import Cut, Joined, Rank, open_ranks, rank_files
-from bridge.sources.torch_zip import TorchFile
-from tests.sources.dcp_saves import bits, read, same
+from bridge.core.errors import SourceError
+from bridge.core.files.archive import open_folder
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.formats.torch_file import TorchFile
+from bridge.sources.weights.containers import Container, Files
+from bridge.sources.weights.ranks import Joined, Rank, open_ranks, rank_files
+from bridge.tables.dialects.dialect import Cut
+from tests.sources.weights.dcp_saves import bits, read, same
 
 CUTS = {"rows": Cut(0), "columns": Cut(1), "gated": Cut(0, blocks=2), "norm": None}
 
@@ -100,14 +101,14 @@ def test_stages_are_renamed(tmp_path: Path) -> None:
 def test_tensor_of_several_stages_is_refused(tmp_path: Path) -> None:
     for stage in range(2):
         written(tmp_path, f"tp_rank_00_pp_rank_{stage:03}/model_weights.ckpt", {"layers.0.w": torch.ones(2)})
-    with pytest.raises(SourceError, match=r"layers\.0\.w: held by several stages \(tp 0 pp 0, tp 0 pp 1\)"):
+    with pytest.raises(SourceError, match=r"layers\.0\.w: in several stages \(tp 0 pp 0, tp 0 pp 1\)"):
         Joined("m", open_ranks(open_folder(tmp_path)), lambda name: None)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda state: state.pop("rows"), "rows: not in every rank of its stage: tp 1 pp 0 is without it"),
+        (lambda state: state.pop("rows"), "rows: not in every rank of its stage: tp 1 pp 0 does not have it"),
         (lambda state: state.update(rows=torch.ones(3, 5)), "rows: its ranks differ in shape or dtype: float32 (2, 5)"),
         (lambda state: state.update(norm=torch.ones(5).half()), "norm: its ranks differ in shape or dtype: float16"),
     ],

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.errors import SourceError
-from bridge.sources.archive import open_folder
-from bridge.sources.weights_folder import distributed
-from bridge.sources.zarr_folder import Zarr
-from tests.sources.dcp_saves import bits, read, same
+from bridge.core.errors import SourceError
+from bridge.core.files.archive import open_folder
+from bridge.sources.weights.distributed import distributed
+from bridge.sources.weights.zarr import Zarr
+from tests.sources.weights.dcp_saves import bits, read, same
 
 
 def array(root: Path, name: str, tensor: torch.Tensor, chunks: tuple[int, ...], **header: Any) -> None:

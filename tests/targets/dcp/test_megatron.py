@@ -13,14 +13,15 @@ import torch.distributed.checkpoint as dcp
 import yaml
 
 import bridge
-from bridge.errors import PlanError, SchemeError, UsageError
-from bridge.sources import open_source
-from tests import megatron_bridge_process, megatron_oracle
-from tests.dcp import bridge_section
-from tests.megatron_families import EVERY
-from tests.sources_made import MadeSource
+from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.sources.opening import open_source
+from tests.covering import grid
+from tests.models.megatron_families import EVERY
+from tests.models.sources_made import MadeSource
+from tests.oracles import megatron_bridge_process, megatron_oracle
 from tests.tables import foreign
-from tests.targets.test_torchtitan import made, of_hf, read_by_torch
+from tests.targets.dcp import bridge_section
+from tests.targets.dcp.test_torchtitan import made, of_hf, read_by_torch
 
 # Those whose tensors Megatron-Bridge maps. What is computed by the same code of the same floats is the same; grouped
 # experts and ranks sum in another order, and transformers is other code: float32, logits of about five.
@@ -108,9 +109,30 @@ def test_run_config_alone_gives_the_model_back_to_the_bit(case: str, tmp_path: P
     assert all(np.array_equal(back.read(name), array) for name, array in source.arrays.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["te", "local"])
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("scalar", [16, 20, 168])
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_what_queries_are_divided_by_comes_back_with_a_config_beside(case: str, scalar: int, tmp_path: Path) -> None:
+    """Megatron-Core multiplies scores by `softmax_scale`; Gemma 3 has 168 where a head has 128."""
+    bases = {"sliding_attention": ROPE, "full_attention": ROPE | {"rope_theta": 1e6}}
+    config = config_of(case, query_pre_attn_scalar=scalar) | {"rope_parameters": bases if case == "gemma3" else ROPE}
+    source = made(config, "bfloat16")
+    bridge.convert(source, "megatron", out=tmp_path / "megatron", vocab_multiple=16)
+    section = yaml.safe_load((tmp_path / "megatron/run_config.yaml").read_text())["model"]
+    if case == "gemma3":
+        assert section["softmax_scale"] == pytest.approx(scalar**-0.5, rel=1e-15)
+    for given in (None, config):
+        bridge.convert(tmp_path / "megatron", "hf", out=tmp_path / "hf", config=given, overwrite=True)
+        back = open_source(tmp_path / "hf")
+        assert back.specs.keys() == source.specs.keys()
+        assert all(back.read(name).tobytes() == array.tobytes() for name, array in source.arrays.items())
+        assert back.config["query_pre_attn_scalar"] == scalar
+        assert {name: back.config[name] for name in config} == config
+
+
+@grid(
+    {"name": MAPPED, "spec": ["te", "local"]},
+    shows=lambda name, spec: {(spec, "experts", bool(EVERY[name].experts)), (spec, "latent", bool(EVERY[name].latent))},
+)
 def test_megatron_core_loads_it_strictly_and_answers_the_same(name: str, spec: str, tmp_path: Path) -> None:
     """`raise_all`: every state that the local spec asks for is there, and nothing besides. Experts are loaded one by
     one, and as one module.
@@ -133,9 +155,7 @@ def test_two_ranks_share_it(name: str, tmp_path: Path) -> None:
     assert np.abs(logits - megatron_oracle.family(name).logits).max() < CLOSE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["te", "local"])
-@pytest.mark.parametrize("name", ["gpt", "starcoder2"])
+@grid({"name": ["gpt", "starcoder2"], "spec": ["te", "local"]})
 def test_megatron_core_answers_as_transformers_where_nobody_maps_names(name: str, spec: str, tmp_path: Path) -> None:
     config, ids = EVERY[name].hf, megatron_oracle.family(name).ids
     tensors, logits = transformers_model(config, ids)
@@ -173,7 +193,7 @@ def test_a_checkpoint_of_another_program_is_written_as_megatrons(tmp_path: Path)
 def test_megatron_bridge_says_the_same_of_the_model(name: str, tmp_path: Path) -> None:
     bridge.convert(_source(name), "megatron", out=tmp_path / "out", vocab_multiple=72, verify=False)
     ours = yaml.safe_load((tmp_path / "out/run_config.yaml").read_text())["model"]
-    pool = megatron_oracle._bridge()
+    pool = megatron_oracle.in_bridge()
     theirs = yaml.safe_load(pool.submit(megatron_bridge_process.run_config, name, 1, 1).result())["model"]
     unsaid = ("_target_", "moe_grouped_gemm", *BRIDGE_SAYS_OTHERWISE.get(EVERY[name].hf["model_type"], ()))
     differing = {

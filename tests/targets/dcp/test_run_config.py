@@ -8,11 +8,11 @@ import pytest
 import transformers
 
 import bridge
-from bridge.dcp.run_config import plain_rope
-from bridge.errors import PlanError
-from bridge.sources.foreign_config.families import families
-from tests.targets.test_megatron import ROPE, config_of
-from tests.targets.test_torchtitan import made
+from bridge.core.errors import PlanError
+from bridge.sources.configs.families import families
+from bridge.targets.dcp.run_config import plain_rope
+from tests.targets.dcp.test_megatron import ROPE, config_of
+from tests.targets.dcp.test_torchtitan import made
 
 FULL = {"rope_type": "default", "rope_theta": 1e6}
 GEMMA3 = {"rope_theta": None, "rope_local_base_freq": None}

@@ -17,12 +17,13 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 import bridge  # noqa: E402
-from bridge.errors import BridgeError  # noqa: E402
+from bridge.core.errors import BridgeError  # noqa: E402
+from bridge.core.values import Numeric  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
-from bridge.quant.scheme import Scheme, load_scheme  # noqa: E402
-from bridge.sources import open_source  # noqa: E402
-from bridge.values import Numeric  # noqa: E402
-from tests import compressed_oracle, llm_compressor_golden  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.quant.schemes.scheme import Scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests.oracles import compressed_oracle, llm_compressor_golden  # noqa: E402
 
 BASE = load_scheme("int8_wo")
 FP8_BLOCK = load_scheme("fp8_block")
@@ -168,6 +169,18 @@ def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset:
             assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
+def test_a_tied_head_is_none_of_the_quantized_modules(tmp_path: Path) -> None:
+    """The target of a group is every Linear: transformers replaces what is not listed and looks for its scale."""
+    _, model = source_model(tmp_path / "untied")
+    model.config.tie_word_embeddings, model.lm_head.weight = True, model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "source")
+    out = convert(tmp_path / "source", "W8A16", tmp_path / "out")
+    assert section(out)["ignore"] == ["lm_head"]
+    with torch.no_grad():
+        ours = open_source(out).load_model()(IDS).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_input_scales_are_those_of_a_calibration(tmp_path: Path, dtype: str) -> None:
     source, _ = source_model(tmp_path / "source", dtype)
@@ -213,9 +226,9 @@ def test_a_mixed_recipe_names_the_modules_of_each_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quant", "words"),
     [
-        ("int8_sq", "no place for the pre-scales of smoothquant"),
-        ("int4_awq", "no place for the pre-scales of awq"),
-        (dataclasses.replace(load_scheme("w4a8_awq"), algorithm="max"), "codes a weight once"),
+        ("int8_sq", "cannot hold the pre-scales of smoothquant"),
+        ("int4_awq", "cannot hold the pre-scales of awq"),
+        (dataclasses.replace(load_scheme("w4a8_awq"), algorithm="max"), "has one level of weight quantization"),
     ],
 )
 def test_what_it_cannot_say_is_refused_before_work(tmp_path: Path, quant: Any, words: str) -> None:
@@ -244,7 +257,7 @@ def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
 def test_a_written_directory_that_lost_a_scale_is_found(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from bridge.unified.lint import lint
+    from bridge.targets.hf.lint import lint
 
     out = convert(llm_compressor_golden.write_source(tmp_path / "source"), "NVFP4A16", tmp_path / "out")
     assert lint(out) == []

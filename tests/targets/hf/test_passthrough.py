@@ -20,12 +20,13 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig  # noqa: E402
 
 import bridge  # noqa: E402
-from bridge.errors import BridgeError, SourceError  # noqa: E402
-from bridge.sources import open_source  # noqa: E402
-from bridge.sources.loading import as_tensor  # noqa: E402
-from tests import compressed_oracle  # noqa: E402
-from tests.sources_made import CONFIG, llama_shapes  # noqa: E402
-from tests.stored_checkpoints import IDS, deepseek, exported, gpt2, llama, mixture, modelopt, ragged  # noqa: E402
+from bridge.core.errors import BridgeError, SourceError  # noqa: E402
+from bridge.sources.live_models.loading import as_tensor  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests.models.sources_made import CONFIG, llama_shapes  # noqa: E402
+from tests.models.stored_checkpoints import IDS, deepseek, exported, gpt2, llama, mixture, modelopt, ragged  # noqa: E402
+from tests.oracles import compressed_oracle  # noqa: E402
+from tests.oracles.export_oracle import content  # noqa: E402
 
 UNIFIED = (
     "fp8",
@@ -69,7 +70,7 @@ def test_a_unified_checkpoint_is_carried_over_byte_for_byte(tmp_path: Path, sche
     source = exported(modelopt(llama(), scheme, kv=scheme == "fp8"), tmp_path / "source")
     out = carry(source, tmp_path / "out")
     for name in ("model.safetensors", "hf_quant_config.json"):
-        assert (out / name).read_bytes() == (source / name).read_bytes()
+        assert content(out / name) == content(source / name)
     one, other = (json.loads((d / "config.json").read_text()) for d in (source, out))
     assert one["quantization_config"] == other["quantization_config"]
 
@@ -94,9 +95,11 @@ def test_a_unified_checkpoint_of_conv1d_is_carried_over_byte_for_byte(tmp_path: 
     source = exported(modelopt(gpt2(), scheme), tmp_path / "source")
     out = carry(source, tmp_path / "out")
     for name in ("model.safetensors", "hf_quant_config.json"):
-        assert (out / name).read_bytes() == (source / name).read_bytes()
+        assert content(out / name) == content(source / name)
 
 
+@pytest.mark.usefixtures("graphs_once")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo", "fp8_block"])
 def test_onnx_holds_the_codes_of_conv1d_turned_back(tmp_path: Path, scheme: str) -> None:
     source = exported(modelopt(gpt2(torch.float32), scheme), tmp_path / "source")
@@ -132,7 +135,7 @@ def test_transformers_reads_a_unified_checkpoint_in_the_words_of_compressed_tens
 def test_the_unified_checkpoint_of_compressed_tensors_stands_for_the_same_weights(tmp_path: Path, preset: str) -> None:
     source = compressed_oracle.compress(llama(), preset, tmp_path / "source")
     one, other = open_source(source), open_source(carry(source, tmp_path / "out"))
-    assert other.quantized.taken.stored.keys() == one.quantized.taken.stored.keys()
+    assert other.quantized.tensors.stored.keys() == one.quantized.tensors.stored.keys()
     for name, spec in one.specs.items():
         before, after = (as_tensor(s.read(name).copy(), spec.dtype) for s in (one, other))
         assert torch.allclose(before, after, rtol=2**-8 if "NVFP4" in preset else 0, atol=0), name
@@ -167,6 +170,8 @@ def test_deepseek_blocks_become_those_of_a_unified_checkpoint(tmp_path: Path) ->
 GRAPHS = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "fp8_block", "int8_sq", "int8_wo", "nvfp4_wo")]
 
 
+@pytest.mark.usefixtures("graphs_once")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_awq", *GRAPHS])
 def test_onnx_holds_the_codes_of_a_unified_checkpoint(tmp_path: Path, scheme: str) -> None:
     source = exported(modelopt(llama(torch.float32), scheme), tmp_path / "source")
@@ -184,6 +189,7 @@ def test_onnx_holds_the_codes_of_a_unified_checkpoint(tmp_path: Path, scheme: st
             assert torch.equal(after[f"{module}.{part}"].reshape(-1), before[f"{module}.{part}"].reshape(-1))
 
 
+@pytest.mark.slow
 def test_kv_scales_are_carried_over(tmp_path: Path) -> None:
     source = exported(modelopt(llama(), "fp8", kv=True), tmp_path / "source")
     before, after = tensors(source), tensors(carry(source, tmp_path / "out", format="compressed-tensors"))
@@ -217,7 +223,7 @@ def test_a_scheme_quantizes_the_dequantized_weights_anew(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("scheme", "target", "options", "words"),
     [
-        ("int4_awq", "hf", {"format": "compressed-tensors"}, "no place for the pre-scales of awq"),
+        ("int4_awq", "hf", {"format": "compressed-tensors"}, "cannot hold the pre-scales of awq"),
         ("fp8_pc_pt", "trt", {}, "not per token"),
         ("mxfp8", "trt", {}, "custom_ops"),
     ],
@@ -228,15 +234,15 @@ def test_what_a_target_cannot_say_is_refused_with_the_way_out(
     source = exported(modelopt(llama(), scheme), tmp_path / "source")
     with pytest.raises(BridgeError, match=words) as caught:
         bridge.plan(source, target=target, **options)
-    assert "quant='none' writes the weights dequantized" in str(caught.value)
+    assert "use quant='none' (--quant none) to dequantize" in str(caught.value)
 
 
 @pytest.mark.parametrize("preset", ["FP8_BLOCK", "W8A8", "W8A16"])
 def test_what_unified_checkpoints_have_no_word_for_is_refused_with_the_way_out(tmp_path: Path, preset: str) -> None:
     source = compressed_oracle.compress(llama(), preset, tmp_path / "source")
-    with pytest.raises(BridgeError, match="a unified checkpoint has no word for weights in") as caught:
+    with pytest.raises(BridgeError, match="a unified checkpoint has no algorithm for weights in") as caught:
         bridge.plan(source, target="hf")
-    assert "quant='none' writes the weights dequantized" in str(caught.value)
+    assert "use quant='none' (--quant none) to dequantize" in str(caught.value)
 
 
 def test_a_missing_input_scale_stops_the_carrying_and_not_the_dequantizing(tmp_path: Path) -> None:
@@ -257,14 +263,14 @@ BAD = [
     ("fp8", f"{MLP}.weight", 0x7F, "1 codes of rows 0 to 640 are NaN, the first at (3, 5); repair the checkpoint"),
     ("fp8", f"{MLP}.weight", 0xFF, "1 codes of rows 0 to 640 are NaN, the first at (3, 5); repair the checkpoint"),
     ("fp8", f"{MLP}.weight_scale", float("nan"), "not finite and above zero, nan first; repair the checkpoint"),
-    ("fp8", f"{MLP}.weight_scale", 0.0, "0 first; quant='none' writes"),
-    ("fp8", f"{MLP}.weight_scale", -1.0, "-1 first; quant='none' writes"),
-    ("fp8", f"{MLP}.input_scale", float("inf"), "inf first; quant='none' writes"),
-    ("fp8", f"{MLP}.input_scale", 0.0, "0 first; quant='none' writes"),
-    ("fp8", f"{ATTENTION}.k_scale", float("nan"), "nan first; quant='none' writes"),
-    ("fp8", f"{ATTENTION}.k_scale", -2.0, "-2 first; quant='none' writes"),
+    ("fp8", f"{MLP}.weight_scale", 0.0, "0 first; use quant='none'"),
+    ("fp8", f"{MLP}.weight_scale", -1.0, "-1 first; use quant='none'"),
+    ("fp8", f"{MLP}.input_scale", float("inf"), "inf first; use quant='none'"),
+    ("fp8", f"{MLP}.input_scale", 0.0, "0 first; use quant='none'"),
+    ("fp8", f"{ATTENTION}.k_scale", float("nan"), "nan first; use quant='none'"),
+    ("fp8", f"{ATTENTION}.k_scale", -2.0, "-2 first; use quant='none'"),
     ("fp8_block", f"{MLP}.weight_scale", float("nan"), "1 scales that are not finite and above zero, nan first"),
-    ("int4_awq", "model.layers.1.mlp.down_proj.pre_quant_scale", 0.0, "0 first; quant='none' writes"),
+    ("int4_awq", "model.layers.1.mlp.down_proj.pre_quant_scale", 0.0, "0 first; use quant='none'"),
     ("int8", f"{MLP}.weight_scale", float("inf"), "inf first; repair the checkpoint"),
     ("nvfp4_wo", f"{MLP}.weight_scale", 0x7F, "nan first; repair the checkpoint"),
     ("nvfp4_wo", f"{MLP}.weight_scale", 0x81, "1 scales that are not finite and above zero, -0.00195312 first"),
@@ -309,7 +315,7 @@ def test_a_block_of_zeros_keeps_its_zero_scale(tmp_path: Path) -> None:
 
 def test_the_plan_of_a_quantized_source_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = exported(modelopt(llama(), "fp8"), tmp_path / "source")
-    from bridge.container import SafetensorsFile
+    from bridge.core.formats.safetensors import SafetensorsFile
 
     read, seen = SafetensorsFile.read, []
 
@@ -345,11 +351,12 @@ def test_ranks_of_tensorrt_llm_hold_what_modelopt_exports_to_them(tmp_path: Path
 
 def test_scales_of_one_matrix_each_do_not_fit_under_one(tmp_path: Path) -> None:
     source = exported(modelopt(llama(), "fp8"), tmp_path / "source")
-    with pytest.raises(BridgeError, match="whose weights have scales of their own, under one scale") as caught:
+    with pytest.raises(BridgeError, match="whose weights have different scales, under one scale") as caught:
         bridge.plan(source, target="trtllm")
-    assert "quant='none' writes the weights dequantized" in str(caught.value)
+    assert "use quant='none' (--quant none) to dequantize" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_carrying_imports_no_framework(tmp_path: Path) -> None:
     source = compressed_oracle.compress(llama(), "NVFP4A16", tmp_path / "source")
     code = (
@@ -366,7 +373,7 @@ def test_experts_are_carried_over_byte_for_byte(tmp_path: Path) -> None:
     source = exported(modelopt(mixture(), "fp8"), tmp_path / "source")
     out = carry(source, tmp_path / "out")
     for name in ("model.safetensors", "hf_quant_config.json", "config.json"):
-        assert (out / name).read_bytes() == (source / name).read_bytes()
+        assert content(out / name) == content(source / name)
 
 
 def test_mixed_precision_is_carried_over_byte_for_byte(tmp_path: Path) -> None:
@@ -378,4 +385,4 @@ def test_mixed_precision_is_carried_over_byte_for_byte(tmp_path: Path) -> None:
     assert '"MIXED_PRECISION"' in (source / "hf_quant_config.json").read_text()
     out = carry(source, tmp_path / "out")
     for name in ("model.safetensors", "hf_quant_config.json", "config.json"):
-        assert (out / name).read_bytes() == (source / name).read_bytes()
+        assert content(out / name) == content(source / name)

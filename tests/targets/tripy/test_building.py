@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from bridge.errors import BridgeError, PlanError, SourceError, UsageError
-from bridge.tripy.building import build
-from tests.tripy.models import MODELS, config
+from bridge.core.errors import BridgeError, PlanError, SourceError, UsageError
+from bridge.targets.tripy.models.build import build
+from tests.targets.tripy.models import MODELS, config
 
 ENTRY = {
     "quant_dtype": "int8", "weight_quant_dim": 0, "layout": "out_in", "block": None, "input_scale": False,
@@ -48,7 +48,7 @@ def test_names_and_shapes_are_those_of_hugging_face(name: str, tp: Any, tmp_path
 
 
 def test_each_quantized_module_is_built_as_its_entry_says(tp: Any, tmp_path: Path) -> None:
-    from bridge.tripy.layers import BlockLinear, SmoothLinear
+    from bridge.targets.tripy.models.layers import BlockLinear, SmoothLinear
 
     blocks = ENTRY | {"quant_dtype": "int4", "weight_quant_dim": None, "layout": "in_out", "block": 20}
     modules = {
@@ -71,20 +71,23 @@ def test_each_quantized_module_is_built_as_its_entry_says(tp: Any, tmp_path: Pat
     [
         ({"architectures": ["GPTNeoForCausalLM"]}, "no ready Tripy module for GPTNeoForCausalLM; known: BertFor"),
         ({"architectures": None}, "no ready Tripy module for none"),
-        ({"modules": {"transformer.h.0.attn.q_proj": ENTRY}}, "calls transformer.h.0.attn.q_proj quantized"),
-        ({"add_cross_attention": True}, "add_cross_attention: the Tripy module of GPT-2 is a decoder alone"),
-        ({"activation_function": "gelu_newer"}, "activation 'gelu_newer' has no Tripy form here.*nearest: gelu_new"),
-        ({"per_layer_config": {"1": {"n_inner": 44}}}, "per_layer_config: the layers of a ready Tripy module are"),
+        ({"modules": {"transformer.h.0.attn.q_proj": ENTRY}}, "lists transformer.h.0.attn.q_proj as quantized"),
+        ({"add_cross_attention": True}, "add_cross_attention: the Tripy module of GPT-2 has a decoder only"),
+        ({"activation_function": "gelu_newer"}, "no Tripy activation for 'gelu_newer'.*nearest: gelu_new"),
+        ({"per_layer_config": {"1": {"n_inner": 44}}}, "per_layer_config: a ready Tripy module has equal layers only"),
         ({"n_head": "six"}, "config.json: transformers cannot read it"),
         ({"name": "bert", "is_decoder": True}, "the Tripy module of BERT is an encoder"),
-        ({"name": "bert", "position_embedding_type": "relative_key"}, "'relative_key': only absolute positions"),
+        (
+            {"name": "bert", "position_embedding_type": "relative_key"},
+            "'relative_key': the Tripy module of BERT has absolute positions only",
+        ),
         (
             {"name": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rope_type 'dynamic' changes with the input; Tripy modules have default or linear or llama3 or yarn",
         ),
         (
             {"name": "llama", "rope_parameters": _PARTIAL},
-            "partial_rotary_factor 0.5: only whole heads",
+            "partial_rotary_factor 0.5: Tripy modules rotate whole heads only",
         ),
     ],
 )  # fmt: skip
@@ -114,12 +117,12 @@ def section(entry: dict[str, Any]) -> str:
         (section(ENTRY | {"layout": "diagonal"}), "has a layout"),
         (section(ENTRY | {"weight_quant_dim": 1}), "weight_quant_dim that is neither 0 nor null"),
         (section(ENTRY | {"weight_quant_dim": -1}), "weight_quant_dim that is neither 0 nor null"),
-        (section(ENTRY | {"block": "x"}), "a block that is no whole number"),
-        (section(ENTRY | {"block": 0}), "a block that is no whole number"),
+        (section(ENTRY | {"block": "x"}), "a block that is not a whole number"),
+        (section(ENTRY | {"block": 0}), "a block that is not a whole number"),
         (section(ENTRY | {"block": 128}), "Tripy has them for int4 only"),
-        (section(ENTRY | {"quant_dtype": "int2"}), "quant_dtype that Tripy has not; known: int8"),
+        (section(ENTRY | {"quant_dtype": "int2"}), "unknown quant_dtype; Tripy has int8"),
         (section(ENTRY | {"quant_dtype": "int4", "input_scale": True}), "int4 is weight-only"),
-        (section(ENTRY | {"input_scale": "no"}), "neither true nor false"),
+        (section(ENTRY | {"input_scale": "no"}), "needs true or false for input_scale"),
     ],
 )
 def test_directory_of_another_kind_is_named(content: str | None, said: str, tp: Any, tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ def test_directory_of_another_kind_is_named(content: str | None, said: str, tp: 
         build(tmp_path)
 
 
-@pytest.mark.parametrize(("missing", "said"), [("nvtripy", "import of nvtripy halted"), (None, "series 0.1.x")])
+@pytest.mark.parametrize(("missing", "said"), [("nvtripy", "import of nvtripy halted"), (None, "not a 0.1.x version")])
 def test_missing_or_strange_nvtripy_names_the_install_line(
     missing: str | None, said: str, tp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

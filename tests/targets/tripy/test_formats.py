@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.tripy.formats import misfits, refuse
-from bridge.values import Format, Numeric
+from bridge.core.values import Format, Numeric
+from bridge.targets.tripy.formats import incompatibilities, why_unsupported
 
 FP8, INT8 = Numeric("float8_e4m3fn", "tensor"), Numeric("int8", "channel")
 INT4 = Numeric("int4", "block", (128,))
@@ -21,14 +21,14 @@ INPUT8, INPUT_FP8 = Numeric("int8", "tensor"), Numeric("float8_e4m3fn", "tensor"
      Format((Numeric("float8_e4m3fn", "channel"),), INPUT_FP8), Format((Numeric("int4", "channel"),))],
 )  # fmt: skip
 def test_what_one_quant_dtype_and_a_constant_scale_can_say_is_taken(format_: Format) -> None:
-    assert refuse(format_, linear=False) == ""
+    assert why_unsupported(format_, linear=False) == ""
 
 
 @pytest.mark.parametrize(
     ("format_", "says"),
     [
         (Format((Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn"),)), "Tripy has no float4_e2m1fn"),
-        (Format((INT4, FP8)), "not one after another"),
+        (Format((INT4, FP8)), "not one dtype after another"),
         (Format((Numeric("float8_e4m3fn", "block", (128, 128)),)), "block scales for int4 only"),
         (Format((INT8,), Numeric("int8", "token", dynamic=True)), "not made per token at run time"),
         (Format((Numeric("int4", "channel"),), INPUT8), "no input scale beside it"),
@@ -36,14 +36,14 @@ def test_what_one_quant_dtype_and_a_constant_scale_can_say_is_taken(format_: For
     ],
 )
 def test_what_it_cannot_say_is_refused_with_what_to_use(format_: Format, says: str) -> None:
-    reason = refuse(format_, linear=False)
+    reason = why_unsupported(format_, linear=False)
     assert says in reason
     assert "; use " in reason or ": use " in reason
 
 
 def test_blocks_must_divide_the_axis_that_they_lie_along() -> None:
-    assert misfits(Format((INT4,)), (7, 256)) == []
-    (problem,) = misfits(Format((INT4,)), (7, 96))
+    assert incompatibilities(Format((INT4,)), (7, 256)) == []
+    (problem,) = incompatibilities(Format((INT4,)), (7, 96))
     assert "in = 96 does not divide into blocks of 128" in problem
     assert "block = 32" in problem
 

@@ -10,9 +10,9 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from bridge.errors import PlanError
-from bridge.tripy.section import Entry
-from tests.tripy.models import config, relative
+from bridge.core.errors import PlanError
+from bridge.targets.tripy.section import Entry, Section
+from tests.targets.tripy.models import config, relative
 
 OUT, IN = 24, 40
 TOLERANCE = 1e-6  # relative L2: sums of 40 float32 products in another order
@@ -54,7 +54,7 @@ def fake(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
     ids=["int8", "int8 smoothed", "float8", "int4", "int4 awq"],
 )
 def test_quantized_linear_multiplies_what_its_codes_stand_for(entry: Entry, tp: Any) -> None:
-    from bridge.tripy.layers import linear
+    from bridge.targets.tripy.models.layers import Parts
 
     weight, bias, x, smooth = made(OUT, IN), made(OUT, seed=1), made(3, 5, IN, seed=2), made(IN, seed=3).abs() + 0.5
     scale = scales(weight, entry)
@@ -69,7 +69,7 @@ def test_quantized_linear_multiplies_what_its_codes_stand_for(entry: Entry, tp: 
     if entry.input_scale:
         state["input_scale"] = smoothed.abs().max() / (448 if entry.quant_dtype == "float8" else 127)
         smoothed = fake(smoothed, state["input_scale"], entry.quant_dtype)
-    layer = linear(entry, IN, OUT, True, tp.float32)
+    layer = Parts(Section("float32", True, {"fc": entry}, {})).linear("fc", IN, OUT)
     layer.load_state_dict({name: tp.Tensor(tensor) for name, tensor in state.items()})
     found = out(layer(tp.Tensor(x)))
     assert found.shape == (3, 5, OUT)
@@ -77,15 +77,15 @@ def test_quantized_linear_multiplies_what_its_codes_stand_for(entry: Entry, tp: 
 
 
 def test_linear_without_an_entry_is_tripys_own(tp: Any) -> None:
-    from bridge.tripy.layers import linear
+    from bridge.targets.tripy.models.layers import Parts
 
-    layer = linear(None, IN, OUT, False, tp.bfloat16)
+    layer = Parts(Section("bfloat16", False, {}, {})).linear("fc", IN, OUT, bias=False)
     assert type(layer) is tp.Linear and layer.bias is None and layer.weight.shape == (OUT, IN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rms_norm_is_llamas(dtype: torch.dtype, tp: Any) -> None:
-    from bridge.tripy.layers import RMSNorm
+    from bridge.targets.tripy.models.layers import RMSNorm
 
     theirs = LlamaRMSNorm(IN, 1e-3).to(dtype)
     theirs.weight.data, x = made(IN).to(dtype), made(2, 3, IN, seed=1).to(dtype)
@@ -97,12 +97,12 @@ def test_rms_norm_is_llamas(dtype: torch.dtype, tp: Any) -> None:
 
 
 def test_activations_are_transformers(tp: Any) -> None:
-    from bridge.tripy.layers import ACTIVATIONS, activation
+    from bridge.targets.tripy.models.layers import ACTIVATIONS, activation
 
     x = torch.linspace(-8, 8, 97)[None]
     for name in ACTIVATIONS:
         torch.testing.assert_close(out(activation(name)(tp.Tensor(x))), ACT2FN[name](x), rtol=1e-6, atol=1e-6)
-    with pytest.raises(PlanError, match="activation 'mish' has no Tripy form here; known: gelu, "):
+    with pytest.raises(PlanError, match="no Tripy activation for 'mish'; known: gelu, "):
         activation("mish")
 
 
@@ -116,7 +116,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotation_is_llamas(kind: str, tp: Any, tmp_path: Path) -> None:
-    from bridge.tripy.llama import Rotary, rotate
+    from bridge.targets.tripy.models.llama import Rotary, rotate
 
     described = config("llama")
     described.rope_parameters = {"rope_type": kind, "rope_theta": 5000.0, **ROPES[kind]}

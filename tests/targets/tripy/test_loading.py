@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.errors import PlanError, SourceError, UsageError
+from bridge.core.errors import PlanError, SourceError, UsageError
 from bridge.targets.tripy import load
-from bridge.tripy.prefixes import found_prefixes
-from tests.tripy.test_building import ENTRY
+from bridge.targets.tripy.prefixes import found_prefixes
+from tests.targets.tripy.test_building import ENTRY
 
 INT4 = ENTRY | {"quant_dtype": "int4", "weight_quant_dim": None, "block": 10}
 FLOAT8 = ENTRY | {"quant_dtype": "float8", "weight_quant_dim": None}
@@ -112,7 +112,7 @@ def test_all_differences_are_told_at_once_and_nothing_is_loaded(tp: Any, tmp_pat
         "  h.0: int8 in the file, not quantized in the module; "
         "write tp.Linear(..., quant_dtype=tp.int8, weight_quant_dim=0)",
         "  h.{0..1}.bias, norm.weight, norm.bias: missing in the file",
-        "  h.{0..1}.beta: in the file, but no parameter of the module",
+        "  h.{0..1}.beta: in the file, but not a parameter of the module",
         "  h.{0..1}.weight: float32 in the file, float16 in the module; convert with dtype='float16', "
         "or build the module in tp.float32",
         "  h.{0..1}.weight: shape (60, 80) in the file, (64, 80) in the module",
@@ -142,14 +142,16 @@ LINEAR = {
     "blocks along in": (
         INT4 | {"layout": "in_out"},
         {"quant_dtype": "int4"},
-        r"stored \[in, out\] in blocks along `in`, which tp.Linear cannot hold; write bridge.tripy.layers.BlockLinear"
+        r"stored \[in, out\] in blocks along `in`, which tp.Linear cannot hold; "
+        r"write bridge.targets.tripy.models.layers.BlockLinear"
         r"\(80, 60, bias=True, dtype=tp.float32, block=10, pre_quant_scale=False\), "
         "or convert with quant='int4_wo', linear=True, which tp.Linear holds at a loss, without a pre-scale",
     ),
     "pre-scale": (
         ENTRY | {"pre_quant_scale": True},
         {"quant_dtype": "int8", "weight_quant_dim": 0},
-        "with a pre-scale in the file, by which the input must be multiplied; write bridge.tripy.layers.SmoothLinear",
+        "has a pre-scale in the file, which the input must be multiplied by; "
+        "write bridge.targets.tripy.models.layers.SmoothLinear",
     ),
 }  # fmt: skip
 
@@ -165,7 +167,7 @@ def test_other_quantization_is_named_with_what_to_write(case: str, tp: Any, tmp_
 
 
 def test_block_linear_takes_no_blocks_along_out(tp: Any, tmp_path: Path) -> None:
-    from bridge.tripy.layers import BlockLinear
+    from bridge.targets.tripy.models.layers import BlockLinear
 
     module = stack(tp, lambda: BlockLinear(80, 60, block=10))
     with pytest.raises(PlanError, match=r"stored \[out, in\], which BlockLinear does not hold; write tp.Linear"):
@@ -182,7 +184,7 @@ def test_scale_of_a_shape_that_would_fail_only_when_run_is_refused(
     module = stack(tp, lambda: tp.Linear(80, 60, quant_dtype=getattr(tp, entry["quant_dtype"])))
     with pytest.raises(SourceError) as raised:
         load(written(tmp_path, both(entry), weight_scale=shape), module)
-    assert f"h.{{0..1}}: has a weight_scale of shape {shape}, where {wanted} is read" in str(raised.value)
+    assert f"h.{{0..1}}: has a weight_scale of shape {shape}; Tripy reads {wanted}" in str(raised.value)
     load(written(tmp_path, both(entry)), module)
 
 
@@ -212,8 +214,8 @@ def test_bias_of_an_earlier_load_does_not_stay_in_a_class_of_the_users(tp: Any, 
     ("entry", "changes", "says"),
     [
         (FLOAT8 | {"input_scale": True}, {"input_scale": None}, "h.{0..1}: lacks input_scale of shape ()"),
-        (FLOAT8, {"input_scale": ()}, "h.{0..1}.input_scale: belongs to no quantized module of config.json"),
-        (ENTRY, {"weight_scale": None}, "h.{0..1}: has no weight matrix with a weight_scale beside it"),
+        (FLOAT8, {"input_scale": ()}, "h.{0..1}.input_scale: does not belong to a quantized module of config.json"),
+        (ENTRY, {"weight_scale": None}, "h.{0..1}: has no weight matrix with a weight_scale"),
     ],
 )
 def test_files_that_contradict_each_other_are_not_loaded(
@@ -230,7 +232,7 @@ def test_scale_that_is_none_is_not_loaded(value: float, tp: Any, tmp_path: Path)
     out = written(tmp_path, both(FLOAT8))
     held = load_file(out / "model.safetensors")
     save_file(held | {"h.1.weight_scale": torch.tensor(value)}, out / "model.safetensors")
-    with pytest.raises(SourceError, match=r"h\.1: has weight_scale that is not finite and above zero"):
+    with pytest.raises(SourceError, match=r"h\.1: has weight_scale that is not finite and positive"):
         load(out, stack(tp, lambda: tp.Linear(80, 60, quant_dtype=tp.float8)))
 
 
@@ -260,7 +262,7 @@ def test_arguments_in_the_wrong_order_are_named(tp: Any, tmp_path: Path) -> None
 
 def test_block_linear_is_written_as_the_message_says(tp: Any, tmp_path: Path) -> None:
     """What stands after "write" is evaluated, and the module made of it loads."""
-    from bridge.tripy.layers import BlockLinear
+    from bridge.targets.tripy.models.layers import BlockLinear
 
     entry = INT4 | {"layout": "in_out", "pre_quant_scale": True}
     directory = written(tmp_path, both(entry), torch.float16, bias=None)
@@ -271,7 +273,7 @@ def test_block_linear_is_written_as_the_message_says(tp: Any, tmp_path: Path) ->
     load(directory, module)
     assert (held(module.h[1].pre_quant_scale) == 7).all()
     without = stack(tp, lambda: BlockLinear(80, 60, False, tp.float16, 10))
-    with pytest.raises(PlanError, match=r"h.\{0..1\}: with a pre-scale in the file"):
+    with pytest.raises(PlanError, match=r"h.\{0..1\}: has a pre-scale in the file"):
         load(directory, without)
     with pytest.raises(UsageError, match="in_features = 80 does not divide into blocks of 128"):
         BlockLinear(80, 60)
@@ -284,7 +286,7 @@ def test_shape_of_a_linear_that_is_quantized_otherwise_is_told_too(tp: Any, tmp_
     lines = [line.strip().partition(";")[0] for line in str(raised.value).splitlines()[1:]]
     assert lines == [
         "h.{0..1}: stored [in, out] in blocks along `in`, which tp.Linear cannot hold",
-        "h.{0..1}.bias: in the file, but no parameter of the module",
+        "h.{0..1}.bias: in the file, but not a parameter of the module",
         "h.{0..1}.weight: float32 in the file, float16 in the module",
         "h.{0..1}.weight: shape (60, 80) in the file, (64, 80) in the module",
     ]
@@ -294,12 +296,12 @@ def test_shape_of_a_linear_that_is_quantized_otherwise_is_told_too(tp: Any, tmp_
 def test_tensor_under_two_names_needs_one_of_them(copies: dict[str, str], tp: Any, tmp_path: Path) -> None:
     parts = iter((True, False))
     module = stack(tp, lambda: tp.Linear(80, 60, next(parts)))
-    with pytest.raises(PlanError, match=r"h.1.bias: in the file, but no parameter of the module$"):
+    with pytest.raises(PlanError, match=r"h.1.bias: in the file, but not a parameter of the module$"):
         load(written(tmp_path, {}), module)
     load(written(tmp_path, {}, copies=copies), module)
     assert (held(module.h[0].bias) == 7).all()
     neither = stack(tp, lambda: tp.Linear(80, 60, False))
-    with pytest.raises(PlanError, match=r"h.\{0..1\}.bias: in the file, but no parameter of the module$"):
+    with pytest.raises(PlanError, match=r"h.\{0..1\}.bias: in the file, but not a parameter of the module$"):
         load(written(tmp_path, {}, copies=copies), neither)
 
 
@@ -321,7 +323,7 @@ def test_one_prefix_that_differs_is_told_in_one_line(tp: Any, tmp_path: Path) ->
     assert [line.partition(";")[0] for line in str(raised.value).splitlines()[1:]] == [
         "  names begin with 'body.' in the module only",
         "  body.h.{0..1}: int8 in the file, not quantized in the module",
-        "  body.h.{0..1}.bias: in the file, but no parameter of the module",
+        "  body.h.{0..1}.bias: in the file, but not a parameter of the module",
     ]
 
 
@@ -332,7 +334,7 @@ NAMES = ["wte.weight", "h.0.fc.weight", "h.1.fc.weight"]
     ("surplus", "lacking", "said"),
     [
         (["transformer."], ["body."], "'transformer.' in the file, with 'body.' in the module; call it 'transformer'"),
-        (["transformer."], [""], "'transformer.' in the file only; hold this module as 'transformer' in another"),
+        (["transformer."], [""], "'transformer.' in the file only; make this module the part 'transformer' of another"),
         ([""], ["transformer."], "'transformer.' in the module only; load its part 'transformer' alone"),
         (["a.model."], ["b.model."], "'a.' in the file, with 'b.' in the module; call it 'a' there"),
         (["a.", "b."], ["c."], "None"),

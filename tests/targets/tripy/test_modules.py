@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from bridge.tripy.building import READY
-from tests.tripy.models import LENGTH, MODELS, answer, expected, filled, ids, model, relative, write
+from bridge.targets.tripy.models.build import READY
+from tests.covering import grid
+from tests.targets.tripy.models import LENGTH, MODELS, answer, expected, filled, ids, model, relative, write
 
 # float32 sums of a few hundred products in another order, over two layers; 1e-6 at most was seen.
 TOLERANCE = 5e-6
@@ -23,6 +24,7 @@ def test_every_ready_architecture_is_tested() -> None:
     assert tested | bare == READY.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_written_module_answers_as_transformers(name: str, tp: Any, tmp_path: Path) -> None:
     source = model(name)
@@ -58,9 +60,7 @@ def test_bert_reads_mask_and_token_types(tp: Any, tmp_path: Path) -> None:
     assert relative(answer(module, tp, ids(), mask, kinds)[mask.bool()], wanted[mask.bool()]) <= TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@grid({"name": ["gpt2", "llama", "qwen3"], "dtype": ["float16", "bfloat16"]})
 def test_half_module_is_as_near_to_float32_as_transformers_is(name: str, dtype: str, tp: Any, tmp_path: Path) -> None:
     """Ours rounds no scores and rotations; `tp.Linear` rounds once more before it adds a bias (GPT-2: 1.15 times)."""
     half = model(name, getattr(torch, dtype))

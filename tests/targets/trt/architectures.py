@@ -36,6 +36,10 @@ def vit() -> Any:
     return _config("ViTConfig", "ViTForImageClassification", **_IMAGE, num_hidden_layers=4, num_labels=7)
 
 
+def dinov3() -> Any:
+    return _config("DINOv3ViTConfig", "DINOv3ViTModel", **_IMAGE, num_hidden_layers=2, num_register_tokens=3)
+
+
 def resnet() -> Any:
     entries = {"embedding_size": 12, "hidden_sizes": [16, 24, 32, 40], "depths": [2, 1, 2, 1], "num_labels": 7}
     return _config("ResNetConfig", "ResNetForImageClassification", **entries)

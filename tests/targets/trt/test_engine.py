@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,20 +12,18 @@ from typing import Any
 import pytest
 from onnx import TensorProto, helper
 
-from bridge.errors import UsageError, WriteError
-from bridge.graph import engine as module
-from bridge.graph.engine import (
-    EngineOptions,
+from bridge.core.errors import UsageError, WriteError
+from bridge.targets.trt import engine as module
+from bridge.targets.trt.engine import (
     EngineUnavailable,
     Profile,
     build_engine,
-    missing,
     profile_shapes,
     trtexec_line,
+    why_unavailable,
 )
 
 PLAN = b"an engine"
-CACHE = b"timings"
 PAST = {
     f"past_key_values.{layer}.{side}": ("batch", 2, "past_sequence", 48)
     for layer in range(2)
@@ -69,19 +68,17 @@ class Recorder:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     errors: list[ParserError] = field(default_factory=list)
     plan: bytes | None = PLAN
-    accepts: tuple[bytes, ...] = (b"", CACHE)
-    monitor: Any = None
-    log: Any = None
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
 
 
 def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
-    severity = SimpleNamespace(ERROR="error", INTERNAL_ERROR="internal", INFO="info")
+    class Logger:
+        ERROR = "error"
 
-    class ILogger:
-        Severity = severity
+        def __init__(self, least: str) -> None:
+            assert least == self.ERROR
 
     class IProgressMonitor:
         pass
@@ -92,19 +89,9 @@ def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
         def __getattr__(self, name: str) -> Any:
             return lambda *given: record.calls.append((name, *given)) or 0
 
-        def create_timing_cache(self, data: bytes) -> bytes:
-            return data
-
-        def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
-            record.calls.append(("set_timing_cache", cache, ignore_mismatch))
-            return cache in record.accepts
-
-        def get_timing_cache(self) -> Any:
-            return SimpleNamespace(serialize=lambda: CACHE)
-
     class Builder:
         def __init__(self, log: Any) -> None:
-            record.log = log
+            assert isinstance(log, Logger)
 
         def create_network(self, flags: int) -> str:
             record.calls.append(("create_network", flags))
@@ -117,15 +104,13 @@ def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
             return SimpleNamespace(set_shape=lambda *given: record.calls.append(("set_shape", *given)))
 
         def build_serialized_network(self, network: str, config: Config) -> bytes | None:
-            record.monitor = config.progress_monitor
-            record.monitor.phase_start("Building", None, 2)
-            record.monitor.phase_start("Tactics", "Building", 5)
-            going = record.monitor.step_complete("Tactics", 0) and record.monitor.step_complete("Building", 0)
-            record.monitor.phase_finish("Tactics")
+            monitor = config.progress_monitor
+            monitor.phase_start("Building", None, 2)
+            monitor.phase_start("Tactics", "Building", 5)
+            going = monitor.step_complete("Tactics", 0) and monitor.step_complete("Building", 0)
+            monitor.phase_finish("Tactics")
+            going = going and monitor.step_complete("Building", 1)
             record.calls.append(("built", going))
-            record.log.log(severity.INFO, "all is well")
-            if record.plan is None:
-                record.log.log(severity.ERROR, "no tactic for node /q")
             return record.plan if going else None
 
     class OnnxParser:
@@ -141,10 +126,8 @@ def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
         def get_error(self, at: int) -> ParserError:
             return record.errors[at]
 
-    names = SimpleNamespace(VERSION_COMPATIBLE="vc", REFIT="refit", STRIP_PLAN="strip")
     return SimpleNamespace(
-        __version__=version, ILogger=ILogger, IProgressMonitor=IProgressMonitor, Builder=Builder,
-        OnnxParser=OnnxParser, BuilderFlag=names, MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
+        __version__=version, Logger=Logger, IProgressMonitor=IProgressMonitor, Builder=Builder, OnnxParser=OnnxParser,
         NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=3),
     )  # fmt: skip
 
@@ -155,6 +138,10 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setitem(sys.modules, "tensorrt", stand_in(found))
     monkeypatch.setattr(module, "gpu_count", lambda: 1)
     return found
+
+
+def build(path: Path, **settings: Any) -> None:
+    build_engine(path, path.with_name("m.engine"), Profile(), **settings)
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -188,33 +175,25 @@ def test_a_range_that_does_not_rise_is_refused(bad: tuple[int, int, int], tmp_pa
 
 def test_the_command_says_the_whole_build(tmp_path: Path) -> None:
     path = write_onnx(tmp_path, {"input_ids": ("batch", "sequence"), "fixed": (3, 5)})
-    options = EngineOptions(
-        Profile(batch=(1, 2, 4), sequence=(1, 9, 30)), Path("my cache"), True, True, True, workspace=3 << 30
+    assert trtexec_line(path, Profile(batch=(1, 2, 4), sequence=(1, 9, 30)), "m.engine") == (
+        "trtexec --onnx=model.onnx --saveEngine=m.engine --stronglyTyped --minShapes=input_ids:1x1 "
+        "--optShapes=input_ids:2x9 --maxShapes=input_ids:4x30"
     )
-    assert trtexec_line(path, "m.engine", options) == (
-        f"trtexec --onnx={path} --saveEngine=m.engine --stronglyTyped --minShapes=input_ids:1x1 "
-        "--optShapes=input_ids:2x9 --maxShapes=input_ids:4x30 '--timingCacheFile=my cache' "
-        "--memPoolSize=workspace:3072M --versionCompatible --refit --stripWeights"
-    )
-    assert "--stronglyTyped" not in trtexec_line(path, major=11)
-    assert not {"--refit", "--stripWeights", "--versionCompatible"} & set(trtexec_line(path).split())
 
 
 def test_a_static_model_needs_no_profile(record: Recorder, tmp_path: Path) -> None:
     path = write_onnx(tmp_path, {"x": (3, 5)})
-    assert "Shapes" not in trtexec_line(path)
-    build_engine(path, tmp_path / "m.engine")
+    assert "Shapes" not in trtexec_line(path, Profile())
+    build(path)
     assert not record.named("set_shape") and not record.named("add_optimization_profile")
 
 
 def test_a_build_makes_the_documented_calls(record: Recorder, tmp_path: Path) -> None:
     path = write_onnx(tmp_path)
-    options = EngineOptions(version_compatible=True, refit=True, strip_weights=True, workspace=1 << 30)
-    assert build_engine(path, tmp_path / "m.engine", options).read_bytes() == PLAN
+    build(path)
+    assert (tmp_path / "m.engine").read_bytes() == PLAN
     assert record.named("create_network") == [(1 << 3,)]
     assert record.named("parse_from_file") == [(str(path),)]
-    assert record.named("set_flag") == [("vc",), ("refit",), ("strip",)]
-    assert record.named("set_memory_pool_limit") == [("workspace", 1 << 30)]
     assert {(name, *sides) for name, *sides in record.named("set_shape")} == {
         (name, *sides) for name, sides in profile_shapes(path, Profile()).items()
     }
@@ -226,7 +205,7 @@ def test_version_11_is_not_asked_for_a_strongly_typed_network(
     record: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", stand_in(record, "11.1.0"))
-    build_engine(write_onnx(tmp_path), tmp_path / "m.engine")
+    build(write_onnx(tmp_path))
     assert record.named("create_network") == [(0,)]
 
 
@@ -236,46 +215,31 @@ def test_the_parsers_errors_are_listed_with_node_names(
     record.errors = [ParserError(f"layers.{i}.q", "axis is wrong") for i in range(3)] + [ParserError("", "no type")]
     monkeypatch.setitem(sys.modules, "tensorrt", stand_in(record))
     with pytest.raises(WriteError, match="parser refuses it") as raised:
-        build_engine(write_onnx(tmp_path), tmp_path / "m.engine")
+        build(write_onnx(tmp_path))
     assert "layers.{0..2}.q: QuantizeLinear: axis is wrong" in str(raised.value)
     assert "node 7: QuantizeLinear: no type" in str(raised.value)
     assert leftovers(tmp_path) == []
 
 
-def test_a_failed_build_tells_what_tensorrt_logged_and_leaves_nothing(record: Recorder, tmp_path: Path) -> None:
+def test_a_failed_build_says_the_command_and_leaves_nothing(record: Recorder, tmp_path: Path) -> None:
     record.plan = None
-    with pytest.raises(WriteError, match=r"built no engine: no tactic for node /q\n.*trtexec"):
-        build_engine(write_onnx(tmp_path), tmp_path / "m.engine", EngineOptions(timing_cache=tmp_path / "cache"))
+    with pytest.raises(WriteError, match=r"built no engine; it logged why\n.*trtexec"):
+        build(write_onnx(tmp_path))
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("held", "offered"), [(None, [b""]), (CACHE, [CACHE]), (b"of another GPU", [b"of another GPU", b""])]
-)
-def test_the_timing_cache_is_used_refilled_and_never_fatal(
-    held: bytes | None, offered: list[bytes], record: Recorder, tmp_path: Path
-) -> None:
-    cache = tmp_path / "cache"
-    if held is not None:
-        cache.write_bytes(held)
-    build_engine(write_onnx(tmp_path), tmp_path / "m.engine", EngineOptions(timing_cache=cache))
-    assert record.named("set_timing_cache") == [(data, False) for data in offered]
-    assert cache.read_bytes() == CACHE
-
-
-def test_progress_counts_the_outermost_phase_and_names_the_innermost(record: Recorder, tmp_path: Path) -> None:
+def test_progress_counts_the_steps_of_the_outermost_phase(record: Recorder, tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    build_engine(write_onnx(tmp_path), tmp_path / "m.engine", progress=lambda *given: told.append(given))
-    assert told == [(0, 2, "Building"), (0, 2, "Tactics"), (0, 2, "Tactics"), (1, 2, "Building")]
+    build(write_onnx(tmp_path), progress=lambda *given: told.append(given))
+    assert told == [(1, 2, "Building"), (2, 2, "Building")]
 
 
 def test_an_interrupt_cancels_the_build_and_is_raised_outside_of_it(record: Recorder, tmp_path: Path) -> None:
     def interrupt(done: int, total: int, text: str) -> None:
-        if text == "Tactics":
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(write_onnx(tmp_path), tmp_path / "m.engine", progress=interrupt)
+        build(write_onnx(tmp_path), progress=interrupt)
     assert record.named("built") == [(False,)]
     assert leftovers(tmp_path) == []
 
@@ -285,20 +249,10 @@ def test_a_full_disk_leaves_no_half_engine(record: Recorder, tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     path = write_onnx(tmp_path)
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(WriteError, match="No space left on device"):
-        build_engine(path, tmp_path / "m.engine")
+        build(path)
     assert leftovers(tmp_path) == []
-
-
-def test_an_engine_that_exists_is_kept_unless_told_otherwise(record: Recorder, tmp_path: Path) -> None:
-    path = write_onnx(tmp_path)
-    (tmp_path / "m.engine").write_bytes(b"older")
-    with pytest.raises(WriteError, match="overwrite=True"):
-        build_engine(path, tmp_path / "m.engine")
-    assert (tmp_path / "m.engine").read_bytes() == b"older"
-    assert record.calls == []
-    assert build_engine(path, tmp_path / "m.engine", overwrite=True).read_bytes() == PLAN
 
 
 def test_a_missing_package_is_said_with_the_install_command_and_the_build_as_a_command(
@@ -306,20 +260,20 @@ def test_a_missing_package_is_said_with_the_install_command_and_the_build_as_a_c
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(EngineUnavailable, match=r"(?s)`tensorrt` cannot be imported.*pip install.*trtexec --onnx="):
-        build_engine(write_onnx(tmp_path), tmp_path / "m.engine")
+        build(write_onnx(tmp_path))
     assert leftovers(tmp_path) == []
 
 
 def test_a_missing_gpu_a_placeholder_and_an_old_version_are_each_said(
     record: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert missing() == ""
+    assert why_unavailable() == ""
     monkeypatch.setattr(module, "gpu_count", lambda: 0)
-    assert "no NVIDIA GPU" in missing()
+    assert "CUDA finds no NVIDIA GPU" in why_unavailable()
     monkeypatch.setitem(sys.modules, "tensorrt", stand_in(record, "8.6.1"))
-    assert "8.6.1 is too old" in missing()
+    assert "8.6.1 is too old" in why_unavailable()
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace())
-    assert "placeholder" in missing()
+    assert "placeholder" in why_unavailable()
 
 
 def test_counting_gpus_without_a_driver_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,12 +282,3 @@ def test_counting_gpus_without_a_driver_gives_zero(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module.ctypes, "CDLL", absent)
     assert module.gpu_count() == 0
-
-
-@pytest.mark.parametrize("what", ["model", "directory"])
-def test_what_is_not_there_is_refused_before_work(what: str, record: Recorder, tmp_path: Path) -> None:
-    path = write_onnx(tmp_path) if what == "directory" else tmp_path / "model.onnx"
-    target = tmp_path / "no" / "m.engine" if what == "directory" else tmp_path / "m.engine"
-    with pytest.raises(UsageError, match=r"does not exist|no such file"):
-        build_engine(path, target)
-    assert record.calls == []

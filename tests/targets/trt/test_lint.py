@@ -13,9 +13,9 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper
 
-from bridge.errors import VerifyError
-from bridge.graph.lint import Finding, describe, lint, rules
-from tests.graph.lint_models import (
+from bridge.core.errors import VerifyError
+from bridge.targets.trt.lint import RULES, Finding, lint
+from tests.targets.trt.lint_models import (
     Sketch,
     Tensor,
     cut,
@@ -174,12 +174,12 @@ CASES = [
         "output-dtype", "leave the zero point out", half_with_float_scale,
         nodes(lambda n: n[1].input.append("in_zero")),
     ),
-    Case("scale-constant", "amax is computed when the model runs", spoil=computed_scale),
+    Case("scale-constant", "amax is computed at run time", spoil=computed_scale),
     Case("scale-positive", "1 scales are zero, negative, NaN or infinite", spoil=put("w_scale", SCALE_INF)),
     Case("scale-positive", "96 scales are zero", spoil=put("w_scale", filled(T.FLOAT, (96,), 0))),
     Case("scale-positive", "1 scales", spoil=put("in_scale", filled(T.FLOAT, (), -0.5))),
     Case("scale-positive", "768 scales", nvfp4, put("w_scale", filled(T.FLOAT8E4M3FN, (8, 96), 0))),
-    Case("scale-type", "scale is float16, the input float32", spoil=put("in_scale", filled(T.FLOAT16, (), 0.5))),
+    Case("scale-type", "scale is float16, but the input float32", spoil=put("in_scale", filled(T.FLOAT16, (), 0.5))),
     Case("scale-type", "scale is int32", spoil=put("in_scale", Tensor(T.INT32, (), b"\1\0\0\0"))),
     Case(
         "scale-type", "output_dtype another type", half_with_float_scale,
@@ -202,7 +202,7 @@ CASES = [
         put("w_scale", filled(T.FLOAT, (64, 3), 0.5)),
     ),
     Case("block-scale", "0 axes are blocked", lambda: weight_only(T.INT8, 1)),
-    Case("block-scale", "block_size is 64, the shapes", lambda: weight_only(T.INT8, 32), attribute(0, block_size=64)),
+    Case("block-scale", "block_size is 64, but the", lambda: weight_only(T.INT8, 32), attribute(0, block_size=64)),
     Case("block-scale", "write axis=0", lambda: weight_only(T.INT8, 32), attribute(0, axis=1)),
     Case("block-scale", "write block_size=32", lambda: weight_only(T.INT8, 32), attribute(0, block_size=0)),
     Case("block-scale", "must have the data's rank", spoil=attribute(2, block_size=32)),
@@ -247,7 +247,7 @@ CASES = [
     Case("opset-feature", "has block_size since opset 21", lambda: weight_only(T.INT8, 32), with_opset(19)),
     Case("opset-feature", "has output_dtype since opset 23", half_with_float_scale, with_opset(21)),
     Case("opset-feature", "has FP4 since opset 23", nvfp4, with_opset(21)),
-    Case("opset-feature", "Attention is in ONNX since opset 23", single("Attention", QKV, 21)),
+    Case("opset-feature", "ONNX has Attention since opset 23", single("Attention", QKV, 21)),
     Case("ir-version", "ir_version 14 is outside 10..13", spoil=lambda s: setattr(s, "ir", 14)),
     Case("ir-version", "ir_version 8", spoil=lambda s: setattr(s, "ir", 8)),
     Case("domain", "runs in TensorRT only", mxfp8, lambda s: setattr(s, "custom_ops", False)),
@@ -255,9 +255,9 @@ CASES = [
         lambda n: n.append(helper.make_node("FusedMatMul", ["xd", "wd"], ["y"], name="n_y", domain="com.microsoft")),
         lambda n: n.pop(3),
     )),
-    Case("domain", "trt::TRT_Magic is no op", mxfp8, nodes(lambda n: setattr(n[1], "op_type", "TRT_Magic"))),
-    Case("domain", "domain trt is used and not imported", mxfp8, lambda s: setattr(s, "domains", ())),
-    Case("domain", "domain aten is imported and not used", spoil=lambda s: setattr(s, "domains", ("aten",))),
+    Case("domain", "TRT_Magic is unknown to TensorRT", mxfp8, nodes(lambda n: setattr(n[1], "op_type", "TRT_Magic"))),
+    Case("domain", "domain trt is used, but not imported", mxfp8, lambda s: setattr(s, "domains", ())),
+    Case("domain", "domain aten is imported, but not used", spoil=lambda s: setattr(s, "domains", ("aten",))),
     Case("function", "inline it", spoil=edit(local_function)),
     Case("custom-block", "block_size 16", mxfp8, attribute(0, block_size=16)),
     Case("custom-block", "last or second to last", mxfp8, both(takes(32, 2, 32), attribute(0, axis=0))),
@@ -278,14 +278,14 @@ CASES = [
     Case("border", "axis 0 is dynamic without a name", spoil=takes(None, 128)),
     Case("border", "has no shape", spoil=edit(lambda m: m.graph.input[0].type.tensor_type.ClearField("shape"))),
     Case("border", "declared twice", spoil=edit(lambda m: m.graph.output.append(m.graph.output[0]))),
-    Case("missing-value", "read by n_wd and made by nobody", spoil=edit(lambda m: m.graph.initializer.pop(2))),
+    Case("missing-value", "read by n_wd, but has no producer", spoil=edit(lambda m: m.graph.initializer.pop(2))),
     Case("external-path", "must be a plain file name", spoil=place("location", "../model.safetensors")),
     Case("external-path", "must be a plain file name", spoil=place("location", "/model.safetensors")),
     Case("external-file", "does not exist", spoil=place("location", "other.safetensors")),
     Case("external-file", "symbolic link", damage=link(lambda old, new: new.symlink_to(old.name))),
     Case("external-file", "hard link", damage=link(os.link)),
     Case("external-bounds", "the file is truncated", damage=cut),
-    Case("external-bounds", "length is 12, [128, 96] of int8 needs 12288", spoil=place("length", "12")),
+    Case("external-bounds", "length is 12, but [128, 96] of int8 needs 12288", spoil=place("length", "12")),
     Case("external-bounds", "not a number of bytes", spoil=place("offset", "many")),
     Case("external-overlap", "offsets are wrong", spoil=edit(lambda m: setattr(
         m.graph.initializer[3].external_data[1], "value", str(int(m.graph.initializer[2].external_data[1].value) + 4)
@@ -293,13 +293,13 @@ CASES = [
     Case("initializer-data", "the weight was never written", spoil=edit(lambda m: (
         m.graph.initializer[2].ClearField("data_location"), m.graph.initializer[2].ClearField("external_data")
     ))),
-    Case("safetensors", "no safetensors file", damage=scrawl),
+    Case("safetensors", "not a safetensors file", damage=scrawl),
     Case("safetensors", "is not in the header", spoil=header(lambda h: h.pop("w_scale"))),
     Case("safetensors", "dtype I8 / U8", spoil=header(lambda h: h["w"].update(dtype="U8"))),
     Case("safetensors", "shape [128, 96] / [96, 128]", spoil=header(lambda h: h["w"].update(shape=[96, 128]))),
     Case("safetensors", "the file has", spoil=header(lambda h: h["w"].update(data_offsets=[0, 99999999]))),
     Case("unused", "no node reads this initializer", spoil=put("left", filled(T.FLOAT, (3,)))),
-    Case("unused", "bytes that nobody reads", spoil=header(lambda h: h.update(left=EMPTY))),
+    Case("unused", "unused bytes", spoil=header(lambda h: h.update(left=EMPTY))),
     Case("checker", "onnx.checker refuses", spoil=nodes(lambda n: setattr(n[3], "op_type", "NoSuchOp"))),
 ]  # fmt: skip
 
@@ -319,14 +319,14 @@ def test_a_model_that_breaks_a_rule_is_found(case: Case, tmp_path: Path) -> None
 
 
 def test_every_rule_has_a_failing_example_a_source_and_its_own_name() -> None:
-    names = [rule.id for rule in rules()]
+    names = [rule.id for rule in RULES]
     assert len(set(names)) == len(names)
     assert {case.rule for case in CASES} == set(names)
-    assert all(rule.source and rule.about for rule in rules())
+    assert all(rule.source and rule.about for rule in RULES)
 
 
 def test_values_of_weights_are_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.graph.lint.model import Model
+    from bridge.targets.trt.lint.model import Model
 
     read: list[str] = []
     plain = Model.chunks
@@ -336,7 +336,7 @@ def test_values_of_weights_are_never_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_scales_beyond_one_chunk_are_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.graph.lint.model.CHUNK", 64)
+    monkeypatch.setattr("bridge.targets.trt.lint.model.CHUNK", 64)
     sketch = linear()
     sketch.tensors["w_scale"] = SCALE_INF
     assert [f.rule for f in lint(sketch.write(tmp_path))] == ["scale-positive"]
@@ -376,15 +376,6 @@ def test_a_malformed_node_does_not_keep_the_other_rules_from_running(tmp_path: P
     assert "uint8" in found["qdq-type"]
     assert "cannot be checked" in found["scale-constant"]
     assert "onnx.checker refuses" in found["checker"]
-
-
-def test_findings_of_repeated_layers_fold_into_one_line() -> None:
-    found = [Finding("int4", "warning", "model.norm.weight", "other")]
-    found += [Finding("int4", "error", f"model.layers.{i}.q_proj.weight", "blocks of 32") for i in range(3)]
-    assert describe(found) == [
-        "error [int4] model.layers.{0..2}.q_proj.weight: blocks of 32",
-        "warning [int4] model.norm.weight: other",
-    ]
 
 
 @pytest.mark.parametrize(("allowed", "severities"), [(True, set()), (None, {"warning"}), (False, {"error"})])

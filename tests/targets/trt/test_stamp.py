@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bridge.graph.skeleton import Layers
-from bridge.graph.stamp import KV, MODULE, Refused, stamp_layers
+from bridge.targets.trt.graph.layers import Layers
+from bridge.targets.trt.graph.stamp import KV, MODULE, Refused, stamp_layers
 
 HIDDEN = 6
 
@@ -127,12 +127,22 @@ def test_a_constant_that_depends_on_the_layer_is_refused() -> None:
         stamp_layers(few, _layers("aaaa"), [0, 1])
 
 
+def test_an_attribute_that_depends_on_the_layer_is_refused() -> None:
+    maker = _Maker(0)
+    for i in range(2):
+        maker.layer(i, 0.5)
+        maker.carry = maker.node(f"h.{i}", "LeakyRelu", maker.carry)
+        maker.nodes[-1].attributes["alpha"] = ir.AttrFloat32("alpha", (i + 1) / 10)
+    with pytest.raises(Refused, match="of one kind differ: LeakyRelu"):
+        stamp_layers(maker.model(), _layers("aaaa"), [0, 1])
+
+
 def test_two_hidden_states_between_layers_are_refused() -> None:
     maker = _Maker(1)
     second = maker.node("h.0", "Neg", maker.carry)
     maker.layer(1, 0.5)
     maker.carry = maker.node("h.1", "Add", maker.carry, second)
-    with pytest.raises(Refused, match="2 values cross from a layer to the next"):
+    with pytest.raises(Refused, match="2 values go from a layer to the next"):
         stamp_layers(maker.model(), _layers("aaaa"), [0, 1])
 
 

@@ -22,17 +22,20 @@ import pytest
 import torch
 
 import bridge
-from bridge.container import SafetensorsFile
-from bridge.graph.runtime import Runtime
-from bridge.plan_json import plan_from_dict
-from bridge.quant.decode import decode
-from bridge.verification import relative_l2
-from tests.modelopt_oracle import Answer, ask
-from tests.trt_families import DECODERS, UNNAMED, VOCAB, decoder, encoder
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.typed_json import typed
+from bridge.planning.plan import Plan
+from bridge.quant.codec.decode import decode
+from bridge.targets.trt.runtime import Runtime
+from bridge.verification.outputs import relative_l2
+from tests.covering import grid
+from tests.models.trt_families import DECODERS, UNNAMED, VOCAB, decoder, encoder
+from tests.oracles.modelopt_oracle import Answer, ask
 
+once = pytest.mark.usefixtures("graphs_once")
 LENGTH = 64
 SCHEMES = ("fp8", "int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq")
-CALMER = {("gemma3", "w4a8_awq"): 0.7, ("olmo2", "w4a8_awq"): 0.5}  # see tests.trt_families.CALM
+CALMER = {("gemma3", "w4a8_awq"): 0.7, ("olmo2", "w4a8_awq"): 0.5}  # see tests.models.trt_families.CALM
 # float32 sums in another order: what two correct graphs of a few layers differ by.
 FLOAT = 5e-5
 
@@ -138,7 +141,7 @@ def near_tie(ratio: np.ndarray, kind: str) -> np.ndarray:
 def quantizers(directory: Path) -> dict[str, tuple[str, str, str, str, str]]:
     """Module -> (its float input, the same smoothed, the same after codes, the scale, the codes' type)."""
     model = ir.load(directory / "model.onnx")
-    plan = plan_from_dict(json.loads((directory / "bridge.json").read_text())["plan"])
+    plan = typed(Plan, json.loads((directory / "bridge.json").read_text())["plan"])
     found = {}
     for step in plan.quantized:
         assert step.site and step.format
@@ -161,7 +164,7 @@ def quantizers(directory: Path) -> dict[str, tuple[str, str, str, str, str]]:
 
 def assert_weights_equal(pair: Pair) -> None:
     """Every stored weight, dequantized, is the one ModelOpt multiplies with, up to codes at ties (1 in 10,000)."""
-    plan = plan_from_dict(json.loads((pair.directory / "bridge.json").read_text())["plan"])
+    plan = typed(Plan, json.loads((pair.directory / "bridge.json").read_text())["plan"])
     file = SafetensorsFile(pair.directory / "model.safetensors")
     compared = 0
     for step in plan.quantized:
@@ -207,26 +210,35 @@ def check(pair: Pair) -> None:
     assert_near(pair, run_tokens(pair, [LENGTH]))
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("llama", "fp8"), ("gpt2", "int8_sq"), ("gemma3", "int4_awq")])
-def test_equals_modelopt(family: str, scheme: str, tmp_path: Path) -> None:
-    check(convert(family, scheme, None, tmp_path / "out"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*DECODERS, *UNNAMED])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@once
+@grid(
+    {"family": [*DECODERS, *UNNAMED], "scheme": SCHEMES},
+    fast=[("llama", "fp8")],
+    first=[("gpt2", "int8_sq"), ("gemma3", "int4_awq")],
+)
 def test_every_family_and_scheme_equals_modelopt(family: str, scheme: str, tmp_path: Path) -> None:
     check(convert(family, scheme, None, tmp_path / "out"))
 
 
+# Grouped and multi-head attention, sliding windows, experts, q, k and v in one matrix; the others are `product`.
+CACHES = ["llama", "gpt2", "gemma3", "mixtral", "phi3"]
+
+
+@once
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*DECODERS, *UNNAMED])
+@pytest.mark.parametrize(
+    "family",
+    [*CACHES, *(pytest.param(f, marks=pytest.mark.product) for f in [*DECODERS, *UNNAMED] if f not in CACHES)],
+)
 def test_fp8_with_an_fp8_cache_equals_modelopt(family: str, tmp_path: Path) -> None:
     check(convert(family, "fp8", "fp8", tmp_path / "out"))
 
 
+@once
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(f, marks=pytest.mark.product) for f in ("llama", "gpt2", "mixtral"))]
+)
 def test_without_a_cache_the_logits_are_the_same(family: str, tmp_path: Path) -> None:
     with_cache = convert(family, "fp8", "fp8", tmp_path / "with")
     without = convert(family, "fp8", "fp8", tmp_path / "without", cache=False)
@@ -235,6 +247,7 @@ def test_without_a_cache_the_logits_are_the_same(family: str, tmp_path: Path) ->
     assert relative_l2(ours["logits"], run_tokens(with_cache, [LENGTH])) < 0.02
 
 
+@once
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*DECODERS, *UNNAMED])
 def test_tokens_one_by_one_in_chunks_and_padded_give_the_logits_of_one_pass(family: str, tmp_path: Path) -> None:
@@ -249,9 +262,8 @@ def test_tokens_one_by_one_in_chunks_and_padded_give_the_logits_of_one_pass(fami
     assert relative_l2(padded, whole) < FLOAT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "bert-classifier", "bert-mlm", "vit", "resnet"])
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "int8_wo"])
+@once
+@grid({"name": ["bert", "bert-classifier", "bert-mlm", "vit", "resnet"], "scheme": ["fp8", "int8", "int8_wo"]})
 def test_encoders_and_images_equal_modelopt(name: str, scheme: str, tmp_path: Path) -> None:
     model = encoder(name)
     rng = np.random.default_rng(3)
@@ -276,6 +288,7 @@ def test_encoders_and_images_equal_modelopt(name: str, scheme: str, tmp_path: Pa
     assert far <= max(own / 4, FLOAT) and far <= 0.02, f"{far:.2e} from ModelOpt, whose own error is {own:.2e}"
 
 
+@once
 @pytest.mark.slow
 def test_fp8_blocks_equal_modelopt(tmp_path: Path) -> None:
     # NVFP4 has no such test: ModelOpt has no CPU code to run it. Its codes are held against NVFP4QTensor instead.
@@ -284,9 +297,8 @@ def test_fp8_blocks_equal_modelopt(tmp_path: Path) -> None:
     assert_near(pair, run_tokens(pair, [LENGTH]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("scheme", ["fp8", "int4_awq", "nvfp4_wo"])
+@once
+@grid({"scheme": ["fp8", "int4_awq", "nvfp4_wo"], "dtype": ["fp16", "bf16"]})
 def test_half_graphs_hold_the_same_codes(scheme: str, dtype: str, tmp_path: Path) -> None:
     half = convert("llama", scheme, None, tmp_path / "half", dtype=dtype)
     single = convert("llama", scheme, None, tmp_path / "single")
@@ -295,7 +307,7 @@ def test_half_graphs_hold_the_same_codes(scheme: str, dtype: str, tmp_path: Path
             files = (SafetensorsFile(p.directory / "model.safetensors") for p in (half, single))
             assert len({f.read(name).tobytes() for f in files}) == 1, name
     runtime = Runtime(half.directory)
-    assert runtime.twin
+    assert runtime.substitute
     # norms and embeddings are rounded to the half dtype: 2^-9 relative for bf16, spread over the layers
     assert relative_l2(runtime.run({"input_ids": half.ids})["logits"], run_tokens(single, [LENGTH])) < 0.1
 
@@ -309,6 +321,7 @@ def unchanged(model: Any) -> Iterator[None]:
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_callers_model_is_untouched_and_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
     model = decoder("llama")
     with unchanged(model):

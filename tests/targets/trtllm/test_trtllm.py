@@ -11,16 +11,16 @@ import pytest
 from safetensors.torch import load_file
 
 import bridge
-from bridge.container import read_header
-from bridge.errors import PlanError, SchemeError, UsageError
-from bridge.planning import Plan
+from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.core.formats.safetensors import read_header
+from bridge.core.values import TensorSpec
+from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.trtllm.lint import lint
-from bridge.values import TensorSpec
-from tests.sources_made import CONFIG, MadeSource
+from bridge.targets.trtllm.lint import lint
+from tests.models.sources_made import CONFIG, MadeSource
+from tests.oracles.trtllm_oracle import assert_slices
 from tests.tables.checkpoints import headers
 from tests.test_imports import FRAMEWORKS, loaded
-from tests.trtllm_oracle import assert_slices
 
 LLAMA = CONFIG | {"rms_norm_eps": 1e-5, "hidden_act": "silu"}
 MIXTRAL = LLAMA | {
@@ -64,15 +64,15 @@ def recipe(path: Path, text: str) -> str:
     [
         (LLAMA, "fp8", {"tp": 3}, "8 heads cannot be shared evenly by tp=3 ranks"),
         (LLAMA, "fp8", {"tp": 16}, "8 heads cannot be shared evenly by tp=16 ranks"),
-        (LLAMA | {"num_key_value_heads": 3}, "fp8", {"tp": 4}, "tp=4 is no multiple of the 3 heads"),
+        (LLAMA | {"num_key_value_heads": 3}, "fp8", {"tp": 4}, "tp=4 is not a multiple of the 3 heads"),
         (LLAMA | {"intermediate_size": 386}, "fp8", {"tp": 4}, "out = 386 cannot be shared evenly by tp=4 ranks"),
         (LLAMA, "fp8", {"pp": 2}, "pp=2 does not divide the 3 layers; it may be 1, 3"),
-        (LLAMA, "int4_wo", {"tp": 2}, "a rank has in = 192, no multiple of the group of 128; use a smaller tp"),
+        (LLAMA, "int4_wo", {"tp": 2}, "a rank has in = 192, not a multiple of the group of 128; use a smaller tp"),
         (LLAMA | {"intermediate_size": 385}, "fp8_block", {}, "out = 385 does not divide into tiles of 128"),
         (LLAMA | {"rms_norm_eps": None}, "fp8", {}, "the config does not give `rms_norm_eps`"),
         (LLAMA | {"hidden_act": None}, "fp8", {}, "the config does not give `hidden_act`"),
-        (MIXTRAL, "nvfp4_wo", {}, "a stack of experts holds no second scale"),
-        (MIXTRAL, "w4a8_awq", {}, "a stack of experts holds no second scale"),
+        (MIXTRAL, "nvfp4_wo", {}, "stacked experts have no second scale"),
+        (MIXTRAL, "w4a8_awq", {}, "stacked experts have no second scale"),
     ],
 )
 def test_what_does_not_fit_is_told_before_any_weight_is_read(
@@ -115,7 +115,9 @@ def test_a_scheme_without_a_place_in_the_checkpoint_is_refused(quant: str, optio
 
 
 def test_an_architecture_without_a_layout_is_pointed_to_hf() -> None:
-    with pytest.raises(PlanError, match=r"no layout for Phi3ForCausalLM(.|\n)*target hf"):
+    with pytest.raises(
+        PlanError, match=r"no layout of TensorRT-LLM's checkpoint up to 1.2 for Phi3ForCausalLM(.|\n)*target hf"
+    ):
         plan(LLAMA | {"architectures": ["Phi3ForCausalLM"]})
 
 
@@ -124,7 +126,7 @@ def test_an_architecture_without_a_layout_is_pointed_to_hf() -> None:
     [
         ({"tp": 0}, "tp=0 must be a whole number of ranks"),
         ({"pp": True}, "pp=True must be a whole number of ranks"),
-        ({"dtype": "fp32"}, "dtype 'fp32' cannot be the checkpoint's"),
+        ({"dtype": "fp32"}, "dtype 'fp32' is not a dtype of the checkpoint"),
         ({"tensor_parallel": 2}, "target trtllm has no option 'tensor_parallel'"),
     ],
 )
@@ -134,7 +136,7 @@ def test_a_wrong_option_is_a_wrong_call(options: dict[str, Any], says: str) -> N
 
 
 def test_kv_in_blocks_is_refused() -> None:
-    with pytest.raises(PlanError, match="ranks hold one scale a layer; use kv='fp8' or 'int8'"):
+    with pytest.raises(PlanError, match="ranks hold one for each layer; use kv='fp8' or 'int8'"):
         bridge.plan(made(LLAMA), "trtllm", "fp8", kv="nvfp4")
 
 
@@ -147,7 +149,7 @@ def test_one_matrix_has_one_format(tmp_path: Path) -> None:
 
 def test_stages_must_be_alike_since_one_config_speaks_for_all(tmp_path: Path) -> None:
     quant = recipe(tmp_path / "r.toml", 'base = "fp8"\n\n[[rule]]\nlayers = [0]\nquant = "none"\n')
-    with pytest.raises(PlanError, match="pp=3: the stages differ in what is quantized"):
+    with pytest.raises(PlanError, match="pp=3: the stages differ in their quantized modules"):
         plan(LLAMA, quant, pp=3)
     assert plan(LLAMA, quant).quantized
 
@@ -156,7 +158,7 @@ def test_parts_of_one_matrix_have_one_dtype() -> None:
     source = made(LLAMA)
     name = "model.layers.1.self_attn.k_proj.weight"
     specs = dict(source.specs) | {name: TensorSpec(name, source.specs[name].shape, "float16")}
-    with pytest.raises(PlanError, match="is one tensor here, but its parts are float16 and float32; save them alike"):
+    with pytest.raises(PlanError, match="its parts are float16 and float32; save them in one dtype"):
         bridge.plan(MadeSource(source.arrays, specs, LLAMA), "trtllm", "fp8")
 
 
@@ -167,7 +169,7 @@ def test_a_padded_head_cannot_be_quantized(tmp_path: Path) -> None:
 
 
 def test_a_plan_loads_no_framework() -> None:
-    model = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+    model = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
     assert not loaded(f"import bridge; bridge.plan({str(model)!r}, 'trtllm', 'fp8', tp=2)\nprint()") & FRAMEWORKS
 
 
@@ -287,7 +289,7 @@ def test_lint_finds_nothing_in_what_is_written_and_every_harm(scheme: str, tmp_p
     config = json.loads((out / "config.json").read_text())
     harms = {
         "no architecture": {key: value for key, value in config.items() if key != "architecture"},
-        "unknown there": {**config, "quantization": {**config["quantization"], "block": 1}},
+        "unknown to TensorRT-LLM": {**config, "quantization": {**config["quantization"], "block": 1}},
         "world_size is 2": {**config, "mapping": {"world_size": 2}},
         "is not quantized": {**config, "quantization": {"quant_algo": None}},
         "has weights in": {**config, "quantization": {"quant_algo": "W4A16_NVFP4" if scheme != "nvfp4_wo" else "FP8"}},

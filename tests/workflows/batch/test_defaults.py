@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge.batches import rows as manifest_rows
-from bridge.errors import UsageError
-from tests.batches.test_manifest import HF, MATRIX, TRT, read, refused
+from bridge.core.errors import UsageError
+from bridge.workflows.batch.manifest import rows as manifest_rows
+from tests.workflows.batch.test_manifest import HF, MATRIX, TRT, read, refused
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from tests.batches.test_manifest import HF, MATRIX, TRT, read, refused
         ('quant = "fp9"', "[defaults]: quant='fp9' is unknown"),
         ('quant = "gone.toml"', "[defaults]: quant="),
         ('verify = "no"', "[defaults]: verify = 'no'; expected true or false"),
-        ('memory = "lots"', "[defaults]: memory 'lots' is no size"),
+        ('memory = "lots"', "[defaults]: memory 'lots' is not a size"),
         ('config = "~nobody-of-that-name/c.json"', "[defaults]: '~nobody-of-that-name/c.json'"),
         ('calib = "~nobody-of-that-name/t.txt"', "[defaults]: '~nobody-of-that-name/t.txt'"),
         ('out = "~nobody-of-that-name/{name}"', "[defaults]: '~nobody-of-that-name/"),
-        ('out = "o/{nmae}"', "[defaults]: out = 'o/{nmae}': {nmae} is no key here"),
+        ('out = "o/{nmae}"', "[defaults]: out = 'o/{nmae}': unknown row key {nmae}"),
         ("custom_ops = 1", "[defaults]: custom_ops=1: option 'custom_ops' of target"),
     ],
 )
@@ -79,7 +79,7 @@ def test_options_that_are_right_together_are_not_refused(tmp_path: Path, monkeyp
 
 def test_a_default_that_only_one_row_cannot_have_is_told_of_that_row(tmp_path: Path) -> None:
     lines = refused(tmp_path, f'[defaults]\nopset = 21\nout = "{{name}}-{{opset}}"\n{TRT}{HF}')
-    assert len(lines) == 2 and "[[row]] 2: out = '{name}-{opset}': {opset} is no key here" in lines[1]
+    assert len(lines) == 2 and "[[row]] 2: out = '{name}-{opset}': unknown row key {opset}" in lines[1]
 
 
 def test_an_exclusion_names_the_key_that_the_matrix_has_not(tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_an_exclusion_names_the_key_that_the_matrix_has_not(tmp_path: Path) -> N
     lines = refused(tmp_path, f'{MATRIX}target = ["hf"]\nquant = ["fp8"]\nexclude = {rules}\n[defaults]\ntp = 2')
     assert [line.partition("known")[0].strip() for line in lines[1:4]] == [
         "[[matrix]] 1: exclude {'quantt': 'fp8'}: the matrix has no key `quantt`;",
-        "[[matrix]] 1: exclude {'target': 'hf', 'tp': 2}: the matrix has no key `tp`; it stands in [defaults]: write "
-        "it into the matrix",
-        "[[matrix]] 1: exclude {'quant': 'int8'}: no combination is like that",
+        "[[matrix]] 1: exclude {'target': 'hf', 'tp': 2}: the matrix has no key `tp`; it is in [defaults]; write "
+        "it in the matrix",
+        "[[matrix]] 1: exclude {'quant': 'int8'}: no combination matches",
     ]
     assert lines[1].endswith("known: model, quant, target; nearest: quant")

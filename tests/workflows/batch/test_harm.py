@@ -14,19 +14,20 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
-from bridge.batches import calibrations, finished, planning, pool, result
-from bridge.batches.job import CRASH, run_job
-from bridge.batches.local import Local
-from bridge.batches.manifest import read_manifest
-from bridge.batches.result import BatchReport
-from bridge.batches.table import report_table
-from bridge.batches.values import DONE, FAILED, PLANNED, Job, Outcome, Row
-from bridge.batches.waiting import Waiting
-from bridge.batches.watching import line
-from bridge.cli import app
-from bridge.errors import CalibrationError, PlanError
+from bridge.cli.main import app
+from bridge.cli.terminal import console
+from bridge.core.errors import CalibrationError, PlanError
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.terminal import console
+from bridge.workflows.batch import report as result
+from bridge.workflows.batch.engines import pool
+from bridge.workflows.batch.engines.local import Local
+from bridge.workflows.batch.engines.queue import JobQueue
+from bridge.workflows.batch.job import CRASH, run_job
+from bridge.workflows.batch.manifest.read import read_manifest
+from bridge.workflows.batch.prepare import calibrations, finished
+from bridge.workflows.batch.prepare import plan as planning
+from bridge.workflows.batch.report import BatchReport, report_table
+from bridge.workflows.batch.values import DONE, FAILED, PLANNED, Job, Outcome, Row, line
 
 TINY = Path("examples/models/tiny-llama").absolute()
 HERE = Local(1, 16 << 30)
@@ -70,17 +71,17 @@ def test_a_name_too_long_for_the_disk_fails_its_row(tmp_path: Path) -> None:
 
 
 def test_a_bug_while_a_row_is_planned_costs_that_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planning.foresee
+    plan = planning.resolve
 
     def broken(source: Any, request: Any) -> Any:
         if request.quant == "int8_wo":
             raise KeyError("bug")
         return plan(source, request)
 
-    monkeypatch.setattr(planning, "foresee", broken)
+    monkeypatch.setattr(planning, "resolve", broken)
     report = bridge.batch(written(tmp_path, "int8_wo", "int4_wo"), dry_run=True)
     assert [outcome.status for outcome in report.outcomes.values()] == [FAILED, PLANNED]
-    assert report.outcomes["int8_wo"].kind == CRASH and "unforeseen KeyError" in report.outcomes["int8_wo"].error
+    assert report.outcomes["int8_wo"].kind == CRASH and "unexpected KeyError: a bug" in report.outcomes["int8_wo"].error
 
 
 def test_data_that_are_missing_are_told_before_anything_runs(tmp_path: Path) -> None:
@@ -108,30 +109,31 @@ def test_a_signal_is_named_and_the_list_of_modules_left_out(number: int) -> None
     worker.process.kill()
     worker.process.wait()
     worker.process.returncode = -number
-    worker.said.write(b"Fatal Python error\nExtension modules: numpy, torch (total: 2)\n")
+    worker.stderr.write(b"Fatal Python error\nExtension modules: numpy, torch (total: 2)\n")
     told = worker._died(job("row"))
     worker.close()
     assert ("SIGSEGV" if number == 11 else "signal 36") in told.error
     assert "Fatal Python error" in told.error and "Extension modules" not in told.error
 
 
+@pytest.mark.slow
 def test_a_worker_gets_no_interrupt_before_it_can_refuse_one() -> None:
     """Ctrl-C goes to all processes of a terminal: one whose Python starts just then would end with a traceback."""
     worker = pool.Worker()
     worker.process.send_signal(signal.SIGINT)
     worker.connection.send(None)
     assert worker.process.wait(60) == 0
-    worker.said.seek(0)
-    assert b"Traceback" not in worker.said.read()
+    worker.stderr.seek(0)
+    assert b"Traceback" not in worker.stderr.read()
     worker.close()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_calibration_that_fails_is_told_once_and_not_counted_as_made() -> None:
     jobs = [job("the calibration", calibrates="x"), job("a", after=("the calibration",))]
-    waiting = Waiting(jobs)
+    waiting = JobQueue(jobs)
     waiting.take(jobs[0])
-    first, row = waiting.told(Outcome("the calibration", FAILED, "no data, and much more", "CalibrationError"))
+    first, row = waiting.ended(Outcome("the calibration", FAILED, "no data, and much more", "CalibrationError"))
     report = BatchReport("", "local", 1, (jobs[1].row,), {"a": row}, (first,))
     with Path("/dev/null").open("w") as nowhere:
         screen = console(nowhere)
@@ -153,7 +155,7 @@ def test_a_batch_has_passed_when_every_row_has() -> None:
 
 def test_a_summary_nested_without_end_is_no_summary(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text("[" * 100_000)
-    with pytest.raises(bridge.BridgeError, match="no summary of a batch"):
+    with pytest.raises(bridge.BridgeError, match="is not the summary of a batch"):
         result.read_earlier(tmp_path / "s.json")
 
 
@@ -174,7 +176,7 @@ def test_without_a_summary_the_calibration_in_the_output_decides(
     monkeypatch.setattr(finished, "versions", lambda: {"torch": "2"})
     file = tmp_path / "calibration.safetensors"
     Calibration(Provenance("fp8", "s", "", "", "", data, 1, 1, {"torch": torch})).save(file)
-    planned = planning.Planned(job("row").row, key="k", statistics=("s", "d"))
+    planned = planning.PlannedRow(job("row").row, key="k", statistics=("s", "d"))
     assert finished._same_calibration(planned, {}, file) is same
     assert not finished._same_calibration(planned, {"k": "another"}, file)
 
@@ -190,7 +192,7 @@ def test_samples_and_sequence_reach_the_calibration(tmp_path: Path, monkeypatch:
         given.update(more)
         raise CalibrationError("enough")
 
-    monkeypatch.setattr(bridge, "calibrate", calibrate)
+    monkeypatch.setattr("bridge.workflows.batch.job.calibrate", calibrate)
     assert run_job(calibrating, lambda event: None).error == "enough"
     assert (given["samples"], given["sequence"]) == (4, 64)
 
@@ -206,6 +208,7 @@ def test_a_quiet_command_tells_all_lines_of_an_error(tmp_path: Path) -> None:
     assert len(lines) > 1 and done.exit_code == 1 and [line for line in lines if line.strip() not in done.stderr] == []
 
 
+@pytest.mark.slow
 def test_a_quiet_command_tells_failures_on_stderr(tmp_path: Path) -> None:
     path = written(tmp_path, "int8_wo")
     path.write_text(path.read_text() + '[[row]]\nname = "gone"\nmodel = "./nowhere"\n')

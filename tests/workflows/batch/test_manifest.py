@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.batches import rows as manifest_rows
-from bridge.batches.manifest import Manifest, read_manifest
-from bridge.batches.result import BatchReport
-from bridge.batches.values import DONE, Outcome
-from bridge.errors import UsageError
-from bridge.problems import MOST
-from bridge.terminal import console
+from bridge.cli.terminal import console
+from bridge.core.errors import UsageError
+from bridge.core.problems import MAX_KINDS
+from bridge.workflows.batch.manifest import rows as manifest_rows
+from bridge.workflows.batch.manifest.read import Manifest, read_manifest
+from bridge.workflows.batch.report import BatchReport
+from bridge.workflows.batch.values import DONE, Outcome
 
 
 def read(tmp_path: Path, text: str) -> Manifest:
@@ -109,7 +109,7 @@ def test_combinations_that_come_to_one_row_are_told(tmp_path: Path) -> None:
     made = read(tmp_path, text)
     assert len(made.rows) == 6 and made.notes == (
         "[[matrix]] 1: 2 combinations merged into 'llama-none-hf': target hf has no option 'tp'",
-        "[[matrix]] 2: 2 combinations merged into 'llama-fp8-hf', 'llama-int8_wo-hf': asked for already",
+        "[[matrix]] 2: 2 combinations merged into 'llama-fp8-hf', 'llama-int8_wo-hf': an equal row exists",
     )
     report = BatchReport("", "local", 1, made.rows, notes=made.notes)
     assert json.loads(report.to_json())["notes"] == list(made.notes)
@@ -143,7 +143,7 @@ def test_paths_are_relative_to_the_manifest(tmp_path: Path, monkeypatch: pytest.
     assert found == (*expected, "llama-recipe-hf")
     assert Path(made.out) == tmp_path / "../x"
     line = refused(tmp_path, '[[row]]\nmodel = "here"\ntarget = "hf"')[1]
-    assert "'here' is not there beside the manifest" in line
+    assert "'here' does not exist relative to the manifest" in line
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     )
     assert len(lines) == 1 + 13, "\n".join(lines)
     for needle in (
-        "`worker` is unknown", "nearest: workers", "'slurm' is unknown", "'lots' is no size",
+        "`worker` is unknown", "nearest: workers", "'slurm' is unknown", "'lots' is not a size",
         "[local] has no key `nodes`", "[defaults]: key `verfy` is unknown",
         "[[row]] 1: target hf has no option 'tp'", "[[row]] 2: model = 3",
         "[[row]] 2: target is missing", "[[row]] 3: target is a list", "[[row]] 4: name = '{modle}'", "nearest: model",
@@ -218,9 +218,9 @@ def test_a_recipe_that_is_missing_hides_no_other_problem(tmp_path: Path) -> None
         """,
     )
     for needle in (
-        "[[row]] 1, [[row]] 2, [[row]] 3 and 1 more: quant=", "[[row]] 1: memory 'lots' is no size",
+        "[[row]] 1, [[row]] 2, [[row]] 3 and 1 more: quant=", "[[row]] 1: memory 'lots' is not a size",
         "[[row]] 1: name = '{modle}'", "[[row]] 2: verify = 'no'", "[[row]] 2: '~nobody-of-that-name/config.json'",
-        "[[row]] 4: the name 'same' is that of [[row]] 3", "[[matrix]] 1: target 'trtt' is unknown",
+        "[[row]] 4: [[row]] 3 already has the name 'same'", "[[matrix]] 1: target 'trtt' is unknown",
     ):  # fmt: skip
         assert any(needle in line for line in lines), needle
     assert len(lines) == 1 + 7, "\n".join(lines)
@@ -232,8 +232,8 @@ def test_a_recipe_that_is_missing_hides_no_other_problem(tmp_path: Path) -> None
     ("text", "wrong"),
     [
         ('[defaults]\ntp = [1, 2]\n[[row]]\nmodel = "llama"\ntarget = "trtllm"\n', "[defaults]: tp is a list"),
-        ('row = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[row]] 1: is written as a table"),
-        ('matrix = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[matrix]] 1: is written as a table"),
+        ('row = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[row]] 1: must be a table"),
+        ('matrix = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[matrix]] 1: must be a table"),
     ],
 )
 def test_no_option_is_said_to_be_idle_where_a_table_cannot_be_read(text: str, wrong: str, tmp_path: Path) -> None:
@@ -249,20 +249,23 @@ FIVE = ("shards", "memory", "samples", "sequence", "tp")  # axes: 777 million ro
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (f'{HF}name = "a"\n' * 2, "the name 'a' is that of [[row]] 1"),
-        (f'{HF}out = "o"\n{TRT}out = "o"', "that of 'llama-none-hf'"),
-        (f'{HF}out = "o"\n{TRT}out = "./q/../o"', "that of 'llama-none-hf'"),
+        (f'{HF}name = "a"\n' * 2, "[[row]] 1 already has the name 'a'"),
+        (f'{HF}out = "o"\n{TRT}out = "o"', "already the output of 'llama-none-hf'"),
+        (f'{HF}out = "o"\n{TRT}out = "./q/../o"', "already the output of 'llama-none-hf'"),
         (f'{HF}out = "o"\n{TRT}out = "o/p"', "lies inside"),
         (f'{HF}out = "o"\n{TRT}out = "q/../o/p"', "lies inside"),
         (f'{HF}out = "o"\n{TRT}out = "link/p"', "lies inside"),
         (f'{HF}out = "o"\n[[row]]\nmodel = "./q/../o"\ntarget = "trt"', "a batch of its own"),
         (f'{HF}out = "o"\n[[row]]\nmodel = "./o/part"\ntarget = "trt"', "a batch of its own"),
-        (f'{HF}out = "s3://me:key@b/o"\n{TRT}out = "s3://b/o/"', "out s3://b/o is that of 'llama-none-hf'"),
+        (
+            f'{HF}out = "s3://me:key@b/o"\n{TRT}out = "s3://b/o/"',
+            "out s3://b/o is already the output of 'llama-none-hf'",
+        ),
         (f'{HF}out = "s3://b/o"\n[[row]]\nmodel = "s3://b/o/part"\ntarget = "trt"', "a batch of its own"),
-        (f'{HF}out = "o/{{name"', "a brace without its other"),
+        (f'{HF}out = "o/{{name"', "unbalanced brace; write row keys as {name}"),
         (f'{HF}out = "a\\u0000b"', "without control characters"),
         (f"{HF}samples = 0", "expected 1 or more"),
-        (f"{HF}config = {{ a = nan }}", "as config.json has them"),
+        (f"{HF}config = {{ a = nan }}", "a table with entries of config.json"),
         (f"{MATRIX}target = ['hf']\n" + "".join(f"{k} = {list(range(1, 61))}\n" for k in FIVE), "10,000 at most"),
         (f'{HF}out = "o"\n[[row]]\nmodel = "./o"\ntarget = "trt"', "a batch of its own"),
         (f"[defaults]\ntp = 2\n{HF}", "no row's target has the option 'tp'"),
@@ -288,7 +291,7 @@ def test_many_rows_with_one_mistake_share_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["row", "matrix"])
 def test_of_what_is_no_table_nothing_else_is_told(word: str, tmp_path: Path) -> None:
     lines = refused(tmp_path, f'{word} = [1, "a"]')
-    assert lines[1:] == [f"  [[{word}]] 1, [[{word}]] 2: is written as a table"]
+    assert lines[1:] == [f"  [[{word}]] 1, [[{word}]] 2: must be a table"]
 
 
 def test_each_scheme_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +305,7 @@ def test_each_scheme_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 ENOUGH = "[[matrix]] 1: these problems are enough; what follows was not looked at"
 
 
+@pytest.mark.slow
 def test_after_many_problems_the_rest_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
@@ -311,7 +315,7 @@ def test_after_many_problems_the_rest_is_not_looked_at(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(manifest_rows, "load_scheme", load)
     lines = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = {[f"q{n}" for n in range(3000)]}\n[defaults]\ntp = 2')
-    assert len(loaded) == MOST and "q99 is unknown" in "\n".join(lines)
+    assert len(loaded) == MAX_KINDS and "q99 is unknown" in "\n".join(lines)
     assert ENOUGH in lines[-1]
     assert not any("no row's target" in line for line in lines)  # one of the rest may have it
     loaded.clear()

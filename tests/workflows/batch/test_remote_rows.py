@@ -11,22 +11,26 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge.batches import finished, planning, room
-from bridge.batches.values import DONE, PLANNED
-from bridge.errors import BatchError, SourceError, WriteError
-from bridge.opening import open_model
-from bridge.planning import CALIBRATION
-from bridge.remote import outgoing
-from bridge.remote.client import Client
-from bridge.remote.holding import held
-from bridge.remote.note import NOTE
-from bridge.remote.outgoing import made_at
+from bridge.core.errors import BatchError, SourceError, WriteError
+from bridge.core.output.names import CALIBRATION
+from bridge.core.remote import upload as outgoing
+from bridge.core.remote.client import Client
+from bridge.core.remote.objects import Bucket
+from bridge.core.remote.upload import made_at
+from bridge.core.remote.upload_directory import owning
+from bridge.core.remote.upload_note import NOTE
+from bridge.sources.opening import open_source
+from bridge.workflows.batch.prepare import capacity as room
+from bridge.workflows.batch.prepare import finished
+from bridge.workflows.batch.prepare import plan as planning
+from bridge.workflows.batch.values import DONE, PLANNED
+from tests.core.remote.conftest import s3, s3_server
+from tests.core.remote.s3_client import S3Client
+from tests.core.remote.server import serving
 from tests.faults.struck import contents, differing, timeless
-from tests.remote.conftest import s3, s3_server
-from tests.remote.server import serving
 
 __all__ = ["s3", "s3_server"]
-TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 OUT = "s3://bucket/nightly"
 CALIBRATED = '[[row]]\nname = "fp8"\nquant = "fp8"\nsamples = 2\nsequence = 32\n'
 
@@ -52,32 +56,36 @@ def manifest(rows: str = "", out: str = f"{OUT}/{{name}}") -> str:
     return "nightly.toml"
 
 
-def there(s3: Any, name: str) -> dict[str, bytes]:
+def there(s3: S3Client, name: str) -> dict[str, bytes]:
     root = f"bucket/nightly/{name}/"
-    return {path.removeprefix(root): s3.cat_file(path) for path in s3.find(root)}
+    return {path.removeprefix(root): s3.read(path) for path in s3.tags(root)}
 
 
-def test_a_row_is_sent_and_left_alone_when_it_is_there(s3: Any, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_row_is_sent_and_left_alone_when_it_is_there(s3: S3Client, tmp_path: Path) -> None:
     report = bridge.batch(manifest(), workers=1)
     assert report.passed and not report.outcomes["eight"].kept
     bridge.convert(TINY, "hf", "int8_wo", "near", verify=False)
     assert differing(timeless(there(s3, "eight")), contents(Path("near"))) == []
     assert not made_at(f"{OUT}/eight").parent.exists()
 
-    tags = {path: info["ETag"] for path, info in s3.find("bucket", detail=True).items()}
+    tags = s3.tags("bucket")
     again = bridge.batch("nightly.toml", workers=1)
     assert again.passed and again.outcomes["eight"].kept
-    assert tags == {path: info["ETag"] for path, info in s3.find("bucket", detail=True).items()}
+    assert tags == s3.tags("bucket")
 
 
-def test_what_was_not_sent_whole_is_no_finished_row(s3: Any) -> None:
-    bridge.batch(manifest(), workers=1)
-    s3.pipe_file(f"bucket/nightly/eight/{NOTE}", b'{"run": "other", "sender": "there", "sent": {}}')
+@pytest.mark.slow
+def test_what_was_not_sent_whole_is_no_finished_row(s3: S3Client) -> None:
+    bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
+    assert bridge.batch(manifest(), dry_run=True).outcomes["eight"].kept
+    s3.write(f"bucket/nightly/eight/{NOTE}", b'{"run": "other", "sender": "there", "sent": {}}')
     report = bridge.batch("nightly.toml", workers=1)
     assert "is being sent by there" in report.outcomes["eight"].error
 
 
-def test_an_output_of_another_row_is_refused_and_replaced_if_asked(s3: Any) -> None:
+@pytest.mark.slow
+def test_an_output_of_another_row_is_refused_and_replaced_if_asked(s3: S3Client) -> None:
     bridge.batch(manifest(), workers=1)
     text = Path("nightly.toml").read_text().replace("int8_wo", "fp8_pc_pt")
     Path("nightly.toml").write_text(text)
@@ -85,29 +93,32 @@ def test_an_output_of_another_row_is_refused_and_replaced_if_asked(s3: Any) -> N
     assert "exists already; choose another directory, or set `overwrite = true` in the row or in [defaults]" in told
     Path("nightly.toml").write_text(text + "overwrite = true\n")
     assert bridge.batch("nightly.toml", workers=1).passed
-    assert json.loads(s3.cat_file("bucket/nightly/eight/bridge.json"))["plan"]["scheme"] == "fp8_pc_pt"
+    assert json.loads(s3.read("bucket/nightly/eight/bridge.json"))["plan"]["scheme"] == "fp8_pc_pt"
 
 
-def test_where_nothing_can_be_sent_only_that_row_fails(s3: Any) -> None:
+@pytest.mark.slow
+def test_where_nothing_can_be_sent_only_that_row_fails(s3: S3Client) -> None:
     rows = '[[row]]\nname = "web"\nquant = "int8_wo"\nout = "https://me:secret@host/{name}"\n'
     report = bridge.batch(manifest(rows), workers=1)
     assert not report.outcomes["eight"].error and "a web server takes no files" in report.outcomes["web"].error
     assert "secret" not in Path("nightly.batch.json").read_text()
 
 
-def test_ray_refuses_in_words(s3: Any) -> None:
+def test_ray_refuses_in_words(s3: S3Client) -> None:
     pytest.importorskip("ray")
     report = bridge.batch(manifest(), engine="ray", dry_run=True)
     assert "a directory that all machines see" in report.outcomes["eight"].error
 
 
-def test_a_calibrated_row_is_found_finished_without_a_summary(s3: Any) -> None:
+@pytest.mark.slow
+def test_a_calibrated_row_is_found_finished_without_a_summary(s3: S3Client) -> None:
     bridge.batch(manifest(CALIBRATED), workers=1, only="fp8")
     Path("nightly.batch.json").unlink()
     assert bridge.batch("nightly.toml", workers=1, only="fp8").outcomes["fp8"].kept
 
 
-def test_a_new_row_takes_the_calibration_of_one_that_was_sent(s3: Any) -> None:
+@pytest.mark.slow
+def test_a_new_row_takes_the_calibration_of_one_that_was_sent(s3: S3Client) -> None:
     assert bridge.batch(manifest(CALIBRATED), workers=1, only="fp8").passed
     manifest(CALIBRATED + CALIBRATED.replace('"fp8"', '"again"', 1))
     report = bridge.batch("nightly.toml", workers=1, only=("fp8", "again"))
@@ -116,20 +127,22 @@ def test_a_new_row_takes_the_calibration_of_one_that_was_sent(s3: Any) -> None:
     assert far[0] == far[1]
 
 
-def test_what_a_killed_row_left_here_goes_when_it_is_found_sent(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_what_a_killed_row_left_here_goes_when_it_is_found_sent(s3: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as once:
         once.setattr(outgoing.Outgoing, "tidy_up", lambda self: None)  # as after a kill
         bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
     left = made_at(f"{OUT}/eight")
     assert (left / "bridge.json").is_file()
     assert bridge.batch(manifest(), dry_run=True).outcomes["eight"].kept and left.is_dir()
-    with held(left.parent, "elsewhere"):
+    with owning(left.parent, "elsewhere"):
         assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kept and left.is_dir()
     assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kept
     assert not left.parent.exists()
 
 
-def test_a_finished_output_is_sent_where_no_disk_is_left(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_finished_output_is_sent_where_no_disk_is_left(s3: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
         once.setattr(outgoing.Outgoing, "_send", interrupted)
         bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
@@ -147,28 +160,33 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_strict_and_a_dry_run_see_what_lies_there(s3: Any, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_strict_and_a_dry_run_see_what_lies_there(s3: S3Client, tmp_path: Path) -> None:
     bridge.convert(TINY, "hf", "fp8_pc_pt", f"{OUT}/eight", verify=False)
-    s3.pipe_file(f"bucket/nightly/sent/{NOTE}", b'{"run": "other", "sender": "there", "sent": {}}')
+    s3.write(f"bucket/nightly/sent/{NOTE}", b'{"run": "other", "sender": "there", "sent": {}}')
     rows = '[[row]]\nname = "four"\nquant = "int4_wo"\n[[row]]\nname = "sent"\nquant = "int4_wo"\n'
-    before = s3.find("bucket")
+    before = s3.tags("bucket")
     ends = bridge.batch(manifest(rows), dry_run=True).outcomes
     assert "exists already" in ends["eight"].error and "is being sent by there" in ends["sent"].error
     assert ends["four"].status == PLANNED
     with pytest.raises(BatchError, match=r"(?s)2 rows cannot run.*is being sent by there.*exists already"):
         bridge.batch("nightly.toml", strict=True)
-    assert s3.find("bucket") == before and [path.name for path in tmp_path.iterdir()] == ["nightly.toml"]
+    assert s3.tags("bucket") == before and [path.name for path in tmp_path.iterdir()] == ["nightly.toml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"[]", b'{"parity": 3}', b'{"findings": 3}', b"{", b"\xff"])
-def test_a_damaged_report_is_no_finished_row(damage: bytes, s3: Any) -> None:
-    bridge.batch(manifest(), workers=1)
-    s3.pipe_file("bucket/nightly/eight/report.json", damage)
+def test_a_damaged_report_is_not_a_finished_row(damage: bytes, s3: S3Client) -> None:
+    bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
+    assert bridge.batch(manifest(), dry_run=True).outcomes["eight"].kept
+    s3.write("bucket/nightly/eight/report.json", damage)
     assert "exists already" in bridge.batch("nightly.toml", workers=1).outcomes["eight"].error
 
 
-def test_a_bug_that_looks_at_what_is_there_is_told(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bridge.batch(manifest(), workers=1)
+@pytest.mark.slow
+def test_a_bug_that_looks_at_what_is_there_is_told(s3: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
+    manifest()
     monkeypatch.setattr(finished, "_same_calibration", lambda *_: None + 1)  # type: ignore[operator]
     assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kind == "Crash"
 
@@ -187,9 +205,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def opening(model: str, *more: Any) -> Any:
         found.append(model)
-        return open_model(model, *more)
+        return open_source(model, *more)
 
-    monkeypatch.setattr(planning, "open_model", opening)
+    monkeypatch.setattr(planning, "open_source", opening)
     monkeypatch.setattr(Client, "_wait", lambda *_: 0.0)
     return found
 
@@ -215,35 +233,29 @@ def test_a_server_that_is_dead_is_waited_for_once(tmp_path: Path, opened: list[s
 
 
 def test_a_store_that_is_dead_is_waited_for_once_a_bucket(
-    s3: Any, monkeypatch: pytest.MonkeyPatch, opened: list[str]
+    s3: S3Client, monkeypatch: pytest.MonkeyPatch, opened: list[str]
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    type(s3).clear_instance_cache()
     errors = errors_of("s3://one/a", "s3a://one/b", "s3://two/a")
     assert opened == ["s3://one/a", "s3://two/a", str(TINY)]
     assert errors[0].startswith("s3://one/a: cannot be listed") and errors[2].startswith("s3://two/a: cannot be listed")
     assert errors[1].startswith("s3a://one/b: its server does not answer, as for s3://one/a; check")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_store_of_outputs_that_is_dead_is_waited_for_once(
-    resume: bool, s3: Any, monkeypatch: pytest.MonkeyPatch, opened: list[str]
+    resume: bool, s3: S3Client, monkeypatch: pytest.MonkeyPatch, opened: list[str]
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    monkeypatch.setattr(outgoing, "TRIES", 1)
-    type(s3).clear_instance_cache()
     asked: list[str] = []
-    find = type(s3).find
+    real = Bucket.list
 
-    def counted(fs: Any, path: str, **named: Any) -> Any:
-        asked.append(path)
-        return find(fs, path, **named)
+    def counted(bucket: Bucket) -> Any:
+        asked.append(f"{bucket._bucket}/{bucket._root}")
+        return real(bucket)
 
-    monkeypatch.setattr(type(s3), "find", counted)
+    monkeypatch.setattr(Bucket, "list", counted)
     outs = ("s3://one/a", "s3a://one/b", "s3://two/a")
     rows = "".join(f'[[row]]\nname = "{n}"\nout = "{url}"\n' for n, url in enumerate(outs))
     ends = bridge.batch(manifest(rows, out="{name}"), dry_run=True, resume=resume).outcomes
@@ -270,7 +282,7 @@ def test_an_error_that_an_answer_led_to_is_no_dead_server(monkeypatch: pytest.Mo
         except TimeoutError:
             raise SourceError(f"{model}: access refused")  # noqa: B904 -- as others raise it
 
-    monkeypatch.setattr(planning, "open_model", failing)
+    monkeypatch.setattr(planning, "open_source", failing)
     urls = ["https://host/a", "https://host/b"]
     rows = [f'[[row]]\nname = "{url[-1]}"\nmodel = "{url}"\n' for url in urls]
     report = bridge.batch(manifest("".join(rows), out="{name}"), dry_run=True)
@@ -284,8 +296,11 @@ def no_answer(url: str) -> SourceError:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", ["a", "b"])
-def test_one_read_that_nobody_answered_is_no_dead_store(late: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_that_nobody_answered_is_no_dead_store(
+    late: str, s3: S3Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "abc":
         bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/{name}", verify=False)
     outcome = finished._outcome
@@ -310,17 +325,19 @@ def test_a_store_that_answered_for_one_model_is_not_taken_for_dead(
     def failing(model: str, *more: Any) -> Any:
         asked.append(model)
         if model.endswith("/good"):
-            return open_model(str(TINY), *more)
+            return open_source(str(TINY), *more)
         raise no_answer(model) if "host" in model else SourceError(model)
 
-    monkeypatch.setattr(planning, "open_model", failing)
+    monkeypatch.setattr(planning, "open_source", failing)
     urls = ["https://host/good", "https://host/late", "https://host/more"]
     rows = [f'[[row]]\nname = "{url[13:]}"\nmodel = "{url}"\nquant = "int8_wo"\n' for url in urls]
     ends = bridge.batch(manifest("".join(rows), out="{name}"), dry_run=True).outcomes
     assert asked[:3] == urls and ends["more"].error == f"{urls[2]}: cannot be read"
 
 
-def test_an_output_that_was_looked_at_shows_that_its_store_answers(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_was_looked_at_shows_that_its_store_answers(
+    s3: S3Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def looking(url: str, *_: Any) -> None:

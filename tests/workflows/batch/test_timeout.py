@@ -21,13 +21,15 @@ import pytest
 
 import bridge
 from benchmarks.checkpoint import SMALL, make_checkpoint
-from bridge.batches import calibrations, planning, pool
-from bridge.batches.local import Local
-from bridge.batches.manifest import read_manifest
-from bridge.batches.result import BatchReport, read_earlier
-from bridge.batches.run import Asked, run
-from bridge.batches.values import DONE, FAILED, Event, Job, Limits, Outcome, Row
-from bridge.batches.worker import Ended
+from bridge.workflows.batch.engines import pool
+from bridge.workflows.batch.engines.local import Local
+from bridge.workflows.batch.engines.worker import Ended
+from bridge.workflows.batch.manifest.read import read_manifest
+from bridge.workflows.batch.prepare import calibrations
+from bridge.workflows.batch.prepare import plan as planning
+from bridge.workflows.batch.report import BatchReport, read_earlier
+from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.values import DONE, FAILED, Event, Job, Limits, Outcome, Row
 from tests.faults.struck import contents
 
 TINY = Path("examples/models/tiny-llama").absolute()
@@ -37,10 +39,11 @@ HERE = Local(1, 16 << 30)
 def hanging(tmp_path: Path, timeout: float | None) -> Job:
     """A job that never ends: it waits for who writes into its config, and nobody does."""
     os.mkfifo(tmp_path / "config.json")
-    row = Row("hangs", "", str(TINY), "hf", str(tmp_path / "never"), config=str(tmp_path / "config.json"))
+    row = Row("hangs", "", str(TINY), "hf", str(tmp_path / "never"), "fp8", config=str(tmp_path / "config.json"))
     return Job("hangs", row, 1, 2, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_is_stopped_and_harms_no_other(tmp_path: Path) -> None:
     well = Job("well", Row("well", "", str(TINY), "hf", str(tmp_path / "well"), "int8_wo", verify=False), 1, 1)
     late = Job("late", replace(well.row, name="late", out=str(tmp_path / "late")), 1, 0, timeout=600)
@@ -49,17 +52,19 @@ def test_a_row_that_hangs_is_stopped_and_harms_no_other(tmp_path: Path) -> None:
     hangs = ends["hangs"]
     assert hangs.kind == "TimeoutError" and "took longer than its timeout of 1.5 s" in hangs.error
     assert 1.5 <= hangs.seconds < 60
-    assert [child for child in psutil.Process().children() if "batches.worker" in " ".join(child.cmdline())] == []
+    assert not any("bridge.workflows.batch" in " ".join(child.cmdline()) for child in psutil.Process().children())
 
 
+@pytest.mark.slow
 def test_rows_that_wait_for_a_calibration_that_hangs_fail_with_it(tmp_path: Path) -> None:
     calibration = replace(hanging(tmp_path, 1), calibrates=str(tmp_path / "made"))
     waits = Job("waits", calibration.row, 1, 1, after=("hangs",))
     first, second = Local(1, 1 << 30).run([calibration, waits], lambda event: None)
-    assert "timeout of 1 s" in first.error and "goes on" not in first.error
+    assert "timeout of 1 s" in first.error and "resumes" not in first.error
     assert (second.name, second.because, second.status) == ("waits", "hangs", FAILED)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_late_goes_on_from_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "slow", SMALL | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6})
     text = '[defaults]\ntarget = "hf"\nquant = "nvfp4_wo"\nout = "{name}"\nverify = false\n[[row]]\nname = "late"\n'
@@ -80,7 +85,7 @@ def test_a_row_that_is_late_goes_on_from_where_it_was(tmp_path: Path, monkeypatc
     assert {name: end.status for name, end in report.outcomes.items()} == {"late": FAILED, "well": DONE}
     told = json.loads((tmp_path / "batch.batch.json").read_text())["rows"][0]
     assert told["status"] == FAILED and "timeout of 9000 s" in told["error"] and told["seconds"] >= 9_000
-    assert "the row goes on from where it was" in told["error"] and (partial / "journal.jsonl").stat().st_size
+    assert "the row resumes where it stopped" in told["error"] and (partial / "journal.jsonl").stat().st_size
     assert bridge.batch(tmp_path / "batch.toml").passed and not partial.exists()
     bridge.convert(tmp_path / "slow", "hf", "nvfp4_wo", tmp_path / "alone", verify=False)
     assert contents(tmp_path / "late") == contents(tmp_path / "alone")
@@ -96,14 +101,14 @@ def test_a_job_that_ended_while_nobody_looked_is_not_late(tmp_path: Path, monkey
     theirs.send(Ended(Outcome("ends", DONE), 0))
     late = time.perf_counter() + 10_000
     monkeypatch.setattr(pool.time, "perf_counter", lambda: late)
-    assert list(workers.told()) == [Event("ends", "plan"), Outcome("ends", DONE)]
+    assert list(workers.messages()) == [Event("ends", "plan"), Outcome("ends", DONE)]
     assert worker.alive and workers.idle == [worker]
 
     worker.start(job, ())
     monkeypatch.setattr(pool.time, "perf_counter", lambda: late + 10_000)
     theirs.send(Event("ends", "plan"))
     theirs.send(Event("ends", "write"))
-    *events, end = workers.told()
+    *events, end = workers.messages()
     assert events == [Event("ends", "plan"), Event("ends", "write")] and isinstance(end, Outcome)
     assert end.kind == "TimeoutError" and not worker.alive and not workers.busy
     theirs_ended.close()
@@ -149,6 +154,7 @@ def living(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_ends_with_it() -> None:
     worker = pool.Worker()
     worker.process.kill()
@@ -180,8 +186,8 @@ def test_a_shared_calibration_has_the_longest_timeout_of_its_rows(tmp_path: Path
 def test_a_dead_tries_last_word_does_not_start_the_clock_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try waits for a node for longer than the row may run, then ends at once."""
     pytest.importorskip("ray")
-    from bridge.batches import ray as engine_of_ray
-    from bridge.batches import ray_calls
+    from bridge.workflows.batch.engines import ray as engine_of_ray
+    from bridge.workflows.batch.engines import ray_calls
 
     now, board = [0.0], [Event("slow", "weights", 1, 2)]
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.container import SafetensorsFile, file_bytes, read_header
-from bridge.errors import GoldenError, UsageError
-from bridge.golden.again import arguments
-from bridge.golden.moves import Moved, outputs_moved
-from bridge.golden.store import load
-from bridge.golden.text import lines
-from bridge.golden.values import Reference
-from bridge.quant.scheme import scheme_names
-from tests.golden_made import LLAMA, Q, calibration, changed, converted_made, written
-from tests.sources_made import llama_shapes
+from bridge.core.errors import GoldenError, UsageError
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.workflows.golden.compare import outputs_moved
+from bridge.workflows.golden.moved import Moved, lines
+from bridge.workflows.golden.reconvert import arguments
+from bridge.workflows.golden.store import load
+from bridge.workflows.golden.values import Reference
+from tests.models.golden_made import LLAMA, Q, calibration, changed, converted_made, written
+from tests.models.sources_made import llama_shapes
 
 ROW = 'mappings/arch/llama.toml: "model.layers.{l}.self_attn.q_proj.weight" = "attn.q.weight"'
 
@@ -78,7 +78,7 @@ def test_a_byte_outside_the_samples_is_found(out: Path, golden: Path, tmp_path: 
     moved = bridge.golden.check(golden, changed(out, tmp_path / "out", Q, at=20_011))
     assert kinds(moved) == [("codes", Q)]
     assert moved.moves[0].measure and moved.moves[0].measure.changed == 0
-    assert "other bytes, none of them among" in str(moved)
+    assert "bytes differ, but no one of" in str(moved)
 
 
 def test_layers_that_moved_alike_share_a_line(out: Path, golden: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_update_has_a_reason_that_is_kept(out: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # it runs the model
 def test_a_golden_is_not_made_of_what_fails_against_its_source(out: Path, tmp_path: Path) -> None:
-    with pytest.raises(GoldenError, match="not near enough to its source"):
+    with pytest.raises(GoldenError, match="differs too much from its source"):
         bridge.golden.record(changed(out, tmp_path / "out", "model.norm.weight", 3), tmp_path / "golden", against=LLAMA)
     assert not (tmp_path / "golden").exists()
 

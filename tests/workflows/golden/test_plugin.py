@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import bridge
-from bridge.cli import app
-from bridge.container import SafetensorsFile, file_bytes
-from bridge.golden.store import load
-from tests.golden_made import LLAMA, Q, changed, written
+from bridge.cli.main import app
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
+from bridge.workflows.golden.store import load
+from tests.models.golden_made import LLAMA, Q, changed, written
 from tests.test_imports import FRAMEWORKS, loaded, modules
 
 SUITE = """
@@ -79,6 +79,7 @@ def test_values_that_are_not_finite_are_noted(names: list[str], said: str, golde
     assert "note: " not in run("record", golden.parent / "out", tmp_path / "well", "--no-run")[1]
 
 
+@pytest.mark.slow
 def test_a_golden_without_outputs_says_so_whatever_is_printed(golden: Path, tmp_path: Path) -> None:
     out, kept = tmp_path / "out", tmp_path / "golden"
     shutil.copytree(golden.parent / "out", out)
@@ -88,12 +89,12 @@ def test_a_golden_without_outputs_says_so_whatever_is_printed(golden: Path, tmp_
     for words in ((), ("--quiet",), ("--json",)):
         told = CliRunner().invoke(app, ["golden", "record", str(out), str(kept), *words])
         assert told.exit_code == 0
-        assert told.stderr.startswith(f"note: {kept} keeps bytes alone, no inputs and outputs: {why}")
+        assert told.stderr.startswith(f"note: {kept} records bytes only, no inputs and outputs: {why}")
         assert told.stderr.count("\n") == 1
     assert load(kept).reference.not_run.startswith(why)
     assert "note: " not in run("record", out, tmp_path / "bytes", "--no-run")[1]
     code, said = run("record", out, tmp_path / "other", "--tolerance", "0.1")
-    assert code == 1 and "was not run, and tolerance=, --tolerance asks for its outputs: the written" in said
+    assert code == 1 and "was not run, but tolerance=, --tolerance needs its outputs: the written" in said
     assert not (tmp_path / "other").exists()
 
 
@@ -106,7 +107,16 @@ class Suite:
     def __call__(self, out: Path, *words: str) -> tuple[int, str]:
         (self.place / "test_model.py").write_text(SUITE)
         (self.place / "out.txt").write_text(str(out))
-        alone = ["-p", "bridge.golden.plugin", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(self.place)]
+        alone = [
+            "-p",
+            "bridge.workflows.golden.pytest_plugin",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(self.place),
+        ]
         code = pytest.main(["-q", "--import-mode=importlib", *alone, *words, str(self.place)])
         return int(code), self.capture.readouterr().out
 
@@ -117,26 +127,27 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return Suite(tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_the_fixture_fails_with_the_text_of_check(golden: Path, tmp_path: Path, suite: Suite) -> None:
     out = golden.parent / "out"
     other = changed(out, tmp_path / "other", Q)
     code, said = suite(out)
-    assert code == 1 and "no directory; `qbridge golden record OUT" in said
+    assert code == 1 and "no such directory; `qbridge golden record OUT" in said
     assert suite(out, "--golden-reason", "first")[0] == 0
     assert suite(out)[0] == 0
     code, said = suite(other)
     for line in str(bridge.golden.check(tmp_path / "golden", other)).splitlines():
         assert line.rstrip() in said, line
-    assert code == 1 and "--golden-reason TEXT records it" in said
+    assert code == 1 and "--golden-reason TEXT records the new state" in said
     for _ in range(2):  # what is as its golden has it is not recorded again
         assert suite(other, "--golden-reason", "new ties")[0] == 0
     assert [entry.reason for entry in load(tmp_path / "golden").history] == ["first", "new ties"]
 
 
 def test_the_plugin_is_registered_and_loads_nothing() -> None:
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["pytest11"] == {"qbridge": "bridge.golden.plugin"}
-    assert not loaded("import bridge.golden.plugin") & (FRAMEWORKS | {"numpy", "rich", "typer"})
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"qbridge": "bridge.workflows.golden.pytest_plugin"}
+    assert not loaded("import bridge.workflows.golden.pytest_plugin") & (FRAMEWORKS | {"numpy", "rich", "typer"})
 
 
 def test_a_check_where_nothing_moved_loads_no_framework(golden: Path) -> None:
@@ -180,7 +191,7 @@ def test_a_model_that_does_not_run_any_more_is_told_beside_what_moved(tmp_path: 
     (out / "config.json").write_text('{"model_type": "llama"}')
     moved = bridge.golden.check(tmp_path / "golden", out)
     assert [move.kind for move in moved.moves] == ["file", "outputs"]
-    assert "does not run any more" in moved.moves[1].text
+    assert "no longer runs" in moved.moves[1].text
 
 
 @pytest.mark.slow

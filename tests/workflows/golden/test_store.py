@@ -14,14 +14,14 @@ import pytest
 import xxhash
 
 import bridge
-from bridge.dtypes import DTYPES
-from bridge.errors import GoldenError, VerifyError
-from bridge.golden import digests
-from bridge.golden.digests import digest_tensor, positions
-from bridge.golden.store import load
-from bridge.reading import Buffers
-from bridge.values import TensorSpec
-from tests.golden_made import Q, changed, written
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import GoldenError, VerifyError
+from bridge.core.pages import Buffers
+from bridge.core.values import TensorSpec
+from bridge.workflows.golden import digests
+from bridge.workflows.golden.digests import digest_tensor, positions
+from bridge.workflows.golden.store import load
+from tests.models.golden_made import Q, changed, written
 
 CASTS: dict[str, Any] = {
     "float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
@@ -111,7 +111,7 @@ def _line(old: str, new: str, file: str = "tensors.jsonl") -> Callable[[Path], N
         text = (golden / file).read_text()
         assert old in text
         (golden / file).write_text(text.replace(old, new, 1))
-        from bridge.golden.store import LINES, _digest
+        from bridge.workflows.golden.store import LINES, _digest
 
         lines = {name: (golden / name).read_bytes() for name in LINES}
         _head(lambda head: head.update(digest=_digest(lines)))(golden)
@@ -142,7 +142,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a huge shape": _line('"shape": [', '"shape": [99999999999999999999, '),
     "a negative shape": _line('"shape": [', '"shape": [-1, '),
     "rows that are no texts": _line('"rows": ["', '"rows": [3, "', "origins.jsonl"),
-    "a line that is no object": _line("{", "[{", "files.jsonl"),
+    "a line that is not an object": _line("{", "[{", "files.jsonl"),
     "samples cut": _cut("values.safetensors", 2_000),
     "samples gone": lambda golden: (golden / "values.safetensors").unlink(),
 }
@@ -156,7 +156,7 @@ def _replace(path: Path, old: str, new: str) -> None:
 def test_a_damaged_golden_is_one_clear_error(case: str, golden: Path, tmp_path: Path) -> None:
     shutil.copytree(golden, tmp_path / "golden")
     DAMAGES[case](tmp_path / "golden")
-    with pytest.raises(GoldenError, match=r"damaged, or a stranger's: .*\n  hint"):
+    with pytest.raises(GoldenError, match=r"damaged, or not written by qbridge: .*\n  hint"):
         load(tmp_path / "golden")
     with pytest.raises(GoldenError):
         bridge.golden.record(golden.parent / "out", tmp_path / "golden", run=False, reason="whatever")
@@ -169,7 +169,9 @@ def test_what_is_no_golden_is_told_with_the_command(tmp_path: Path) -> None:
 
 
 def test_a_written_model_in_the_place_of_a_golden_is_told_apart(golden: Path) -> None:
-    with pytest.raises(GoldenError, match="a written model, no golden; the golden comes first: `qbridge golden check"):
+    with pytest.raises(
+        GoldenError, match="a written model, not a golden; the golden comes first: `qbridge golden check"
+    ):
         bridge.golden.check(golden.parent / "out", golden)
 
 

@@ -1,4 +1,4 @@
-"""Units, budgets and recipes of `bridge.costs`: arithmetic and text, no model is run."""
+"""Units, budgets and recipes of `bridge.workflows.sensitivity`: arithmetic and text, no model is run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge.costs import run
-from bridge.costs.choice import Item, expected, parse_budget, within_bytes, within_cost
-from bridge.costs.job import make_job
-from bridge.costs.recipe import recipe, recipe_base
-from bridge.costs.units import units_of
-from bridge.errors import BridgeError, CalibrationError, SchemeError, UsageError
-from bridge.planning import make_plan
-from bridge.quant.scheme import load_scheme
-from bridge.sources import open_source
-from bridge.tables.structure import structure
+from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
+from bridge.core.values import Format
+from bridge.planning.make import PlanInputs, make_plan
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.opening import open_source
+from bridge.tables.architectures.structure import structure
 from bridge.targets import load_target, make_options
-from bridge.values import Format
-from tests.sources_made import made_llama
+from bridge.workflows.sensitivity import run
+from bridge.workflows.sensitivity.budget import Item, expected, parse_budget, within_bytes, within_cost
+from bridge.workflows.sensitivity.job import make_job
+from bridge.workflows.sensitivity.recipe import recipe, recipe_base
+from bridge.workflows.sensitivity.units import units_of
+from tests.models.sources_made import made_llama
 
 MODEL = "examples/models/tiny-llama"
 
@@ -37,7 +37,7 @@ def items(seed: int, count: int = 7) -> list[Item]:
 
 
 def spent(all_: list[Item], lifted: Any) -> tuple[float, int]:
-    return expected(all_, lifted), sum(i.lifted_bytes if i in lifted else i.bytes for i in all_)
+    return expected(all_, lifted), sum(i.excluded_bytes if i in lifted else i.bytes for i in all_)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_budget_of_bytes_is_met_and_no_unit_that_gains_would_still_fit(seed: i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_budget_of_cost_is_met_and_nothing_is_lifted_in_vain(seed: int) -> None:
+def test_a_budget_of_cost_is_met_and_nothing_is_excluded_in_vain(seed: int) -> None:
     found = items(seed)
     limit = random.Random(seed).uniform(0.4, 4)
     lifted = within_cost(found, limit)
@@ -82,8 +82,8 @@ def test_a_budget_of_cost_is_met_and_nothing_is_lifted_in_vain(seed: int) -> Non
         assert expected(found, [other for other in lifted if other is not item]) > limit
 
 
-def test_infinite_costs_are_lifted_first_and_leave_finite_sums() -> None:
-    found = [*items(1), replace(items(1)[0], name="nan", cost=float("inf"), lifted_cost=0.0)]
+def test_infinite_costs_are_excluded_first_and_leave_finite_sums() -> None:
+    found = [*items(1), replace(items(1)[0], name="nan", cost=float("inf"), excluded_cost=0.0)]
     lifted = within_cost(found, 2.0)
     assert lifted[0].name == "nan"
     assert expected(found, lifted) <= 2.0
@@ -124,7 +124,9 @@ def test_bytes_are_those_that_target_hf_writes_but_for_the_dtype_of_its_scales(s
     bound = load_scheme(scheme).bound(arch.sites)
     options = target.resolve(make_options(target, {}), arch, bound, source.specs)
     planned = {
-        step.site.module: step for step in make_plan(source, arch, target, bound, options).quantized if step.site
+        step.site.module: step
+        for step in make_plan(PlanInputs(source, arch, target, bound, options)).quantized
+        if step.site
     }
     for unit in units_of(arch, bound, source.specs):
         for site, form in zip(unit.sites, unit.formats, strict=True):
@@ -163,7 +165,7 @@ def test_a_recipe_reads_back_as_what_was_chosen(start: str, tmp_path: Path) -> N
 
 def test_experts_of_a_layer_are_one_unit_and_one_glob(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from tests.export_families import build
+    from tests.models.export_families import build
 
     model = build("mixtral")
     model.config.architectures = [type(model).__name__]
@@ -188,10 +190,10 @@ def test_experts_of_a_layer_are_one_unit_and_one_glob(tmp_path: Path) -> None:
         ({"budget": "1MB"}, SchemeError, "cannot be met: everything in int4_wo takes"),
         ({"budget": "32bits"}, SchemeError, "everything unquantized takes 32.00"),
         ({"budget": "9bits", "fallback": "int8_wo"}, SchemeError, "everything in int8_wo takes 8"),
-        ({"quant": "int8_wo", "fallback": "int4_wo"}, SchemeError, "exchange the two"),
+        ({"quant": "int8_wo", "fallback": "int4_wo"}, SchemeError, "swap the two"),
         ({"fallback": "fp9"}, UsageError, "nearest: fp8"),
         ({"quant": "int4_awq", "method": "modelopt"}, UsageError, "method='kl'"),
-        ({"method": "modelopt", "budget": "kl=0.1"}, UsageError, "no nats"),
+        ({"method": "modelopt", "budget": "kl=0.1"}, UsageError, "not in nats"),
         ({"method": "modelopt", "fallback": "fp8"}, UsageError, "no fallback"),
     ],
 )  # fmt: skip
@@ -213,15 +215,15 @@ def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one()
 def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is_not_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def misfits_of(source: Any, structure: Any, target: str, scheme: Any) -> list[tuple[str, str]]:
+    def incompatibilities_of(source: Any, structure: Any, target: str, scheme: Any) -> list[tuple[str, str]]:
         name = "model.layers.1.self_attn.k_proj"
         return [(name, "is odd")] if name in {site.module for site in structure.sites} else []
 
-    monkeypatch.setattr("bridge.opening.misfits_of", misfits_of)
+    monkeypatch.setattr("bridge.api.request.incompatibilities_of", incompatibilities_of)
     job = make_job(MODEL, "int4_wo", "6bits", "fp8", "kl", None, None, None)
-    assert [unit.name for unit in job.fitted.kept] == ["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"]
-    why = "model.layers.1.self_attn.q_proj, model.layers.1.self_attn.v_proj: gets one format with "
-    assert f"{why}model.layers.1.self_attn.k_proj" in job.fitted.why
+    assert [unit.name for unit in job.candidates.kept] == ["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"]
+    why = "model.layers.1.self_attn.q_proj, model.layers.1.self_attn.v_proj: has the same format as "
+    assert f"{why}model.layers.1.self_attn.k_proj" in job.candidates.why
     (tmp_path / "base.toml").write_text(job.base)
     read = load_scheme(tmp_path / "base.toml").bound(job.structure.sites)
     for site in job.structure.sites:
@@ -230,10 +232,12 @@ def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is
 
 
 def test_what_hf_refuses_and_another_target_takes_is_planned_for_that_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.opening.misfits_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt"))
+    monkeypatch.setattr(
+        "bridge.api.request.incompatibilities_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt")
+    )
     job = make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
-    assert (job.fitted.target, job.fitted.kept) == ("trt", ())
-    monkeypatch.setattr("bridge.opening.misfits_of", lambda *_: [("KV cache", "no")])
+    assert (job.candidates.target, job.candidates.kept) == ("trt", ())
+    monkeypatch.setattr("bridge.api.request.incompatibilities_of", lambda *_: [("KV cache", "no")])
     with pytest.raises(SchemeError, match=r"hf:\n  KV cache: no"):
         make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
 
@@ -243,10 +247,11 @@ def test_a_source_that_cannot_be_run_is_refused() -> None:
         make_job(made_llama(), "int8_wo", None, None, "kl", None, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('base = "fp8"\nrule = [{layers = [0], quant = "none"}]\n', "rules in one list"),
+        ('base = "fp8"\nrule = [{layers = [0], quant = "none"}]\n', "has its rules in one list"),
         (Path("mappings/schemes/fp8.toml").read_text(), "whole scheme"),
     ],
 )

@@ -21,19 +21,20 @@ from transformers import (  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import bridge  # noqa: E402
-from bridge import opening  # noqa: E402
-from bridge.cli import app  # noqa: E402
-from bridge.costs.divergence import Variant, kl, measure  # noqa: E402
-from bridge.costs.job import make_job  # noqa: E402
-from bridge.costs.measured import Bench, make_bench  # noqa: E402
-from bridge.costs.prefix import Prefix  # noqa: E402
-from bridge.errors import BridgeError, CalibrationError, PlanError, SchemeError  # noqa: E402
-from bridge.progress import quiet  # noqa: E402
-from bridge.quant.modelopt import fake_quantize  # noqa: E402
-from bridge.quant.scheme import load_scheme  # noqa: E402
-from bridge.sources import open_source  # noqa: E402
-from tests.export_families import GPT2, build, tokens  # noqa: E402
-from tests.modelopt_oracle import ask  # noqa: E402
+from bridge.api import request as opening  # noqa: E402
+from bridge.calibration.data import Sampling  # noqa: E402
+from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.cli.main import app  # noqa: E402
+from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError  # noqa: E402
+from bridge.core.progress import no_progress  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from bridge.workflows.sensitivity.divergence import Variant, kl, measure  # noqa: E402
+from bridge.workflows.sensitivity.job import make_job  # noqa: E402
+from bridge.workflows.sensitivity.measure import Bench, make_bench  # noqa: E402
+from bridge.workflows.sensitivity.prefix_cache import Prefix  # noqa: E402
+from tests.models.export_families import GPT2, build, tokens  # noqa: E402
+from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
 SLOW = pytest.mark.slow
 MODEL = "examples/models/tiny-llama"
@@ -44,7 +45,7 @@ def bench(quant: Any, model: Any = MODEL, data: Any = None, **words: Any) -> Ben
     given = {"budget": None, "fallback": None, "method": "kl", "kv": None} | words
     job = make_job(model, quant, **given, config=None, tokenizer=None)
     sizes = SMALL if data is None else {"samples": None, "sequence": None}
-    return make_bench(job, opening.data_of(job.source, data, **sizes), None, quiet)
+    return make_bench(job, opening.data_of(job.source, data, Sampling(**sizes)), None, no_progress)
 
 
 def built(family: str) -> Any:
@@ -63,6 +64,7 @@ def int4() -> bridge.Sensitivity:
     return bridge.sensitivity(MODEL, "int4_wo", budget="kl=0.012", **SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8", "int4_wo", *(pytest.param(s, marks=SLOW) for s in ("int4_awq", "int8"))])
 def test_a_layer_costs_what_a_copy_says_in_which_modelopt_quantized_it_alone(scheme: str) -> None:
     made = bench(scheme)
@@ -109,7 +111,7 @@ def test_a_recipe_made_for_a_divergence_has_it(int4: bridge.Sensitivity, tmp_pat
     path = int4.save(tmp_path / "recipe.toml")
     source = open_source(MODEL)
     structure = opening.structure_of(source)
-    data = opening.data_of(source, None, **SMALL)
+    data = opening.data_of(source, None, Sampling(**SMALL))
     quantized = fake_quantize(source, structure, load_scheme(path).bound(structure.sites), data).model
     (batch,) = data.held_out
     plain = logits(source.load_model(), batch)
@@ -117,6 +119,7 @@ def test_a_recipe_made_for_a_divergence_has_it(int4: bridge.Sensitivity, tmp_pat
     assert nats == pytest.approx(int4.choice.measured, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_fallback_takes_the_place_of_what_costs_most(tmp_path: Path) -> None:
     found = bridge.sensitivity(MODEL, "int4_awq", budget="5.5bits", fallback="fp8", **SMALL)
     assert found.choice
@@ -125,7 +128,7 @@ def test_a_fallback_takes_the_place_of_what_costs_most(tmp_path: Path) -> None:
     assert all(layer.fallback_cost is not None and layer.fallback_cost < layer.cost for layer in found.layers)
     source = open_source(MODEL)
     structure = opening.structure_of(source)
-    data = opening.data_of(source, None, **SMALL)
+    data = opening.data_of(source, None, Sampling(**SMALL))
     scheme = load_scheme(found.save(tmp_path / "mixed.toml")).bound(structure.sites)
     (batch,) = data.held_out
     mixed = logits(fake_quantize(source, structure, scheme, data).model, batch)
@@ -144,6 +147,7 @@ def test_the_result_is_plain_data_and_says_what_was_held(int4: bridge.Sensitivit
     )
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_results(int4: bridge.Sensitivity) -> None:
     again = bridge.sensitivity(MODEL, "int4_wo", budget="kl=0.012", **SMALL)
     assert again.to_json() == int4.to_json()
@@ -175,12 +179,13 @@ def test_experts_untabled_architectures_and_tied_heads_are_measured(family: str,
         assert head.saved == -head.bytes  # it is stored as the embedding until it is quantized
 
 
+@pytest.mark.slow
 def test_the_kv_cache_is_measured_apart_and_counts_against_the_budget() -> None:
     made = bridge.sensitivity(MODEL, "int8_wo", kv="fp8", budget="kl=0.01", **SMALL)
     assert made.cache and made.choice
     assert made.choice.expected == pytest.approx(made.cache + sum(layer.cost for layer in made.layers))
     assert 'kv   = "fp8"' in made.recipe
-    with pytest.raises(SchemeError, match=r"beside the .* of the KV cache"):
+    with pytest.raises(SchemeError, match=r"in addition to the .* of the KV cache"):
         bridge.sensitivity(MODEL, "int8_wo", kv="fp8", budget=f"kl={made.cache / 2}", **SMALL)
 
 
@@ -222,7 +227,7 @@ def test_a_model_whose_layers_do_not_simply_follow_each_other_is_run_whole(secre
     prefix = Prefix(model, ["layers.0", "layers.2"])
     prefix.record(lambda batch: model(batch["x"]).detach(), {"x": torch.ones(1, 4)})
     assert not prefix.works
-    assert prefix.held == 0
+    assert prefix.nbytes == 0
 
 
 def test_what_a_switch_raises_leaves_every_unit_off() -> None:
@@ -234,6 +239,14 @@ def test_what_a_switch_raises_leaves_every_unit_off() -> None:
         assert not torch.equal(logits(made.base.model, batch), before)
         raise KeyboardInterrupt
     assert torch.equal(logits(made.base.model, batch), before)
+
+
+def test_the_divergence_is_that_of_the_changed_model_from_the_plain_one() -> None:
+    """Both directions agree to second order, so that small changes do not tell them apart."""
+    plain, changed = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[3.0, 0.0, -1.0]])
+    p, q = (torch.distributions.Categorical(logits=logits.double()) for logits in (plain, changed))
+    wanted = torch.distributions.kl_divergence(p, q)
+    assert kl(plain, changed, torch.arange(1)) == pytest.approx(float(wanted), rel=1e-12)
 
 
 def test_padding_does_not_count_and_nan_costs_without_end() -> None:
@@ -259,7 +272,7 @@ def test_padding_does_not_count_and_nan_costs_without_end() -> None:
 
     def found(mask: list[int]) -> Any:
         batch = {"input_ids": ids, "attention_mask": torch.tensor([mask])}
-        return measure(model, [shifted(0.5), shifted(float("nan"))], [batch], quiet)
+        return measure(model, [shifted(0.5), shifted(float("nan"))], [batch], no_progress)
 
     full, cut = found([1, 1, 1, 1]), found([1, 1, 0, 0])
     assert (full.tokens, cut.tokens) == (4, 2)
@@ -276,6 +289,7 @@ def test_what_has_no_distribution_or_no_data_is_refused() -> None:
         bridge.sensitivity(MODEL, "int8_wo", ["too short"])
 
 
+@pytest.mark.slow
 def test_a_divergence_below_what_the_cheapest_layer_costs_cannot_be_met() -> None:
     with pytest.raises(SchemeError, match=r"cannot be met by quantizing anything: model\.layers\..*, the cheapest"):
         bridge.sensitivity(MODEL, "int4_wo", budget="kl=1e-9", **SMALL)
@@ -283,6 +297,7 @@ def test_a_divergence_below_what_the_cheapest_layer_costs_cannot_be_met() -> Non
         bridge.sensitivity(MODEL, "int4_wo", budget="kl=1e-9", fallback="int8_wo", **SMALL)
 
 
+@pytest.mark.slow
 def test_modelopts_scores_rank_much_as_divergences_do(int4: bridge.Sensitivity) -> None:
     found = bridge.sensitivity(MODEL, "int4_wo", budget="8bits", method="modelopt", **SMALL)
     assert found.cost_is == "ModelOpt's gradient score"
@@ -318,14 +333,14 @@ def test_what_no_target_takes_is_told_and_kept_out_of_a_recipe_that_plans(tmp_pa
     found = bridge.sensitivity(model, "int4_wo", tokens(), budget="kl=1")
     fits = {f"transformer.h.{n}.mlp.c_proj" for n in (0, 1)}
     assert {name for layer in found.layers for name in layer.modules} == fits
-    assert found.notes[0] == "6 more stay unquantized: target hf does not take them in int4_wo"
+    assert found.notes[0] == "6 more stay unquantized: target hf does not support them in int4_wo"
     assert "transformer.h.{0..1}.mlp.c_fc: in = 96 does not divide into blocks of 128" in found.notes[1]
     plan = bridge.plan(model, "hf", quant=found.save(tmp_path / "recipe.toml"))
     assert {step.site.module for step in plan.quantized if step.site} == fits
 
 
 def test_a_scheme_that_no_target_takes_at_all_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SchemeError, match=r"no target takes GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 96 does"):
+    with pytest.raises(SchemeError, match=r"no target supports GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 96 does"):
         make_job(narrow(200), "int4_wo", None, None, "kl", None, None, None)
 
 
@@ -337,6 +352,6 @@ def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -
 def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.costs.run.recipe", lambda *_: 'base = "int4_wo"\n')
+    monkeypatch.setattr("bridge.workflows.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
     with pytest.raises(PlanError, match="in = 96 does not divide"):
         bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")

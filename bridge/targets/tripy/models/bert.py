@@ -1,6 +1,6 @@
-"""BERT encoders and their usual heads as Tripy modules, named as in Hugging Face; outputs in the order of transformers.
+"""BERT encoders and their usual heads as Tripy modules.
 
-Imported only where `bridge.tripy.frontend.nvtripy` has answered.
+Names are Hugging Face's, outputs come in the order of transformers.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from typing import Any
 
 import nvtripy as tp
 
-from bridge.errors import PlanError
-from bridge.tripy.layers import Heads, Parts, Seen, activation
+from bridge.core.errors import PlanError
+from bridge.targets.tripy.models.layers import Heads, Parts, Seen, activation
 
 
 class Embeddings(tp.Module):
-    """Words, positions and token types, summed and normed."""
-
     def __init__(self, config: Any, parts: Parts) -> None:
         super().__init__()
         width = config.hidden_size
@@ -32,7 +30,7 @@ class Embeddings(tp.Module):
 
 
 class SelfAttention(tp.Module):
-    """Every token looks at every other that is not padding."""
+    """Every token attends to every token that is not padding."""
 
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
@@ -49,7 +47,7 @@ class SelfAttention(tp.Module):
 
 
 class Dense(tp.Module):
-    """One Linear called `dense`; with `normed` a norm of its output plus what it is added to."""
+    """A Linear called `dense`; with `normed` (an epsilon), a norm of its output plus the residual."""
 
     def __init__(self, parts: Parts, name: str, widths: tuple[int, int], normed: float | None = None) -> None:
         super().__init__()
@@ -64,8 +62,6 @@ class Dense(tp.Module):
 
 
 class Attention(tp.Module):
-    """Self-attention, its output projection and norm."""
-
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
         self.self = SelfAttention(config, parts, f"{name}.self")
@@ -93,8 +89,6 @@ class Layer(tp.Module):
 
 
 class Encoder(tp.Module):
-    """The layers, one after the other."""
-
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
         self.layer = [Layer(config, parts, f"{name}.layer.{at}") for at in range(config.num_hidden_layers)]
@@ -113,7 +107,9 @@ class BertModel(tp.Module):
         if config.is_decoder or config.add_cross_attention:
             raise PlanError("config.json: is_decoder, add_cross_attention: the Tripy module of BERT is an encoder")
         if (kind := getattr(config, "position_embedding_type", "absolute")) != "absolute":
-            raise PlanError(f"config.json: position_embedding_type {kind!r}: only absolute positions are here")
+            raise PlanError(
+                f"config.json: position_embedding_type {kind!r}: the Tripy module of BERT has absolute positions only"
+            )
         self.embeddings = Embeddings(config, parts)
         self.encoder = Encoder(config, parts, f"{prefix}encoder")
         self.pooled = pooled
@@ -128,7 +124,7 @@ class BertModel(tp.Module):
 
 
 class Predictions(tp.Module):
-    """The head that predicts masked words. `bias` is `decoder.bias` under its old name, where the source ties them."""
+    """The head for masked words. `bias` is `decoder.bias` under its old name, if the source ties the two."""
 
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
@@ -142,8 +138,6 @@ class Predictions(tp.Module):
 
 
 class Transform(tp.Module):
-    """Dense, activated, normed."""
-
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
         self.act = activation(config.hidden_act)
@@ -155,7 +149,7 @@ class Transform(tp.Module):
 
 
 class Cls(tp.Module):
-    """What transformers calls `cls`: predictions of masked words, of the next sentence, or both."""
+    """transformers' `cls`: predictions of masked words, of the next sentence, or of both."""
 
     def __init__(self, config: Any, parts: Parts, words: bool, sentences: bool) -> None:
         super().__init__()
@@ -166,9 +160,9 @@ class Cls(tp.Module):
             self.seq_relationship = parts.linear("cls.seq_relationship", config.hidden_size, 2)
 
     def forward(self, x: Any, pooled: Any = None) -> Any:
-        found = [self.predictions(x)] if self.words else []
-        found += [self.seq_relationship(pooled)] if self.sentences else []
-        return found[0] if len(found) == 1 else tuple(found)
+        logits = [self.predictions(x)] if self.words else []
+        logits += [self.seq_relationship(pooled)] if self.sentences else []
+        return logits[0] if len(logits) == 1 else tuple(logits)
 
 
 class _WithCls(tp.Module):
@@ -182,8 +176,8 @@ class _WithCls(tp.Module):
         self.cls = Cls(config, parts, self.words, self.sentences)
 
     def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> Any:
-        found = self.bert(input_ids, attention_mask, token_type_ids)
-        return self.cls(*found) if self.sentences else self.cls(found)
+        hidden = self.bert(input_ids, attention_mask, token_type_ids)
+        return self.cls(*hidden) if self.sentences else self.cls(hidden)
 
 
 class BertForMaskedLM(_WithCls):
@@ -203,7 +197,7 @@ class BertForNextSentencePrediction(_WithCls):
 
 
 class _WithLinear(tp.Module):
-    """An encoder below one Linear, which reads every token, or the pooled text."""
+    """An encoder below one Linear, which reads every token or the pooled text."""
 
     head, pooled = "classifier", False
 
@@ -213,8 +207,8 @@ class _WithLinear(tp.Module):
         setattr(self, self.head, parts.linear(self.head, config.hidden_size, config.num_labels))
 
     def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> Any:
-        found = self.bert(input_ids, attention_mask, token_type_ids)
-        return getattr(self, self.head)(found[1] if self.pooled else found)
+        hidden = self.bert(input_ids, attention_mask, token_type_ids)
+        return getattr(self, self.head)(hidden[1] if self.pooled else hidden)
 
 
 class BertForSequenceClassification(_WithLinear):
@@ -233,5 +227,5 @@ class BertForQuestionAnswering(_WithLinear):
     head = "qa_outputs"
 
     def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> Any:
-        found = super().forward(input_ids, attention_mask, token_type_ids)
-        return found[:, :, 0], found[:, :, 1]
+        logits = super().forward(input_ids, attention_mask, token_type_ids)
+        return logits[:, :, 0], logits[:, :, 1]

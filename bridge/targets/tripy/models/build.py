@@ -1,17 +1,19 @@
-"""Builds the ready Tripy module of a written directory from its config.json alone; reads no weight."""
+"""Build the ready Tripy module of a written directory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import PlanError, SourceError, UsageError, fold_layers, nearest
-from bridge.sources.loading import model_config
-from bridge.tripy.frontend import nvtripy
-from bridge.tripy.section import read_section
+from bridge.core.errors import PlanError, SourceError, UsageError
+from bridge.core.text import fold_layers, nearest
+from bridge.sources.live_models.loading import model_config
+from bridge.targets.tripy.frontend import nvtripy
+from bridge.targets.tripy.section import read_section
 
-# Architecture -> file and class of its module here; relatives of Llama differ by what their config says.
+# Architecture -> file and class of its module; relatives of Llama differ in their config only.
 READY = {
     "GPT2LMHeadModel":               ("gpt2", "GPT2LMHeadModel"),
     "GPT2Model":                     ("gpt2", "GPT2Model"),
@@ -32,9 +34,30 @@ READY = {
     "BertForQuestionAnswering":      ("bert", "BertForQuestionAnswering"),
 }  # fmt: skip
 
+ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length of the input
+OWN = "write your own and fill it: bridge.targets.tripy.load(directory, module)"
+
+
+def no_ready_module(config: Mapping[str, Any]) -> str:
+    """Why `build` will refuse the output of this model, and what to do; "" if no reason is known.
+
+    >>> no_ready_module({"architectures": ["GPT2LMHeadModel"]})
+    ''
+    """
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in READY:
+        return f"there is no ready Tripy module for {architecture}; {OWN}"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPES:
+        return f"the ready Tripy module of {architecture} has no rope_type {kind!r}; {OWN}"
+    if config.get("per_layer_config"):
+        return f"the ready Tripy module of {architecture} has equal layers only, not those of per_layer_config; {OWN}"
+    return ""
+
 
 def build(directory: str | Path) -> Any:
-    """Return the `tp.Module` for what target tripy wrote into `directory`, its parameters not set yet.
+    """Return the `tp.Module` for an output of target tripy, with parameters not set yet.
 
     >>> build("tiny-gpt2-int8").lm_head.weight.shape  # doctest: +SKIP
     (1280, 128)
@@ -47,20 +70,20 @@ def build(directory: str | Path) -> Any:
             "  Write the tp.Module yourself and fill it: bridge.targets.tripy.load(directory, module)"
         )
     if config.get("per_layer_config"):
-        raise PlanError(f"{directory}: config.json: per_layer_config: the layers of a ready Tripy module are alike")
+        raise PlanError(f"{directory}: config.json: per_layer_config: a ready Tripy module has equal layers only")
     try:
         settings = model_config(config)
-    except Exception as error:  # transformers checks configs with classes of its own
+    except Exception as error:  # transformers' config classes raise their own exceptions
         raise SourceError(f"{directory}: config.json: transformers cannot read it: {error}") from error
     nvtripy()
-    from bridge.tripy.layers import Parts
+    from bridge.targets.tripy.models.layers import Parts
 
     file, name = READY[architecture]
     parts = Parts(section)
-    module = getattr(import_module(f"bridge.tripy.{file}"), name)(settings, parts)
+    module = getattr(import_module(f"bridge.targets.tripy.models.{file}"), name)(settings, parts)
     if parts.unclaimed:
         raise PlanError(
-            f"{directory}: config.json calls {', '.join(fold_layers(parts.unclaimed))} quantized, "
+            f"{directory}: config.json lists {', '.join(fold_layers(parts.unclaimed))} as quantized, "
             f"but {architecture} has no such Linear"
         )
     return module

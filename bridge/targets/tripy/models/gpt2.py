@@ -1,6 +1,6 @@
-"""GPT-2 as Tripy modules, named as in Hugging Face and in Tripy's nanoGPT example; keeps no cache of keys and values.
+"""GPT-2 as Tripy modules, without a KV cache.
 
-Imported only where `bridge.tripy.frontend.nvtripy` has answered.
+Names are those of Hugging Face and of Tripy's nanoGPT example.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any
 
 import nvtripy as tp
 
-from bridge.errors import PlanError
-from bridge.tripy.layers import Heads, Parts, Seen, activation
+from bridge.core.errors import PlanError
+from bridge.targets.tripy.models.layers import Heads, Parts, Seen, activation
 
 
 class Attention(tp.Module):
-    """Causal self-attention; the scaling follows the config's two switches."""
+    """Causal self-attention; two fields of the config decide the scaling."""
 
     def __init__(self, config: Any, parts: Parts, name: str, layer: int) -> None:
         super().__init__()
@@ -33,8 +33,6 @@ class Attention(tp.Module):
 
 
 class MLP(tp.Module):
-    """Widen, activate, narrow."""
-
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
         width = config.hidden_size
@@ -68,7 +66,7 @@ class GPT2Model(tp.Module):
     def __init__(self, config: Any, parts: Parts, prefix: str = "") -> None:
         super().__init__()
         if config.add_cross_attention:
-            raise PlanError("config.json: add_cross_attention: the Tripy module of GPT-2 is a decoder alone")
+            raise PlanError("config.json: add_cross_attention: the Tripy module of GPT-2 has a decoder only")
         width = config.hidden_size
         self.wte = parts.embedding(config.vocab_size, width)
         self.wpe = parts.embedding(config.max_position_embeddings, width)
@@ -76,7 +74,7 @@ class GPT2Model(tp.Module):
         self.ln_f = parts.layer_norm(width, config.layer_norm_epsilon)
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
-        """int32 [batch, length] -> [batch, length, hidden]; an `attention_mask` hides the padding, where it is 0."""
+        """int32 [batch, length] -> [batch, length, hidden]; `attention_mask` is 0 at padding."""
         seen = Seen.of(input_ids, attention_mask, causal=True)
         x = self.wte(input_ids) + self.wpe(tp.unsqueeze(tp.arange(seen.length, dtype=tp.int32), 0))
         for block in self.h:

@@ -1,7 +1,7 @@
-"""The layers that ready Tripy modules are made of, plain or quantized as config.json says; never reads a weight.
+"""The layers of ready Tripy modules, plain or quantized as config.json says.
 
-Imported only where `bridge.tripy.frontend.nvtripy` has answered. Attributes are called as in Hugging Face's state
-dicts, so that loading needs no renames. Tables and masks are made in `forward`: a Tensor attribute is an expected key.
+Attributes have the names of Hugging Face's state dicts, so loading renames nothing. Tables and masks are made in
+`forward`: a Tensor attribute would be an expected key.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 import nvtripy as tp
 from nvtripy.frontend.module.parameter import DefaultParameter  # not public; `frontend.SERIES` pins it
 
-from bridge.errors import PlanError, UsageError, nearest
-from bridge.tripy.formats import BLOCK
-from bridge.tripy.section import Entry, Section
+from bridge.core.errors import PlanError, UsageError
+from bridge.core.text import nearest
+from bridge.targets.tripy.formats import BLOCK
+from bridge.targets.tripy.section import Section
 
-MASKED = -3.4028234663852886e38  # of float32; finite as in transformers: a row that sees nothing must not become NaN
+MASKED = -3.4028234663852886e38  # of float32; finite as in transformers: a fully masked row must not become NaN
 
 
 class BlockLinear(tp.Module):
     """A Linear whose int4 weight is stored [in, out] in blocks along `in`, which `tp.Linear` cannot hold.
 
-    Tripy's blocks lie along the first axis, AWQ's along `in`: the weight is multiplied as it lies, not transposed.
-    AWQ files hold a `pre_quant_scale`, too, by which the input is multiplied first.
+    Tripy's blocks lie along the first axis, AWQ's along `in`: the weight is multiplied as stored, not transposed.
+    AWQ files also hold a `pre_quant_scale`, which the input is multiplied by first.
 
     >>> class MLP(tp.Module):  # doctest: +SKIP
     ...     def __init__(self):
@@ -64,7 +65,7 @@ class BlockLinear(tp.Module):
 
 
 class SmoothLinear(tp.Linear):
-    """A `tp.Linear` whose input is multiplied by `pre_quant_scale` first, as SmoothQuant's weights need it."""
+    """A `tp.Linear` that multiplies its input by `pre_quant_scale` first, as SmoothQuant's weights need."""
 
     def __init__(self, in_features: int, *args: Any, **settings: Any) -> None:
         super().__init__(in_features, *args, **settings)
@@ -76,7 +77,7 @@ class SmoothLinear(tp.Linear):
 
 
 class RMSNorm(tp.Module):
-    """Root mean square in float32, rounded to the model's dtype before the weight is multiplied, as Llama does it."""
+    """Root mean square in float32, rounded to the model's dtype before the weight is multiplied, as in Llama."""
 
     def __init__(self, width: int, eps: float, dtype: Any) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class RMSNorm(tp.Module):
 
 
 class Parts:
-    """Makes the layers of one model by their full names; `unclaimed` are quantized modules that no layer asked for."""
+    """Make the layers of one model by their full names; `unclaimed`: quantized modules that no layer took."""
 
     def __init__(self, section: Section) -> None:
         self.dtype = getattr(tp, section.dtype)
@@ -99,11 +100,20 @@ class Parts:
         self._twice = {*section.copies, *section.copies.values()}
 
     def stored_twice(self, name: str) -> bool:
-        """Whether this tensor is in the file under a second name: the source tied the two."""
+        """True if the file has this tensor under a second name, since the source tied the two."""
         return name in self._twice
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool = True) -> Any:
-        return linear(self.unclaimed.pop(name, None), in_features, out_features, bias, self.dtype)
+        """The Linear of this name, quantized if the section has an entry for it."""
+        entry = self.unclaimed.pop(name, None)
+        if entry is None:
+            return tp.Linear(in_features, out_features, bias, self.dtype)
+        if entry.layout == "in_out":
+            assert entry.block
+            return BlockLinear(in_features, out_features, bias, self.dtype, entry.block, entry.pre_quant_scale)
+        kind = SmoothLinear if entry.pre_quant_scale else tp.Linear
+        quantized = getattr(tp, entry.quant_dtype)
+        return kind(in_features, out_features, bias, self.dtype, quantized, entry.weight_quant_dim)
 
     def embedding(self, rows: int, width: int) -> Any:
         return tp.Embedding(rows, width, dtype=self.dtype)
@@ -118,24 +128,9 @@ class Parts:
         return RMSNorm(width, eps, self.dtype)
 
 
-def linear(entry: Entry | None, in_features: int, out_features: int, bias: bool, dtype: Any) -> Any:
-    """Return the Linear that holds what `entry` describes, a plain one without an entry.
-
-    >>> linear(None, 60, 80, True, tp.float32).weight.shape  # doctest: +SKIP
-    (80, 60)
-    """
-    if entry is None:
-        return tp.Linear(in_features, out_features, bias, dtype)
-    if entry.layout == "in_out":
-        assert entry.block
-        return BlockLinear(in_features, out_features, bias, dtype, entry.block, entry.pre_quant_scale)
-    kind = SmoothLinear if entry.pre_quant_scale else tp.Linear
-    return kind(in_features, out_features, bias, dtype, getattr(tp, entry.quant_dtype), entry.weight_quant_dim)
-
-
 @dataclass(frozen=True)
 class Seen:
-    """What all layers share: the extents of the token ids, asked once, and which keys a query must not look at."""
+    """Values that all layers share: the extents of the token ids, and the keys hidden from each query."""
 
     batch: Any
     length: Any
@@ -143,7 +138,7 @@ class Seen:
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None, *, causal: bool, window: int | None = None) -> Seen:
-        """Hide what comes later if `causal`, what lies `window` positions back or more, and padding, where 0 is."""
+        """Hide later keys if `causal`, keys `window` or more positions back, and padding, where the mask is 0."""
         batch, length = input_ids.shape
         hidden = None
         if causal:
@@ -158,7 +153,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention: cut apart, asked, put together."""
+    """The heads of one attention: split, attended, merged."""
 
     queries: int
     keys: int
@@ -170,10 +165,10 @@ class Heads:
         return tp.transpose(tp.reshape(x, (seen.batch, seen.length, count, self.width)), 1, 2)
 
     def attend(self, query: Any, key: Any, value: Any, seen: Seen) -> Any:
-        """Split heads in, [batch, length, queries * width] out; in float32, whatever the model's dtype.
+        """Split heads in, [batch, length, queries * width] out; in float32 for every dtype of the model.
 
-        It is a tenth to a quarter nearer to float32 than half attention (logits of GPT-2, Llama, Qwen3, both halves),
-        and behind int4 and float8 TensorRT needs it, as Tripy's nanoGPT example says.
+        Its logits are a tenth to a quarter nearer to float32 than those of half-precision attention (GPT-2, Llama,
+        Qwen3, both halves), and after int4 and float8 TensorRT needs it, as Tripy's nanoGPT example says.
         """
         dtype, groups = value.dtype, self.queries // self.keys
         query, key, value = (tp.cast(x, tp.float32) for x in (query, key, value))
@@ -202,8 +197,8 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def activation(name: str) -> Callable[[Any], Any]:
-    """Return the activation that transformers calls `name`, which rounds once; PlanError where there is none here."""
+    """Return the activation that transformers calls `name`, which rounds once; PlanError if there is none here."""
     if name not in ACTIVATIONS:
-        raise PlanError(f"config.json: activation {name!r} has no Tripy form here; {nearest(name, ACTIVATIONS)}")
+        raise PlanError(f"config.json: no Tripy activation for {name!r}; {nearest(name, ACTIVATIONS)}")
     inner = ACTIVATIONS[name]
     return lambda x: tp.cast(inner(tp.cast(x, tp.float32)), x.dtype)

@@ -1,7 +1,7 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3) as Tripy modules; keeps no cache of keys and values.
+"""Llama and its relatives as Tripy modules, without a KV cache.
 
-They differ in biases, in norms of query and key, and in sliding windows: the config and the class say which.
-Imported only where `bridge.tripy.frontend.nvtripy` has answered.
+The relatives are Mistral, Qwen2 and Qwen3. They differ in biases, in norms of query and key, and in sliding windows, as
+config and class say.
 """
 
 from __future__ import annotations
@@ -10,22 +10,30 @@ from typing import Any
 
 import nvtripy as tp
 
-from bridge.errors import PlanError
-from bridge.tripy.layers import Heads, Parts, Seen, activation
-from bridge.tripy.ready import ROPES
+from bridge.core.errors import PlanError
+from bridge.targets.tripy.models.build import ROPES
+from bridge.targets.tripy.models.layers import Heads, Parts, Seen, activation
 
 
 class Rotary:
-    """Tables of cosines and sines, made in `forward` from frequencies that config.json alone decides."""
+    """Tables of cosines and sines, made in `forward` from the frequencies of config.json."""
 
     def __init__(self, config: Any) -> None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         rope = config.rope_parameters
         kind, partial = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
         if kind not in ROPES:
-            raise PlanError(f"config.json: rope_type {kind!r} changes with the input; Tripy modules have {_or(ROPES)}")
+            raise PlanError(
+                f"config.json: rope_type {kind!r} changes with the input; Tripy modules have {' or '.join(ROPES)}"
+            )
         if partial != 1.0:
-            raise PlanError(f"config.json: partial_rotary_factor {partial}: only whole heads are rotated here")
-        self.frequencies, self.factor = _frequencies(config, kind)
+            raise PlanError(f"config.json: partial_rotary_factor {partial}: Tripy modules rotate whole heads only")
+        # transformers' own formulas: inverse frequencies of half a head, and the factor of cosines and sines
+        default = LlamaRotaryEmbedding.compute_default_rope_parameters
+        frequencies, factor = (default if kind == "default" else ROPE_INIT_FUNCTIONS[kind])(config)
+        self.frequencies, self.factor = frequencies.tolist(), float(factor)
 
     def tables(self, length: Any) -> tuple[Any, Any]:
         """Cosines and sines, float32 [length, head_dim / 2]."""
@@ -70,8 +78,6 @@ class Attention(tp.Module):
 
 
 class MLP(tp.Module):
-    """Gated: down(act(gate) * up)."""
-
     def __init__(self, config: Any, parts: Parts, name: str) -> None:
         super().__init__()
         width, ffn, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
@@ -110,7 +116,7 @@ class LlamaModel(tp.Module):
         self.norm = parts.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
-        """int32 [batch, length] -> [batch, length, hidden]; an `attention_mask` hides the padding, where it is 0."""
+        """int32 [batch, length] -> [batch, length, hidden]; `attention_mask` is 0 at padding."""
         tables = self.rotary.tables(input_ids.shape[1])
         seen = {w: Seen.of(input_ids, attention_mask, causal=True, window=w) for w in dict.fromkeys(self.windows)}
         x = self.embed_tokens(input_ids)
@@ -132,27 +138,14 @@ class LlamaForCausalLM(tp.Module):
         return self.lm_head(self.model(input_ids, attention_mask))
 
 
-def _frequencies(config: Any, kind: str) -> tuple[list[float], float]:
-    """Inverse frequencies of half a head, and what cosines and sines are multiplied by: transformers' own formulas."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    default = LlamaRotaryEmbedding.compute_default_rope_parameters
-    made, factor = (default if kind == "default" else ROPE_INIT_FUNCTIONS[kind])(config)
-    return made.tolist(), float(factor)
-
-
 def _windows(config: Any) -> list[int | None]:
-    """How far back each layer looks, None for all the way; Mistral has one window, Qwen a kind for each layer."""
+    """The window of each layer, None for full attention; Mistral has one window, Qwen a kind for each layer."""
     window = getattr(config, "sliding_window", None)
     if config.model_type == "mistral":
         return [window] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     known = {"full_attention": None, "sliding_attention": window}
     if not known.keys() >= set(kinds):
-        raise PlanError(f"config.json: layer_types {_or(sorted(set(kinds) - known.keys()))} unknown; {_or(known)} are")
+        unknown = " or ".join(sorted(set(kinds) - known.keys()))
+        raise PlanError(f"config.json: layer_types {unknown} are unknown; use {' or '.join(known)}")
     return [known[kind] for kind in kinds]
-
-
-def _or(words: Any) -> str:
-    return " or ".join(words)

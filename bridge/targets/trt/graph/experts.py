@@ -1,8 +1,8 @@
-"""Mixture-of-experts blocks whose experts are separate matrices; changes only the model it is given.
+"""Give mixture-of-experts blocks separate expert matrices for the export.
 
-transformers 5 stacks the experts in 3-D parameters. Its own loops either depend on data (`eager`), have no ONNX
-translation (`grouped_mm`) or gather whole matrices per token (`batched_mm`), which a quantized engine would have to
-dequantize for every token. Here every expert runs on all tokens, times its routing weight: E / k times the flops.
+transformers 5 stacks the experts in 3-D parameters. Its own loops depend on data (`eager`), have no ONNX translation
+(`grouped_mm`), or gather whole matrices per token (`batched_mm`), which a quantized engine would dequantize for every
+token. Here every expert runs on all tokens, times its routing weight: E / k times the flops.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from bridge.errors import ExportError
+from bridge.core.errors import ExportError
 
 
 def unstack_experts(model: Any) -> None:
-    """Give each expert of `model` (meta parameters) its own 2-D parameters and the dense forward.
+    """Give each expert of `model` (meta parameters) its own 2-D parameters and the dense forward, in place.
 
-    Names: `down_proj[3]`, and for a fused gate and up `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`: expressions over
-    the live parameter, in the live orientation.
+    Names are expressions over the live parameter, in the live orientation: `down_proj[3]`, and for a fused gate and up
+    `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
             continue
         if module.has_post_expert_norm:
-            raise ExportError(f"{name}: experts with a norm after each expert are not supported; remedy: none yet")
+            raise ExportError(f"{name}: experts with a norm after each expert are not supported; use target hf")
         for key in list(module._parameters):
             _unstack(module, key)
         module.forward = types.MethodType(_dense_forward, module)
@@ -46,7 +46,7 @@ def _unstack(module: Any, key: str) -> None:
 
 
 def _own_gate(module: Any) -> bool:
-    """True where the class joins gate and up in its own way (gpt-oss): then they stay one matrix."""
+    """True if the class joins gate and up in its own way (gpt-oss): then they stay one matrix."""
     from transformers.integrations.moe import _default_apply_gate
 
     return type(module)._apply_gate is not _default_apply_gate or not module.is_concatenated

@@ -1,7 +1,8 @@
-"""An architecture's config becomes a float ONNX graph without a single weight; never downloads, never runs hub code.
+"""Export a config as a float ONNX graph without weights.
 
-Why not `torch.onnx.export` on the model: its optimizer reads weights, its fallbacks try a failing export three times,
-and identical layers are exported again and again. Here a few layers are exported and the rest is stamped.
+Downloads nothing, and runs no code from the hub. `torch.onnx.export` on the whole model is not used: its optimizer
+reads weights, its fallbacks try a failing export three times, and identical layers are exported repeatedly. Here a few
+layers are exported and the rest is stamped.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
-from bridge.dtypes import FLOATS
-from bridge.dtypes import dtype as dtype_row
-from bridge.errors import BridgeError, ExportError, UsageError
-from bridge.graph import skeleton
-from bridge.graph.naming import name_by_structure
-from bridge.graph.stamp import KV, MODULE, Refused, stamp_layers
-from bridge.graph.tasks import TASKS, infer_task, model_class, resolve_config
-from bridge.graph.translate import to_onnx
+from bridge.core.dtypes import FLOATS
+from bridge.core.dtypes import dtype as dtype_row
+from bridge.core.errors import BridgeError, ExportError, UsageError
+from bridge.core.text import grouped
+from bridge.sources.live_models import meta_device
+from bridge.sources.live_models.meta_device import resolve_config
+from bridge.targets.trt.graph.layers import cut_layers, find_layers
+from bridge.targets.trt.graph.naming import name_by_structure
+from bridge.targets.trt.graph.stamp import KV, MODULE, Refused, stamp_layers
+from bridge.targets.trt.graph.tasks import TASKS, choose_task, model_class
+from bridge.targets.trt.graph.translate import to_onnx
 
 # ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
@@ -32,21 +36,18 @@ _PREFIX = "model."  # the wrapper's attribute
 
 @dataclass(frozen=True)
 class Graph:
-    """A float graph. Weights (all that a state dict holds) are initializers without data (`const_value` is None),
-    other buffers carry theirs.
+    """A float graph. Weights (everything in a state dict) are initializers without data (`const_value` is None); other
+    buffers have data.
 
     `weights`: initializer -> live parameter of the transformers model, or an expression over one for an expert
-    (`...experts.down_proj[3]`, `...experts.gate_up_proj[3, gate]`). `tied`: alias -> initializer. `layers`: blocks of
-    the whole model. `note`: why the layers were not stamped, "" where they were or where nothing repeats.
+    (`...experts.down_proj[3]`, `...experts.gate_up_proj[3, gate]`). `tied`: alias -> initializer. `note`: why no layer
+    was stamped, "" if layers were stamped or the model has at most two.
     """
 
     model: ir.Model
     weights: dict[str, str]
-    layers: int
-    stamped: bool
     note: str
-    tied: dict[str, str] = field(default_factory=dict)
-    task: str = ""
+    tied: dict[str, str]
 
 
 def export_graph(
@@ -59,7 +60,7 @@ def export_graph(
     stamp: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Graph:
-    """Export the graph of `config` (a transformers config, or the dict in config.json).
+    """Export the graph of `config` (a transformers config, or the content of config.json).
 
     >>> graph = export_graph({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})  # doctest: +SKIP
     """
@@ -69,22 +70,16 @@ def export_graph(
     if row not in FLOATS:
         raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(FLOATS)}")
     tell = progress or (lambda _: None)
-    with skeleton.quiet(), _no_collection():
+    with meta_device.quiet(), _no_collection():
         resolved = resolve_config(config)
-        name = infer_task(resolved, task)
+        architecture = (getattr(resolved, "architectures", None) or ["a config without `architectures`"])[0]
+        name = task if task in TASKS else choose_task(task, architecture)
         return _Run(resolved, name, row, opset, cache, tell).graph(stamp)
-
-
-def strip(model: ir.Model) -> None:
-    """Drop what `find_sites` and `find_kv` need and a saved file must not hold. Call it last."""
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
-
-    ClearMetadataAndDocStringPass()(model)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Tracing makes millions of small live objects: the collector finds nothing and costs a fifth of the time."""
+    """Disable garbage collection: tracing makes millions of small live objects, and collecting takes a fifth of it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -106,7 +101,7 @@ class _Run:
     def graph(self, stamp: bool) -> Graph:
         config, model = self._build()
         text = config.get_text_config()
-        layers = skeleton.find_layers(model, text)
+        layers = find_layers(model, text)
         count = len(layers.kinds) if layers else getattr(text, "num_hidden_layers", 0) or 0
         note = "" if layers else "no list of layers to stamp"
         keep = layers.chosen() if layers else []
@@ -116,21 +111,21 @@ class _Run:
             note = "no kind of layer occurs more than twice"
         elif layers and len(keep) < count:
             try:
-                skeleton.cut_layers(model, text, layers, keep)
+                cut_layers(model, text, layers, keep)
                 self.tell(f"export {len(keep)} of {count} layers")
                 few, tied = self._export(config, model)
                 stamp_layers(few, layers, keep)
-                return self._finish(few, tied, count, True, "")
+                return self._finish(few, tied, "")
             except Refused as refused:
                 note = str(refused)
             except ExportError as error:
                 if not isinstance(error.__cause__, LookupError | AttributeError | TypeError | ValueError):
-                    raise  # torch's own refusal: the whole model would meet it too, later
+                    raise  # torch's own refusal, which the whole model would meet as well
                 note = "the model cannot be cut to fewer layers"
             config, model = self._build()
         self.tell(f"export {count} layers")
         whole, tied = self._export(config, model)
-        return self._finish(whole, tied, count, False, note)
+        return self._finish(whole, tied, note)
 
     def _build(self) -> tuple[Any, Any]:
         import copy
@@ -140,7 +135,7 @@ class _Run:
         config = copy.deepcopy(self.config)
         cls = model_class(config, self.task)
         try:
-            return config, skeleton.build_meta(config, cls, getattr(torch, self.dtype))
+            return config, meta_device.build_meta(config, cls, getattr(torch, self.dtype))
         except BridgeError:
             raise
         except Exception as error:
@@ -154,36 +149,40 @@ class _Run:
         from torch.fx.experimental import _config as experimental
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        from bridge.graph import wrappers
-        from bridge.graph.experts import unstack_experts
+        from bridge.sources.live_models.own_caches import own_caches
+        from bridge.targets.trt.graph import wrappers
+        from bridge.targets.trt.graph.experts import unstack_experts
 
         unstack_experts(model)
-        skeleton.settle_rope(model)
+        meta_device.settle_rope(model)
         env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-        skeleton.make_fake(model, mode)
+        meta_device.make_fake(model, mode)
         tied = _ties(model)
         task, dtype = TASKS[self.task], getattr(torch, self.dtype)
         accepted = model.main_input_name
         try:
-            with torch.no_grad(), experimental.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            with own_caches(), torch.no_grad(), experimental.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
                 if accepted == "pixel_values":
                     call = wrappers.image_call(model, task, mode, dtype)
                 else:
                     call = wrappers.text_call(model, task, mode, dtype, cache=self.cache)
                 program = _trace(call)
                 graph = to_onnx(program, self.opset)
-                _let_go(program)
+                _free(program)
         except BridgeError:
             raise
         except Exception as error:
-            raise ExportError(_refusal(type(model).__name__, error)) from error
+            raise ExportError(
+                f"{type(model).__name__}: torch cannot export this architecture\n  reason {_short(error)}\n"
+                "  hint   convert it with target `hf`, which needs no graph"
+            ) from error
         _name(graph, call)
         optimize(graph)
         _mark(graph, call)
         return graph, tied
 
-    def _finish(self, model: ir.Model, tied: dict[str, str], count: int, stamped: bool, note: str) -> Graph:
+    def _finish(self, model: ir.Model, tied: dict[str, str], note: str) -> Graph:
         model.ir_version = _IR_VERSION[self.opset]
         model.producer_name, model.producer_version = "bridge", ""
         name_by_structure(model)
@@ -194,20 +193,21 @@ class _Run:
                 value.name = name
                 values[name] = value
         weights = {name: name for name, value in values.items() if value.const_value is None}
-        return Graph(model, weights, count, stamped, note, {a: n for a, n in tied.items() if n in weights}, self.task)
+        return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights})
 
 
 def _trace(call: Any) -> Any:
-    """Trace; where torch names tighter bounds for a dynamic axis, take them and try once more.
+    """Trace; if torch suggests tighter bounds for a dynamic axis, use them and try once more.
 
-    Such bounds: a table of positions ends somewhere, or a layout differs for one token (`size != 1`), which says
-    something about torch's strides and nothing about the graph.
+    Examples are the end of a table of positions, or a layout that differs for one token (`size != 1`), which concerns
+    torch's strides and not the graph.
     """
     import torch
     from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
     try:
-        return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
+        with _alone():
+            return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
     except torch._dynamo.exc.UserError as error:
         try:
             shapes = refine_dynamic_shapes_from_suggested_fixes(error.msg, call.dynamic_shapes)
@@ -215,13 +215,31 @@ def _trace(call: Any) -> Any:
             if " != 1" not in error.msg:
                 raise error from None
             shapes = _at_least_two(call.dynamic_shapes)
-        return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
+        with _alone():
+            return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
 
 
-def _let_go(program: Any) -> None:
-    """Break the cycles that keep a traced program for ever, 7 MB each time.
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Load numba with all kernels, then let no other thread compile or trace until this ends.
 
-    The cache of torch's symbols holds fake tensors, whose sizes hold the symbols in C++, which gc does not see.
+    torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces. numba that is imported
+    meanwhile takes the replaced functions for Python's (`AttributeError: ... has no attribute '<lambda>'`), a kernel
+    module that is imported binds them for good, and two traces at once put them back in the wrong order.
+    """
+    from numba.core.compiler_lock import global_compiler_lock
+
+    from bridge.quant.codec.warm_up import load_every_kernel
+
+    load_every_kernel()
+    with global_compiler_lock:
+        yield
+
+
+def _free(program: Any) -> None:
+    """Break the cycles that keep a traced program alive forever, 7 MB each time.
+
+    The cache of torch's symbols holds fake tensors, whose sizes hold the symbols in C++, where gc does not see them.
     """
     modes: set[Any] = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes}
     for mode in modes - {None}:
@@ -230,40 +248,32 @@ def _let_go(program: Any) -> None:
 
 def _at_least_two(shapes: Any) -> Any:
     from torch.export import Dim
+    from torch.utils import _pytree
 
-    def replace(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: replace(branch) for key, branch in tree.items()}
-        if isinstance(tree, list | tuple):
-            return type(tree)(replace(branch) for branch in tree)
-        return Dim("sequence", min=2, max=tree.max) if getattr(tree, "__name__", "") == "sequence" else tree
+    def bounded(dim: Any) -> Any:
+        return Dim("sequence", min=2, max=dim.max) if getattr(dim, "__name__", "") == "sequence" else dim
 
-    return replace(shapes)
+    return _pytree.tree_map(bounded, shapes)
 
 
 def _ties(model: Any) -> dict[str, str]:
-    """Alias -> the name a checkpoint has, by transformers' tie table where it says, else the first name."""
-    stored = {alias: name for alias, name in (getattr(model, "all_tied_weights_keys", None) or {}).items()}
-    first: dict[int, str] = {}
+    """Alias -> the name in a checkpoint: by transformers' table of ties if it lists one, else the first name."""
+    stored = getattr(model, "all_tied_weights_keys", None) or {}
     tied: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(parameter), name)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for names in groups.values():
+    for parameters in grouped(model.named_parameters(remove_duplicate=False), lambda named: id(named[1])):
+        names = [name for name, _ in parameters]
         source = next((n for n in names if n not in stored), names[0])
         tied.update({n: source for n in names if n != source})
     return tied
 
 
 def _name(model: ir.Model, call: Any) -> None:
-    """Give inputs, outputs, axes and initializers the names users know; drop the data of fakes."""
+    """Give inputs, outputs, axes and initializers the names that users know; drop the data of fake tensors."""
     graph = model.graph
     if len(graph.inputs) != len(call.inputs) or len(graph.outputs) != len(call.outputs):
         raise ExportError(
             f"torch exported {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, expected "
-            f"{len(call.inputs)} and {len(call.outputs)}: the architecture drops or repeats some"
+            f"{len(call.inputs)} and {len(call.outputs)}: the architecture drops or repeats some; use target hf"
         )
     symbols: dict[str, str] = {}
     for value, (name, axes) in zip(graph.inputs, call.inputs.items(), strict=True):
@@ -308,18 +318,18 @@ def _is_fake(tensor: Any) -> bool:
 
 
 def optimize(model: ir.Model) -> None:
-    """Fold constants and rewrite, without a look at weights; lose no weight that was there."""
+    """Fold constants and rewrite without reading weights; ExportError if a weight is lost."""
     from onnxscript.optimizer import optimize_ir
 
     before = {n for n, v in model.graph.initializers.items() if v.const_value is None and v.uses()}
     optimize_ir(model)
     lost = before - set(model.graph.initializers)
     if lost:
-        raise ExportError(f"the optimizer lost weights: {', '.join(sorted(lost))}")
+        raise ExportError(f"the optimizer lost weights: {', '.join(sorted(lost))}; use target hf")
 
 
 def _mark(model: ir.Model, call: Any) -> None:
-    """Keep of the exporter's metadata only the module's name; the rest holds local paths and stack traces.
+    """Keep only the module's name of the exporter's metadata; the rest has local paths and stack traces.
 
     K and V are marked where they leave the cache; outputs that only served to find them are dropped.
     """
@@ -331,7 +341,7 @@ def _mark(model: ir.Model, call: Any) -> None:
         node.metadata_props.clear()
         node.doc_string = None
         if len(scopes) > 1:
-            # torch's hook for the input shapes counts as no module at all
+            # torch's hook for the input shapes is not a module
             module = scopes[-2].removeprefix(_PREFIX)
             node.metadata_props[MODULE] = "" if module.startswith("_empty_nn_module") else module
         for value in node.outputs:
@@ -348,16 +358,8 @@ def _mark(model: ir.Model, call: Any) -> None:
     model.metadata_props.clear()
 
 
-def _refusal(architecture: str, error: Exception) -> str:
-    return (
-        f"{architecture}: torch cannot export this architecture\n"
-        f"  reason {_short(error)}\n"
-        "  hint   convert it with target `hf`, which needs no graph"
-    )
-
-
 def _short(error: BaseException) -> str:
-    """One or two lines of torch's reason, which is a page with a stack trace and advice for torch's developers."""
+    """Up to two lines of torch's reason, which is a page with a stack trace and advice for torch's developers."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

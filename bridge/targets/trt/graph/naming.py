@@ -1,19 +1,18 @@
-"""Order and names of a graph that follow from its structure alone; changes nothing that is computed.
+"""Order and name a graph by its structure alone.
 
-transformers walks over sets of strings while it is traced (`set(config.layer_types)`), so the exporter's order and
-numbers differ from process to process. And `model.layers.3.mlp.up_proj/MatMul` tells a reader of TensorRT's log
-more than `linear_23`.
+transformers iterates over sets of strings while it is traced (`set(config.layer_types)`), so the exporter's order and
+numbers differ between processes. And in TensorRT's log `model.layers.3.mlp.up_proj/MatMul` is clearer than `linear_23`.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from bridge.graph.stamp import MODULE
+from bridge.targets.trt.graph.stamp import MODULE
 
 
 def name_by_structure(model: ir.Model) -> None:
-    """Put nodes in the order in which the outputs ask for them; name them, and constants, by module and operator."""
+    """Order nodes by the outputs' demand; name them, and constants, by module and operator."""
     graph = model.graph
     ordered = _by_demand(graph)
     graph.remove(list(graph))
@@ -30,7 +29,7 @@ def name_by_structure(model: ir.Model) -> None:
 
 
 def _modules(ordered: list[ir.Node]) -> dict[ir.Node, str]:
-    """The module that made each node; the optimizer's own nodes (a fused Split) count to the module they feed."""
+    """The module of each node; the optimizer's own nodes (a fused Split) belong to the module that reads them."""
     modules: dict[ir.Node, str] = {}
     for node in reversed(ordered):
         users = [modules.get(user, "") for value in node.outputs for user, _ in value.uses()]
@@ -39,7 +38,7 @@ def _modules(ordered: list[ir.Node]) -> dict[ir.Node, str]:
 
 
 def _by_demand(graph: ir.Graph) -> list[ir.Node]:
-    """Depth first from the outputs; a node comes after all that it reads. What nothing asks for is left out."""
+    """Depth first from the outputs; a node comes after its inputs' producers. Unused nodes are left out."""
     ordered: list[ir.Node] = []
     done: set[ir.Node] = set()
     todo = [(node, False) for v in reversed(graph.outputs) if (node := v.producer()) is not None]
@@ -65,7 +64,7 @@ def _order_initializers(graph: ir.Graph, ordered: list[ir.Node]) -> None:
     graph.initializers.clear()
     count: dict[str, int] = {}
     for value in used:
-        # A buffer has a module in front of its name; what has none was lifted by torch or the optimizer.
+        # A buffer's name begins with a module; torch or the optimizer made the others.
         if value.const_value is not None and "." not in (value.name or ""):
             value.name = _numbered("constant", count)
         graph.initializers[value.name or ""] = value

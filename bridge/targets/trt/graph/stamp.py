@@ -1,22 +1,22 @@
-"""Layers that were not exported are stamped from those that were; refuses wherever two layers are not provably alike.
+"""Stamp the layers that were not exported from equal layers that were.
 
-Of each kind of layer at most two are exported. The second is the template of all that follow; it must equal the first
-node by node, walked backwards from what they give: so whatever depends on a layer's place (a scale by index, a
-parameter shared across layers) is found, and the caller exports the whole model instead.
+At most two layers of each kind are exported. The second is the template of all later ones; it must equal the first node
+by node, compared backwards from their results. This finds everything that depends on a layer's index (a scale by index,
+a parameter shared across layers); the caller then exports the whole model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from bridge.graph.skeleton import Layers
+from bridge.targets.trt.graph.layers import Layers
 
 MODULE = "bridge.module"  # on nodes: the live module that made it
-KV = "bridge.kv"  # on values: "3.key", what attention of layer 3 reads
+KV = "bridge.kv"  # on values: "3.key" is read by the attention of layer 3
 _SLOT = re.compile(r"(past_key_values|present)\.(\d+)\.(key|value)")
 
 
@@ -26,17 +26,17 @@ class Refused(Exception):
 
 @dataclass
 class _Block:
-    """One exported layer. `carry` is the hidden state it is given, `exit` the one it gives on."""
+    """One exported layer. `carry` is its input hidden state, `exit` its output hidden state."""
 
     nodes: list[ir.Node]
-    inputs: list[tuple[ir.Value | None, ...]]  # as exported: the nodes themselves are rewired later
+    inputs: list[tuple[ir.Value | None, ...]]  # as exported; the nodes are rewired later
     carry: ir.Value | None = None
     exit: ir.Value | None = None
     caches: dict[str, ir.Value] = field(default_factory=dict)
 
 
 def stamp_layers(model: ir.Model, layers: Layers, keep: Sequence[int]) -> None:
-    """Make the graph of layers `keep` the graph of all `layers`, in place; Refused leaves `model` useless."""
+    """Extend the graph of layers `keep` to all `layers`, in place; after Refused `model` is unusable."""
     graph = model.graph
     blocks = _find_blocks(graph, layers.path, len(keep))
     _find_carries(graph, blocks, _tainted(graph))
@@ -46,24 +46,29 @@ def stamp_layers(model: ir.Model, layers: Layers, keep: Sequence[int]) -> None:
     shared: set[ir.Value] = set()
     for pair in pairs.values():
         if len(pair) == 2:
-            shared |= _Twins(blocks, pair[0], pair[1], layers.path).prove()
+            shared |= _Comparison(blocks, pair[0], pair[1], layers.path).run()
     _check_singles(blocks, [p[0] for p in pairs.values() if len(p) == 1], shared, _tainted(graph), layers.path)
     template = {kind: pair[-1] for kind, pair in pairs.items()}
     _Stamper(graph, layers, list(keep), blocks, template).run()
 
 
-def _block_index(node: ir.Node, path: str) -> int | None:
-    module = node.metadata_props.get(MODULE, "")
-    if not module.startswith(path + "."):
-        return None
-    return int(module[len(path) + 1 :].split(".", 1)[0])
+def _numbered(name: str | None, path: str) -> re.Match[str] | None:
+    """Match the name of a weight, cache or module of a layer: the text before its number, the number, the rest."""
+    return re.fullmatch(rf"(past_key_values\.|present\.|{re.escape(path)}\.)(\d+)(\..*)?", name or "")
+
+
+def _renumbered(name: str, path: str, numbers: Mapping[int, int]) -> str:
+    """Name of the same weight, cache or module in the layer that `numbers` gives; other names stay as they are."""
+    match = _numbered(name, path)
+    return f"{match[1]}{numbers.get(int(match[2]), match[2])}{match[3] or ''}" if match else name
 
 
 def _find_blocks(graph: ir.Graph, path: str, count: int) -> list[_Block]:
-    """Group nodes by layer. The optimizer's own nodes (a fused Split) name no module: they go with their consumers."""
+    """Group nodes by layer. The optimizer's own nodes (a fused Split) have no module: they go with their readers."""
     where: dict[ir.Node, int | None] = {}
     for node in reversed(list(graph)):
-        where[node] = _block_index(node, path)
+        match = _numbered(node.metadata_props.get(MODULE), path)
+        where[node] = int(match[2]) if match else None
         if MODULE not in node.metadata_props:
             users = {where.get(user) for out in node.outputs for user, _ in out.uses()}
             where[node] = users.pop() if len(users) == 1 else None
@@ -81,7 +86,7 @@ def _find_blocks(graph: ir.Graph, path: str, count: int) -> list[_Block]:
 
 
 def _tainted(graph: ir.Graph) -> set[ir.Value]:
-    """Values that depend on a weight or a cache. Shapes do not, nor masks, positions, cos and sin."""
+    """Values that depend on a weight or a cache; shapes, masks, positions, cos and sin do not."""
     tainted = {v for v in graph.initializers.values() if v.const_value is None}
     tainted |= {v for v in graph.inputs if _SLOT.fullmatch(v.name or "")}
     for node in graph:
@@ -91,7 +96,7 @@ def _tainted(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _find_carries(graph: ir.Graph, blocks: list[_Block], tainted: set[ir.Value]) -> None:
-    """Find the one value that crosses from each layer to the next, and nothing else may."""
+    """Find the hidden state, which must be the only value that goes from each layer to the next."""
     home = {node: i for i, block in enumerate(blocks) for node in block.nodes}
     for i, block in enumerate(blocks):
         leaving: set[ir.Value] = set()
@@ -106,7 +111,7 @@ def _find_carries(graph: ir.Graph, blocks: list[_Block], tainted: set[ir.Value])
                 if targets or (out.is_graph_output() and KV not in out.metadata_props):
                     leaving.add(out)
         if len(leaving) != 1:
-            raise Refused(f"{len(leaving)} values cross from a layer to the next, not one hidden state")
+            raise Refused(f"{len(leaving)} values go from a layer to the next, not one hidden state")
         (block.exit,) = leaving
         if i + 1 < len(blocks):
             blocks[i + 1].carry = block.exit
@@ -115,18 +120,21 @@ def _find_carries(graph: ir.Graph, blocks: list[_Block], tainted: set[ir.Value])
 def _check_singles(
     blocks: list[_Block], singles: list[int], shared: set[ir.Value], tainted: set[ir.Value], path: str
 ) -> None:
-    """A kind with one layer has no twin: it may take only the hidden state, its own weights and what twins share."""
+    """A layer that is the only one of its kind may read only the hidden state, its own weights and shared values."""
     for i in singles:
         own = {out for node in blocks[i].nodes for out in node.outputs}
         for value in (v for inputs in blocks[i].inputs for v in inputs if v in tainted and v not in own):
-            name = value.name or ""
-            mine = name.startswith(f"{path}.{i}.") or name.startswith(f"past_key_values.{i}.")
+            match = _numbered(value.name, path)
+            mine = match is not None and int(match[2]) == i
             if i and value is not blocks[i].carry and value not in shared and not mine:
-                raise Refused(f"layer {i} is the only one of its kind and reads {name}, which no other layer reads")
+                raise Refused(
+                    f"layer {i} is the only one of its kind and reads {value.name or 'a value'}, "
+                    "which no other layer reads"
+                )
 
 
-class _Twins:
-    """Walks two layers of one kind backwards from their results, pair by pair."""
+class _Comparison:
+    """Compare two layers of one kind node by node, backwards from their results."""
 
     def __init__(self, blocks: list[_Block], first: int, second: int, path: str) -> None:
         self.first, self.second, self.path = first, second, path
@@ -136,8 +144,8 @@ class _Twins:
         self.shared: set[ir.Value] = set()
         self.entry: ir.Value | None = self.a.carry
 
-    def prove(self) -> set[ir.Value]:
-        """Return the outside values that both read; raise Refused unless the second can stand for the first."""
+    def run(self) -> set[ir.Value]:
+        """Return the outside values that both read; Refused if the second cannot replace the first."""
         if self.a.caches.keys() != self.b.caches.keys():
             raise Refused("layers of one kind keep different caches")
         todo = [(self.b.exit, self.a.exit), *((self.b.caches[k], self.a.caches[k]) for k in sorted(self.b.caches))]
@@ -149,7 +157,7 @@ class _Twins:
                     raise self._differ("an optional input")
                 continue
             if self.pairs.setdefault(x, y) is not y:
-                raise self._differ(f"{x.name} plays two parts")
+                raise self._differ(f"{x.name} has two counterparts")
             if self._outside(x, y):
                 continue
             p, q = x.producer(), y.producer()
@@ -162,11 +170,11 @@ class _Twins:
             todo += list(zip(p.inputs, q.inputs, strict=True))
         missing = self.in_b - seen
         if missing:
-            raise self._differ(f"{min(n.name or '' for n in missing)} has no part in the layer's results")
+            raise self._differ(f"{min(n.name or '' for n in missing)} does not affect the layer's results")
         return self.shared
 
     def _outside(self, x: ir.Value, y: ir.Value) -> bool:
-        """Match two values made outside their layers; False when both are made inside, then their nodes must match."""
+        """Match two values made outside their layers; False if both are made inside, where nodes must match."""
         if x is y:
             self.shared.add(x)
             return True
@@ -184,7 +192,7 @@ class _Twins:
         if x.const_value is not None and y.const_value is not None:
             same = kind and x.const_value.tobytes() == y.const_value.tobytes()
         else:
-            same = kind and _rename(x.name or "", self.path, self.second, self.first) == y.name
+            same = kind and _renumbered(x.name or "", self.path, {self.second: self.first}) == y.name
         if not same:
             raise self._differ(f"{x.name} against {y.name}")
         return True
@@ -214,23 +222,13 @@ def _same_attributes(p: ir.Node, q: ir.Node) -> bool:
     return True
 
 
-def _rename(name: str, path: str, old: int, new: int) -> str:
-    """Name of layer `new`'s counterpart of a weight, cache or module of layer `old`."""
-    slot = _SLOT.fullmatch(name)
-    if slot:
-        return f"{slot[1]}.{new}.{slot[3]}" if int(slot[2]) == old else name
-    prefix = f"{path}.{old}"
-    return f"{path}.{new}{name[len(prefix) :]}" if name == prefix or name.startswith(prefix + ".") else name
-
-
 class _Stamper:
-    """Puts the kept layers at their places and copies of the templates between them."""
+    """Place the kept layers and copy the templates between them."""
 
     def __init__(
         self, graph: ir.Graph, layers: Layers, keep: list[int], blocks: list[_Block], template: dict[object, int]
     ) -> None:
         self.graph, self.layers, self.keep, self.blocks, self.template = graph, layers, keep, blocks, template
-        self.slots: list[ir.Value] = []
 
     def run(self) -> None:
         carry: ir.Value | None = None
@@ -252,37 +250,29 @@ class _Stamper:
         self.graph.sort()
 
     def _place_kept(self) -> None:
-        """Give the kept layers, which were exported as 0, 1, 2 ..., the names of their real places."""
+        """Rename the kept layers, which were exported as 0, 1, 2 ..., to their real indices."""
         path = self.layers.path
-        moved = []
-        for value in list(self.graph.initializers.values()):
-            del self.graph.initializers[value.name or ""]
-            moved.append(value)
-        for value in moved:
-            value.name = self._placed(value.name or "")
+
+        def placed(name: str) -> str:
+            match = _numbered(name, path)
+            return f"{match[1]}{self.keep[int(match[2])]}{match[3] or ''}" if match else name
+
+        initializers = list(self.graph.initializers.values())
+        self.graph.initializers.clear()
+        for value in initializers:
+            value.name = placed(value.name or "")
             self.graph.initializers[value.name] = value
         for value in (*self.graph.inputs, *self.graph.outputs):
-            value.name = self._placed(value.name or "")
+            value.name = placed(value.name or "")
         for position, block in enumerate(self.blocks):
             for node in block.nodes:
                 if MODULE in node.metadata_props:
-                    module = node.metadata_props[MODULE]
-                    node.metadata_props[MODULE] = _rename(module, path, position, self.keep[position])
+                    node.metadata_props[MODULE] = placed(node.metadata_props[MODULE])
             for kind, value in block.caches.items():
                 value.metadata_props[KV] = f"{self.keep[position]}.{kind}"
 
-    def _placed(self, name: str) -> str:
-        slot = _SLOT.fullmatch(name)
-        if slot:
-            return f"{slot[1]}.{self.keep[int(slot[2])]}.{slot[3]}"
-        prefix = self.layers.path + "."
-        index, dot, rest = name.removeprefix(prefix).partition(".")
-        if not name.startswith(prefix) or not index.isdigit():
-            return name
-        return f"{prefix}{self.keep[int(index)]}{dot}{rest}"
-
     def _copy(self, position: int, layer: int, carry: ir.Value, originals: dict[ir.Value, str]) -> ir.Value:
-        block, path = self.blocks[position], self.layers.path
+        block, path, numbers = self.blocks[position], self.layers.path, {self.keep[position]: layer}
         assert block.carry is not None and block.exit is not None
         new: dict[ir.Value | None, ir.Value | None] = {None: None, block.carry: carry}
         for node, inputs in zip(block.nodes, block.inputs, strict=True):
@@ -298,9 +288,7 @@ class _Stamper:
                 overload=node.overload,
                 num_outputs=len(node.outputs),
                 name=f"layer{layer}.{node.name}",
-                metadata_props={
-                    k: _rename(v, path, self.keep[position], layer) for k, v in node.metadata_props.items()
-                },
+                metadata_props={key: _renumbered(text, path, numbers) for key, text in node.metadata_props.items()},
             )
             for old, out in zip(node.outputs, copy.outputs, strict=True):
                 new[old] = out
@@ -318,20 +306,20 @@ class _Stamper:
         return result
 
     def _outside(self, value: ir.Value, originals: dict[ir.Value, str], position: int, layer: int) -> ir.Value:
-        """The counterpart for `layer` of a weight or cache that the template reads; shared values are their own."""
+        """The counterpart in `layer` of a weight or cache that the template reads; shared values stay the same."""
         name = originals.get(value, "")
-        renamed = _rename(name, self.layers.path, position, layer)
+        renamed = _renumbered(name, self.layers.path, {position: layer})
         if renamed == name or value.const_value is not None:
             return value
         if renamed in self.graph.initializers:
             return self.graph.initializers[renamed]
         shape = value.shape.copy() if value.shape is not None else None
-        twin = ir.Value(name=renamed, shape=shape, type=value.type)
+        counterpart = ir.Value(name=renamed, shape=shape, type=value.type)
         if value.is_graph_input():
-            self.graph.inputs.append(twin)
+            self.graph.inputs.append(counterpart)
         else:
-            self.graph.initializers[renamed] = twin
-        return twin
+            self.graph.initializers[renamed] = counterpart
+        return counterpart
 
     def _rewire_tail(self, carry: ir.Value) -> None:
         last = self.blocks[-1]
@@ -339,7 +327,8 @@ class _Stamper:
         if carry is last.exit:
             return
         inner = set(last.nodes)
-        _rewire([n for n, _ in last.exit.uses() if n not in inner and not _stamped(n)], last.exit, carry)
+        users = [node for node, _ in last.exit.uses() if node not in inner]
+        _rewire([node for node in users if not re.match(r"layer\d+\.", node.name or "")], last.exit, carry)
         for i, out in enumerate(self.graph.outputs):
             if out is last.exit:
                 carry.name, out.name = out.name, carry.name
@@ -350,10 +339,6 @@ class _Stamper:
             ordered = sorted(values, key=_slot_key)  # stable: the rest keeps its order, in front
             values.clear()
             values.extend(ordered)
-
-
-def _stamped(node: ir.Node) -> bool:
-    return bool(re.match(r"layer\d+\.", node.name or ""))
 
 
 def _slot_key(value: ir.Value) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""From torch's exported program to ONNX, without torch's second trace where it would change nothing.
+"""Translate torch's exported program to ONNX, if possible without torch's second trace.
 
-`torch.onnx.export` first runs the program once more to decompose operators and to remove mutation, a quarter of the
-whole export. A program whose operators all have a translation and mutate nothing comes out of that as it went in.
+`torch.onnx.export` first runs the program once more to decompose operators and to remove mutation, which takes a
+quarter of the whole export. That changes nothing if all operators have a translation and mutate nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import onnx_ir as ir
 
 
 def to_onnx(program: Any, opset: int) -> ir.Model:
-    """Translate `program`, unoptimized: directly where every operator allows it, else through its decomposition."""
+    """Translate `program`, unoptimized: directly if every operator allows it, else through its decomposition."""
     import torch
 
     options: dict[str, Any] = {"dynamo": True, "opset_version": opset, "optimize": False, "verbose": False}
     if not _needs_decomposition(program.graph_module):
-        _respell(program.graph_module)
+        _replace_operators(program.graph_module)
         program.run_decompositions = lambda *_: program
         try:
             return torch.onnx.export(program, **options).model  # type: ignore[union-attr]
@@ -28,8 +28,8 @@ def to_onnx(program: Any, opset: int) -> ir.Model:
     return torch.onnx.export(program, **options).model  # type: ignore[union-attr]
 
 
-def _respell(module: Any) -> None:
-    """Write casts and bool operators as torch's decomposition would: every model has them, untranslated."""
+def _replace_operators(module: Any) -> None:
+    """Replace casts and bool operators, which lack a translation, as torch's decomposition does; models have many."""
     import torch
 
     aten = torch.ops.aten
@@ -48,7 +48,7 @@ def _respell(module: Any) -> None:
 
 
 def _needs_decomposition(module: Any) -> bool:
-    """True where an operator writes into its input or holds a graph of its own (autocast, conditions)."""
+    """True if an operator writes into its input or has a graph of its own (autocast, conditions)."""
     import torch
 
     return any(

@@ -1,13 +1,13 @@
-"""The calling convention of an exported graph: names, example inputs and dynamic axes; holds no weight.
+"""The calling convention of an exported graph.
 
-Caches are plain growing ones in every layer, also where transformers would cut them at a sliding window: the mask does
-the sliding, so inputs and outputs look the same in all layers.
+Names, example inputs and dynamic axes. Every layer has a growing cache, even if transformers would cut it at a sliding
+window: the mask does the sliding, so inputs and outputs have the same form in all layers.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +15,28 @@ from torch import nn
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from bridge.errors import ExportError
-from bridge.graph.tasks import Task
+from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.tasks import Task
 
-# Pairwise different and neither 0 nor 1, which torch would specialize on.
+# Pairwise different, and neither 0 nor 1, for which torch would specialize.
 BATCH, SEQUENCE, PAST = 2, 3, 5
+Axes = tuple[str | int, ...]  # a word is dynamic, a number static
 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything `torch.export` needs, and the readable names of what it returns."""
+    """The arguments of `torch.export`, and readable names of inputs and outputs."""
 
     module: nn.Module
     args: tuple[Any, ...]
     dynamic_shapes: tuple[Any, ...]
-    inputs: dict[str, tuple[str | int, ...]]  # name -> axes: a word is dynamic, a number static
-    outputs: dict[str, tuple[str | int, ...]]  # an axis None keeps what the exporter says
-    taps: tuple[str, ...] = field(default=())  # outputs that only mark K and V inside the graph
+    inputs: dict[str, Axes]
+    outputs: dict[str, Axes]
+    taps: tuple[str, ...] = ()  # outputs that only mark K and V inside the graph
 
 
 class _Tap(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """A cache layer that only remembers what attention was given, for graphs without a cache."""
+    """A cache layer that only keeps the inputs of attention, for graphs without a cache."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.keys, self.values = key_states, value_states
@@ -46,7 +47,7 @@ class _Tap(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
 
 
 class _Flat(nn.Module):
-    """Named tensors and a flat list of past keys and values in, a flat tuple out."""
+    """A model that takes named tensors and a flat list of past keys and values and returns a flat tuple."""
 
     def __init__(self, model: nn.Module, outputs: tuple[str, ...], layer: type | None = None, **options: Any) -> None:
         super().__init__()
@@ -83,18 +84,16 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         inputs = {n: _example(n, past) for n in names}
         probe, shapes = _probe(model, inputs, task, cache)
         pasts = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for s in shapes] if past else []
-    # Encoders slice a table of positions, which torch takes as a bound to be declared.
+    # Encoders slice a table of positions, for which torch needs a declared bound.
     bound = None if task.cached else getattr(model.config, "max_position_embeddings", None)
-    # Eager attention adds a mask, which torch will not trace for one token as well; the graph it gives holds for one.
+    # torch does not trace eager attention's mask for one token as well; the resulting graph holds for one.
     least = 2 if task.cached and model.config._attn_implementation == "eager" else None
     batch, sequence, cached = Dim("batch"), Dim("sequence", min=least, max=bound), Dim("past")
-    # past + sequence cannot be said as a Dim: the mask's axis is left to torch.
+    # A Dim cannot express past + sequence: the mask's axis is left to torch.
     axes = {n: {0: batch, 1: Dim.DYNAMIC if past and n == "attention_mask" else sequence} for n in names}
     total = "total_sequence" if past else "sequence"
-    feeds: dict[str, tuple[str | int, ...]] = {
-        n: ("batch", total if n == "attention_mask" else "sequence") for n in names
-    }
-    gives: dict[str, tuple[str | int, ...]] = {n: tuple(_axes(n, probe[n].shape)) for n in probe}
+    feeds: dict[str, Axes] = {n: ("batch", total if n == "attention_mask" else "sequence") for n in names}
+    gives: dict[str, Axes] = {n: _axes(n, probe[n].shape) for n in probe}
     slots = [f"{i}.{kind}" for i in range(len(shapes) // 2) for kind in ("key", "value")]
     for slot, s in zip(slots, shapes, strict=True):
         if past:
@@ -121,8 +120,8 @@ def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
         inputs = {"pixel_values": torch.zeros(BATCH, channels, height, width, dtype=dtype)}
         out = model(**inputs, return_dict=True)
         probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
-    gives: dict[str, tuple[str | int, ...]] = {n: ("batch", *map(int, t.shape[1:])) for n, t in probe.items()}
-    feeds: dict[str, tuple[str | int, ...]] = {"pixel_values": ("batch", channels, height, width)}
+    gives: dict[str, Axes] = {n: ("batch", *map(int, t.shape[1:])) for n, t in probe.items()}
+    feeds: dict[str, Axes] = {"pixel_values": ("batch", channels, height, width)}
     return Call(_Flat(model, tuple(probe)), (inputs, []), ({"pixel_values": {0: Dim("batch")}}, []), feeds, gives)
 
 
@@ -135,7 +134,7 @@ def _example(name: str, past: int) -> torch.Tensor:
 
 
 def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Run the model once on fakes: which outputs it has, and the shapes of its keys and values."""
+    """Run the model once on fake tensors; return its outputs, and the shapes of its keys and values."""
     short = {n: t[:, -SEQUENCE:] for n, t in inputs.items()}
     layers = None
     if task.cached:
@@ -151,8 +150,8 @@ def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple
             raise _no_cache(model, "a layer keeps something other than keys and values")
     if not layers:
         out = model(**short, **({"use_cache": False} if task.cached else {}), return_dict=True)
-    found = {n: out[n] for n in task.outputs if out.get(n) is not None}
-    return found, [tuple(map(int, t.shape)) for layer in layers or () for t in (layer.keys, layer.values)]
+    outputs = {n: out[n] for n in task.outputs if out.get(n) is not None}
+    return outputs, [tuple(map(int, t.shape)) for layer in layers or () for t in (layer.keys, layer.values)]
 
 
 def _no_cache(model: Any, reason: str) -> ExportError:
@@ -163,7 +162,7 @@ def _no_cache(model: Any, reason: str) -> ExportError:
     )
 
 
-def _axes(name: str, shape: Any) -> list[str | int]:
+def _axes(name: str, shape: Any) -> Axes:
     """Every text output is [batch, sequence, features], [batch, features], or a question's [batch, sequence]."""
     positions = len(shape) == 3 or name in ("start_logits", "end_logits")
-    return ["batch", *(["sequence", *map(int, shape[2:])] if positions else map(int, shape[1:]))]
+    return ("batch", "sequence", *map(int, shape[2:])) if positions else ("batch", *map(int, shape[1:]))

@@ -1,20 +1,17 @@
-"""Hold a written ONNX file to the rules that TensorRT documents for explicit quantization; must never change it.
+"""Check a written ONNX file against TensorRT's documented rules for explicit quantization.
 
-No rule was tried in TensorRT: each names the document it was read in. Values are read of scales and zero points only.
+No rule was tried in TensorRT: each names its document. Only the values of scales and zero points are read.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bridge.errors import fold_layers
-from bridge.graph.lint import files as f
-from bridge.graph.lint import operators as o
-from bridge.graph.lint import quantize as q
-from bridge.graph.lint.model import Model, read_model
-from bridge.graph.lint.problem import Finding, Problem, Rule
-
-__all__ = ["Finding", "Problem", "Rule", "describe", "lint", "rules"]
+from bridge.targets.trt.lint import files as f
+from bridge.targets.trt.lint import operators as o
+from bridge.targets.trt.lint import quantize as q
+from bridge.targets.trt.lint.model import Model, read_model
+from bridge.targets.trt.lint.problem import Finding, Problem, Rule
 
 PARSER = "onnx-tensorrt onnxOpImporters.cpp, TensorRT 10.15 era"
 OPERATORS = "onnx-tensorrt docs/operators.md, TensorRT 10.15"
@@ -27,11 +24,11 @@ EXTERNAL = "ONNX ExternalData.md; measured with onnx.checker and ONNX Runtime"
 SAFETENSORS = "safetensors README.md, Format"
 RUNTIME = "ONNX Runtime 1.31, measured"
 
-# One line a rule: id, what it asks, where that is written, the function.
+# One rule per line: id, requirement, source, function.
 RULES = (
     Rule("qdq-type", "codes are INT8, INT4, FP8 E4M3 or FP4 E2M1", PARSER, q.types),
     Rule("zero-point", "constant, zero, as many as scales; Q has one or output_dtype", PARSER, q.zero_points),
-    Rule("output-dtype", "output_dtype equals the zero point's type where both are given", PARSER, q.output_types),
+    Rule("output-dtype", "output_dtype equals the zero point's type if both are given", PARSER, q.output_types),
     Rule("scale-constant", "scales are constants", PARSER, q.constant_scales),
     Rule("scale-positive", "scales are finite and greater than zero", PARSER, q.positive_scales),
     Rule("scale-type", "scales are FP32, FP16 or BF16; a half scale has the input's type", HEADER, q.scale_types),
@@ -39,16 +36,16 @@ RULES = (
     Rule("scale-rank", "scales have rank 2 at most", HEADER, q.scale_ranks),
     Rule("activation-per-tensor", "activations have one scale", HEADER, q.activations_per_tensor),
     Rule("scale-axis", "a 1-D scale is as long as the axis it names", PARSER, q.scale_axes),
-    Rule("block-scale", "the data's rank, one blocked axis of the last two, even blocks", PARSER, q.block_scales),
+    Rule("block-scale", "the data's rank, one blocked axis of the last two, equal blocks", PARSER, q.block_scales),
     Rule("int4", "INT4: weights only, blocks of 64 or 128, an even number of values", SCHEMES, q.int4),
-    Rule("fp4", "FP4: weights in blocks of 16 under double-quantized FP8 scales", SCHEMES, q.fp4),
+    Rule("fp4", "FP4: weights in blocks of 16 with double-quantized FP8 scales", SCHEMES, q.fp4),
     Rule("weight-direct", "a quantized initializer goes straight into DequantizeLinear", PARSER, q.direct_weights),
-    Rule("code-flow", "between Q and DQ stands no other op (Concat, Transpose take no codes)", OPERATORS, q.code_flow),
+    Rule("code-flow", "no other op between Q and DQ (Concat, Transpose take no codes)", OPERATORS, q.code_flow),
     Rule("integer-op", "no DynamicQuantizeLinear, MatMulInteger, ConvInteger, QLinear*", OPERATORS, o.integer_ops),
     Rule("opset", "opset 21 to 25", GUIDE, o.opset),
-    Rule("opset-feature", "attributes, types and ops only where the opset has them", ONNX, o.opset_features),
+    Rule("opset-feature", "attributes, types and ops only if the opset has them", ONNX, o.opset_features),
     Rule("ir-version", "ir_version 10 to 13", RUNTIME, o.ir_version),
-    Rule("domain", "standard ONNX; domain trt only where allowed, with ops its parser knows", CUSTOM, o.domains),
+    Rule("domain", "standard ONNX; domain trt only if allowed, with ops its parser knows", CUSTOM, o.domains),
     Rule("function", "no model-local functions", ONNX, o.functions),
     Rule("custom-block", "dynamic quantization: block, axis, static extent, scalar scale", CUSTOM, o.custom_blocks),
     Rule("topk", "TopK is sorted, K below 3840", OPERATORS, o.topk),
@@ -57,9 +54,9 @@ RULES = (
     Rule("rotary", "RotaryEmbedding with int64 positions", OPERATORS, o.rotary),
     Rule("scatter", "ScatterND without reduction", OPERATORS, o.scatter),
     Rule("border", "inputs and outputs have types and shapes, dynamic axes have names", ONNX, o.border),
-    Rule("missing-value", "every value that is read is made", ONNX, o.missing_values),
+    Rule("missing-value", "every value that is read has a producer", ONNX, o.missing_values),
     Rule("external-path", "external data is a plain file name", EXTERNAL, f.locations),
-    Rule("external-file", "external data exists and is no link", EXTERNAL, f.files),
+    Rule("external-file", "external data exists and is not a link", EXTERNAL, f.files),
     Rule("external-bounds", "regions lie inside the file and are dims times dtype long", EXTERNAL, f.bounds),
     Rule("external-overlap", "regions are equal or disjoint", EXTERNAL, f.overlaps),
     Rule("initializer-data", "every initializer has data", ONNX, f.inline),
@@ -69,15 +66,10 @@ RULES = (
 )  # fmt: skip
 
 
-def rules() -> tuple[Rule, ...]:
-    """Return every rule with its source, in the order in which they run."""
-    return RULES
-
-
 def lint(path: Path | str, *, custom_ops: bool | None = None) -> list[Finding]:
-    """Check `path` (an .onnx file or the directory of one) against every rule; an empty list is a clean model.
+    """Check `path` (an .onnx file or the directory of one) against every rule; return the findings.
 
-    TensorRT's own ops (domain `trt`) pass with `custom_ops=True`, are errors with False, warnings unless it is said.
+    TensorRT's own ops (domain `trt`) pass with `custom_ops=True`, are errors with False and warnings with None.
 
     >>> [str(finding) for finding in lint("llama-fp8")]  # doctest: +SKIP
     []
@@ -92,21 +84,10 @@ def lint(path: Path | str, *, custom_ops: bool | None = None) -> list[Finding]:
 
 
 def _run(rule: Rule, model: Model, malformed: bool) -> list[Problem]:
-    """Run one rule. On a file that is not even ONNX (a node without inputs, names that are no text) it may stumble."""
+    """Run one rule. It may fail on a file that is not valid ONNX (a node without inputs, names that are not text)."""
     try:
         return list(rule.check(model))
     except Exception as error:
         if not malformed:
             raise
-        return [Problem("model", f"cannot be checked while onnx.checker refuses the file ({error!r}); mend that first")]
-
-
-def describe(findings: list[Finding]) -> list[str]:
-    """Return one line for each message, errors first, with the layers it concerns folded."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for finding in sorted(findings, key=lambda finding: finding.severity):
-        groups.setdefault((finding.severity, finding.rule, finding.message), []).append(finding.where)
-    return [
-        f"{severity} [{rule}] {', '.join(fold_layers(where))}: {message}"
-        for (severity, rule, message), where in groups.items()
-    ]
+        return [Problem("model", f"cannot be checked while onnx.checker refuses the file ({error!r}); fix that first")]

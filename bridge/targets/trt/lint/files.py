@@ -1,4 +1,4 @@
-"""Rules about where the bytes lie: external data, and the safetensors header around them; must never read the bytes."""
+"""Rules on external data and its safetensors header."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.graph.lint.model import BY_ONNX, External, Model, external, nbytes
-from bridge.graph.lint.problem import Problem
+from bridge.targets.trt.lint.model import BY_ONNX, External, Model, external, nbytes
+from bridge.targets.trt.lint.problem import Problem
 
 
 def _outside(model: Model) -> Iterator[tuple[str, External]]:
@@ -25,7 +25,7 @@ def locations(model: Model) -> Iterator[Problem]:
             yield Problem(
                 place or "(empty)",
                 "external data must be a plain file name: TensorRT, ONNX Runtime and onnx.checker accept different "
-                "paths beyond that; put the file beside the .onnx",
+                "other paths; put the file into the directory of the .onnx",
             )
 
 
@@ -33,12 +33,12 @@ def files(model: Model) -> Iterator[Problem]:
     for place in sorted({place.location for _, place in _outside(model)}):
         path = model.path.parent / place
         if path.is_symlink():
-            yield Problem(place, "is a symbolic link, onnx.checker refuses it: copy the file")
+            yield Problem(place, "is a symbolic link, which onnx.checker refuses: copy the file")
         elif not path.is_file():
             yield Problem(place, "does not exist beside the .onnx: copy both files together")
         elif path.stat().st_nlink > 1:
             yield Problem(
-                place, "is a hard link, onnx.checker refuses it: copy the file (cp --reflink=auto, not cp -l)"
+                place, "is a hard link, which onnx.checker refuses: copy the file (cp --reflink=auto, not cp -l)"
             )
 
 
@@ -46,28 +46,27 @@ def bounds(model: Model) -> Iterator[Problem]:
     for name, place in _outside(model):
         tensor = model.initializers[name]
         if tensor.data_type not in BY_ONNX:
-            yield Problem(name, f"ONNX data type {tensor.data_type} is unknown here")
+            yield Problem(name, f"unknown ONNX data type {tensor.data_type}: write the model again")
             continue
-        want = nbytes(tensor)
+        expected = nbytes(tensor)
         if place.offset < 0:
             yield Problem(name, "offset or length is not a number of bytes: write the model again")
             continue
-        if place.length is not None and place.length != want:
+        if place.length is not None and place.length != expected:
             yield Problem(
                 name,
-                f"length is {place.length}, {list(tensor.dims)} of {BY_ONNX[tensor.data_type].name} needs {want}: "
-                "shape, dtype or length is wrong",
+                f"length is {place.length}, but {list(tensor.dims)} of {BY_ONNX[tensor.data_type].name} needs "
+                f"{expected}: shape, dtype or length is wrong",
             )
-        path = model.file_of(place)
-        end = place.offset + max(want, place.length or 0)
+        path = model.path.parent / place.location
+        end = place.offset + max(expected, place.length or 0)
         if path.is_file() and end > path.stat().st_size:
-            yield Problem(
-                name, f"ends at byte {end}, {place.location} has {path.stat().st_size}: the file is truncated"
-            )
+            why = f"ends at byte {end}, but {place.location} has {path.stat().st_size}: the file is truncated"
+            yield Problem(name, why)
 
 
 def overlaps(model: Model) -> Iterator[Problem]:
-    """Tied tensors may share a region whole; a partial overlap is a wrong offset."""
+    """Tied tensors may share a whole region; a partial overlap is a wrong offset."""
     spans: dict[tuple[str, int, int], str] = {}
     for name, place in _outside(model):
         tensor = model.initializers[name]
@@ -76,53 +75,47 @@ def overlaps(model: Model) -> Iterator[Problem]:
     last: tuple[str, int, int] | None = None
     for span in sorted(spans):
         if last is not None and span[0] == last[0] and span[1] < last[2]:
-            yield Problem(
-                spans[span], f"begins at byte {span[1]}, inside {spans[last]} (to {last[2]}): offsets are wrong"
-            )
+            why = f"begins at byte {span[1]}, inside {spans[last]} (to {last[2]}): offsets are wrong"
+            yield Problem(spans[span], why)
         last = span if last is None or span[0] != last[0] or span[2] > last[2] else last
 
 
 def inline(model: Model) -> Iterator[Problem]:
     for name, tensor in model.initializers.items():
-        if external(tensor) is None and nbytes(tensor) if tensor.data_type in BY_ONNX else False:
+        if tensor.data_type in BY_ONNX and external(tensor) is None and nbytes(tensor):
             stored = (tensor.raw_data, tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.uint64_data)
             if not any(len(field) for field in (*stored, tensor.double_data)):
-                yield Problem(
-                    name, f"{list(tensor.dims)} without data, inline or external: the weight was never written"
-                )
+                why = f"{list(tensor.dims)} has no data, inline or external: the weight was never written"
+                yield Problem(name, why)
 
 
 def headers(model: Model) -> Iterator[Problem]:
     for file, header in model.headers.items():
         if header.problem:
-            yield Problem(file, f"{header.problem}: no safetensors file; write it again")
+            yield Problem(file, f"{header.problem}: not a safetensors file; write it again")
             continue
         for name, (_, _, begin, end) in header.entries.items():
             if not header.data <= begin <= end <= header.size:
-                yield Problem(name, f"safetensors puts it at {begin}..{end}, the file has {header.size} bytes")
+                yield Problem(name, f"safetensors has it at {begin}..{end}, but the file has {header.size} bytes")
     for name, place in _outside(model):
-        found = model.headers.get(place.location)
-        if found is None or found.problem or model.initializers[name].data_type not in BY_ONNX:
+        stored_header = model.headers.get(place.location)
+        if stored_header is None or stored_header.problem or model.initializers[name].data_type not in BY_ONNX:
             continue
-        if name not in found.entries:
+        if name not in stored_header.entries:
             yield Problem(name, f"is not in the header of {place.location}: safetensors readers would not see it")
-        elif differ := _differences(model.initializers[name], place, found.entries[name]):
+        elif differ := _differences(model.initializers[name], place, stored_header.entries[name]):
             yield Problem(name, f"ONNX and the safetensors header disagree: {', '.join(differ)}; write the model again")
 
 
-def _differences(tensor: Any, place: External, entry: tuple[str, tuple[int, ...], int, int]) -> list[str]:
+def _differences(tensor: Any, place: External, entry: tuple[str, list[int], int, int]) -> list[str]:
     kind = BY_ONNX[tensor.data_type]
-    dims = tuple(tensor.dims)
+    dims = list(tensor.dims)
     if kind.bits == 4:  # two values to a byte along the last axis
-        dims = (*dims[:-1], (dims[-1] + 1) // 2) if dims else (1,)
+        dims = [*dims[:-1], (dims[-1] + 1) // 2] if dims else [1]
     ours = (kind.safetensors, dims, place.offset, place.offset + nbytes(tensor))
     names = ("dtype", "shape", "first byte", "end")
     pairs = zip(names, ours, entry, strict=True)
-    return [f"{what} {_plain(mine)} / {_plain(theirs)}" for what, mine, theirs in pairs if mine != theirs]
-
-
-def _plain(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return [f"{what} {mine} / {theirs}" for what, mine, theirs in pairs if mine != theirs]
 
 
 def unused(model: Model) -> Iterator[Problem]:
@@ -130,12 +123,12 @@ def unused(model: Model) -> Iterator[Problem]:
     for name, tensor in model.initializers.items():
         if name not in model.users and name not in outputs:
             size = int(np.prod(tensor.dims, dtype=np.int64))
-            yield Problem(name, f"no node reads this initializer of {size} values: a weight lost its place", "warning")
+            yield Problem(name, f"no node reads this initializer of {size} values: a weight is misplaced", "warning")
     for place, header in model.headers.items():
         for name in header.entries:
             module, _, part = name.rpartition(".")
-            # Modules that read the same input share its nodes; the file keeps each one's scale for other readers.
+            # Modules that read the same input share its nodes; the file keeps the scale of each for other readers.
             if part in ("input_scale", "pre_quant_scale") and f"{module}.weight" in model.initializers:
                 continue
             if name not in model.initializers:
-                yield Problem(name, f"{place} holds it, the graph does not: bytes that nobody reads", "warning")
+                yield Problem(name, f"is in {place}, but not in the graph: unused bytes", "warning")

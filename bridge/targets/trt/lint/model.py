@@ -1,6 +1,4 @@
-"""A written ONNX file as the rules see it: nodes, who makes and uses a value, types, external data; must never load a
-whole weight. Scales and zero points are the only tensors whose values are read.
-"""
+"""A written ONNX file, indexed for the rules."""
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from bridge.dtypes import DTYPES
-from bridge.errors import VerifyError
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import VerifyError
+from bridge.core.formats.safetensors import MAX_HEADER
 
 BY_ONNX = {d.onnx: d for d in DTYPES.values()}
 QUANTIZED = ("int8", "int4", "float8_e4m3fn", "float4_e2m1fn")
 STANDARD = ("", "ai.onnx")
 CUSTOM_DOMAIN = "trt"
 CHUNK = 4 << 20  # bytes; the block scales of a large model are gigabytes
-HEADER_LIMIT = 100 << 20  # safetensors' own limit
 
 
 @dataclass(frozen=True)
 class ValueType:
-    """Dtype and shape of a value: an axis is its extent, its name, or None where the file says nothing."""
+    """Dtype and shape of a value: an axis is its extent, its name, or None if the file gives neither."""
 
     dtype: str
     shape: tuple[int | str | None, ...] | None
@@ -34,7 +32,7 @@ class ValueType:
 
 @dataclass(frozen=True)
 class External:
-    """Where an initializer says its bytes lie."""
+    """The declared place of an initializer's bytes."""
 
     location: str
     offset: int
@@ -45,7 +43,7 @@ class External:
 class Header:
     """A safetensors header: name -> (dtype code, shape, first byte, one past the last byte), offsets in the file."""
 
-    entries: dict[str, tuple[str, tuple[int, ...], int, int]]
+    entries: dict[str, tuple[str, list[int], int, int]]
     data: int
     size: int
     problem: str = ""
@@ -69,23 +67,23 @@ class Model:
 
     @cached_property
     def types(self) -> dict[str, ValueType]:
-        """Types of values: what the file declares, and what ONNX infers where a rule needs more."""
-        found = _declared(self.proto.graph)
-        asked = ("QuantizeLinear", "Attention", "TensorScatter", "RotaryEmbedding", "TRT_FP4DynamicQuantize")
-        needed = [name for node in self.nodes if node.op_type in asked for name in node.input if name]
-        if any(name not in found and name not in self.initializers for name in needed):
+        """Types of values: declared ones, and those that ONNX infers if a rule needs more."""
+        types = _declared(self.proto.graph)
+        typed_ops = ("QuantizeLinear", "Attention", "TensorScatter", "RotaryEmbedding", "TRT_FP4DynamicQuantize")
+        needed = [name for node in self.nodes if node.op_type in typed_ops for name in node.input if name]
+        if any(name not in types and name not in self.initializers for name in needed):
             import onnx
 
             inferred = onnx.shape_inference.infer_shapes(self.proto)  # data stay outside: initializers give dims
-            found = {**_declared(inferred.graph), **found}
-        return found
+            types = {**_declared(inferred.graph), **types}
+        return types
 
     def of(self, *ops: str) -> Iterator[Any]:
-        """Nodes of the standard domain with one of these op types."""
+        """Nodes of the standard domain with one of the op types."""
         return (node for node in self.nodes if node.op_type in ops and node.domain in STANDARD)
 
     def constant(self, name: str) -> Any | None:
-        """The TensorProto of an initializer or of a Constant node, None where the value is computed."""
+        """The TensorProto of an initializer or of a Constant node, None if the value is computed."""
         if name in self.initializers:
             return self.initializers[name]
         node = self.producers.get(name)
@@ -106,16 +104,13 @@ class Model:
     def code_type(self, node: Any) -> str:
         """The dtype of a Q or DQ node's codes: of data, zero point or `output_dtype`; ONNX's default is uint8."""
         if node.op_type == "DequantizeLinear":
-            found = self.type_of(node.input[0])
-            return found.dtype if found else "unknown"
+            data = self.type_of(node.input[0])
+            return data.dtype if data else "unknown"
         if len(node.input) > 2 and node.input[2]:
-            found = self.type_of(node.input[2])
-            return found.dtype if found else "unknown"
+            zero = self.type_of(node.input[2])
+            return zero.dtype if zero else "unknown"
         code = attribute(node, "output_dtype", 0)
         return BY_ONNX[code].name if code in BY_ONNX else "uint8"
-
-    def file_of(self, external: External) -> Path:
-        return self.path.parent / external.location
 
     @cached_property
     def headers(self) -> dict[str, Header]:
@@ -128,7 +123,7 @@ class Model:
         }
 
     def chunks(self, tensor: Any) -> Iterator[np.ndarray]:
-        """The storage bits (see `bridge.dtypes`) of a constant, a few MiB at a time; nothing where data are missing."""
+        """The storage bits (see `bridge.core.dtypes`) of a constant, a few MiB at a time; none if data are missing."""
         if tensor.data_type not in BY_ONNX:
             return
         kind = np.dtype(BY_ONNX[tensor.data_type].storage)
@@ -136,7 +131,7 @@ class Model:
         if place is None:
             yield np.frombuffer(_inline(tensor), kind)
             return
-        path = self.file_of(place)
+        path = self.path.parent / place.location
         left = nbytes(tensor)
         if not path.is_file() or not 0 <= place.offset <= path.stat().st_size - left:
             return  # rules `external-file` and `external-bounds` report it
@@ -149,7 +144,7 @@ class Model:
 
 
 def read_model(path: Path, custom_ops: bool | None) -> Model:
-    """Parse `path` without its external data; VerifyError where it is missing or not ONNX."""
+    """Parse `path` without its external data; VerifyError if it is missing or not ONNX."""
     import onnx
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -181,12 +176,12 @@ def _index(model: Model, graph: Any) -> None:
 
 
 def _declared(graph: Any) -> dict[str, ValueType]:
-    found: dict[str, ValueType] = {}
+    types: dict[str, ValueType] = {}
     for value in (*graph.value_info, *graph.input, *graph.output):
         tensor = value.type.tensor_type
         if tensor.elem_type in BY_ONNX:
-            found[value.name] = ValueType(BY_ONNX[tensor.elem_type].name, axes(tensor))
-    return found
+            types[value.name] = ValueType(BY_ONNX[tensor.elem_type].name, axes(tensor))
+    return types
 
 
 def _constant_tensor(node: Any) -> Any | None:
@@ -203,7 +198,7 @@ def _constant_tensor(node: Any) -> Any | None:
 
 
 def axes(tensor: Any) -> tuple[int | str | None, ...] | None:
-    """The axes of a TypeProto.Tensor; None where it has no shape."""
+    """The axes of a TypeProto.Tensor; None if it has no shape."""
     if not tensor.HasField("shape"):
         return None
     return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
@@ -220,26 +215,26 @@ def attribute(node: Any, name: str, default: Any) -> Any:
 
 
 def label(node: Any) -> str:
-    """How messages call a node: its name, else its first output."""
+    """A node's name in messages: its own, else its first output."""
     return str(node.name or next(iter(node.output), node.op_type))
 
 
 def nbytes(tensor: Any) -> int:
-    """Bytes that dims and dtype ask for; 4-bit types are packed over the flat array."""
+    """Bytes for dims and dtype; 4-bit types are packed over the flat array."""
     count = int(np.prod(tensor.dims, dtype=np.int64))
     return (count * BY_ONNX[tensor.data_type].bits + 7) // 8
 
 
 def external(tensor: Any) -> External | None:
-    """Where the bytes of an initializer lie outside the .onnx, None for inline data."""
+    """The place of an initializer's external data, None for inline data."""
     if tensor.data_location != tensor.EXTERNAL:
         return None
-    said = {entry.key: entry.value for entry in tensor.external_data}
+    fields = {entry.key: entry.value for entry in tensor.external_data}
     try:
-        length = int(said["length"]) if "length" in said else None
-        return External(said.get("location", ""), int(said.get("offset", 0)), length)
+        length = int(fields["length"]) if "length" in fields else None
+        return External(fields.get("location", ""), int(fields.get("offset", 0)), length)
     except ValueError:
-        return External(said.get("location", ""), -1, None)
+        return External(fields.get("location", ""), -1, None)
 
 
 def _inline(tensor: Any) -> bytes:
@@ -251,16 +246,16 @@ def _inline(tensor: Any) -> bytes:
 
 
 def read_header(path: Path) -> Header:
-    """Read a safetensors header; what is wrong with it is in `problem`."""
+    """Read a safetensors header; `problem` says why it cannot be read."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, HEADER_LIMIT):
+        if size < 8 or length > min(size - 8, MAX_HEADER):
             return Header({}, 0, size, f"the header says {length} bytes, the file has {size}")
         try:
             parsed = json.loads(file.read(length))
             entries = {
-                name: (e["dtype"], tuple(e["shape"]), *(8 + length + o for o in e["data_offsets"]))
+                name: (e["dtype"], list(e["shape"]), *(8 + length + o for o in e["data_offsets"]))
                 for name, e in parsed.items()
                 if name != "__metadata__"
             }

@@ -1,4 +1,4 @@
-"""What may run a batch, by the word of its manifest; imports an engine's module when it is asked for."""
+"""The engines of a batch by name, each imported when needed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
-from bridge.batches.values import Engine, Limits
-from bridge.errors import UsageError, nearest
+from bridge.core.errors import UsageError
+from bridge.core.text import nearest
+from bridge.workflows.batch.values import Engine, Limits
 
 ENGINES = ("local", "ray")
 
 
 def make_settings(name: str, given: Mapping[str, Any]) -> Any:
-    """The manifest's table `[NAME]` as the engine's `Settings`; UsageError for keys it has not, or of other types."""
+    """The manifest's table `[NAME]` as the engine's `Settings`; UsageError for unknown keys and wrong types."""
     module = _module(name)
     if not isinstance(given, Mapping):
-        raise UsageError(f"{name} = {given!r}; it is written as a table: [{name}]")
+        raise UsageError(f"{name} = {given!r}; write it as a table: [{name}]")
     known = {field.name: field for field in dataclasses.fields(module.Settings)}
     types = get_type_hints(module.Settings)
     for key, value in given.items():
         if key not in known:
             what = f"[{name}] has no key `{key}`"
-            raise UsageError(f"{what}; {nearest(key, known)}" if known else f"{what}: it takes none")
-        wanted = [kind for kind in (types[key], *get_args(types[key])) if isinstance(kind, type)]
-        if type(value) not in wanted and not (isinstance(value, Mapping) and "Mapping" in str(types[key])):
-            raise UsageError(f"[{name}] {key} = {value!r}; expected {' or '.join(kind.__name__ for kind in wanted)}")
+            raise UsageError(f"{what}; {nearest(key, known)}" if known else f"{what}; it has no keys")
+        kinds = [kind for kind in (types[key], *get_args(types[key])) if isinstance(kind, type)]
+        if type(value) not in kinds and not (isinstance(value, Mapping) and "Mapping" in str(types[key])):
+            raise UsageError(f"[{name}] {key} = {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
     return module.Settings(**given)
 
 
@@ -38,4 +39,4 @@ def make_engine(name: str, settings: Any, limits: Limits) -> Engine:
 def _module(name: str) -> Any:
     if name not in ENGINES:
         raise UsageError(f"engine = {name!r} is unknown; {nearest(str(name), ENGINES)}")
-    return importlib.import_module(f"bridge.batches.{name}")
+    return importlib.import_module(f"bridge.workflows.batch.engines.{name}")

@@ -1,6 +1,7 @@
-"""The engine "local": worker processes here, under one budget of memory; a worker that dies is one failed row, no more.
+"""The engine "local": worker processes on this machine, under one memory budget.
 
-What a job takes was planned; a job starts when that fits beside what runs. Cores are divided among the jobs that run.
+A worker that dies fails one row only. A job starts when its planned memory fits next to the running jobs; these share
+the cores.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from bridge.batches.pool import Pool, Worker
-from bridge.batches.values import Event, Job, Limits, Outcome, Watch
-from bridge.batches.waiting import Waiting
-from bridge.budget import available_memory, cores
+from bridge.core.machine import available_memory, cores
+from bridge.workflows.batch.engines.pool import Pool, Worker
+from bridge.workflows.batch.engines.queue import JobQueue
+from bridge.workflows.batch.values import Event, Job, Limits, Outcome, Watch
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The manifest's table `[local]`: it takes no keys."""
+    """The manifest's table `[local]`, which has no keys."""
 
 
 def make_engine(settings: Settings, limits: Limits) -> Local:
-    """As many workers as there are cores and as much memory as is free, where nobody says otherwise."""
+    """Make the engine; by default with one worker per core and the free memory."""
     return Local(limits.workers or cores(), limits.memory or available_memory())
 
 
 @dataclass(frozen=True)
 class Local:
-    """See `bridge.batches.values.Engine`."""
+    """See `bridge.workflows.batch.values.Engine`."""
 
     workers: int
     memory: int
@@ -36,35 +37,35 @@ class Local:
     sends: bool = True
 
     def run(self, jobs: Sequence[Job], watch: Watch) -> Generator[Outcome, None, None]:
-        waiting = Waiting(jobs)
+        queue = JobQueue(jobs)
         with closing(Pool()) as pool:
             while True:
-                for outcome in self._start(waiting, pool):
-                    yield from waiting.told(outcome)
+                for outcome in self._start(queue, pool):
+                    yield from queue.ended(outcome)
                 if not pool.busy:
                     return
-                for told in pool.told():
-                    if isinstance(told, Event):
-                        watch(told)
+                for message in pool.messages():
+                    if isinstance(message, Event):
+                        watch(message)
                     else:
-                        yield from waiting.told(told)
+                        yield from queue.ended(message)
 
-    def _start(self, waiting: Waiting, pool: Pool) -> Iterator[Outcome]:
-        """Start what fits, the longest first; where nothing runs, one starts in any case. Yields what cannot start."""
-        while len(pool.busy) < self.workers and (ready := waiting.ready()):
-            fitting = next((job for job in ready if self._fits(job, pool)), None)
-            if fitting is None and not pool.busy:
-                fitting = ready[0]
+    def _start(self, queue: JobQueue, pool: Pool) -> Iterator[Outcome]:
+        """Start jobs that fit, the longest first; if none runs, start one in any case. Yields failed starts."""
+        while len(pool.busy) < self.workers and (ready := queue.ready()):
+            job = next((job for job in ready if self._fits(job, pool)), None)
+            if job is None and not pool.busy:
+                job = ready[0]
                 pool.end_idle()
-            if fitting is None:
+            if job is None:
                 return
-            waiting.take(fitting)
-            beside = min(self.workers, len(pool.busy) + len(waiting.ready()) + 1)
-            if failed := pool.start(fitting, _share(pool.busy, beside)):
+            queue.take(job)
+            at_once = min(self.workers, len(pool.busy) + len(queue.ready()) + 1)
+            if failed := pool.start(job, _cores(pool.busy, at_once)):
                 yield failed
 
     def _fits(self, job: Job, pool: Pool) -> bool:
-        """True where the job fits beside what runs; workers that idle are ended where only they are in its way."""
+        """True if the job fits next to the running jobs; idle workers are ended if only they are in its way."""
         free = self.memory - sum(worker.charge for worker in pool.busy)
         if job.memory > free:
             return False
@@ -73,11 +74,11 @@ class Local:
         return True
 
 
-def _share(busy: Sequence[Worker], beside: int) -> tuple[int, ...]:
-    """The cores of one of `beside` jobs, those first that the fewest running jobs have; () where nobody may choose."""
+def _cores(busy: Sequence[Worker], at_once: int) -> tuple[int, ...]:
+    """The cores of one of `at_once` jobs, those with the fewest running jobs first; () if unsupported."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     ours = sorted(os.sched_getaffinity(0))
     taken = [core for worker in busy for core in worker.cores]
     ours.sort(key=taken.count)
-    return tuple(sorted(ours[: max(len(ours) // beside, 1)]))
+    return tuple(sorted(ours[: max(len(ours) // at_once, 1)]))

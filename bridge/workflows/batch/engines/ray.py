@@ -1,17 +1,17 @@
-"""The engine "ray": jobs, and the output shards of large rows, as tasks of a Ray cluster; must never write a model.
+"""The engine "ray": jobs and shards of large rows as Ray tasks.
 
     engine = "ray"
 
     [ray]
-    address = "10.0.0.1:6379"      # without it a cluster is started here, and ended with the batch
+    address = "10.0.0.1:6379"      # without it a local cluster is started, and ended with the batch
 
     [[row]]
     model = "/shared/llama-405b"
     shards = 8                     # eight processes write its output at once
 
-All nodes see models and outputs under the same paths. A row whose process dies goes on from its journal on the same
-machine, and begins anew on another; one that fails in our words does not run again. A `runtime_env` is left to Ray's
-own ways: the cluster's, `ray job submit`'s, or the caller's `ray.init` before `bridge.batch`.
+All nodes must see models and outputs under the same paths. A row whose process dies resumes from its journal on the
+same machine, and starts again on another; a row that fails with an error does not run again. Set a `runtime_env` with
+Ray's own means: in the cluster, with `ray job submit`, or with `ray.init` before `bridge.batch`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bridge.batches.job import CRASH, overdue
-from bridge.batches.values import FAILED, Event, Job, Limits, Outcome, Watch
-from bridge.batches.waiting import Waiting
-from bridge.budget import available_memory, cores
-from bridge.errors import UsageError
+from bridge.core.errors import UsageError
+from bridge.core.machine import available_memory, cores
+from bridge.workflows.batch.engines.queue import JobQueue
+from bridge.workflows.batch.job import CRASH, overdue
+from bridge.workflows.batch.values import FAILED, Event, Job, Limits, Outcome, Watch
 
 if TYPE_CHECKING:
-    from bridge.batches.ray_calls import Calls, Ended
+    from bridge.workflows.batch.engines.ray_calls import Calls, Ended
 
-OBJECTS = 128 << 20  # bytes of a local cluster's object store: plans and calibrations pass through it, no weights
-PATIENCE = 10.0  # seconds until an address counts as one where nobody listens
-LOCAL = "local"  # Ray's word for a cluster of its own, whatever runs here already
+OBJECTS = 128 << 20  # bytes of a local cluster's object store: for plans and calibrations, not for weights
+TIMEOUT = 10.0  # seconds to connect to the cluster's address
+LOCAL = "local"  # Ray's address for a new cluster, even if one runs already
 
 
 @dataclass(frozen=True)
 class Settings:
     """The manifest's table `[ray]`.
 
-    `address`: as `ray.init` takes it, "" for a cluster of this machine that ends with the batch. `cpus`: what a job,
-    and each process that writes for it, is given. `retries`: how often a job goes on after its process died.
+    `address`: as for `ray.init`, "" for a local cluster that ends with the batch. `cpus`: of a job, and of each process
+    that writes for it. `retries`: how often a job continues after its process died.
     """
 
     address: str = ""
@@ -55,7 +55,7 @@ class Settings:
 
 
 def make_engine(settings: Settings, limits: Limits) -> Ray:
-    """Look at the cluster: how many jobs it runs at once, and how large one may be."""
+    """Find out how many jobs the cluster runs at once, and how large one may be."""
     if importlib.util.find_spec("ray") is None:
         raise UsageError("engine = \"ray\" needs Ray: pip install 'qbridge[ray]'")
     if settings.cpus < 1 or settings.retries < 0:
@@ -64,21 +64,22 @@ def make_engine(settings: Settings, limits: Limits) -> Ray:
 
     here = not settings.address and not ray.is_initialized()
     if here:
-        found = [(float(_own_cpus(settings, limits)), limits.memory or available_memory())]
+        nodes = [(float(_own_cpus(settings, limits)), limits.memory or available_memory())]
     else:
         with _cluster(settings, limits):
-            found = [_size(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    largest = max((cpus for cpus, _ in found), default=0.0)
-    if settings.cpus > largest:
-        raise UsageError(f"[ray] cpus = {settings.cpus}; the largest node of the cluster has {largest:g}")
-    at_once = sum(int(cpus) // settings.cpus for cpus, _ in found)
-    most = max(memory for _, memory in found)
-    return Ray(settings, limits, limits.workers or at_once, min(most, limits.memory or most), here)
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            nodes = [(has.get("CPU", 0.0), int(has.get("memory", 0))) for has in alive]
+    max_cpus = max((cpus for cpus, _ in nodes), default=0.0)
+    if settings.cpus > max_cpus:
+        raise UsageError(f"[ray] cpus = {settings.cpus}; the largest node of the cluster has {max_cpus:g}")
+    at_once = sum(int(cpus) // settings.cpus for cpus, _ in nodes)
+    max_memory = max(memory for _, memory in nodes)
+    return Ray(settings, limits, limits.workers or at_once, min(max_memory, limits.memory or max_memory), here)
 
 
 @dataclass(frozen=True)
 class Ray:
-    """See `bridge.batches.values.Engine`."""
+    """See `bridge.workflows.batch.values.Engine`."""
 
     settings: Settings
     limits: Limits
@@ -93,54 +94,54 @@ class Ray:
         with _cluster(self.settings, self.limits):
             import ray
 
-            from bridge.batches.ray_calls import Calls
-            from bridge.batches.ray_rows import Board
+            from bridge.workflows.batch.engines.ray_calls import Calls
+            from bridge.workflows.batch.engines.ray_rows import Board
 
-            waiting, running, since = Waiting(jobs), dict[str, Job](), dict[str, float]()
+            queue, running, since = JobQueue(jobs), dict[str, Job](), dict[str, float]()
             board = ray.remote(Board).options(num_cpus=0).remote()
 
-            def hear() -> None:
+            def watch_events() -> None:
                 for event in _taken(board):
                     if event.name in running:
                         since.setdefault(event.name, time.monotonic())
                         watch(event)
 
             def again(name: str) -> None:
-                hear()  # the last word of the try that died must not start the clock of the next
+                watch_events()  # the last event of the dead attempt must not start the clock of the next
                 since.pop(name, None)
                 watch(Event(name, "again: its process died"))
 
             with closing(Calls(self.settings.retries, again)) as calls:
                 while True:
-                    self._start(waiting, running, calls, board)
+                    self._start(queue, running, calls, board)
                     if not running:
                         return
                     for ended in calls.ended():
                         del running[ended.key]
-                        yield from waiting.told(_outcome(ended))
-                    hear()
+                        yield from queue.ended(_outcome(ended))
+                    watch_events()
                     for job, seconds in _overdue(running, since):
                         calls.stop(job.name)
                         del running[job.name]
-                        yield from waiting.told(overdue(job, seconds))
+                        yield from queue.ended(overdue(job, seconds))
 
-    def _start(self, waiting: Waiting, running: dict[str, Job], calls: Calls, board: Any) -> None:
-        """Hand out what may start, as much as was allowed; where a job runs, and when, is Ray's.
+    def _start(self, queue: JobQueue, running: dict[str, Job], calls: Calls, board: Any) -> None:
+        """Submit the jobs that may start, within the limits; Ray decides where and when they run.
 
-        One spread job at a time: it holds its own memory while it waits for its shards, and two could wait for ever.
+        Only one spread job at a time: it keeps its own memory while it waits for its shards, so two could deadlock.
         """
-        from bridge.batches.ray_rows import is_spread, run_here
+        from bridge.workflows.batch.engines.ray_rows import run_here
 
-        for job in waiting.ready():
+        for job in queue.ready():
             busy = list(running.values())
-            if len(busy) >= self.workers or (is_spread(job) and any(map(is_spread, busy))):
+            if len(busy) >= self.workers or (job.spread and any(other.spread for other in busy)):
                 continue
             if busy and self.limits.memory and sum(map(_charge, (*busy, job))) > self.limits.memory:
                 continue
-            waiting.take(job)
+            queue.take(job)
             running[job.name] = job
             resources = {
-                "num_cpus": 0 if is_spread(job) else self.settings.cpus,  # it waits, and must not be in its shards' way
+                "num_cpus": 0 if job.spread else self.settings.cpus,  # a spread job only waits for its shards
                 "num_gpus": 1 if (job.row.device or "").startswith("cuda") else 0,
                 "memory": min(job.memory, self.memory),
             }
@@ -148,7 +149,7 @@ class Ray:
 
 
 def _overdue(running: dict[str, Job], since: dict[str, float]) -> list[tuple[Job, float]]:
-    """Jobs that have run for longer than they may, and the seconds. `since`: when the first word of each came."""
+    """Overdue jobs and their seconds. `since`: when the first event of each came."""
     now = time.monotonic()
     ran = [(job, now - since[name]) for name, job in running.items() if name in since]
     return [(job, seconds) for job, seconds in ran if job.timeout is not None and seconds >= job.timeout]
@@ -156,24 +157,22 @@ def _overdue(running: dict[str, Job], since: dict[str, float]) -> list[tuple[Job
 
 def _charge(job: Job) -> int:
     """Bytes that a job may take on all nodes together."""
-    from bridge.batches.ray_rows import is_spread
-
-    return job.memory * (1 + job.row.shards if is_spread(job) else 1)
+    return job.memory * (1 + job.row.shards if job.spread else 1)
 
 
 def _outcome(ended: Ended) -> Outcome:
     if ended.error is None:
-        answer: Outcome = ended.answer
-        return replace(answer, attempts=ended.attempts)
+        outcome: Outcome = ended.result
+        return replace(outcome, attempts=ended.attempts)
     if ended.died:
-        text = f"its process died, {ended.attempts} times over; run the batch again: the row goes on from where it was"
+        text = f"its process died {ended.attempts} times; run the batch again: the row resumes where it stopped"
         return Outcome(ended.key, FAILED, f"{text}\n{ended.error}", CRASH, attempts=ended.attempts)
     text = f"Ray could not run it: {type(ended.error).__name__}: {ended.error}"
     return Outcome(ended.key, FAILED, text, CRASH, attempts=ended.attempts)
 
 
 def _taken(board: Any) -> list[Event]:
-    """What jobs told since the last look; a board that died with its node is no reason to end."""
+    """The new events of jobs; none if the board died with its node."""
     import ray
 
     try:
@@ -182,28 +181,24 @@ def _taken(board: Any) -> list[Event]:
         return []
 
 
-def _size(resources: dict[str, float]) -> tuple[float, int]:
-    return resources.get("CPU", 0.0), int(resources.get("memory", 0))
-
-
 def _own_cpus(settings: Settings, limits: Limits) -> int:
     return max(cores(), (limits.workers or 1) * settings.cpus)
 
 
 def _check_listens(address: str) -> None:
-    """Refuse an address where nobody listens: Ray would try it again for many minutes."""
+    """Refuse an address that does not accept connections: Ray would retry for many minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if not (host and port.isdigit()):
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
+        socket.create_connection((host.strip("[]"), int(port)), TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise UsageError(f"[ray] address = {address!r} cannot be reached: {error}") from error
 
 
 @contextmanager
 def _cluster(settings: Settings, limits: Limits) -> Iterator[None]:
-    """Be connected: to the caller's Ray where there is one, else to that of the manifest, or to one of our own."""
+    """Connect to the caller's Ray if there is one, else to the manifest's cluster, else to a new local one."""
     import ray
 
     if ray.is_initialized():
@@ -227,7 +222,7 @@ def _cluster(settings: Settings, limits: Limits) -> Iterator[None]:
         raise UsageError(f"{where}: {error}") from error
     finally:
         if main:
-            signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
+            signal.signal(signal.SIGTERM, before)  # Ray replaces it
     try:
         yield
     finally:

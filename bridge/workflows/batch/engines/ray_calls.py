@@ -1,15 +1,15 @@
-"""Calls under way in processes of a Ray cluster; one whose process dies is made again, one that raises is not."""
+"""Calls in Ray processes, repeated if their process dies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import exceptions
 
-# What befalls a process, whatever it runs: killed, out of memory, its node gone. All else is an answer.
+# The end of a process, whatever it runs: killed, out of memory, its node gone. Any other error comes from the call.
 DIED = (
     exceptions.WorkerCrashedError,
     exceptions.LocalRayletDiedError,
@@ -17,16 +17,16 @@ DIED = (
     exceptions.OutOfMemoryError,
     exceptions.ObjectLostError,
 )
-EVERY = 0.2  # seconds between two looks at what runs
-PATIENCE = 30.0  # seconds that a cancelled call gets to clean up
+INTERVAL = 0.2  # seconds between two polls of the running calls
+CLEANUP = 30.0  # seconds that a cancelled call gets to clean up
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A call that ended: what it returned, or what it raised; `died`: its process did, and so often was it made."""
+    """A finished call: its result, or its error; `died`: its process died, in each of `attempts`."""
 
     key: str
-    answer: Any = None
+    result: Any = None
     error: BaseException | None = None
     died: bool = False
     attempts: int = 1
@@ -36,18 +36,18 @@ class Ended:
 class _Call:
     key: str
     function: Callable[..., Any]
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     resources: Mapping[str, float]
-    attempts: int = field(default=0)
+    attempts: int = 0
 
     def make(self) -> Any:
-        """Start it, the first time or again. Ray itself retries nothing: it would not tell."""
+        """Start the call, for the first time or again. Ray itself does not retry, since it would not report that."""
         self.attempts += 1
-        return ray.remote(self.function).options(max_retries=0, **self.resources).remote(*self.given)
+        return ray.remote(self.function).options(max_retries=0, **self.resources).remote(*self.arguments)
 
 
 class Calls:
-    """Calls by name. `retries`: how often one is made again after its process died; `again` is told its name then."""
+    """Calls by name. `retries`: how often a call is repeated after its process died; then `again` gets its name."""
 
     def __init__(self, retries: int, again: Callable[[str], None] = lambda key: None) -> None:
         self._retries, self._again = retries, again
@@ -56,16 +56,16 @@ class Calls:
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(self, key: str, function: Callable[..., Any], *given: Any, **resources: float) -> None:
-        """Call `function`, a module's own, with `given` where the cluster has `resources` free."""
-        call = _Call(key, function, given, resources)
+    def start(self, key: str, function: Callable[..., Any], *arguments: Any, **resources: float) -> None:
+        """Call a function of a module when the cluster has `resources` free."""
+        call = _Call(key, function, arguments, resources)
         self._open[call.make()] = call
 
     def ended(self) -> Iterator[Ended]:
-        """Wait a moment; yield what ended."""
+        """Wait for a moment; yield the finished calls."""
         if not self._open:
             return
-        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=EVERY)
+        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=INTERVAL)
         for ref in ready:
             call = self._open.pop(ref)
             try:
@@ -82,18 +82,18 @@ class Calls:
                 yield Ended(call.key, error=error, attempts=call.attempts)
 
     def stop(self, key: str) -> None:
-        """Kill a call under way, and those that it made; nothing is told of it any more."""
+        """Kill a running call and the calls that it made; it is no longer reported."""
         for ref in [ref for ref, call in self._open.items() if call.key == key]:
             del self._open[ref]
             ray.cancel(ref, force=True)
-            ray.wait([ref], timeout=PATIENCE)
+            ray.wait([ref], timeout=CLEANUP)
 
     def close(self) -> None:
-        """Interrupt what runs, wait until it has cleaned up, and kill what has not."""
-        open_ = list(self._open)
+        """Interrupt running calls, wait until they have cleaned up, and kill those that have not."""
+        refs = list(self._open)
         self._open.clear()
-        for ref in open_:
+        for ref in refs:
             ray.cancel(ref)
-        late = ray.wait(open_, num_returns=len(open_), timeout=PATIENCE)[1] if open_ else []
+        late = ray.wait(refs, num_returns=len(refs), timeout=CLEANUP)[1] if refs else []
         for ref in late:
             ray.cancel(ref, force=True)

@@ -1,6 +1,7 @@
-"""What runs in a Ray cluster's processes: a job, and portions of a large row's output; must keep nothing between calls.
+"""Functions for Ray processes: a job, or part of a large row.
 
-Only what is in the arguments is known here: every process opens its model itself, on the file system that all share.
+They keep no state between calls and know only their arguments: every process opens its model itself, on the shared
+file system.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-from bridge import __version__
-from bridge.batches.job import run_job
-from bridge.batches.naming import told
-from bridge.batches.planning import FRESH
-from bridge.batches.ray_calls import Calls
-from bridge.batches.values import Event, Job, Outcome
-from bridge.batches.worker import forget_peak, give_back, use_cores
-from bridge.conversion import Conversion
-from bridge.errors import BridgeError, SourceError, UsageError, WriteError
-from bridge.opening import open_model
-from bridge.output import Work
-from bridge.terminal import keep_pages, load_kernels
+from bridge.core.errors import BridgeError, SourceError, UsageError, WriteError
+from bridge.core.machine import keep_pages
+from bridge.core.output.directory import Work
+from bridge.core.version import __version__
+from bridge.planning.plan import Plan
+from bridge.quant.calibration import Calibration
+from bridge.quant.codec.warm_up import load_kernels
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+from bridge.streaming.context import ConversionContext, Partition, StepResult
+from bridge.streaming.run import run_partition
+from bridge.targets import file_settings
+from bridge.workflows.batch.engines.ray_calls import Calls
+from bridge.workflows.batch.engines.worker import forget_peak, release_memory, use_cores
+from bridge.workflows.batch.job import run_job
+from bridge.workflows.batch.manifest.naming import redacted
+from bridge.workflows.batch.prepare.plan import FRESH
+from bridge.workflows.batch.values import Event, Job, Outcome
 
-if TYPE_CHECKING:
-    from bridge.planning import Plan
-    from bridge.portions import Portion
-    from bridge.quant.calibration import Calibration
-    from bridge.quant.scheme import Scheme
-    from bridge.sources import Source
-
-HEADERS = 64 << 20  # bytes of a plan, and of the layout of its files, with 100,000 tensors
+HEADERS = 64 << 20  # bytes of a plan with 100,000 tensors and of the layout of its files
 
 
 class Board:
-    """Where jobs say how far they are, an actor: the last word of each, until it is taken."""
+    """An actor that keeps the last event of each job until it is taken."""
 
     def __init__(self) -> None:
         self._events: dict[str, Event] = {}
@@ -56,24 +57,19 @@ class Board:
 
 
 def run_here(job: Job, board: Any, cpus: int, retries: int) -> Outcome:
-    """Run a job in the process that Ray calls this in."""
-    spread = Portions(job, cpus, retries) if is_spread(job) else None
+    """Run a job in this process of the cluster."""
+    executor = Partitions(job, cpus, retries) if job.spread else None
     keep_pages()
-    with own_cores(0 if spread else cpus):
+    with own_cores(0 if executor else cpus):
         load_kernels()
         forget_peak()
-        outcome = run_job(job, _teller(board), spread)
-        give_back()
+        outcome = run_job(job, _teller(board), executor)
+        release_memory()
     return outcome
 
 
-def is_spread(job: Job) -> bool:
-    """True for a job whose weights other processes write."""
-    return job.row.shards > 1 and not job.calibrates
-
-
 def _teller(board: Any) -> Any:
-    """Pass events on to the board; those that come before the last one has arrived are not."""
+    """Send events to the board; those that come before the last one has arrived are dropped."""
     last: list[Any] = []
     lock = threading.Lock()
 
@@ -87,7 +83,7 @@ def _teller(board: Any) -> Any:
 
 @dataclass(frozen=True)
 class Offer:
-    """What every portion of one conversion needs. `fingerprint`: of the source, which each opens for itself."""
+    """What every partition of one conversion needs. `fingerprint`: of the source, which each process opens itself."""
 
     model: str
     config: Any
@@ -102,98 +98,98 @@ class Offer:
     version: str
 
 
-class Portions:
-    """Streams a row's weights in calls to the cluster: `bridge.portions.Spread`."""
+class Partitions:
+    """Streams a row's weights in calls to the cluster (see `bridge.streaming.context.Executor`)."""
 
     def __init__(self, job: Job, cpus: int, retries: int) -> None:
         self._job, self._cpus, self._retries = job, cpus, retries
         self.processes = job.row.shards
 
     def run(
-        self, conversion: Conversion, portions: Sequence[Portion], stop: threading.Event
-    ) -> Iterator[Mapping[str, Mapping[str, Any]]]:
-        memory = FRESH + HEADERS + conversion.memory
-        self._check_room(memory)
-        offer, waiting = ray.put(self._offer(conversion)), deque(enumerate(portions))
+        self, context: ConversionContext, partitions: Sequence[Partition], stop: threading.Event
+    ) -> Iterator[Mapping[str, StepResult]]:
+        memory = FRESH + HEADERS + context.memory
+        self._check_memory(memory)
+        offer, waiting = ray.put(self._offer(context)), deque(enumerate(partitions))
         with closing(Calls(self._retries)) as calls:
             while (waiting or calls) and not stop.is_set():
                 while waiting and len(calls) < self.processes:
-                    number, portion = waiting.popleft()
-                    calls.start(str(number), write_portion, offer, portion, num_cpus=self._cpus, memory=memory)
+                    number, partition = waiting.popleft()
+                    calls.start(str(number), write_partition, offer, partition, num_cpus=self._cpus, memory=memory)
                 for ended in calls.ended():
                     if ended.died:
                         raise WriteError(
-                            f"{self._job.row.out}: a process that wrote a part of it died, {ended.attempts} times over "
-                            f"({ended.error}); the kernel ends processes where memory runs out: give less `shards`"
+                            f"{self._job.row.out}: a process that wrote a part of it died, {ended.attempts} times "
+                            f"({ended.error}); the kernel kills processes if memory runs out: set fewer `shards`"
                         )
                     if ended.error:
                         raise ended.error
-                    yield ended.answer
+                    yield ended.result
 
-    def _offer(self, conversion: Conversion) -> Offer:
-        row, work = self._job.row, conversion.work
+    def _offer(self, context: ConversionContext) -> Offer:
+        row, work = self._job.row, context.work
         return Offer(
-            row.model, row.config, conversion.source.fingerprint, conversion.plan, conversion.calibration,
-            conversion.scheme, conversion.memory, self._cpus, work.directory, work.identity, __version__,
+            row.model, row.config, context.source.fingerprint, context.plan, context.calibration,
+            context.scheme, context.memory, self._cpus, work.directory, work.identity, __version__,
         )  # fmt: skip
 
-    def _check_room(self, memory: int) -> None:
-        """Refuse what Ray would wait for without end: the row keeps its own memory while others write for it."""
+    def _check_memory(self, memory: int) -> None:
+        """Refuse what Ray would wait for forever: the row keeps its own memory while others write for it."""
         here = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         free = [n["Resources"].get("memory", 0) - (self._job.memory if n["NodeID"] == here else 0) for n in nodes]
         if max(free) < memory:
             raise UsageError(
-                f"shards = {self.processes}: a part of the output takes {memory / 1e9:.2f} GB beside the row's own "
-                f"{self._job.memory / 1e9:.2f} GB, and no node has them; leave `shards` out, or use larger nodes"
+                f"shards = {self.processes}: a part of the output needs {memory / 1e9:.2f} GB in addition to the row's "
+                f"own {self._job.memory / 1e9:.2f} GB, and no node has them; leave `shards` out, or use larger nodes"
             )
 
 
-def write_portion(offer: Offer, portion: Portion) -> Mapping[str, Mapping[str, Any]]:
-    """Write a portion of a conversion that another process makes, in the process that Ray calls this in."""
-    from bridge.stream import run_portion
-
+def write_partition(offer: Offer, partition: Partition) -> Mapping[str, StepResult]:
+    """Write a partition of the conversion of another process, in this process of the cluster."""
     source = same_source(offer)
     keep_pages()
     with own_cores(offer.cpus):
         load_kernels()
-        work = Work(offer.directory, portion.done, io.StringIO(), offer.identity)
-        conversion = Conversion(offer.plan, source, offer.calibration, offer.scheme, offer.memory, work)
-        told = run_portion(conversion, offer.directory, portion)
-        give_back()
-    return told
+        work = Work(offer.directory, partition.done, io.StringIO(), offer.identity)
+        context = ConversionContext(
+            offer.plan, source, offer.calibration, offer.scheme, offer.memory, work, file_settings(offer.plan.target)
+        )
+        results = run_partition(context, offer.directory, partition)
+        release_memory()
+    return results
 
 
 def same_source(offer: Offer) -> Source:
-    """The row's model as this node sees it, refused where that is another one."""
-    node, model = socket.gethostname(), told(offer.model)
+    """Open the row's model on this node; an error if it is a different one."""
+    node, model = socket.gethostname(), redacted(offer.model)
     if offer.version != __version__:
         raise UsageError(
-            f"{node} has qbridge {__version__}, the row's node {offer.version}: install one of them on all"
+            f"{node} has qbridge {__version__}, the row's node has {offer.version}; install the same version on all"
         )
     try:
-        source = open_model(offer.model, offer.config, None)
+        source = open_source(offer.model, offer.config)
     except BridgeError as error:
-        raise SourceError(f"{model}: cannot be opened on {node}, as it was on the row's node: {error}") from error
+        raise SourceError(f"{model}: cannot be opened on {node}, unlike on the row's node: {error}") from error
     if source.fingerprint != offer.fingerprint:
-        raise SourceError(f"{model} is another model on {node}: it must lie on a file system that all nodes share")
+        raise SourceError(f"{model} is a different model on {node}; put it on a file system that all nodes share")
     return source
 
 
 @contextmanager
 def own_cores(count: int) -> Iterator[None]:
-    """Run on `count` cores that no other process of ours has, as far as there are such; 0 for all.
+    """Run on `count` cores, if possible on cores that no other process of bridge has; 0 for all.
 
-    Ray counts CPUs and does not give them out, so that each process would start as many threads as the node has cores,
-    with buffers for each.
+    Ray counts CPUs but does not assign them: each process would start as many threads as the node has cores, with
+    buffers for each.
     """
-    threads = os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: one thread, which the affinity says better
+    threads = os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets one thread; the affinity is more precise
     every, free = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], list[int]()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if threads is not None:
-            held.callback(os.environ.__setitem__, "OMP_NUM_THREADS", threads)
+            stack.callback(os.environ.__setitem__, "OMP_NUM_THREADS", threads)
         for core in every:
-            if len(free) < count and _locked(core, held):
+            if len(free) < count and _lock(core, stack):
                 free.append(core)
         others = [core for core in every if core not in free]
         use_cores((*free, *others)[: count or None])
@@ -203,9 +199,9 @@ def own_cores(count: int) -> Iterator[None]:
             use_cores(tuple(every))
 
 
-def _locked(core: int, held: ExitStack) -> bool:
-    """Bind a name that the kernel gives to one process at a time: no file, and none is left."""
-    lock = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+def _lock(core: int, stack: ExitStack) -> bool:
+    """Bind an abstract socket name, which only one process at a time can have; no file remains."""
+    lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     try:
         lock.bind(f"\0qbridge/{os.getuid()}/{core}")
     except OSError:

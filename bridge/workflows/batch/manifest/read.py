@@ -1,8 +1,8 @@
-"""Reads a manifest: TOML that says which conversions to run; must never open a model.
+"""Read a manifest: a TOML file with the conversions to run.
 
-    workers = 2                        # and `engine`, `memory`, `summary`, `strict`: all of them may be left out
+    workers = 2                        # and `engine`, `memory`, `summary`, `strict`: all are optional
 
-    [defaults]                         # for every row that does not say otherwise
+    [defaults]                         # for every row that has no value of its own
     out = "out/{name}"
 
     [[matrix]]                         # a list is an axis: every combination is a row
@@ -15,9 +15,9 @@
     model  = "mistral"
     target = "trtllm"
     quant  = "recipes/mistral.toml"
-    tp     = 2                         # options of the target, by the names that `convert` has for them
+    tp     = 2                         # options of the target, with the names that `convert` uses
 
-Paths are relative to the manifest. Everything that is wrong is told at once.
+Paths are relative to the manifest. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.arguments import byte_count
-from bridge.batches.engines import ENGINES, make_settings
-from bridge.batches.naming import LONGEST, beside
-from bridge.batches.rows import make_rows
-from bridge.batches.values import Limits, Row
-from bridge.errors import UsageError, nearest, number
-from bridge.paths import check_length
-from bridge.problems import Problems
-from bridge.toml_data import load_toml
-from bridge.visible import work_directory
+from bridge.core.errors import UsageError
+from bridge.core.output.replace import work_directory
+from bridge.core.parsing import load_toml
+from bridge.core.places import check_length
+from bridge.core.problems import Problems
+from bridge.core.text import byte_count, nearest, number
+from bridge.workflows.batch.engines import ENGINES, make_settings
+from bridge.workflows.batch.manifest.naming import MAX_LENGTH, absolute
+from bridge.workflows.batch.manifest.rows import make_rows
+from bridge.workflows.batch.values import Limits, Row
 
 KEYS = ("engine", "workers", "memory", "summary", "strict", "defaults", "row", "matrix")
-MOST = 16 << 20  # characters of a manifest: 1,600 for each row of the most that it may have
+MAX_CHARACTERS = 16 << 20  # of a manifest: 1,600 for each of MAX_ROWS rows
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Rows, and how to run them. `settings`: engine -> its table. `summary`: the JSON file that tells how rows ended.
+    """Rows, and how to run them. `settings`: engine -> its table. `summary`: the JSON file of the results.
 
-    `strict`: nothing runs if one row cannot. `notes`: combinations of matrices that came to the same row.
+    `strict`: nothing runs if one row cannot. `notes`: combinations of matrices that gave the same row.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read and check a manifest; one UsageError tells everything that is wrong with it."""
+    """Read and check a manifest; one UsageError lists all problems."""
     path = Path(path)
     words, problems = _toml(path), Problems()
     for key in words:
@@ -85,7 +85,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return load_toml(path, MOST)
+        return load_toml(path, MAX_CHARACTERS)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; give the path of a manifest") from error
     except ValueError as error:
@@ -93,13 +93,13 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _summary(words: Mapping[str, Any], path: Path) -> str:
-    """The file that tells how rows ended, beside the manifest."""
-    found = _of(words, "summary", str, f"{path.stem}.batch.json")
-    if not found.isprintable() or len(found) > LONGEST:
-        raise UsageError(f"summary = {found[:100]!r}; expected a path, without control characters")
-    summary = Path(beside(found, path.absolute().parent))
+    """The path of the summary file, relative to the manifest."""
+    value = _of(words, "summary", str, f"{path.stem}.batch.json")
+    if not value.isprintable() or len(value) > MAX_LENGTH:
+        raise UsageError(f"summary = {value[:100]!r}; expected a path without control characters")
+    summary = Path(absolute(value, path.absolute().parent))
     check_length(summary)
-    check_length(work_directory(summary))  # where it is written first
+    check_length(work_directory(summary))  # it is written there first
     return str(summary)
 
 
@@ -117,5 +117,5 @@ def _bytes(value: Any) -> int | None:
     if value is None or (type(value) is int and value > 0):
         return value
     if not isinstance(value, str):
-        raise UsageError(f'memory = {value!r}; expected bytes, or a text such as "16GB"')
+        raise UsageError(f'memory = {value!r}; expected a number of bytes, or a text such as "16GB"')
     return byte_count(value, "memory")

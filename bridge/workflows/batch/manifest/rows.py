@@ -1,4 +1,4 @@
-"""The rows of a manifest: defaults filled in, matrices multiplied out; must never open a model."""
+"""Make the rows of a manifest: fill in defaults, expand matrices."""
 
 from __future__ import annotations
 
@@ -12,31 +12,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge.arguments import byte_count
-from bridge.batches.naming import LONGEST, SHORT, beside, filled, named, names_in, told, word
-from bridge.batches.values import Row
-from bridge.errors import BridgeError, UsageError, first_of, nearest, number
-from bridge.problems import ENOUGH, SHOWN, Problems
-from bridge.quant.scheme import kv_numeric, load_scheme
-from bridge.remote.address import ELSEWHERE, HERE, is_remote, shown
+from bridge.core.errors import BridgeError, UsageError
+from bridge.core.places import ELSEWHERE, HERE, is_remote, shown
+from bridge.core.problems import ENOUGH, SHOWN, Problems
+from bridge.core.text import byte_count, first_of, nearest, number
+from bridge.quant.schemes.catalog import kv_numeric
+from bridge.quant.schemes.load import load_scheme
 from bridge.targets import Target, load_target, make_options, target_names
+from bridge.workflows.batch.manifest.naming import (
+    MAX_LENGTH,
+    MAX_QUOTED,
+    absolute,
+    filled,
+    locate,
+    names_in,
+    redacted,
+    short_name,
+)
+from bridge.workflows.batch.values import Row
 
 TEXTS = ("name", "model", "target", "quant", "out", "calib", "kv", "device", "tokenizer")
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
-PLACES = ("model", "calib", "tokenizer")  # beside the manifest, or elsewhere by a name
-GIVEN = ("kv", "device", "verify", "overwrite", "samples", "sequence", "shards", "timeout")  # to a row as they are
+PLACES = ("model", "calib", "tokenizer")  # a path relative to the manifest, an address or a hub id
+UNCHANGED = ("kv", "device", "verify", "overwrite", "samples", "sequence", "shards", "timeout")  # copied to the row
 NAME, OUT = "{model}-{quant}-{target}", "{name}"
-MOST_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
-MOST = 10_000  # rows of a manifest: each is planned, seconds for so many; axes that come to more are a mistake
+MAX_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
+MAX_ROWS = 10_000  # of a manifest: planning so many takes seconds; axes with more combinations are a mistake
 
 
 @dataclass
-class _Asked:
-    """A table of the manifest after defaults and matrices: what one row is made from.
+class _Entry:
+    """The keys of one row: a `[[row]]`, or one combination of a `[[matrix]]`.
 
-    `axes`: keys that a matrix varies. `strict`: keys of a `[[row]]`, which must all have a meaning for its target.
+    `axes`: keys that the matrix varies. `strict`: keys of a `[[row]]`; its target must have each of them.
     """
 
     where: str
@@ -44,49 +54,49 @@ class _Asked:
     axes: tuple[str, ...] = ()
     strict: frozenset[str] = frozenset()
 
-    def said(self, *keys: str) -> str:
-        """Where the words for these keys stand: in the defaults, if there are any and none of them is here."""
+    def origin(self, *keys: str) -> str:
+        """The table that sets one of these keys: this one, else [defaults]."""
         return self.where if not keys or any(key in self.words for key in keys) else "[defaults]"
 
 
 @dataclass
-class _Rows:
-    """Rows made so far, what is wrong, and which options had a meaning for a row.
+class _Builder:
+    """The rows made so far, their problems, and the options that a row's target has (`used`).
 
-    `defaults`: the manifest's. `alike`: what tells a row from others. `merged`: where and why combinations came to a
-    row that was there -> its name for each of them. `loaded`: what is wrong with schemes and KV caches by their names,
-    "" if nothing. `whole`: of every table it is known which rows it asks for.
+    `contents`: rows as text, to find equal ones. `merged`: (table, reason) of combinations that gave an existing row ->
+    the names of those rows. `loaded`: schemes and KV caches by name -> their problem, "" if none. `complete`: every
+    table's rows are known.
     """
 
     folder: Path
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    alike: set[str] = field(default_factory=set)
+    contents: set[str] = field(default_factory=set)
     merged: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     loaded: dict[tuple[str | None, ...], str] = field(default_factory=dict)
     known: frozenset[str] = field(default_factory=lambda: frozenset({*OWN, *options_of_targets()}))
-    asked: int = 0
-    whole: bool = True
+    count: int = 0
+    complete: bool = True
     problems: Problems = field(default_factory=Problems)
     used: set[tuple[str, str]] = field(default_factory=set)
 
     def wrong(self, where: str, text: str) -> None:
         self.problems.add(text, where)
 
-    def leave_out(self, where: str, text: str) -> None:
-        """Note what is wrong with a table whose rows cannot be told."""
-        self.whole = False
+    def incomplete(self, where: str, text: str) -> None:
+        """Note a problem of a table whose rows are therefore unknown."""
+        self.complete = False
         self.wrong(where, text)
 
-    def ask(self, where: str, rows: int) -> bool:
-        """Count rows that are asked for, before they are made; False, and noted, where they are too many."""
-        self.asked += rows
-        if self.asked > MOST:
-            self.leave_out(where, f"makes {rows:,} rows; a manifest has {MOST:,} at most")
-        return self.asked <= MOST
+    def allow(self, where: str, rows: int) -> bool:
+        """Count rows before they are made; False, and noted, if they are too many."""
+        self.count += rows
+        if self.count > MAX_ROWS:
+            self.incomplete(where, f"makes {rows:,} rows; a manifest has {MAX_ROWS:,} at most")
+        return self.count <= MAX_ROWS
 
     def load(self, make: Callable[..., Any], *names: str | None) -> bool:
-        """True; UsageError where `make` finds nothing by these names, which is tried once."""
+        """True; UsageError if `make` fails for these names, which is tried once."""
         if names not in self.loaded:
             try:
                 make(*names)
@@ -99,38 +109,38 @@ class _Rows:
 
 
 def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str], list[str]]:
-    """The rows that a manifest in `folder` asks for, every problem of them, and notes on which were merged."""
-    made = _Rows(folder)
-    defaults = made.defaults = _table(words.get("defaults", {}), "[defaults]", made) or {}
+    """The rows of a manifest in `folder`, all their problems, and notes on merged rows."""
+    builder = _Builder(folder)
+    defaults = builder.defaults = _table(words.get("defaults", {}), "[defaults]", builder) or {}
     for key, value in defaults.items():
         if isinstance(value, list):
-            made.leave_out("[defaults]", f"{key} is a list, which is an axis: it belongs into a [[matrix]]")
-    kinds = {"row": _asked_rows, "matrix": _asked_matrices}
-    asked = [one for key in words if key in kinds for one in kinds[key](words, made)]  # as they stand in the file
-    for one in asked:
-        if made.problems.enough:
-            made.leave_out(one.where, ENOUGH)
+            builder.incomplete("[defaults]", f"{key} is a list, which is an axis; write it in a [[matrix]]")
+    kinds = {"row": _row_entries, "matrix": _matrix_entries}
+    entries = [entry for key in words if key in kinds for entry in kinds[key](words, builder)]  # in the file's order
+    for entry in entries:
+        if builder.problems.enough:
+            builder.incomplete(entry.where, ENOUGH)
             break
-        _add(one, made)
-    if not asked and not made.problems:
-        made.wrong("", "there are no rows; write a [[row]] or a [[matrix]] with model and target")
-    overridden = {("[defaults]", key) for one in asked for key in one.words}
-    said = {("[defaults]", key) for key in defaults} | {(one.where, key) for one in asked for key in one.words}
-    idle = {(where, key) for where, key in said - made.used - overridden if key not in OWN}
-    for where, key in sorted(idle if made.whole else ()):
-        made.wrong(where, f"no row's target has the option {key!r}")
-    _check_apart(made)
-    return made.rows, made.problems.lines(), [_merged(*key, names) for key, names in made.merged.items()]
+        _add(entry, builder)
+    if not entries and not builder.problems:
+        builder.wrong("", "there are no rows; write a [[row]] or a [[matrix]] with model and target")
+    overridden = {("[defaults]", key) for entry in entries for key in entry.words}
+    keys = {("[defaults]", key) for key in defaults} | {(entry.where, key) for entry in entries for key in entry.words}
+    unused = {(where, key) for where, key in keys - builder.used - overridden if key not in OWN}
+    for where, key in sorted(unused if builder.complete else ()):
+        builder.wrong(where, f"no row's target has the option {key!r}")
+    _check_apart(builder)
+    return builder.rows, builder.problems.lines(), [_merged(*key, names) for key, names in builder.merged.items()]
 
 
-def _table(value: Any, where: str, made: _Rows) -> dict[str, Any] | None:
-    """A table whose keys are known, None where it is none; what is wrong is noted."""
+def _table(value: Any, where: str, builder: _Builder) -> dict[str, Any] | None:
+    """The known keys of a table, None if it is not a table; problems are noted."""
     if not isinstance(value, dict):
-        made.leave_out(where, "is written as a table")
+        builder.incomplete(where, "must be a table")
         return None
-    for key in [key for key in value if key not in made.known]:
-        made.wrong(where, f"key `{key}` is unknown; {nearest(key, made.known)}")
-    return {key: entry for key, entry in value.items() if key in made.known}
+    for key in [key for key in value if key not in builder.known]:
+        builder.wrong(where, f"key `{key}` is unknown; {nearest(key, builder.known)}")
+    return {key: content for key, content in value.items() if key in builder.known}
 
 
 def options_of_targets() -> set[str]:
@@ -138,92 +148,91 @@ def options_of_targets() -> set[str]:
     return {entry.name for name in target_names() for entry in fields(load_target(name).Options)}
 
 
-def _asked_rows(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
+def _row_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_Entry]:
     tables = words.get("row", [])
     if not isinstance(tables, list):
-        made.leave_out("", "`row` is written as [[row]] tables")
+        builder.incomplete("", "`row` must be [[row]] tables")
         return
-    for at, table in enumerate(tables, 1):
-        where = f"[[row]] {at}"
-        if (own := _table(table, where, made)) is None:
+    for nth, table in enumerate(tables, 1):
+        where = f"[[row]] {nth}"
+        if (own := _table(table, where, builder)) is None:
             continue
         lists = [key for key, value in own.items() if isinstance(value, list)]
         for key in lists:
-            made.leave_out(where, f"{key} is a list; a [[matrix]] makes a row of each")
-        if not lists and made.ask(where, 1):
-            yield _Asked(where, own, strict=frozenset(own))
+            builder.incomplete(where, f"{key} is a list; a [[matrix]] makes one row per value")
+        if not lists and builder.allow(where, 1):
+            yield _Entry(where, own, strict=frozenset(own))
 
 
-def _asked_matrices(words: Mapping[str, Any], made: _Rows) -> Iterator[_Asked]:
+def _matrix_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_Entry]:
     tables = words.get("matrix", [])
-    for at, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
-        where = f"[[matrix]] {at}"
+    for nth, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
+        where = f"[[matrix]] {nth}"
         table = dict(table) if isinstance(table, dict) else table
         rules = table.pop("exclude", []) if isinstance(table, dict) else []
-        if (own := _table(table, where, made)) is None:
+        if (own := _table(table, where, builder)) is None:
             continue
-        excluded = _excluded(rules, own, where, made)
+        excluded = _excluded(rules, own, where, builder)
         axes = [key for key, value in own.items() if isinstance(value, list)]
         if not axes and own:
-            made.wrong(where, "no key has a list: there is nothing to combine; write a [[row]]")
+            builder.wrong(where, "no key has a list: there is nothing to combine; write a [[row]]")
         for key in axes:
             if key in ("name", "out"):
-                made.leave_out(where, f"{key} is a pattern, not an axis: {key} = {NAME!r}, say")
+                builder.incomplete(where, f"{key} is a pattern, not an axis; write {key} = {NAME!r}, for example")
             elif not own[key] or any(isinstance(value, list) for value in own[key]):
-                made.leave_out(where, f"{key} = {_quoted(own[key])}; expected a list of values that is not empty")
-        if not made.ask(where, math.prod(len(own[key]) for key in axes)):
+                builder.incomplete(where, f"{key} = {_quoted(own[key])}; expected a list of values that is not empty")
+        if not builder.allow(where, math.prod(len(own[key]) for key in axes)):
             continue
-        hit = set()
+        matched = set()
         for values in itertools.product(*(own[key] for key in axes)):
-            made_words = own | dict(zip(axes, values, strict=True))
-            out = {n for n, rule in enumerate(excluded) if all(made_words.get(k) == v for k, v in rule.items())}
-            hit |= out
-            if not out:
-                yield _Asked(where, made_words, tuple(axes))
-        for n in sorted(set(range(len(excluded))) - hit):
-            made.wrong(where, f"exclude {_quoted(excluded[n])}: no combination is like that")
+            combined = own | dict(zip(axes, values, strict=True))
+            by = {n for n, rule in enumerate(excluded) if all(combined.get(k) == v for k, v in rule.items())}
+            matched |= by
+            if not by:
+                yield _Entry(where, combined, tuple(axes))
+        for n in sorted(set(range(len(excluded))) - matched):
+            builder.wrong(where, f"exclude {_quoted(excluded[n])}: no combination matches")
 
 
-def _excluded(value: Any, own: Mapping[str, Any], where: str, made: _Rows) -> list[dict[str, Any]]:
-    """The rules whose keys the matrix has; what is wrong with the others is noted."""
-    if isinstance(value, list) and all(isinstance(rule, dict) and rule for rule in value):
-        if len(value) <= MOST_EXCLUDED:
-            for rule in value:
-                for key in [key for key in rule if key not in own]:
-                    above = "it stands in [defaults]: write it into the matrix" if key in made.defaults else ""
-                    what = f"exclude {_quoted(rule)}: the matrix has no key `{key}`"
-                    made.wrong(where, f"{what}; {above or nearest(key, own)}")
-            return [rule for rule in value if rule.keys() <= own.keys()]
-        made.wrong(where, f"exclude has {len(value):,} tables; {MOST_EXCLUDED} at most, write several matrices")
+def _excluded(value: Any, own: Mapping[str, Any], where: str, builder: _Builder) -> list[dict[str, Any]]:
+    """The rules of `exclude` whose keys the matrix has; problems of the others are noted."""
+    if not (isinstance(value, list) and all(isinstance(rule, dict) and rule for rule in value)):
+        example = 'exclude = [{ target = "trt", quant = "nvfp4" }]'
+        builder.wrong(where, f"exclude = {_quoted(value)}; expected tables: {example}")
         return []
-    made.wrong(where, f'exclude = {_quoted(value)}; expected tables: exclude = [{{ target = "trt", quant = "nvfp4" }}]')
-    return []
+    if len(value) > MAX_EXCLUDED:
+        builder.wrong(where, f"exclude has {len(value):,} tables, at most {MAX_EXCLUDED}; write several matrices")
+        return []
+    for rule in value:
+        for key in [key for key in rule if key not in own]:
+            hint = "it is in [defaults]; write it in the matrix" if key in builder.defaults else nearest(key, own)
+            builder.wrong(where, f"exclude {_quoted(rule)}: the matrix has no key `{key}`; {hint}")
+    return [rule for rule in value if rule.keys() <= own.keys()]
 
 
-def _add(asked: _Asked, made: _Rows) -> None:
-    """Make one row; all that is wrong with it is noted."""
-    words = {key: value for key, value in made.defaults.items() if not isinstance(value, list)} | asked.words
+def _add(entry: _Entry, builder: _Builder) -> None:
+    words = {key: value for key, value in builder.defaults.items() if not isinstance(value, list)} | entry.words
     mistyped = {key: why for key in OWN if key in words and (why := _mistyped(key, words[key]))}
     for key, why in mistyped.items():
-        made.wrong(asked.said(key), f"{key} = {_quoted(words[key])}; {why}")
+        builder.wrong(entry.origin(key), f"{key} = {_quoted(words[key])}; {why}")
     for key in ("model", "target"):
         if key not in words:
-            made.wrong(asked.where, f"{key} is missing")
-    row = _row(asked, {key: value for key, value in words.items() if key not in mistyped}, made)
+            builder.wrong(entry.where, f"{key} is missing")
+    row = _row(entry, {key: value for key, value in words.items() if key not in mistyped}, builder)
     if row is None or mistyped:
         return
-    alike = json.dumps({**asdict(row), "where": ""}, sort_keys=True, default=str)
-    if asked.axes and alike in made.alike:
-        idle = [repr(key) for key in asked.axes if key not in OWN and key not in row.options]
-        why = f"target {row.target} has no option {', '.join(idle)}" if idle else "asked for already"
-        made.merged.setdefault((asked.where, why), []).append(row.name)
+    content = json.dumps({**asdict(row), "where": ""}, sort_keys=True, default=str)
+    if entry.axes and content in builder.contents:
+        unused = [repr(key) for key in entry.axes if key not in OWN and key not in row.options]
+        why = f"target {row.target} has no option {', '.join(unused)}" if unused else "an equal row exists"
+        builder.merged.setdefault((entry.where, why), []).append(row.name)
         return
-    made.rows.append(row)
-    made.alike.add(alike)
+    builder.rows.append(row)
+    builder.contents.add(content)
 
 
 def _mistyped(key: str, value: Any) -> str:
-    """What is wrong with the type of a value, or with where it lies, "" if nothing."""
+    """The problem with a value's type, or with a remote address; "" if none."""
     if key in HERE and is_remote(value):
         return ELSEWHERE
     if key in FLAGS:
@@ -235,39 +244,39 @@ def _mistyped(key: str, value: Any) -> str:
     if key == "timeout":
         return "" if type(value) in (int, float) and 0 < value < math.inf else "expected seconds, more than 0"
     if key == "memory":
-        return "" if isinstance(value, str) or (type(value) is int and value > 0) else 'expected a size as "16GB"'
+        return "" if isinstance(value, str) or (type(value) is int and value > 0) else 'expected a size such as "16GB"'
     if not isinstance(value, str) or not value.strip():
         return "expected a text in quotes"
-    if len(value) > LONGEST:
-        return f"expected a text of {LONGEST} characters at most"
+    if len(value) > MAX_LENGTH:
+        return f"expected a text of at most {MAX_LENGTH} characters"
     return "expected a text without control characters" if not value.isprintable() else ""
 
 
-_CONFIG = "expected a path, or a table of entries as config.json has them"
+_CONFIG = "expected a path, or a table with entries of config.json"
 
 
 def _is_json(value: Any) -> bool:
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):  # dates, and what is no number
+    except (TypeError, ValueError):  # dates, NaN and infinity
         return False
     return True
 
 
 def _quoted(value: Any) -> str:
-    """A value for a message, of a long text its beginning: one may stand in each of many rows."""
-    said = told(value)
-    return repr(f"{said[:SHORT]}..." if isinstance(said, str) and len(said) > SHORT else said)
+    """A value for a message; of a long text only its beginning, since it may be repeated for many rows."""
+    text = redacted(value)
+    return repr(f"{text[:MAX_QUOTED]}..." if isinstance(text, str) and len(text) > MAX_QUOTED else text)
 
 
-def _take(asked: _Asked, made: _Rows, make: Callable[..., Any], *arguments: Any, of: Collection[str]) -> Any:
-    """What `make` returns; None where it raises, which is noted of where the keys `of` stand."""
-    return made.problems.take(make, *arguments, where=asked.said(*of))
+def _take(entry: _Entry, builder: _Builder, make: Callable[..., Any], *arguments: Any, of: Collection[str]) -> Any:
+    """The result of `make`; None if it raises, which is noted for the table that sets the keys `of`."""
+    return builder.problems.take(make, *arguments, where=entry.origin(*of))
 
 
-def _check_options(target: Target | None, options: Mapping[str, Any], asked: _Asked, made: _Rows) -> None:
-    """Note what is wrong with options: of each that is refused by itself too, of all together where none is."""
-    take, every = partial(_take, asked, made), dict(options)
+def _check_options(target: Target | None, options: Mapping[str, Any], entry: _Entry, builder: _Builder) -> None:
+    """Note the problems of options: of each one alone, or of all together if each alone is valid."""
+    take, every = partial(_take, entry, builder), dict(options)
     try:
         if target:
             make_options(target, every)
@@ -276,86 +285,85 @@ def _check_options(target: Target | None, options: Mapping[str, Any], asked: _As
             take(make_options, target, every, of=every)
 
 
-def _check_scheme(quant: str | None, kv: str | None, asked: _Asked, made: _Rows) -> None:
-    """Note what is wrong with a scheme and a KV cache, each by its name; where nothing is, with both together."""
-    take = partial(_take, asked, made)
-    cached = kv and take(made.load, kv_numeric, kv, of=["kv"])
-    known = quant and quant != "none" and take(made.load, load_scheme, quant, None, of=["quant"])
-    if cached and known:
-        take(made.load, load_scheme, quant, kv, of=["quant", "kv"])
+def _check_scheme(quant: str | None, kv: str | None, entry: _Entry, builder: _Builder) -> None:
+    """Note the problems of a scheme and of a KV cache, each alone, then of both together."""
+    take = partial(_take, entry, builder)
+    kv_known = kv and take(builder.load, kv_numeric, kv, of=["kv"])
+    quant_known = quant and quant != "none" and take(builder.load, load_scheme, quant, None, of=["quant"])
+    if kv_known and quant_known:
+        take(builder.load, load_scheme, quant, kv, of=["quant", "kv"])
 
 
-def _row(asked: _Asked, words: dict[str, Any], made: _Rows) -> Row | None:
-    """The row, though something may be wrong with it, which is noted; None where its names are not known."""
-    take = partial(_take, asked, made)
+def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
+    """The row, possibly with noted problems; None if its target, model, name or output is unknown."""
+    take = partial(_take, entry, builder)
     target = take(load_target, words["target"], of=["target"]) if "target" in words else None
-    own = {entry.name for entry in fields(target.Options)} if target else made.known
-    made.used |= {
-        (asked.where if key in asked.words else "[defaults]", key)
+    own = {option.name for option in fields(target.Options)} if target else builder.known
+    builder.used |= {
+        (entry.where if key in entry.words else "[defaults]", key)
         for key in words
-        if key in own or key in asked.strict  # what a [[row]] says in vain is told of that row
+        if key in own or key in entry.strict  # an option of a [[row]] that its target lacks is reported for that row
     }
-    options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in asked.strict)}
-    _check_options(target, options, asked, made)
+    options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in entry.strict)}
+    _check_options(target, options, entry, builder)
     quant, config, memory = words.get("quant"), words.get("config"), words.get("memory")
     if quant and ("/" in quant or quant.endswith(".toml")):
-        quant = take(beside, quant, made.folder, of=["quant"])
-    _check_scheme(quant, words.get("kv"), asked, made)
-    places = {key: take(named, words[key], made.folder, key, of=[key]) for key in PLACES if key in words}
+        quant = take(absolute, quant, builder.folder, of=["quant"])
+    _check_scheme(quant, words.get("kv"), entry, builder)
+    places = {key: take(locate, words[key], builder.folder, key, of=[key]) for key in PLACES if key in words}
     if isinstance(config, str):
-        config = take(beside, config, made.folder, of=["config"])
+        config = take(absolute, config, builder.folder, of=["config"])
     if isinstance(memory, str):
         memory = take(byte_count, memory, "memory", of=["memory"])
     if not target or not places.get("model"):
         return None
-    axes = [key for key in asked.axes if key in OWN or key in options]
-    shown = {"quant": "none", **{key: word(words[key]) for key in [*words] if key in OWN or key in options}}
-    more = "".join(f"-{key}-{{{key}}}" for key in axes if key not in ("model", "quant", "target"))
-    odd = {key for key in ("name", "out") if key in words and not names_in(words[key]) <= made.known}  # in any row
-    name = shown["name"] = take(filled, words.get("name", NAME + more), shown, "name", of=odd & {"name"})
-    out = name and take(filled, words.get("out", OUT), shown, "out", of=odd & {"out"})
-    out = out if not out or is_remote(out) else take(beside, out, made.folder, of=["out"] if "out" in words else [])
+    axes = [key for key in entry.axes if key in OWN or key in options]
+    shown = {"quant": "none", **{key: short_name(words[key]) for key in [*words] if key in OWN or key in options}}
+    suffix = "".join(f"-{key}-{{{key}}}" for key in axes if key not in ("model", "quant", "target"))
+    unknown = {key for key in ("name", "out") if key in words and not names_in(words[key]) <= builder.known}
+    name = shown["name"] = take(filled, words.get("name", NAME + suffix), shown, "name", of=unknown & {"name"})
+    out = name and take(filled, words.get("out", OUT), shown, "out", of=unknown & {"out"})
+    if out and not is_remote(out):
+        out = take(absolute, out, builder.folder, of=["out"] if "out" in words else [])
     if not out:
         return None
-    given = {key: words[key] for key in GIVEN if key in words}
+    unchanged = {key: words[key] for key in UNCHANGED if key in words}
     return Row(
-        name=name, where=asked.where, target=words["target"], out=out, quant=quant, config=config, memory=memory,
-        options=options, **places, **given,
+        name=name, where=entry.where, target=words["target"], out=out, quant=quant, config=config, memory=memory,
+        options=options, **places, **unchanged,
     )  # fmt: skip
 
 
-def _check_apart(made: _Rows) -> None:
-    """Note names and outputs that two rows share, outputs inside each other, and models that a row is yet to write."""
+def _check_apart(builder: _Builder) -> None:
+    """Note names and outputs that two rows share, outputs inside each other, and models that a row will write."""
     names: dict[str, Row] = {}
     outs: dict[Path, Row] = {}
-    for row in made.rows:
+    for row in builder.rows:
         out = _place(row.out)
         if row.name in names:
-            made.wrong(row.where, f"the name {row.name!r} is that of {names[row.name].where} already; give it `name`")
+            builder.wrong(row.where, f"{names[row.name].where} already has the name {row.name!r}; set `name`")
         elif out in outs:
-            made.wrong(row.where, f"out {told(row.out)} is that of {outs[out].name!r} already")
+            builder.wrong(row.where, f"out {redacted(row.out)} is already the output of {outs[out].name!r}; set `out`")
         names.setdefault(row.name, row)
         outs.setdefault(out, row)
-    for row in made.rows:
-        above = next((outs[path] for path in _place(row.out).parents if path in outs), None)
-        if above:
-            made.wrong(row.where, f"out {told(row.out)} lies inside that of {above.name!r}")
+    for row in builder.rows:
+        outer = next((outs[path] for path in _place(row.out).parents if path in outs), None)
+        if outer:
+            builder.wrong(row.where, f"out {redacted(row.out)} lies inside the output of {outer.name!r}; set `out`")
         if not is_remote(row.model) and not Path(row.model).is_absolute():  # a hub id
             continue
         model = _place(row.model)
         writer = next((outs[path] for path in (model, *model.parents) if path in outs), None)
         if writer:
-            made.wrong(
-                row.where, f"model {told(row.model)} is what {writer.name!r} writes; convert it in a batch of its own"
-            )
+            what = f"model {redacted(row.model)} is the output of {writer.name!r}"
+            builder.wrong(row.where, f"{what}; convert it in a batch of its own")
 
 
 def _place(path: str) -> Path:
-    """Where a path or an address leads, by whatever way it is written."""
+    """The place of a path or an address, however it is written."""
     return Path(shown(path)) if is_remote(path) else Path(os.path.realpath(path))
 
 
 def _merged(where: str, why: str, names: list[str]) -> str:
-    """A note on combinations that came to rows which were there."""
     rows = [repr(name) for name in dict.fromkeys(names)]
     return f"{where}: {number(len(names), 'combination')} merged into {first_of(rows, SHOWN)}: {why}"

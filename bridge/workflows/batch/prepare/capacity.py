@@ -1,4 +1,4 @@
-"""Whether rows have room, asked before any of them starts: outputs that are there, memory of each, disk of all."""
+"""Check existing outputs, memory and disk space before the start."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.batches.finished import unsent
-from bridge.batches.job import failure
-from bridge.batches.planning import Planned
-from bridge.batches.values import FAILED, Outcome
-from bridge.remote.address import is_remote
-from bridge.remote.outgoing import check_replaceable, made_at
-from bridge.show import size
-from bridge.visible import check_free, reserved
+from bridge.core.output.replace import check_free, reserved
+from bridge.core.places import is_remote
+from bridge.core.remote.upload import check_replaceable, made_at
+from bridge.core.text import size
+from bridge.workflows.batch.job import failure
+from bridge.workflows.batch.prepare.finished import unsent
+from bridge.workflows.batch.prepare.plan import PlannedRow
+from bridge.workflows.batch.values import FAILED, Outcome
 
-REPLACING = "set `overwrite = true` in the row or in [defaults]"  # how a manifest has an output replaced
+REPLACING = "set `overwrite = true` in the row or in [defaults]"  # how a manifest allows to replace an output
 
 
-def refuse(planned: Planned, memory: int | None) -> Outcome | None:
-    """Why a row cannot run, None where it can; an error of its output is raised. `memory`: what one job may have."""
+def refuse(planned: PlannedRow, memory: int | None) -> Outcome | None:
+    """The outcome of a row that cannot run, else None; an error of its output is raised. `memory`: limit of a job."""
     row = planned.row
     if memory is not None and planned.least > memory:
-        text = f"needs {size(planned.least)} of memory and gets {size(memory)} at most; give the batch more `memory`"
+        text = f"needs {size(planned.least)} of memory, but gets {size(memory)} at most; give the batch more `memory`"
         if planned.key:
-            text += ", or calibrate on a larger machine and pass its calibration (`calib`)"
+            text += ", or calibrate on a larger machine and pass the calibration (`calib`)"
         return Outcome(row.name, FAILED, text, "BatchError")
     if is_remote(row.out):
         check_replaceable(row.out, row.overwrite, REPLACING)
@@ -33,8 +33,8 @@ def refuse(planned: Planned, memory: int | None) -> Outcome | None:
     return None
 
 
-def without_disk(pending: Sequence[Planned]) -> dict[str, Outcome]:
-    """The rows, taken in order, whose outputs do not fit on their disk beside those before them."""
+def without_disk(pending: Sequence[PlannedRow]) -> dict[str, Outcome]:
+    """The rows whose outputs do not fit on their disk after those of the rows before them."""
     left: dict[int, int] = {}
     refused = {}
     for one in pending:
@@ -49,6 +49,6 @@ def without_disk(pending: Sequence[Planned]) -> dict[str, Outcome]:
         if need <= free:
             left[disk] = free - need
         else:
-            text = f"{place}: the row needs {size(need)} of disk, and the rows before it leave {size(free)}; free some"
+            text = f"{place}: needs {size(need)} of disk space, the rows before leave {size(free)}; free disk space"
             refused[one.row.name] = Outcome(one.row.name, FAILED, text, "BatchError")
     return refused

@@ -1,4 +1,4 @@
-"""Plans every row from headers before anything runs: what it makes, what it takes, which calibration it needs."""
+"""Plan every row from headers: its output, its needs, its calibration."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from bridge.batches.job import failure, request_of
-from bridge.batches.values import Engine, Outcome, Row
-from bridge.errors import BridgeError, CalibrationError, SourceError, UsageError
-from bridge.finish import RUN_BYTES_PER_VALUE, versions
-from bridge.foreseen import Foreseen, foresee
-from bridge.opening import data_of, open_model
-from bridge.remote.address import is_remote, server_of, shown
-from bridge.remote.opening import is_unreachable
-from bridge.remote.outgoing import check_out, made_at
+from bridge.api.request import ResolvedRequest, data_of, resolve
+from bridge.calibration.data import Sampling
+from bridge.calibration.modelopt import check_device
+from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
+from bridge.core.places import is_remote, server_of, shown
+from bridge.core.remote.upload import check_out, made_at
+from bridge.core.version import versions
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
 from bridge.targets import load_target
+from bridge.verification.verify import RUN_BYTES_PER_VALUE
+from bridge.workflows.batch.job import failure, request_of
+from bridge.workflows.batch.values import Engine, Outcome, Row
 
-if TYPE_CHECKING:
-    from bridge.sources import Source
-
-# Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87, one that exports and
-# runs as well 0.98. What weights take comes on top.
+# Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87 GB, one that also
+# exports and runs 0.98 GB. Weights come on top.
 FRESH = 250 << 20
 FRAMEWORKS = 800 << 20  # torch, transformers and ModelOpt
-READ = 16 << 20  # bytes of a file that its digest covers; calibration reads less of a text
+DIGESTED = 16 << 20  # first bytes of a file that its digest covers; calibration reads less of a text
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A row with its plan, or with the outcome that it cannot have another one than.
+class PlannedRow:
+    """A planned row, or the failure that already decides it (`failed`).
 
-    `memory`: bytes that its process is counted with; `least`: those without which it fails (without the others, only
-    the comparison at the end does). `disk`: bytes, of which the plan counts `bytes`. `work`: bytes read and written.
-    `values`: those of the model. `key`: of rows that calibrate, a digest of all that the statistics depend on; rows
-    with one key share one calibration. `statistics`: digests of scheme and data that those are of, () where nobody
-    looked. `calibration`: the digest of the one that was given. `side_files`: name and digest.
+    `memory`: planned bytes of its process; `least`: bytes without which it fails (with less than `memory`, only the
+    comparison at the end fails). `disk`: bytes on disk; `bytes`: the plan's part of them. `work`: bytes read and
+    written. `values`: the model's. `key`: for rows that calibrate, a digest of everything the statistics depend on;
+    rows with the same key share a calibration. `statistics`: digests of its scheme and data, () if unknown.
+    `calibration`: the digest of a given one. `side_files`: name and digest.
     """
 
     row: Row
@@ -53,56 +52,50 @@ class Planned:
     key: str = ""
     statistics: tuple[str, ...] = ()
     calibration: str = ""
-    runs: bool = False
     side_files: tuple[tuple[str, str], ...] = ()
     failed: Outcome | None = None
 
 
-class Dead:
-    """Servers that do not answer, each waited for once; never one that has answered: there only a read failed."""
+class UnreachableServers:
+    """Servers that did not answer, so that each is waited for only once. A server that answered before is not added."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, tuple[str, Exception]] = {}  # the address that was asked for, and what came of it
+        self._failed: dict[str, tuple[str, Exception]] = {}  # server -> the first address, and its error
         self._alive: set[str] = set()
 
     def check(self, url: str, kind: type[BridgeError]) -> None:
-        """Raise a `kind` where the server of an address was waited for already."""
-        if server_of(url) in self._asked:
-            first, why = self._asked[server_of(url)]
+        """Raise a `kind` if the server of an address did not answer before."""
+        if server_of(url) in self._failed:
+            first, why = self._failed[server_of(url)]
             raise kind(
                 f"{shown(url)}: its server does not answer, as for {first}; check the address and the network, and "
                 "run again"
             ) from why
 
     def answered(self, url: str) -> None:
-        """Remember that the server of an address answers."""
         self._alive.add(server_of(url))
 
     def note(self, url: str, error: Exception) -> None:
-        """Remember the server of an address, if the error came of that it does not answer."""
         if (server := server_of(url)) not in {"", *self._alive} and is_unreachable(error):
-            self._asked.setdefault(server, (shown(url), error))
+            self._failed.setdefault(server, (shown(url), error))
 
 
-def plan_rows(rows: Sequence[Row], engine: Engine, dead: Dead | None = None) -> list[Planned]:
-    """Plan each row; one that cannot be planned is a failed one."""
-    opened, planned = _Opened(dead or Dead()), []
+def plan_rows(rows: Sequence[Row], engine: Engine, unreachable: UnreachableServers | None = None) -> list[PlannedRow]:
+    """Plan each row; a row that cannot be planned is a failed one."""
+    opened, planned = _Opened(unreachable or UnreachableServers()), []
     for row in rows:
         try:
             planned.append(_plan(row, opened, engine))
-        except Exception as error:  # a bug costs its row, here as in a worker
-            planned.append(Planned(row, failed=failure(row.name, error)))
+        except Exception as error:  # a bug fails its row only, as in a worker
+            planned.append(PlannedRow(row, failed=failure(row.name, error)))
     return planned
 
 
 @dataclass
 class _Opened:
-    """What rows share while they are planned: headers are read once, and data are made into batches once.
+    """Sources and data that rows share while they are planned: each is opened once. `failed`: errors of models."""
 
-    `failed`: why a model cannot be opened.
-    """
-
-    dead: Dead
+    unreachable: UnreachableServers
     sources: dict[str, Source] = field(default_factory=dict)
     failed: dict[str, BridgeError] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
@@ -112,21 +105,21 @@ class _Opened:
         if name not in self.sources:
             if name in self.failed:
                 raise self.failed[name]
-            self.dead.check(row.model, SourceError)
+            self.unreachable.check(row.model, SourceError)
             try:
-                self.sources[name] = open_model(row.model, row.config, row.tokenizer)
+                self.sources[name] = open_source(row.model, row.config, row.tokenizer)
             except BridgeError as error:
                 self.failed[name] = error
-                self.dead.note(row.model, error)
+                self.unreachable.note(row.model, error)
                 raise
-            self.dead.answered(row.model)
+            self.unreachable.answered(row.model)
         return self.sources[name]
 
     def data_digest(self, row: Row) -> str:
-        """The digest of what the row calibrates with; an error where a tokenizer or the data are missing."""
+        """The digest of the row's calibration data; an error if the tokenizer or the data are missing."""
         name = json.dumps([_model_of(row), row.calib, row.samples, row.sequence])
         if name not in self.data:
-            data = data_of(self.source(row), row.calib, row.samples, row.sequence)
+            data = data_of(self.source(row), row.calib, Sampling(row.samples, row.sequence))
             if data.missing:
                 raise CalibrationError(f"scheme {row.quant} needs statistics of activations: {data.missing}")
             self.data[name] = data.digest
@@ -137,71 +130,68 @@ def _model_of(row: Row) -> str:
     return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
 
 
-def _plan(row: Row, opened: _Opened, engine: Engine) -> Planned:
+def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
     source = opened.source(row)
     statistics: tuple[str, ...] = ()
-    seen = foresee(source, replace(request_of(row), out=_made_at(row, engine)))
-    if engine.here and seen.uncalibrated:
-        from bridge.quant.modelopt import check_device
-
-        assert seen.scheme
-        check_device(seen.scheme, row.device)
-        statistics = (seen.scheme.digest, opened.data_digest(row))
+    resolved = resolve(source, replace(request_of(row), out=_made_at(row, engine)))
+    if engine.here and resolved.uncalibrated:
+        assert resolved.scheme
+        check_device(resolved.scheme, row.device)
+        statistics = (resolved.scheme.digest, opened.data_digest(row))
     values = sum(spec.size for spec in source.specs.values())
     stored = sum(spec.nbytes for spec in source.specs.values())
-    stream = FRESH + load_target(row.target).base_memory + seen.memory
-    runs = row.verify and source.can_run and (seen.uncalibrated or load_target(row.target).runs)
-    return Planned(
+    stream = FRESH + load_target(row.target).base_memory + resolved.memory
+    runs = row.verify and source.can_run and (resolved.uncalibrated or load_target(row.target).runs)
+    return PlannedRow(
         row=row,
-        digest=seen.plan.digest,
+        digest=resolved.plan.digest,
         fingerprint=source.fingerprint,
         memory=max(stream, model_memory(values) if runs else 0),
-        least=max(stream, FRESH + FRAMEWORKS + stored if seen.uncalibrated else 0),
-        disk=seen.disk,
-        bytes=seen.plan.disk,
-        work=stored + seen.plan.disk,
+        least=max(stream, FRESH + FRAMEWORKS + stored if resolved.uncalibrated else 0),
+        disk=resolved.disk,
+        bytes=resolved.plan.disk,
+        work=stored + resolved.plan.disk,
         values=values,
-        key=_key(row, seen) if seen.uncalibrated else "",
+        key=_key(row, resolved) if resolved.uncalibrated else "",
         statistics=statistics,
-        calibration=seen.given.digest if seen.given else "",
-        runs=seen.uncalibrated,
-        side_files=tuple((name, content_digest(source.side_files[name])) for name in seen.plan.side_files),
+        calibration=resolved.calibration.digest if resolved.calibration else "",
+        side_files=tuple((name, content_digest(source.side_files[name])) for name in resolved.plan.side_files),
     )
 
 
 def _made_at(row: Row, engine: Engine) -> Path:
-    """Where the row's output is made, if it can be sent where it says."""
+    """The local directory of the row's output; an error if the output cannot be uploaded to its address."""
     if is_remote(row.out):
         if not engine.sends:
             raise UsageError(
-                f"out={shown(row.out)}: with Ray, rows go to a directory that all machines see; send it then"
+                f"out={shown(row.out)}: with Ray, set `out` to a directory that all machines see; upload it afterwards"
             )
         check_out(row.out)
     return made_at(row.out)
 
 
 def model_memory(values: int) -> int:
-    """Bytes that a process takes to run a model of so many values, or to calibrate it: measured 5.5 a value of bf16."""
+    """Bytes of a process that runs or calibrates a model of so many values; measured: 5.5 per value in bf16."""
     return FRESH + FRAMEWORKS + values * RUN_BYTES_PER_VALUE
 
 
-def _key(row: Row, seen: Foreseen) -> str:
-    """What decides the statistics: model, scheme, data, tokenizer, device, and the versions of who computes them."""
-    source, scheme = seen.source, seen.scheme
+def _key(row: Row, resolved: ResolvedRequest) -> str:
+    """A digest of what decides the statistics: model, scheme, data, tokenizer, device, package versions."""
+    source, scheme = resolved.source, resolved.scheme
     assert scheme
     files = sorted((name, content_digest(content)) for name, content in source.side_files.items())
     data = row.calib and (content_digest(Path(row.calib)) if Path(row.calib).is_file() else row.calib)
-    rows = [row.samples, row.sequence]
-    said = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, rows, row.device]
-    return _digest(json.dumps(said, sort_keys=True).encode())
+    sizes = [row.samples, row.sequence]
+    parts = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, sizes, row.device]
+    return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
 def content_digest(content: Path | bytes) -> str:
-    """A digest of a file: of its beginning and its length, which tell texts apart and cost no second of a large one."""
+    """A digest of a file's first bytes and its length: enough to tell texts apart, and fast for large files."""
     if isinstance(content, bytes):
         return _digest(content)
     with content.open("rb") as file:
-        return _digest(file.read(READ) + str(content.stat().st_size).encode())
+        return _digest(file.read(DIGESTED) + str(content.stat().st_size).encode())
 
 
 def _digest(data: bytes) -> str:

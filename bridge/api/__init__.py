@@ -1,0 +1,1 @@
+"""The functions that scripts call, and one conversion stage by stage."""

@@ -1,0 +1,205 @@
+"""One conversion, stage by stage, from its request to its report.
+
+All checks run before anything is written: output path, disk, memory, CUDA, calibration, data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.api.request import Request, ResolvedRequest, data_of, data_to_compare, resolve
+from bridge.calibration.data import Data
+from bridge.core.errors import CalibrationError, SourceError, warn
+from bridge.core.output.directory import check_disk, output_directory
+from bridge.core.output.names import CALIBRATION
+from bridge.core.output.replace import check_free, recover
+from bridge.core.places import is_remote
+from bridge.core.progress import Progress
+from bridge.core.values import Structure
+from bridge.core.version import __version__
+from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.scheme import Scheme
+from bridge.reporting.report import Report, report_from_dict
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+from bridge.streaming.context import ConversionContext, Executor
+from bridge.targets import file_settings, load_target
+
+if TYPE_CHECKING:
+    from bridge.core.remote.upload import Outgoing
+
+
+@dataclass
+class Clock:
+    """Seconds by stage, in the order in which the stages ended; a stage inside another counts for itself alone."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _inner: float = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start, outer, self._inner = time.perf_counter(), self._inner, 0.0
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+            self._inner = outer + elapsed
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a conversion runs, apart from its request: `executor` runs the stream in other processes.
+
+    `runs`: run the output even if its target would not load a framework for that. `outgoing`: where to upload it.
+    """
+
+    executor: Executor | None = None
+    runs: bool = False
+    outgoing: Outgoing | None = None
+
+
+def run(request: Request, options: RunOptions) -> Report:
+    """Convert; a remote output is written to a local directory, then uploaded."""
+    if not is_remote(request.out):
+        return _run(request, options)
+    from bridge.core.remote.upload import sending
+
+    with sending(str(request.out), request.overwrite, request.progress) as outgoing:
+        # overwrite: an earlier run may have left an output here that was not uploaded
+        local = replace(request, out=outgoing.local, overwrite=True)
+        return _run(local, replace(options, outgoing=outgoing))
+
+
+def calibrate(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    device: str | None,
+    progress: Progress,
+    needed: Collection[str] | None = None,
+) -> Calibration:
+    """Run the model with ModelOpt; SourceError if that fails because of the checkpoint.
+
+    `needed`: modules that will be quantized, None for all that the scheme quantizes.
+    """
+    from bridge.calibration.modelopt import fake_quantize
+
+    try:
+        made = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
+        return made.calibration
+    except CalibrationError as error:
+        from bridge.verification.finite import first_not_finite
+
+        if name := first_not_finite(source):  # ModelOpt sees it as a NaN among activations
+            raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
+        raise
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A conversion that passed all checks. `runs`: the output is run, to compare its outputs with the source's."""
+
+    request: Request
+    resolved: ResolvedRequest
+    data: Data | None
+    identity: str
+    runs: bool
+
+
+def _run(request: Request, options: RunOptions) -> Report:
+    from bridge.reporting.make import make_report, save
+    from bridge.targets.write import write
+    from bridge.verification.verify import prove
+
+    clock, outgoing = Clock(), options.outgoing
+    with clock.stage("plan"):
+        request.progress(0, 0, "plan")
+        prepared = _prepare(request, options.runs, clock)
+        request.progress(1, 1, "plan")
+    resolved = prepared.resolved
+    if outgoing and request.resume and (kept := outgoing.kept(prepared.identity, request.verify)):
+        return report_from_dict(kept)
+    check_disk(resolved.out, resolved.disk)
+    with output_directory(resolved.out, prepared.identity, overwrite=request.overwrite, resume=request.resume) as work:
+        calibration = _calibration(prepared, work.directory, clock)
+        context = ConversionContext(
+            resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
+            file_settings(resolved.plan.target), progress=request.progress, executor=options.executor,
+        )  # fmt: skip
+        with clock.stage("write"):
+            manifest = write(context)
+        proof = None
+        if request.verify:
+            with clock.stage("verify"):
+                proof = prove(
+                    work.directory, manifest, resolved.source, calibration, prepared.data, request.progress,
+                    run=prepared.runs, memory=resolved.memory,
+                )  # fmt: skip
+        where = outgoing.where if outgoing else resolved.out
+        report = make_report(where, work.directory, manifest, resolved.source, calibration, proof, clock.seconds)
+        save(report, work.directory)
+        if outgoing:
+            outgoing.note_finished(work.directory, prepared.identity, request.verify)
+    return report
+
+
+def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
+    """Plan, and run every check that comes before writing."""
+    from bridge.calibration.modelopt import check_device, import_frameworks
+
+    source = open_source(request.model, request.config, request.tokenizer)
+    resolved = resolve(source, request)
+    given = resolved.calibration
+    recover(resolved.out)
+    check_free(resolved.out, request.overwrite)
+    data = None
+    runs = runs or resolved.uncalibrated or load_target(request.target).runs
+    compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
+    if resolved.scheme and resolved.uncalibrated:
+        check_device(resolved.scheme, request.device)
+    if not resolved.uncalibrated:
+        unused = {"device": request.device, "data": None if compared else request.data}
+        for name, value in unused.items():
+            if value is not None:
+                warn(f"{name}= (--{name}) is not used: nothing is calibrated here, and weights are coded on the CPU")
+    if resolved.uncalibrated or compared:
+        with clock.stage("imports"):
+            import_frameworks(with_modelopt=resolved.uncalibrated)
+        own = request.calib if given is None and request.data is None else request.data
+        prepare = data_of if resolved.uncalibrated or own is not None else data_to_compare
+        data = prepare(source, own, request.sampling)
+    statistics = given.digest if given else data.digest if data else ""
+    parts = (__version__, resolved.plan.digest, source.fingerprint, statistics)
+    identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return _Prepared(request, resolved, data, identity, runs)
+
+
+def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibration | None:
+    """The given or newly made calibration, saved in `directory`; None if the conversion needs none.
+
+    A calibration that a killed run of the same conversion saved there is loaded.
+    """
+    resolved, saved = prepared.resolved, directory / CALIBRATION
+    if resolved.calibration:
+        resolved.calibration.save(saved)
+    if not (resolved.uncalibrated and resolved.scheme and prepared.data):
+        return resolved.calibration
+    with clock.stage("calibrate"):
+        if saved.exists():
+            return Calibration.load(saved)
+        device, progress = prepared.request.device, prepared.request.progress
+        progress(0, 0, "calibrate")
+        needed = {step.site.module for step in resolved.plan.quantized if step.site}  # a target may keep some
+        calibration = calibrate(
+            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed
+        )
+        calibration.save(saved)
+        return calibration

@@ -1,0 +1,182 @@
+"""Resolve a request from its arguments and the model's headers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge.calibration.data import DEFAULT, Data, Sampling, prepare
+from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
+from bridge.core.places import check_here
+from bridge.core.progress import Progress, no_progress
+from bridge.core.remote.path import remote
+from bridge.core.values import Format, Structure
+from bridge.planning.make import PlanInputs, incompatibilities, make_plan
+from bridge.planning.memory import stream_memory
+from bridge.planning.passthrough import passthrough_scheme
+from bridge.planning.plan import Plan
+from bridge.planning.structure import structure_of
+from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.source import Source
+from bridge.targets import load_target, make_options
+
+# Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
+CALIBRATION_BYTES = 16 << 20
+# Bytes of model card, page and settings; then of manifest, graph and report for each tensor (tiny-llama: 2.7 KB).
+BASE_TEXT_BYTES, TENSOR_TEXT_BYTES = 256 << 10, 4 << 10
+
+
+def scheme_of(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
+    """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model."""
+    if quant is None or quant == "none":
+        if kv:
+            raise UsageError(f"kv={kv!r} needs a scheme too; pass quant='fp8', for example")
+        return None
+    return load_scheme(quant, kv=kv).bound(structure.sites)
+
+
+def passthrough_of(quant: Any, source: Source) -> Scheme | None:
+    """The scheme that copies the codes of a quantized source; None if `quant` asks for anything else."""
+    return passthrough_scheme(source.quantized) if quant is None and source.quantized else None
+
+
+def plan_of(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
+    """Plan a conversion; UsageError, PlanError or SchemeError if it is impossible."""
+    return make_plan(_plan_inputs(source, structure, target, scheme, options))
+
+
+def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:
+    """What a plan without options would refuse; see `bridge.planning.make.incompatibilities`."""
+    return incompatibilities(_plan_inputs(source, structure, target, scheme, {}))
+
+
+def _plan_inputs(
+    source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]
+) -> PlanInputs:
+    """The inputs of a plan, with the target's options resolved for this model."""
+    chosen = load_target(target)
+    resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
+    return PlanInputs(source, structure, chosen, scheme, resolved)
+
+
+def data_of(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
+    """Prepare data to calibrate with, and warn of what a user should know about them."""
+    check_here(data=data)
+    prepared = prepare(data, source, sampling)
+    for text in prepared.warnings:
+        warn(text)
+    return prepared
+
+
+def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
+    """Prepare data that only serve the comparison of outputs; an error is kept in `missing`."""
+    try:
+        return prepare(data, source, sampling)
+    except BridgeError as error:
+        return Data(missing=str(error))
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `convert`, with the same names and defaults."""
+
+    model: Any
+    target: str
+    quant: Any = None
+    out: str | Path | None = None
+    calib: Any = None
+    data: Any = None
+    sampling: Sampling = DEFAULT
+    kv: str | None = None
+    device: str | None = None
+    config: Mapping[str, Any] | str | Path | None = None
+    tokenizer: Any = None
+    verify: bool = True
+    overwrite: bool = False
+    resume: bool = True
+    progress: Progress = no_progress
+    memory: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """A planned conversion: its output lies outside its source, and its memory is enough for the stream."""
+
+    source: Source
+    structure: Structure
+    scheme: Scheme | None
+    plan: Plan
+    out: Path
+    calibration: Calibration | None  # given by the caller, or kept by a source that was quantized in training
+    memory: int
+
+    @property
+    def disk(self) -> int:
+        """Bytes on disk at most."""
+        calibrated = self.uncalibrated or self.calibration is not None
+        texts = BASE_TEXT_BYTES + TENSOR_TEXT_BYTES * len(self.plan.outputs)
+        return self.plan.disk + texts + CALIBRATION_BYTES * calibrated
+
+    @property
+    def uncalibrated(self) -> bool:
+        """True if the scheme needs statistics that nobody gave: the model must be run."""
+        return self.scheme is not None and self.scheme.needs_calibration and self.calibration is None
+
+
+def resolve(source: Source, request: Request) -> ResolvedRequest:
+    """Resolve what `convert` would do, from its arguments and the headers of the source."""
+    check_here(calib=request.calib)
+    if request.calib is not None and request.data is not None:
+        raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
+    structure = structure_of(source)
+    scheme = scheme_of(request.quant, request.kv, structure) or passthrough_of(request.quant, source)
+    plan_ = plan_of(source, structure, request.target, scheme, dict(request.options))
+    name = f"{source.name}-{plan_.scheme}-{plan_.target}"
+    directory = Path(name if request.out is None else request.out)
+    _check_outside(directory, source)
+    budget = stream_memory(plan_, request.memory)
+    calibration = _given_calibration(request.calib, request.data is not None, source, structure, plan_, scheme)
+    return ResolvedRequest(source, structure, scheme, plan_, directory, calibration, budget)
+
+
+def _check_outside(out: Path, source: Source) -> None:
+    """Refuse to overwrite the source."""
+    root = getattr(source, "root", None)
+    if root is not None and not remote(root) and Path(root).resolve() in (out.resolve(), *out.resolve().parents):
+        raise UsageError(f"{out} is the source or lies inside it: its files would be lost; choose another directory")
+
+
+def _given_calibration(
+    calib: Any, own_data: bool, source: Source, structure: Structure, plan_: Plan, scheme: Scheme | None
+) -> Calibration | None:
+    """The `Calibration`, loaded if `calib` is a path; checked to hold every statistic that the plan needs.
+
+    `own_data`: the caller gave data to calibrate with, which go before statistics that the source has.
+    """
+    from bridge.calibration.modelopt import fingerprint
+
+    if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
+        calib = Calibration.load(Path(calib))
+    from_source = calib is None and not own_data and scheme is not None and scheme.needs_calibration
+    calib = source.calibration if from_source else calib  # statistics that quantized training saved
+    if not isinstance(calib, Calibration):
+        return None
+    if scheme is None:
+        raise UsageError("a calibration was given, but no scheme; pass quant=")
+    formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
+    attention = [step.attention for step in plan_.steps if step.attention]
+    if from_source and calib.missing(formats, attention, scheme.kv):
+        return None
+    if (made_for := calib.provenance.model) and made_for != fingerprint(structure, source):
+        raise CalibrationError(
+            f"the calibration was made for another model ({calib.provenance.architecture}): its tensors differ from "
+            f"those of {source.where} in name, shape or dtype; calibrate this model"
+        )
+    calib.require(formats, attention, scheme.kv)
+    calib.check()
+    return calib

@@ -1,0 +1,33 @@
+"""Names and options for editors and type checkers."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+TargetName = Literal["hf", "megatron", "torchtitan", "tripy", "trt", "trtllm"]
+SchemeName = Literal[
+    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
+    "nvfp4_wo", "w4a8_awq",
+]  # fmt: skip
+KvName = Literal["fp8", "int8", "nvfp4"]
+
+
+class TargetOptions(TypedDict, total=False):
+    """The options of all built-in targets; `bridge.targets.<target>.Options` says what each does and its default."""
+
+    allow_split: bool
+    cache: bool
+    custom_ops: bool
+    dtype: str | None
+    engine: bool
+    era: str
+    format: str
+    linear: bool
+    opset: int | None
+    pp: int
+    shard_size: str
+    spec: str
+    stamp: bool
+    task: str | None
+    tp: int
+    vocab_multiple: int

@@ -1,0 +1,1 @@
+"""Stage 3: run the model with ModelOpt and collect amax."""

@@ -1,0 +1,59 @@
+"""Count the tokens that reach each expert during calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bridge.calibration.quantizers import QuantizerBinding
+from bridge.core.values import Site
+
+
+class ExpertTokens:
+    """`tokens`: checkpoint name of a layer's experts -> tokens of each, over the first run of the data.
+
+    transformers has the experts of a layer in one module, which is called with every token's experts. A module that is
+    called with other arguments is not counted.
+    """
+
+    def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
+        self.tokens: dict[str, np.ndarray] = {}
+        experts = (one for one in bindings if one.site.stacked or one.expert is not None)
+        self._names = {one.module: experts_of(one.site) for one in experts}  # live module -> checkpoint name
+        self._ran = False
+
+    def first(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return the loop with its first run counted; an algorithm may run it more than once."""
+
+        def run(model: Any) -> None:
+            counted, self._ran = not self._ran, True
+            handles = [
+                model.get_submodule(module).register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
+                for module, name in (self._names if counted else {}).items()
+            ]
+            try:
+                loop(model)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return run
+
+    def _count(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        integers = ("torch.int64", "torch.int32")
+        chosen = next((x for x in (*args, *kwargs.values()) if str(getattr(x, "dtype", "")) in integers), None)
+        if chosen is None:
+            return
+        size = int(next(module.parameters()).shape[0])
+        counts = np.bincount(chosen.detach().cpu().numpy().reshape(-1), minlength=size)[:size]
+        self.tokens[name] = self.tokens.get(name, np.zeros(size, np.float32)) + counts.astype(np.float32)
+
+
+def experts_of(site: Site) -> str:
+    """Return the module with all experts of the site's layer; "" if the site is not an expert."""
+    if site.stacked:
+        return site.module.rpartition(".")[0]
+    return "" if site.expert is None else site.module.rpartition(f".{site.expert}.")[0]

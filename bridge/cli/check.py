@@ -1,0 +1,144 @@
+"""`qbridge check`: tables, recipes and written models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
+from bridge.core.mappings import TableFile, parse_table
+from bridge.core.output.names import MANIFEST
+from bridge.core.places import check_length, is_remote, shown
+from bridge.core.text import fold_layers
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.configs.families import check_family
+from bridge.tables.architectures.arch import layouts_of, load_arch, parse_arch
+from bridge.tables.architectures.roles import load_roles, parse_roles
+from bridge.tables.check import check_table
+from bridge.tables.dialects.check import check_dialect
+from bridge.tables.dialects.dialect import load_dialect, parse_dialect, with_layouts
+
+if TYPE_CHECKING:
+    from bridge.streaming.rows import TensorReader
+
+
+class Problem(NamedTuple):
+    """A problem of a file; `fatal` decides the exit code."""
+
+    text: str
+    fatal: bool = True
+
+
+def check_paths(paths: Sequence[str]) -> list[Problem]:
+    """The problems of all paths. One that cannot be checked is an error, or a problem beside those of the others."""
+    problems: list[Problem] = []
+    for path in paths:
+        try:
+            problems += [Problem(f"{path}: {text}", fatal) for text, fatal in check_path(path)]
+        except BridgeError as error:
+            if len(paths) == 1:
+                raise
+            problems.append(Problem(str(error)))
+    return problems
+
+
+def check_path(path: str | Path) -> list[Problem]:
+    """The problems of a written model or .onnx file (lint), a recipe, a scheme or a table."""
+    if is_remote(path):
+        raise UsageError(f"{shown(str(path))}: check reads local files only; download it first")
+    check_length(path)
+    path = Path(path)
+    if path.is_dir() or path.suffix == ".onnx":
+        return [Problem(finding, finding.startswith("error")) for finding in _lint(path)]
+    if path.suffix != ".toml":
+        raise UsageError(f"{path}: check reads written models, .onnx files, and recipes or tables in .toml")
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        _check_toml(path)
+    except BridgeError as error:
+        return [Problem(str(error))]
+    return []
+
+
+def _lint(path: Path) -> list[str]:
+    """Where a model breaks the rules of its runtime: of its own target if bridge wrote it, else by its file names.
+
+    Float tensors of a directory are read whole.
+    """
+    if (path / MANIFEST).is_file():
+        from bridge.streaming.written import open_written
+        from bridge.targets import load_target
+        from bridge.targets.manifest import load_manifest
+
+        plan = load_manifest(path).plan
+        target = load_target(plan.target)
+        findings = [*target.lint(path, plan), *target.audit(path)]
+        return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
+    from bridge.core.formats.safetensors import SafetensorsFile
+
+    if (path / "rank0.safetensors").is_file():
+        from bridge.targets.trtllm.lint import lint as lint_ranks
+
+        return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
+    if any(path.glob("model*.safetensors")) and not (path / "model.onnx").is_file():
+        from bridge.targets.hf.lint import lint as lint_checkpoint
+
+        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob("model*.safetensors"))))
+    from bridge.targets.trt.lint import lint
+
+    return [str(finding) for finding in lint(path)]
+
+
+def _with_values(findings: list[str], files: Iterable[TensorReader]) -> list[str]:
+    """The findings, and the tensors that hold NaN or infinity; an unreadable file is reported once."""
+    from bridge.verification.finite import not_finite
+
+    bad: list[str] = []
+    try:
+        for name in not_finite(files):
+            bad.append(name)
+    except SourceError as error:
+        findings += [line for line in [f"error [files] {error}"] if line not in findings]
+    return [*findings, *(f"error [values] {name}: holds NaN or infinity" for name in fold_layers(bad))]
+
+
+def _check_toml(path: Path) -> None:
+    problems: list[str] = []
+    try:
+        table = parse_table(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise TableError(f"{path}: not a UTF-8 text: {error}") from error
+    if isinstance(table.data.get("architectures"), dict):
+        problems = _check_dialect(table)
+    elif "architectures" in table.data:
+        problems = _check_arch(table)
+    elif "index" in table.data and "dims" in table.data:
+        parse_roles(table)
+    elif "base" in table.data or "weight" in table.data:
+        load_scheme(path)
+    else:
+        raise TableError(
+            f"{path}: neither a recipe (has `base`), nor a scheme (has [[weight]]), nor the table of an architecture "
+            f"(has `architectures`); its keys are {', '.join(table.data) or 'none'}"
+        )
+    if problems:
+        raise TableError("\n".join(problems))
+
+
+def _check_arch(file: TableFile) -> list[str]:
+    """The problems of one architecture's table, and of the dialects that it has a layout in."""
+    table = parse_arch(file, load_roles())
+    problems = [*check_table(table), *check_family(table)]
+    for name, words in layouts_of(file).items():
+        dialect = with_layouts(load_dialect(name), words)
+        problems += [problem for architecture in words for problem in check_dialect(dialect, table, architecture)]
+    return problems
+
+
+def _check_dialect(file: TableFile) -> list[str]:
+    dialect = parse_dialect(file, load_roles())
+    known = {architecture: load_arch(architecture) for architecture in dialect.architectures}
+    problems = [problem for name, table in known.items() if table for problem in check_dialect(dialect, table, name)]
+    return problems + [f"no table lists `{name}`" for name, table in known.items() if table is None]

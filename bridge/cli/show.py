@@ -1,0 +1,185 @@
+"""`qbridge show`: describe a list, scheme, recipe, table, written model or calibration."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from bridge.core.errors import UsageError, VerifyError
+from bridge.core.mappings import read_table, table_files
+from bridge.core.parsing import MAX_WRITTEN_VALUES, parse_json
+from bridge.core.places import check_length, is_remote
+from bridge.core.remote.opening import written_at
+from bridge.core.text import nearest
+from bridge.core.typed_json import typed
+from bridge.core.values import plain
+from bridge.planning.plan import Plan
+from bridge.quant.calibration import Calibration
+from bridge.quant.describe import needs, numeric, weights
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.grammar import Gate
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Rule, Scheme
+from bridge.reporting.columns import Columns
+from bridge.reporting.plan_table import plan_table
+from bridge.reporting.report import report_from_dict, report_table
+from bridge.tables.dialects.dialect import dialect_names, load_dialect
+from bridge.tables.dialects.listing import find_table, lines_of, merged
+from bridge.targets import load_target, target_names
+from bridge.targets.manifest import manifest_data
+
+LISTS = ("schemes", "targets", "architectures")
+Description = tuple[Any, list[RenderableType]]  # plain data for --json, and what is printed without it
+
+
+def describe(what: str, every: bool = False, dialect: str | None = None) -> Description:
+    """Describe a list, scheme, recipe, table, written model or calibration; UsageError for anything else."""
+    if dialect:
+        return _merged(what, dialect, every)
+    if what in LISTS:
+        return {"schemes": _schemes, "targets": _targets, "architectures": _architectures}[what]()
+    check_length(what)
+    path = written_at(what)
+    if path.is_dir():
+        return _model(path, every)
+    if path.suffix == ".safetensors" and path.is_file():
+        calibration = Calibration.load(path)
+        data = {"provenance": dataclasses.asdict(calibration.provenance), "applied": plain(calibration.applied)}
+        return data, [calibration_table(calibration)]
+    if path.suffix in (".onnx", ".json") and path.is_file():
+        return _model(path.parent, every)
+    if is_remote(what):
+        raise UsageError(f"{path}: neither a written model nor a calibration")
+    return _table(what) or _scheme(what)
+
+
+def _schemes() -> Description:
+    schemes = [load_scheme(name) for name in scheme_names()]
+    rows = [(s.name, weights(s), numeric(s.input), s.algorithm, needs(s), s.summary) for s in schemes]
+    columns = ("scheme", "weights", "activations", "algorithm", "calibration", "what it is")
+    return [_scheme_data(scheme) for scheme in schemes], [Columns(columns, rows)]
+
+
+def _targets() -> Description:
+    data: dict[str, dict[str, str]] = {}
+    for name in target_names():
+        options = dataclasses.fields(load_target(name).Options)
+        data[name] = {entry.name: str(entry.metadata.get("help", "")) for entry in options}
+    rows = [(name, option, text) for name, options_ in data.items() for option, text in options_.items()]
+    return data, [Columns(("target", "option", "what it does"), rows)]
+
+
+def _architectures() -> Description:
+    data = architectures()
+    rows = [(name, ", ".join(classes)) for name, classes in data.items()]
+    note = (
+        "An architecture without a table is traced with torch and has no roles, so recipes match its modules by name."
+    )
+    return data, [Columns(("table", "architectures"), rows), "", note]
+
+
+def architectures() -> dict[str, list[str]]:
+    """Table -> the transformers classes that it describes."""
+    return {path.stem: list(read_table(path).data["architectures"]) for path in table_files("arch")}
+
+
+def _table(what: str) -> Description | None:
+    """An architecture's table; None if there is none of that name."""
+    table = find_table(what)
+    if table is None:
+        return None
+    lines = lines_of(table)
+    rows = [(line.tensor, line.roles, line.when) for line in lines]
+    data = [{"tensor": line.tensor, "roles": line.roles, "when": line.when} for line in lines]
+    return data, [f"{table.file.name}: {', '.join(table.architectures)}", "", Columns(("tensor", "role", "if"), rows)]
+
+
+def _merged(what: str, dialect: str, every: bool) -> Description:
+    """An architecture's table next to a dialect's; `every`: with spellings that are only read."""
+    table = find_table(what)
+    if table is None:
+        known = [name for names in architectures().items() for name in (names[0], *names[1])]
+        raise UsageError(f"no table for {what!r}; {nearest(what, known)}")
+    if dialect not in dialect_names():
+        raise UsageError(f"no dialect named {dialect!r}; {nearest(dialect, dialect_names())}")
+    native = load_dialect(dialect)
+    lines = merged(table, native, what, every)
+    rows = [
+        (line.tensor, line.roles, line.when, line.native, line.made if line.written else f"{line.made}, read only")
+        for line in lines
+    ]
+    columns = ("Hugging Face", "role", "if", dialect, "made from")
+    return plain(lines), [f"{table.file.name}, {native.file.name}", "", Columns(columns, rows)]
+
+
+def _scheme(what: str) -> Description:
+    try:
+        scheme = load_scheme(what)
+    except UsageError as error:
+        known = [*LISTS, *scheme_names(), *architectures()]
+        raise UsageError(
+            f"nothing named {what!r}: expected {', '.join(LISTS)}, or a scheme, a recipe, an architecture, an output "
+            f"directory or a calibration file; {nearest(what, known)}"
+        ) from error
+    rows = [
+        ("what it is", scheme.summary),
+        ("weights", weights(scheme)),
+        ("activations", numeric(scheme.input)),
+        ("KV cache", numeric(scheme.kv)),
+        ("algorithm", " ".join([scheme.algorithm, *(f"{k}={v:g}" for k, v in scheme.options)])),
+        ("calibration", needs(scheme)),
+        ("gate, weights", _gate(scheme.parity.tensor)),
+        ("gate, outputs", _gate(scheme.parity.output)),
+    ]
+    rules = [(rule.label, rule.quant, _matches(rule)) for rule in scheme.rules]
+    tables: list[RenderableType] = [Columns(("scheme", scheme.name), rows)]
+    tables += ["", Columns(("rule", "quant", "where"), rules)] if rules else []
+    return _scheme_data(scheme), tables
+
+
+def _scheme_data(scheme: Scheme) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(scheme).items() if key not in ("origin", "depth")}
+
+
+def _matches(rule: Rule) -> str:
+    layers = [f"{a}..{b}" if a != b else str(a) for a, b in rule.layers]
+    selected = {"roles": rule.roles, "modules": rule.modules, "layers": layers}
+    return "; ".join(f"{key} {', '.join(values)}" for key, values in selected.items() if values) or "everywhere"
+
+
+def _gate(gate: Gate) -> str:
+    return f"cosine at least {gate.cosine:g}, norm ratio {gate.norm[0]:g} to {gate.norm[1]:g}"
+
+
+def _model(directory: Path, every: bool) -> Description:
+    """A written model, from its manifest and its report."""
+    manifest = manifest_data(directory)
+    data: dict[str, Any] = {"manifest": manifest}
+    tables: list[RenderableType] = []
+    if "plan" in manifest:
+        tables.append(plan_table(typed(Plan, manifest["plan"]), every))
+    if (directory / "report.json").is_file():
+        data["report"] = _report(directory / "report.json")
+        tables += ["", report_table(report_from_dict(data["report"]))]
+    return data, tables
+
+
+def _report(path: Path) -> Any:
+    try:
+        return parse_json(path.read_bytes(), MAX_WRITTEN_VALUES)
+    except (OSError, ValueError) as error:
+        raise VerifyError(f"{path}: not a readable report ({error}); convert again") from error
+
+
+def calibration_table(calibration: Calibration) -> RenderableType:
+    """Provenance, and each statistic with its range over the modules."""
+    provenance = [(name, str(value)) for name, value in vars(calibration.provenance).items()]
+    tables = Columns(("calibration", ""), provenance), "", Columns(*calibration.table(), right=(2, 3, 4))
+    parts: list[RenderableType] = [*tables]
+    policies = [(a.module, a.what, a.case, a.policy, f"{a.value:.4g}") for a in calibration.applied]
+    if policies:
+        parts += ["", Columns(("module", "statistic", "case", "policy", "value"), policies, right=(4,))]
+    return Group(*parts)

@@ -1,1 +1,0 @@
-"""Verbs of the command line that have a module of their own."""

@@ -1,0 +1,1 @@
+"""Values, errors, output directories, local and remote files, file formats."""

@@ -1,0 +1,1 @@
+"""File handles and byte ranges, local or remote."""

@@ -1,0 +1,1 @@
+"""Formats of bytes: safetensors, torch files, DCP, pickles without code."""

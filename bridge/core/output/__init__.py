@@ -1,0 +1,1 @@
+"""Output directories: written aside, published by one rename."""

@@ -1,0 +1,13 @@
+"""Names of the files that a conversion adds to an output."""
+
+from __future__ import annotations
+
+MANIFEST = "bridge.json"  # in every model that bridge wrote: it tells an output from other directories
+JOURNAL = "journal.jsonl"
+
+# Files beside what the target writes; see bridge.verification.verify and bridge.core.output.directory.
+# Runtimes load every *.safetensors beside config.json if there is no index: ours lies one level down.
+CALIBRATION = "bridge/calibration.safetensors"
+WRITES = (MANIFEST, CALIBRATION, "report.json", "report.html", JOURNAL)
+
+DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint

@@ -1,0 +1,1 @@
+"""Remote models: read by byte range, written by upload, never downloaded whole."""

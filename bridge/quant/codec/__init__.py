@@ -1,0 +1,1 @@
+"""Encode weights to codes and scales, decode and pack them."""

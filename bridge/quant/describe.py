@@ -1,0 +1,42 @@
+"""Formats and schemes in words."""
+
+from __future__ import annotations
+
+from bridge.core.values import Format, Numeric
+from bridge.quant.schemes.scheme import Scheme
+
+
+def format_name(format_: Format) -> str:
+    """Short name of a format for tables: `w int4/128 a fp8`."""
+    text = "w " + "+".join(_numeric_name(n) for n in format_.weight)
+    return f"{text} a {_numeric_name(format_.input)}" if format_.input else text
+
+
+def _numeric_name(numeric: Numeric) -> str:
+    short = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}.get(numeric.dtype, numeric.dtype)
+    return f"{short}/{'x'.join(map(str, numeric.block))}" if numeric.block else short
+
+
+def weights(scheme: Scheme) -> str:
+    """The weight numerics of a scheme in words."""
+    return ", then ".join(numeric(n) for n in scheme.weight)
+
+
+def numeric(entry: Numeric | None) -> str:
+    """A numeric in words.
+
+    >>> numeric(Numeric("int4", "block", (128,)))
+    'int4 per block of 128'
+    """
+    if entry is None:
+        return "not quantized"
+    block = f" of {'x'.join(map(str, entry.block))}" if entry.block else ""
+    scale = f", {entry.scale_dtype} scales" if entry.scale_dtype != "float32" else ""
+    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}"
+
+
+def needs(scheme: Scheme) -> str:
+    """Whether a scheme is calibrated, and where that can run."""
+    if not scheme.needs_calibration:
+        return "none"
+    return f"needs CUDA: {scheme.needs_cuda}" if scheme.needs_cuda else "CPU or CUDA"

@@ -1,0 +1,1 @@
+"""Schemes and recipes: the formats that a model is quantized to."""

@@ -1,0 +1,101 @@
+"""Schemes and KV cache formats by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bridge.core.errors import SchemeError, UsageError
+from bridge.core.mappings import find_table_file, mappings, shown, table_files
+from bridge.core.text import nearest
+from bridge.core.values import Numeric
+from bridge.quant.schemes.grammar import (
+    ALGORITHMS,
+    check_keys,
+    parse_numeric,
+    parse_options,
+    parse_parity,
+    parse_policies,
+    read_toml,
+)
+from bridge.quant.schemes.scheme import Scheme
+
+# What other tools call a scheme, where no scheme here is the same thing.
+ELSEWHERE = {
+    "w8a8": "with FP8 that is fp8 (or fp8_pc_pt), with INT8 int8_sq (or int8)",
+    "w4a16": "int4_awq is calibrated, int4_wo takes no data",
+    "int4": "int4_awq is calibrated, int4_wo takes no data",
+    "fp4": "nvfp4 and mxfp4_wo are the schemes with 4-bit floats",
+    "gptq": "bridge has no GPTQ; int4_awq is the calibrated scheme with 4-bit integers",
+    "nf4": "NF4 belongs to bitsandbytes, whose kernels quantize at load; int4_wo and nvfp4_wo take no data either",
+}
+KEYS = {
+    "summary", "aliases", "algorithm", "needs_cuda", "simulation_needs_cuda",
+    "weight", "input", "options", "parity", "policy",
+}  # fmt: skip
+
+
+def scheme_names() -> list[str]:
+    """Names of the schemes, without aliases."""
+    return [path.stem for path in table_files("schemes") if path.stem != "kv"]
+
+
+def kv_names() -> list[str]:
+    """Values that `kv=` accepts."""
+    return sorted(read_toml(mappings() / "schemes" / "kv.toml"))
+
+
+def kv_numeric(kv: str) -> Numeric:
+    """The format of a KV cache by its name; UsageError if the name is unknown."""
+    path = mappings() / "schemes" / "kv.toml"
+    tables = read_toml(path)
+    if kv not in tables:
+        raise UsageError(f"kv={kv!r} is unknown; {nearest(kv, tables)}")
+    words = {key: value for key, value in tables[kv].items() if key != "summary"}
+    return parse_numeric(words, f"{path}: [{kv}]")
+
+
+def named_scheme(name: str) -> Scheme:
+    """The scheme of that name or alias, in any case; UsageError if there is none."""
+    for word in dict.fromkeys((name, name.lower())):
+        if word != "kv" and (path := find_table_file("schemes", word)):
+            return read_scheme(path)
+    word = name.lower()
+    aliases: dict[str, Path] = {}
+    for file in table_files("schemes"):
+        aliases |= {alias: file for alias in read_toml(file).get("aliases", [])}
+    if word in aliases:
+        return read_scheme(aliases[word])
+    if word in ELSEWHERE:
+        raise UsageError(f"quant={name!r} is not a scheme here: {ELSEWHERE[word]}; `qbridge show schemes` lists all")
+    hint = "a recipe is given by its path, ending in .toml"
+    raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*scheme_names(), *aliases])}; {hint}")
+
+
+def read_scheme(path: Path) -> Scheme:
+    """Parse the scheme in `path`; SchemeError names the file and the key."""
+    words = read_toml(path)
+    where = shown(path)
+    check_keys(words, KEYS, where)
+    for key in ("summary", "weight", "parity"):
+        if key not in words:
+            raise SchemeError(f"{where}: `{key}` is missing")
+    algorithm = words.get("algorithm", "max")
+    if algorithm not in ALGORITHMS:
+        raise SchemeError(f"{where}: algorithm {algorithm!r} is unknown; {nearest(str(algorithm), ALGORITHMS)}")
+    weights = words["weight"]
+    if not isinstance(weights, list) or not weights or not all(isinstance(w, dict) for w in weights):
+        raise SchemeError(f"{where}: `weight` is written as one or several [[weight]] tables")
+    activation = words.get("input")
+    return Scheme(
+        name=path.stem,
+        summary=str(words["summary"]),
+        weight=tuple(parse_numeric(w, f"{where}: [[weight]]") for w in weights),
+        input=None if activation is None else parse_numeric(activation, f"{where}: [input]"),
+        parity=parse_parity(words["parity"], where),
+        algorithm=algorithm,
+        options=parse_options(words.get("options", {}), algorithm, where),
+        policies=parse_policies(words.get("policy", {}), where),
+        needs_cuda=str(words.get("needs_cuda", "")),
+        simulation_needs_cuda=str(words.get("simulation_needs_cuda", "")),
+        origin=where,
+    )

@@ -1,0 +1,1 @@
+"""Stage 7: make the report from values: tables, HTML page, model card."""

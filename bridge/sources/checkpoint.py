@@ -1,0 +1,102 @@
+"""A Hugging Face checkpoint as a Source."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.core.remote.path import remote
+from bridge.core.values import TensorSpec
+from bridge.sources.config_json import config_file
+from bridge.sources.live_models import loading
+from bridge.sources.quantized.checkpoint import MODELOPT_FILE, Quantized
+from bridge.sources.side_files import Beside, plain_side_files
+from bridge.sources.weights.shards import Weights
+
+if TYPE_CHECKING:
+    from bridge.quant.calibration import Calibration
+    from bridge.sources.quantized.megatron import Statistics
+
+
+class HfSource:
+    """A directory with config.json and weights in the layout of `save_pretrained` or the hub.
+
+    A checkpoint of another dialect is one too, with its tensors under these names. It gives `beside`, its side files,
+    and `statistics`, if ModelOpt's quantizers were saved.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        where: str,
+        config: dict[str, Any],
+        weights: Weights,
+        tokenizer: Any = None,
+        quantized: Quantized | None = None,
+        beside: Beside | None = None,
+        statistics: Statistics | None = None,
+    ) -> None:
+        self.root = root
+        self.where = where
+        here = Path(where)
+        self.name = (here.resolve().name if here.exists() else where.split("/")[-1]).split("@")[0].removesuffix(".nemo")
+        self.config: Mapping[str, Any] = config
+        self.specs: Mapping[str, TensorSpec] = weights.specs
+        self.dialect = weights.dialect
+        self._weights = weights
+        self._tokenizer = tokenizer
+        self.quantized = quantized
+        self._statistics = statistics
+        self._foreign = beside is not None
+        beside = beside or plain_side_files(root, weights)
+        self.side_files, self.dropped = {**beside.files}, {**beside.dropped}
+        if quantized and self.side_files.pop(MODELOPT_FILE, None):
+            self.dropped[MODELOPT_FILE] = "says how the source is quantized, which the output says for itself"
+        if self._foreign or self.config != config_file(root):
+            self.side_files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+    @property
+    def can_run(self) -> bool:
+        return find_spec("torch") is not None and find_spec("transformers") is not None
+
+    def read(self, name: str) -> np.ndarray:
+        return self._weights.read(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self._weights.read_rows(name, begin, end, out)
+
+    def place(self, name: str) -> tuple[str, int]:
+        shard = self._weights.holder[name]
+        return shard.path.name, shard.offset(name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of config, headers, layout, and each weight file's size and modification time; reads no weight."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True, default=str).encode())
+        for spec in self.specs.values():
+            digest.update(repr((spec.name, spec.shape, spec.dtype)).encode())
+        for path in self._weights.files:
+            stat = path.stat()
+            digest.update(repr((path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(self._weights.layout.encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        return self._statistics.read() if self._statistics else None
+
+    def load_model(self) -> Any:
+        """Build the `transformers` model with these weights, in their stored dtype and in eval mode."""
+        return loading.load_model(self)
+
+    def load_tokenizer(self) -> Any:
+        if self._tokenizer is None and (self._foreign or remote(self.root)):
+            return loading.gathered_tokenizer(self.side_files, self.where)
+        return loading.load_tokenizer(self._tokenizer, self.root, self.where)

@@ -1,0 +1,1 @@
+"""Open checkpoints of other dialects as Hugging Face tensors."""

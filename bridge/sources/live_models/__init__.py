@@ -1,0 +1,1 @@
+"""Transformers models in memory, on the meta device, or loaded from disk."""

@@ -1,0 +1,149 @@
+"""Build a transformers model of fake tensors from its config, without weights.
+
+A stack of experts alone may be 30 GB. The model is built on the meta device, as transformers does itself: classes name
+the CPU to read numbers off a tensor, such as the probability of dropping each layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from bridge.core.dtypes import FLOATS
+from bridge.core.errors import ExportError
+from bridge.core.values import main_dtype
+from bridge.sources.live_models.loading import model_class
+from bridge.sources.live_models.own_caches import own_caches
+
+if TYPE_CHECKING:
+    from bridge.sources.source import Source
+
+
+def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
+    """Build the model that the source's config names, and return it with the mode of its tensors.
+
+    In the dtype of the checkpoint, because a cast to the same dtype keeps an object and any other makes a new one.
+    """
+    dtype = getattr(torch, main_dtype(source.specs.values(), "bfloat16", FLOATS))
+    with torch.device("meta"), no_init_weights():
+        model = build_meta(resolve_config(dict(source.config)), model_class(source.config), dtype)
+    model.tie_weights()
+    make_fake(model, mode := FakeTensorMode(allow_non_fake_inputs=True))
+    return model, mode
+
+
+def build_meta(config: Any, cls: Any, dtype: Any) -> Any:
+    """Build `cls(config)` with parameters on the meta device and buffers computed on the CPU.
+
+    torch calls the hook for every thread; a model that the caller builds meanwhile keeps its parameters.
+    """
+    here = threading.get_ident()
+
+    def to_meta(_module: Any, _name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != here:
+            return None  # keeps the identity of tied parameters
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    config._attn_implementation = None  # a live model's choice (flash attention) cannot be exported
+    config.dtype = dtype
+    before = torch.get_default_dtype()
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        torch.set_default_dtype(dtype)
+        with own_caches():
+            return cls(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+        hook.remove()
+
+
+def settle_rope(model: Any) -> None:
+    """Let long RoPE choose its frequencies inside the graph; transformers writes the choice into a buffer instead."""
+
+    def forward(self: Any, x: Any, position_ids: Any) -> Any:
+        trained = self.config.rope_parameters["original_max_position_embeddings"]
+        is_long = torch.max(position_ids) + 1 > trained
+        chosen = torch.where(is_long, self.long_inv_freq, self.original_inv_freq)
+        settled = types.SimpleNamespace(inv_freq=chosen, attention_scaling=self.attention_scaling)
+        return inspect.unwrap(type(self).forward)(settled, x, position_ids)
+
+    for name, module in model.named_modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic":
+            raise ExportError(
+                f"{name}: RoPE of type `dynamic` computes frequencies for each length, which a fixed graph cannot do\n"
+                "  hint   set rope_parameters to `yarn`, `linear` or `longrope`, or convert with target `hf`"
+            )
+        if kind == "longrope":
+            length = module.config.rope_parameters["original_max_position_embeddings"] + 1
+            long_freq, _ = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length)
+            module.register_buffer("long_inv_freq", long_freq, persistent=False)
+            module.forward = types.MethodType(forward, module)
+
+
+def make_fake(model: Any, mode: Any) -> None:
+    """Replace each weight by one fake CPU tensor of `mode`; tied weights stay tied."""
+    fakes: dict[int, tuple[Any, Any]] = {}  # the original is kept alive: its id is the key
+    with mode:
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in fakes:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    fakes[id(parameter)] = (nn.Parameter(fake, requires_grad=False), parameter)
+                module._parameters[key] = fakes[id(parameter)][0]
+            for key, buffer in module._buffers.items():
+                stored = key not in module._non_persistent_buffers_set
+                if buffer is not None and (buffer.is_meta or (stored and buffer.is_floating_point())):
+                    module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the exporter's log lines (torchvision is absent, no data to deduplicate) while it runs."""
+    loggers = [logging.getLogger(n) for n in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "transformers")]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def resolve_config(config: Any) -> Any:
+    """Return a private copy of a transformers config, or build it from the content of a config.json."""
+    if isinstance(config, PretrainedConfig):
+        return copy.deepcopy(config)
+    kind = config.get("model_type")
+    if kind is None:
+        raise ExportError(
+            "config has no `model_type`: transformers cannot tell the architecture; add it to config.json"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise ExportError(
+            f"model_type {kind!r} is not in transformers {transformers.__version__}, which is installed here; "
+            "upgrade transformers if the architecture is newer (code from the hub is never run)"
+        )
+    # JSON has no infinity: config.json has {"__float__": "Infinity"} instead.
+    return CONFIG_MAPPING[kind].from_dict(PretrainedConfig._decode_special_floats(dict(config)))

@@ -1,0 +1,1 @@
+"""Weight files of all sources: shards, ranks, distributed checkpoints."""

@@ -1,0 +1,1 @@
+"""Stage 4: run the steps of a plan under a byte budget."""

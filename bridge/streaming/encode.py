@@ -1,0 +1,175 @@
+"""Write the outputs of one step.
+
+This is the only place that decides how a step is written. No number that is not finite, and no scale of zero, is
+written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from bridge.core.dtypes import to_float32
+from bridge.core.pages import Buffers
+from bridge.core.values import TensorSpec
+from bridge.planning.plan import Layout, Output, Step
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.arrays import amax as amax_by_block
+from bridge.quant.codec.encode import Encoder, encode
+from bridge.quant.codec.scales import TINY
+from bridge.quant.smoothing import RANGE, Smoothing
+from bridge.streaming.context import ConversionContext, Sink, StepResult
+from bridge.streaming.experts import write_experts
+from bridge.streaming.passthrough import copy_step
+from bridge.streaming.plain import finite_amax, write_plain
+from bridge.streaming.rows import Part, Rows, join
+from bridge.streaming.scales import smoothing_of, write_constants, write_scales
+
+
+def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> float:
+    """max |x| of a quantized step's weight as it will be coded, before it is cast; 0 if its codes are copied."""
+    if context.plan.copies(step):
+        return 0.0
+    spec, rows, smoothing = _weight(step, context, buffers)
+    if step.layout is Layout.WHOLE:
+        return finite_amax(_smoothed_whole(step, rows, smoothing), spec)
+    pieces = (part for _, parts in rows.pieces() for part in parts)
+    return max((finite_amax(_smoothed(part, smoothing), spec) for part in pieces), default=0.0)
+
+
+def write_step(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None, sink: Sink) -> StepResult:
+    """Write every output of a step.
+
+    amax: of all steps that share a scale, for formats with a scale over the whole weight.
+    """
+    if context.plan.copies(step):
+        copy_step(step, context.source, sink)
+        return StepResult()
+    match step.layout:
+        case Layout.SCALES:
+            write_scales(step, context, sink)
+            return StepResult()
+        case Layout.PLAIN:
+            write_plain(step, context, buffers, sink)
+            return StepResult()
+        case Layout.ROWS | Layout.WHOLE | Layout.EXPERTS:
+            return _write_quantized(step, context, buffers, amax, sink)
+
+
+def _write_quantized(
+    step: Step, context: ConversionContext, buffers: Buffers, amax: float | None, sink: Sink
+) -> StepResult:
+    subnormal = 0
+
+    def counted(output: Output, array: Array, at: int) -> None:
+        nonlocal subnormal
+        subnormal += _subnormal(array, step.coding.values) if output.part == "scale" else 0
+        sink(output, array, at)
+
+    write_constants(step, context, buffers, sink)
+    match step.layout:
+        case Layout.EXPERTS:
+            zero = write_experts(step, context, amax, counted)
+        case Layout.WHOLE:
+            zero = encode_whole(step, context, buffers, amax, counted)
+        case _:
+            zero = write_rows(step, context, buffers, amax, counted)
+    return StepResult(_policy(step, context, zero, subnormal))
+
+
+def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None, sink: Sink) -> bool:
+    """Code a weight in pieces of rows; True if all of it is zero."""
+    assert step.format
+    outputs = {output.part: output for output in step.outputs}
+    wide, cut = _widened(step)
+    spec, rows, smoothing = _weight(wide, context, buffers)
+    encoder = Encoder(
+        step.format.weight,
+        spec.dtype,
+        (rows.rows, cut.stop - cut.start if cut else rows.cols),
+        coding=step.coding,
+        amax=amax,
+        name=step.source,
+        take=buffers.take,
+    )
+    for part, value in encoder.constants().items():
+        sink(outputs[part], value, 0)
+    written = dict.fromkeys(("codes", "scale"), 0)
+    nonzero = False
+    for first, parts in rows.pieces(encoder.unit):
+        bits = join([(part, _smoothed(part, smoothing)) for part in parts], buffers)
+        maxima = amax_by_block(bits, spec.dtype, 1, rows.cols) if cut else None
+        bits = np.ascontiguousarray(bits[:, cut]) if cut else bits
+        nonzero = nonzero or bool(bits.any())
+        for part, array in encoder.rows(bits, first, maxima).items():
+            sink(outputs["weight" if part == "codes" else part], array, written[part])
+            written[part] += array.nbytes
+    return not nonzero
+
+
+def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None, sink: Sink) -> bool:
+    """Code a weight that is stored across its source's rows; True if all of it is zero."""
+    assert step.site and step.format
+    outputs = {output.part: output for output in step.outputs}
+    spec, rows, smoothing = _weight(step, context, buffers)
+    bits = _smoothed_whole(step, rows, smoothing)
+    arrays = encode(
+        bits,
+        spec.dtype,
+        step.format.weight,
+        layout=step.site.layout,
+        transpose=step.transpose,
+        coding=step.coding,
+        amax=amax,
+        name=step.source,
+    )
+    block = step.format.weight[0].block
+    if len(block) == 2:  # the target's block scales have one axis: [in / block, out]
+        out = outputs["scale"].spec.shape[1]
+        arrays["scale"] = np.ascontiguousarray(arrays["scale"].repeat(block[0], axis=1)[:, :out])
+    for part, array in arrays.items():
+        sink(outputs["weight" if part == "codes" else part], array, 0)
+    return not bits.any()
+
+
+def _weight(step: Step, context: ConversionContext, buffers: Buffers) -> tuple[TensorSpec, Rows, Smoothing | None]:
+    """The stored weight of a quantized step, its rows, and how they are smoothed."""
+    spec = context.plan.sources[step.source]
+    return spec, Rows(step, context.source, buffers), smoothing_of(step, spec.dtype, context.calibration)
+
+
+def _smoothed(part: Part, smoothing: Smoothing | None) -> Array:
+    return smoothing.apply(part.slice.module, part.bits) if smoothing else part.bits
+
+
+def _smoothed_whole(step: Step, rows: Rows, smoothing: Smoothing | None) -> Array:
+    assert step.site
+    (only,) = step.inputs
+    return smoothing.apply(only.module, rows.whole(), step.site.layout) if smoothing else rows.whole()
+
+
+def _policy(step: Step, context: ConversionContext, zero: bool, subnormal: int) -> str:
+    """How an unusual weight was handled; "" if it is not unusual."""
+    if zero:
+        return "all zero: scale 1, codes 0"
+    if subnormal:
+        return f"{subnormal} scales below the normal numbers of {step.coding.values}: rounded up (--dtype)"
+    smoothing = smoothing_of(step, context.plan.sources[step.source].dtype, context.calibration)
+    clipped = smoothing.clipped([part.module for part in step.inputs]) if smoothing else 0
+    what = f"pre_quant_scale clipped to {RANGE[1]:g} on {clipped} input channels with almost no activation"
+    return what if clipped else ""
+
+
+def _subnormal(scale: Array, dtype: str) -> int:
+    """How many scales have so few bits in `dtype` that `round_up_subnormals` rounds them up."""
+    return int((to_float32(scale, dtype) < TINY[dtype]).sum()) if dtype in ("float16", "bfloat16") else 0
+
+
+def _widened(step: Step) -> tuple[Step, slice | None]:
+    """A step that takes part of `in`, with whole rows if its scales cover whole rows; and the part that it takes."""
+    inner = step.inputs[0].inner
+    if not step.format or step.format.weight[0].per != "channel" or inner is None:
+        return step, None
+    whole = (replace(part, rows=None) if part.transposed else replace(part, cols=None) for part in step.inputs)
+    return replace(step, inputs=tuple(whole)), slice(*inner)

@@ -1,0 +1,97 @@
+"""Outputs that calibration alone decides.
+
+Input scales, pre_quant_scale, K and V scales, the weight's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from bridge.core.dtypes import to_float32
+from bridge.core.errors import SourceError
+from bridge.core.pages import Buffers
+from bridge.core.values import Encoding, Numeric
+from bridge.planning.plan import Output, Step
+from bridge.quant.calibration import Calibration
+from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.scales import reciprocal, round_up_subnormals
+from bridge.quant.smoothing import Smoothing
+from bridge.streaming.context import ConversionContext, Sink
+from bridge.streaming.rows import Rows
+
+
+def write_scales(step: Step, context: ConversionContext, sink: Sink) -> None:
+    """Write the K and V scales of an attention module."""
+    calibration = context.calibration
+    assert calibration and step.kv
+    scales = {
+        "k_scale": _scale(calibration.k_amax[step.attention], step.kv.maxbound, step.coding.least),
+        "v_scale": _scale(calibration.v_amax[step.attention], step.kv.maxbound, step.coding.least),
+    }
+    scales["kv_scale"] = np.maximum(scales["k_scale"], scales["v_scale"])
+    for output in step.outputs:
+        sink(output, cast(scales[output.part], "float32", output.spec.dtype), 0)
+
+
+def write_constants(step: Step, context: ConversionContext, buffers: Buffers, sink: Sink) -> None:
+    """Write the outputs of a quantized weight that do not depend on its values."""
+    outputs = {output.part: output for output in step.outputs}
+    constants = _calibrated(step, context, outputs)
+    for part, array in constants.items():
+        spec = outputs[part].spec
+        values = to_float32(array, spec.dtype)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise SourceError(f"{spec.name}: a scale does not fit {spec.dtype}; choose another dtype (--dtype)")
+    if "shape" in outputs:
+        rows = Rows(step, context.source, buffers)
+        constants["shape"] = np.array([rows.rows, rows.cols], np.int64)
+    for part, array in constants.items():
+        sink(outputs[part], array, 0)
+
+
+def input_modules(step: Step) -> tuple[str, ...]:
+    """The modules whose input statistics a step uses."""
+    assert step.site
+    return step.unified or (step.inputs[0].module or step.site.module,)
+
+
+def smoothing_of(step: Step, dtype: str, calibration: Calibration | None) -> Smoothing | None:
+    """How the weight of a step, stored in `dtype`, is smoothed; None if its format has no pre-scale."""
+    if not (step.format and step.format.prescales):
+        return None
+    assert calibration, "a format with pre-scales is calibrated"
+    return Smoothing(calibration, step.format, dtype, input_modules(step), step.inputs[0].inner)
+
+
+def _calibrated(step: Step, context: ConversionContext, outputs: Mapping[str, Output]) -> dict[str, Array]:
+    """The scale and the pre-scale of the input, in the dtypes of their outputs."""
+    constants: dict[str, Array] = {}
+    calibration, format_ = context.calibration, step.format
+    if "input_scale" in outputs:
+        assert format_ and format_.input and calibration
+        largest = max(calibration.input_amax[module] for module in input_modules(step))
+        dtype = outputs["input_scale"].spec.dtype
+        constants["input_scale"] = _input_scale(largest, format_.input, step.coding, dtype)
+    if "pre_quant_scale" in outputs:
+        smoothing = smoothing_of(step, context.plan.sources[step.source].dtype, calibration)
+        assert smoothing
+        dtype = outputs["pre_quant_scale"].spec.dtype
+        constants["pre_quant_scale"] = cast(np.ascontiguousarray(smoothing.scale()), "float32", dtype)
+    return constants
+
+
+def _input_scale(largest: np.ndarray, numeric: Numeric, coding: Encoding, dtype: str) -> Array:
+    """The scale of an input; NVFP4's covers its FP8 block scales too: amax / (6 * 448)."""
+    if not numeric.dynamic:
+        scale = _scale(largest, coding.bound or numeric.maxbound)
+        return cast(round_up_subnormals(scale, dtype) if coding.values else scale, "float32", dtype)
+    bound = numeric.maxbound * 448.0
+    return reciprocal(largest, bound, coding.scale_dtype) if coding.reciprocal else _scale(largest, bound)
+
+
+def _scale(largest: np.ndarray, maxbound: float, least: float = 0.0) -> Array:
+    scale = np.maximum(np.float32(largest) / np.float32(maxbound), np.float32(least))
+    assert np.isfinite(scale) and scale > 0, "the calibration's policies leave no zero and no NaN"
+    return np.array(scale, np.float32)

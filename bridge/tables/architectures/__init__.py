@@ -1,0 +1,1 @@
+"""Tables of architectures: roles, matching against a checkpoint, structure."""

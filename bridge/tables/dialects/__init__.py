@@ -1,0 +1,1 @@
+"""Tables of dialects: the names and layouts of roles in other checkpoints."""

@@ -1,0 +1,1 @@
+"""Expressions of table rows: grammar, ops, shapes, regions."""

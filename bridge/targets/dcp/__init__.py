@@ -1,0 +1,1 @@
+"""Shared parts of the targets that write distributed checkpoints: `megatron` and `torchtitan`."""

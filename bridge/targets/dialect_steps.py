@@ -1,0 +1,92 @@
+"""Steps of a checkpoint whose tensors are rows of a dialect's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bridge.core.values import Slice
+from bridge.planning.target import Draft, Drafted
+from bridge.tables.architectures.match import Matched
+from bridge.tables.dialects.dialect import Dialect, DialectRow
+from bridge.tables.dialects.layout import Roles, lay_out, locate, roles_by_layer
+from bridge.tables.expressions.ops import Rank
+from bridge.tables.expressions.regions import Blocks, Refusal, height
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A row's tensor of one layer (None: of the model): rectangles of source tensors, and how to read them."""
+
+    row: DialectRow
+    layer: int | None
+    blocks: Blocks
+    slices: tuple[Slice, ...]
+
+    @property
+    def name(self) -> str:
+        return self.row.name.replace("{l}", str(self.layer))
+
+    @property
+    def shift(self) -> int:
+        shifts = {block.shift for block in self.blocks if block.source} or {0}
+        assert len(shifts) == 1, "norms are not joined"
+        return shifts.pop()
+
+
+@dataclass
+class DialectDrafting:
+    """Base class: rows of the model, their rectangles of source tensors, and problems that name the row."""
+
+    draft: Draft
+    dialect: Dialect
+    matched: Matched
+
+    def __post_init__(self) -> None:
+        self._roles: Roles = locate(self.matched)
+        self._layers = int(str(self.matched.names["layers"]))
+        self._drafted = Drafted()
+
+    def _rows(self, head: bool) -> Iterator[tuple[DialectRow, int | None]]:
+        """Yield every row with its layer; without `head` the output head is left out."""
+        present, layout_name = roles_by_layer(self._roles), self.dialect.architectures[self.matched.architecture]
+        for row in self.dialect.rows_of("first", present[None], layout_name):
+            yield row, None
+        for layer in range(self._layers):
+            for row in self.dialect.rows_of("layer", present.get(layer, frozenset()), layout_name):
+                yield row, layer
+        for row in self.dialect.rows_of("last", present[None], layout_name):
+            if head or row.roles != ("head.weight",):
+                yield row, None
+
+    def _place(self, row: DialectRow, layer: int | None, names: Mapping[str, object], rank: Rank) -> Placed | None:
+        """Lay out a row's tensor for one rank; None if there is a problem."""
+        try:
+            blocks = lay_out(row.expr, self._roles, (layer, None), names, rank)
+            slices = tuple(block.slice(self.draft.specs.get(block.source)) for block in blocks)
+        except Refusal as refusal:
+            self._problem(row, layer, str(refusal))
+            return None
+        dtypes = sorted({self.draft.specs[block.source].dtype for block in blocks if block.source})
+        if len(dtypes) > 1:
+            why = f"is one tensor here, but its parts are {' and '.join(dtypes)}; save them in one dtype"
+            self._problem(row, layer, why)
+            return None
+        return Placed(row, layer, blocks, slices)
+
+    def _experts(self, row: DialectRow) -> int:
+        """Number of matrices in a stack, 0 if the row is not a stack."""
+        return int(str(self.matched.names["experts"])) if row.stacks else 0
+
+    def _shape(self, placed: Placed) -> tuple[int, ...]:
+        rows, rest, experts = height(placed.blocks), placed.blocks[0].shape[1:], self._experts(placed.row)
+        return (experts, rows // experts, *rest) if experts else (rows, *rest)
+
+    def _problem(self, row: DialectRow, layer: int | None, text: str) -> None:
+        """Note a problem of a row, once for all ranks; its tensors are dropped, so they are not also missing."""
+        for (role, role_layer, _), blocks in self._roles.items():
+            if role_layer == layer and role in row.roles:
+                self._drafted.dropped |= {block.source: text for block in blocks}
+        problem = (row.name.replace("{l}", str(layer)), text)
+        if problem not in self._drafted.problems:
+            self._drafted.problems.append(problem)

@@ -1,0 +1,66 @@
+"""Write and read bridge.json, the record of an output and its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.core.errors import VerifyError
+from bridge.core.output.names import MANIFEST
+from bridge.core.parsing import MAX_WRITTEN_VALUES, parse_json
+from bridge.core.typed_json import typed
+from bridge.core.version import __version__
+from bridge.planning.plan import Plan
+from bridge.quant.schemes.grammar import Gate
+from bridge.streaming.context import WriteResult
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of `bridge.json`: the plan and the gates that verify applies. Equal runs write equal manifests."""
+
+    plan: Plan
+    gates: dict[str, Gate]
+    output_gate: Gate
+    written: WriteResult
+
+    def save(self, directory: Path) -> None:
+        data = {
+            "qbridge": __version__,
+            "plan_digest": self.plan.digest,
+            "gates": {module: asdict(gate) for module, gate in self.gates.items()},
+            "output_gate": asdict(self.output_gate),
+            "written": asdict(self.written),
+            "plan": self.plan.to_dict(),
+        }
+        (directory / MANIFEST).write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a written model; VerifyError if there is none."""
+    data = manifest_data(directory)
+    try:
+        return typed(Manifest, {name: data[name] for name in ("plan", "gates", "output_gate", "written")})
+    except (KeyError, TypeError, ValueError) as error:
+        raise VerifyError(
+            f"{directory / MANIFEST} was written by another version of bridge, this one is {__version__} "
+            f"({type(error).__name__}: {error}): convert again"
+        ) from error
+
+
+def manifest_data(directory: Path) -> dict[str, Any]:
+    """The content of a written model's `bridge.json`; VerifyError if there is none."""
+    try:
+        data = parse_json((directory / MANIFEST).read_bytes(), MAX_WRITTEN_VALUES)
+        if not isinstance(data, dict):
+            raise ValueError("it is not a JSON object")
+        return data
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not directory.is_dir():
+            raise VerifyError(f"{directory}: no such directory; name one that `convert` wrote") from error
+        raise VerifyError(
+            f"{directory} has no readable {MANIFEST}, so bridge did not write this model ({error}); "
+            "name a directory that `convert` wrote"
+        ) from error

@@ -1,0 +1,61 @@
+"""Protocols of a target that writes, checks and runs an output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bridge.core.values import Program
+from bridge.planning.target import Planner
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bridge.planning.plan import Plan
+    from bridge.sources.source import Source
+    from bridge.streaming.context import ConversionContext, WriteResult
+
+
+class Runnable(Protocol):
+    """A written model, loaded: `run` returns outputs by name; `substitute` says what runs if not the file itself."""
+
+    outputs: list[str]
+    substitute: str
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
+
+
+class Target(Planner, Protocol):
+    """The interface of a target to a conversion."""
+
+    loads: tuple[str, ...]
+    """Globs of the files that the runtime loads; the others are for people and for `verify`."""
+    metadata: Mapping[str, str]
+    """Metadata in the header of its safetensors files."""
+    align: int
+    """The data of its safetensors files begin at a multiple of this many bytes."""
+    runs: bool
+    """True if `convert` runs the output; otherwise only `verify` does, and only calibration loads a framework."""
+    loaded_by: tuple[Program, ...]
+    """Programs and their versions that load the output, and how that is known."""
+
+    def lint(self, directory: Path, plan: Plan) -> list[str]:
+        """Check a written model against the runtime's rules; return a message for each violation."""
+
+    def audit(self, directory: Path) -> list[str]:
+        """Check the values that can be checked without the source; reads every weight."""
+
+    def runtime(self, directory: Path) -> Any:
+        """Load a written model to run it here (see `Runnable`); VerifyError says why it cannot be run."""
+
+    def layer_errors(
+        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+    ) -> tuple[tuple[str, float], ...]:
+        """The error that each quantized module adds to its own output, relative L2, the worst first."""
+
+    def next_command(self, plan: Plan) -> str:
+        """A command that serves, builds or trains what was written to `{out}`; "" if there is none."""
+
+    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        """Write the model into an empty directory; the caller publishes it afterwards."""

@@ -1,0 +1,73 @@
+"""Exported heads of architectures; task and class of a config.
+
+`trust_remote_code` is never on: only architectures inside transformers are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.core.errors import UsageError
+from bridge.core.text import nearest
+
+
+@dataclass(frozen=True)
+class Task:
+    """One exported head: the auto-mapping in transformers that lists its classes, its inputs and its outputs."""
+
+    suffix: str | tuple[str, ...]  # of the class names of architectures that have this head
+    mapping: str
+    inputs: tuple[str, ...]  # inputs that the model's `forward` lacks are left out
+    outputs: tuple[str, ...] = ("logits",)  # outputs that the model does not return are left out
+    cached: bool = False
+
+
+_DECODER = ("input_ids", "attention_mask", "position_ids")
+_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+_IMAGE = ("pixel_values",)
+_ANSWER = ("start_logits", "end_logits")
+# The first task with a suffix of the architecture is its own.
+TASKS: dict[str, Task] = {
+    "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
+    "sequence-classification": Task("ForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _TEXT),
+    "token-classification": Task("ForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", _TEXT),
+    "question-answering": Task("ForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING", _TEXT, _ANSWER),
+    "masked-lm": Task("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", _TEXT),
+    "image-classification": Task("ForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", _IMAGE),
+    "feature-extraction": Task("Model", "MODEL_MAPPING", (*_TEXT, *_IMAGE), ("last_hidden_state", "pooler_output")),
+}
+
+
+def choose_task(requested: str | None, architecture: str) -> str:
+    """The task to export; UsageError if the checkpoint has no head for it."""
+    own = next((name for name, task in TASKS.items() if architecture.endswith(task.suffix)), None)
+    if requested is not None and requested not in TASKS:
+        raise UsageError(f"task {requested!r} is unknown; {nearest(requested, TASKS)}")
+    if requested is None and own is None:
+        raise UsageError(
+            f"{architecture} is of no task that bridge writes graphs for ({', '.join(sorted(TASKS))}); use target hf, "
+            "or give task= (--task) if the checkpoint has the weights of one"
+        )
+    if requested is not None and own is not None and requested not in (own, "feature-extraction"):
+        raise UsageError(f"task {requested!r}: a checkpoint of {architecture} has no such head; use {own}")
+    return requested or own or "feature-extraction"
+
+
+def model_class(config: Any, task: str) -> Any:
+    """Return the transformers class to build: the named architecture if the task lists it, else the task's own."""
+    listed = _classes(config, TASKS[task])
+    if not listed:
+        have = [known for known, entry in TASKS.items() if _classes(config, entry)]
+        raise UsageError(
+            f"{config.model_type!r} has no {task} head in transformers; use one of: {', '.join(have) or 'none'}"
+        )
+    name = (getattr(config, "architectures", None) or [None])[0]
+    return listed.get(name) or next(iter(listed.values()))
+
+
+def _classes(config: Any, task: Task) -> dict[str, Any]:
+    from transformers.models.auto import modeling_auto
+
+    classes = getattr(modeling_auto, task.mapping).get(type(config), ())
+    return {c.__name__: c for c in (classes if isinstance(classes, tuple) else (classes,))}

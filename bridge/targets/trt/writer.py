@@ -1,0 +1,179 @@
+"""Write `model.onnx` and `model.safetensors` at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.core.errors import ExportError
+from bridge.core.formats.safetensors import layout
+from bridge.core.machine import cores
+from bridge.core.remote.readers import readers
+from bridge.core.text import fold_layers
+from bridge.planning.plan import Step
+from bridge.quant.smoothing import pre_scale
+from bridge.streaming.context import ConversionContext, WriteResult
+from bridge.streaming.passthrough import copied_constants
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from bridge.streaming.run import Summary
+    from bridge.targets.trt.graph.export import Graph
+
+WEIGHTS = "model.safetensors"
+MODEL = "model.onnx"
+
+
+def write_onnx(context: ConversionContext, directory: Path) -> WriteResult:
+    """Write both files into `directory`; if the graph or the stream fails, the other stops."""
+    from bridge.streaming.run import run
+
+    stop = threading.Event()
+    spare = replace(context, workers=max(1, cores() - 1))  # one core makes the graph
+    with readers(1, context.source, name="weights") as pool:
+        weights: Future[Summary] = pool.submit(run, spare, directory, stop)
+        try:
+            graph, unused = make_graph(context, directory)
+            summary = weights.result()
+        except BaseException:
+            stop.set()
+            raise
+    save(graph.model, directory / MODEL)
+    notes = ((f"all layers were exported, none stamped: {graph.note}",) if graph.note else ()) + summary.notes()
+    skipped = {name: f"not read by the {context.plan.options['task']} graph; kept in {WEIGHTS}" for name in unused}
+    return WriteResult(summary.policies, skipped, notes)
+
+
+def make_graph(context: ConversionContext, directory: Path) -> tuple[Graph, list[str]]:
+    """Export the float graph, insert Q/DQ, attach the weights; also return planned tensors that it does not read."""
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    from bridge.targets.trt.graph.export import export_graph
+    from bridge.targets.trt.qdq import Inserter, WeightsFile, attach
+    from bridge.targets.trt.sites import find_kv, find_sites
+
+    plan, options = context.plan, context.plan.options
+    graph = export_graph(
+        dict(context.source.config),
+        task=options["task"],
+        dtype=options["dtype"],
+        opset=options["opset"],
+        cache=options["cache"],
+        stamp=options["stamp"],
+        progress=lambda text: context.progress(0, 0, text),
+    )
+    names = _checkpoint_names(graph, context)
+    specs = {output.spec.name: output for output in plan.outputs}
+    _, offsets, _ = layout((output.spec for output in plan.outputs), context.files.metadata, context.files.align)
+    weights_file = WeightsFile(directory, WEIGHTS, offsets, specs)
+    inserter = Inserter(graph.model, weights_file, _constants(context))
+    initializers = {name: initializer for initializer, name in names.items()}
+    quantized = [step for step in plan.quantized if step.site and step.source in initializers]
+    steps = {_key(step, initializers): step for step in quantized}
+    uses = find_sites(graph, steps)
+    kv = find_kv(graph)
+    # Removed first: codes get the name of the float weight that they replace.
+    floats = {name: graph.model.graph.initializers.pop(initializer) for initializer, name in names.items()}
+    for key, step in steps.items():
+        inserter.quantize(step, uses[key])
+    _quantize_kv(inserter, context, kv)
+    RemoveUnusedNodesPass()(graph.model)  # transposes and float weights that codes replaced
+    attach(graph.model, floats, weights_file)
+    stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}
+    return graph, sorted(stored - set(graph.model.graph.initializers))
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Write the graph without the metadata for `find_sites` and `find_kv`; the same graph gives the same bytes."""
+    import onnx_ir as ir
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, TopologicalSortPass
+
+    TopologicalSortPass()(model)
+    ClearMetadataAndDocStringPass()(model)
+    path.write_bytes(ir.to_proto(model).SerializeToString(deterministic=True))
+
+
+def _key(step: Step, initializers: Mapping[str, str]) -> str:
+    """The key for `find_sites`: the weight's initializer, or the module of a head tied to the embedding."""
+    assert step.site
+    return step.site.module if step.site.weight != step.source else initializers[step.source]
+
+
+def _quantize_kv(inserter: Any, context: ConversionContext, kv: Mapping[int, Any]) -> None:
+    steps = [step for step in context.plan.steps if step.attention]
+    if not steps:
+        return
+    assert context.scheme and context.scheme.kv
+    if len(steps) != len(kv):
+        raise ExportError(
+            f"the plan quantizes K and V of {len(steps)} attention modules, but the graph has {len(kv)}; leave out kv"
+        )
+    for step, values in zip(steps, kv.values(), strict=True):
+        inserter.quantize_kv(step, context.scheme.kv, values)
+
+
+def _constants(context: ConversionContext) -> dict[str, bytes]:
+    """Bytes of calibrated or copied tensors by name; tensors with equal bytes share their nodes."""
+    calibration, quantized = context.calibration, context.source.quantized
+    constants: dict[str, bytes] = {}
+    for step in context.plan.quantized:
+        copied = copied_constants(step, quantized.tensors) if quantized and context.plan.copies(step) else {}
+        for output in step.outputs:
+            assert step.site and step.format
+            name, module = output.spec.name, step.site.module
+            if output.part in copied:
+                constants[name] = copied[output.part].tobytes()
+            elif output.part == "input_scale" and calibration:
+                constants[name] = calibration.input_amax[module].tobytes()
+            elif output.part == "pre_quant_scale" and calibration:
+                constants[name] = pre_scale(calibration, module, step.format).tobytes()
+    return constants
+
+
+def _checkpoint_names(graph: Graph, context: ConversionContext) -> dict[str, str]:
+    """Initializer -> checkpoint tensor; the model's own conversion is used only if live names differ."""
+    plan, source = context.plan, context.source
+    known = {*plan.sources, *plan.tied}
+    if all(live in known for live in graph.weights.values()):
+        return {initializer: plan.tied.get(live, live) for initializer, live in graph.weights.items()}
+    import torch
+
+    from bridge.sources.live_models.checkpoint_names import live_names, live_parts
+    from bridge.sources.live_models.meta_device import build_meta, resolve_config
+    from bridge.targets.trt.graph.tasks import model_class
+
+    task, config = plan.options["task"], resolve_config(dict(source.config))
+    parts = live_parts(live_names(build_meta(config, model_class(config, task), torch.float32), plan.sources))
+    names: dict[str, str] = {}
+    missing: list[str] = []
+    for initializer, live in graph.weights.items():
+        name = live if live in known else _part_name(live, parts)
+        if name is None:
+            missing.append(live)
+        else:
+            names[initializer] = plan.tied.get(name, name)
+    if missing:
+        raise ExportError(
+            f"the {task} graph of {plan.architecture} reads weights that the checkpoint lacks: "
+            f"{', '.join(fold_layers(sorted(missing)))}\n"
+            "  hint   use another task, or a checkpoint that was saved for this one"
+        )
+    return names
+
+
+def _part_name(live: str, parts: Mapping[str, Mapping[Any, str]]) -> str | None:
+    """Find the checkpoint tensor of `live`: a whole tensor, an expert `stack[3]`, or half of one, `stack[3, gate]`."""
+    stack, _, index = live.partition("[")
+    candidates = parts.get(stack, {})
+    if not index:
+        return next((name for ref, name in candidates.items() if not ref.index), None)
+    expert, _, half = index.rstrip("]").partition(", ")
+    refs = sorted((ref for ref in candidates if ref.expert == int(expert)), key=lambda ref: ref.rows or (0, 0))
+    if len(refs) != (2 if half else 1):
+        return None
+    return candidates[refs[1 if half == "up" else 0]]

@@ -1,0 +1,1 @@
+"""Stage 6: read the output again, compare it, run it."""

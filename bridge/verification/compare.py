@@ -1,0 +1,164 @@
+"""Compare the written weight of one step with its source.
+
+Only the plan is known of the conversion. Weights are compared in pieces of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.core.dtypes import to_float32
+from bridge.core.pages import Buffers
+from bridge.planning.plan import Layout, Step
+from bridge.quant.codec.arrays import Array, cast, smooth, transposed
+from bridge.quant.codec.blocks import grid, packing
+from bridge.quant.smoothing import Smoothing
+from bridge.sources.source import Source, lazy
+from bridge.streaming.experts import PARTS, expert
+from bridge.streaming.rows import Rows, join
+from bridge.streaming.written import OutputReader
+from bridge.verification.expected import ExpectedScales
+from bridge.verification.weight_error import Comparer, ErrorSums, compare
+
+ROUNDINGS = 4  # the weight is smoothed, then again by the group's mean; the mean and its stored value are rounded
+
+
+def compare_step(
+    step: Step, source: Source, output: OutputReader, scales: ExpectedScales, buffers: Buffers
+) -> ErrorSums:
+    """Compare a quantized weight with its source."""
+    match step.layout:
+        case Layout.ROWS:
+            return _compare_rows(step, source, output, scales, buffers)
+        case Layout.WHOLE:
+            return _compare_whole(step, source, output, scales, buffers)
+        case Layout.EXPERTS:
+            return _compare_experts(step, source, output, buffers)
+        case Layout.SCALES | Layout.PLAIN:
+            raise AssertionError(f"{step.source} is not a quantized weight")
+
+
+def equal_bytes(one: Array, other: Array) -> bool:
+    """Whether two C-contiguous arrays hold the same bytes, read eight at a time."""
+    a, b = (array.reshape(-1).view(np.uint8) for array in (one, other))
+    whole = a.size // 8 * 8
+    return np.array_equal(a[whole:], b[whole:]) and np.array_equal(a[:whole].view(np.uint64), b[:whole].view(np.uint64))
+
+
+def _compare_rows(
+    step: Step, source: Source, output: OutputReader, scales: ExpectedScales, buffers: Buffers
+) -> ErrorSums:
+    """Compare a weight whose stored rows follow its source's, in pieces; nothing is held whole."""
+    assert step.format and step.site
+    rows = Rows(step, source, buffers)
+    outputs = {output.part: output for output in step.outputs}
+    numeric, above = step.format.weight, outputs.get("scale_2")
+    blocks = grid(numeric[0], (rows.rows, rows.cols), "out_in", step.source)
+    packed = packing(numeric[0], "out_in", False, step.coding)
+    smoother = _smoother(step, rows.spec.dtype, source, output, scales)
+    comparer = Comparer(
+        numeric,
+        rows.spec.dtype,
+        blocks,
+        packed,
+        step.coding,
+        output.read(above) if above else None,
+        roundings=smoother.roundings,
+        take=buffers.take,
+    )
+    down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs["scale"]
+    every = None if down else output.read(scale)
+    total = ErrorSums()
+    for first, parts in rows.pieces(math.lcm(down or 1, 2)):
+        stop = parts[-1].stop
+        bits = join([(part, smoother(part.slice.module, part.bits)) for part in parts], buffers)
+        stored = output.rows(codes, first, stop, rows.rows, buffers)
+        stored = stored.reshape(-1, codes.spec.nbytes // (rows.rows // 2 if packed == "out" else rows.rows))
+        factor = every
+        if factor is None:
+            factor = output.rows(scale, first // down, -(-stop // down), blocks.shape[0], buffers)
+        total += comparer.rows(bits, stored, factor)
+    return total
+
+
+def _compare_whole(
+    step: Step, source: Source, output: OutputReader, scales: ExpectedScales, buffers: Buffers
+) -> ErrorSums:
+    """Compare a weight that is stored across its source's rows."""
+    assert step.site and step.format
+    layout = step.site.layout
+    rows = Rows(step, source, buffers)
+    arrays = {("codes" if o.part == "weight" else o.part): output.read(o) for o in step.outputs}
+    smoother = _smoother(step, rows.spec.dtype, source, output, scales)
+    bits = smoother(step.inputs[0].module, rows.whole(), layout)
+    block = step.format.weight[0].block
+    if len(block) == 2:  # written once per `out`, see `streaming.encode.encode_whole`
+        arrays["scale"] = arrays["scale"][:, :: block[0]]
+    return compare(
+        bits,
+        rows.spec.dtype,
+        arrays,
+        step.format.weight,
+        layout=layout,
+        transpose=step.transpose,
+        coding=step.coding,
+        roundings=smoother.roundings,
+    )
+
+
+def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: Buffers) -> ErrorSums:
+    assert step.format
+    spec, total = source.specs[step.source], ErrorSums()
+    outputs = {output.part: output for output in step.outputs}
+    arrays = {"scale_2": output.read(outputs["scale_2"])}
+    for number in range(spec.shape[0]):
+        for key, part in PARTS.items():
+            stored = output.rows(outputs[part], number, number + 1, spec.shape[0], buffers)
+            arrays[key] = transposed(stored.reshape(outputs[part].spec.shape[1:]))
+        bits = expert(step, source, number)
+        total += compare(bits, spec.dtype, arrays, step.format.weight, coding=step.coding)
+    return total
+
+
+@dataclass(frozen=True)
+class _Smoother:
+    """Divides rows by their pre-scale: bit-exact if a calibration has it, else by the written one.
+
+    `roundings`: how often the written values may have been rounded differently.
+    """
+
+    dtype: str
+    smoothing: Smoothing | None
+    scale: Array | None
+    roundings: float
+
+    def __call__(self, module: str, bits: Array, layout: str = "out_in") -> Array:
+        if self.smoothing:
+            return self.smoothing.apply(module, bits, layout)
+        return bits if self.scale is None else smooth(bits, self.dtype, self.scale, layout=layout)
+
+
+def _smoother(step: Step, dtype: str, source: Source, output: OutputReader, scales: ExpectedScales) -> _Smoother:
+    smoothing = scales.smoothing(step)
+    scale = None if smoothing else _written_pre_scale(step, source, output, scales)
+    roundings = 0.0 if scale is None else ROUNDINGS
+    if scale is not None and not any(o.part == "pre_quant_scale" for o in step.outputs):
+        roundings = math.inf  # a pre-scale that was folded into a norm is lost where the norm is zero
+    return _Smoother(dtype, smoothing, scale, roundings + scales.copies(step))
+
+
+def _written_pre_scale(step: Step, source: Source, output: OutputReader, scales: ExpectedScales) -> Array | None:
+    """The factor of the input, float32 (in,), from the written files: stored, or multiplied into the norm."""
+    stored = next((o for o in step.outputs if o.part == "pre_quant_scale"), None)
+    if stored:
+        return cast(output.read(stored), stored.spec.dtype, "float32")
+    norm = scales.norms.get(step.unified[0]) if step.unified else None
+    if norm is None:
+        return None
+    spec, written = source.specs[norm.source], norm.outputs[0]
+    before = to_float32(lazy(source, norm.source).read(), spec.dtype) + np.float32(norm.plus_one)
+    after = to_float32(output.read(written), written.spec.dtype) + np.float32(norm.plus_one)
+    return np.divide(after, before, out=np.ones_like(after), where=before != 0)

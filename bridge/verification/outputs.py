@@ -1,0 +1,132 @@
+"""Compare the outputs of two models: cosine and norm ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from bridge.calibration.reference_outputs import mean_perplexity, next_token_loss
+from bridge.core.dtypes import UNIT
+from bridge.core.errors import CannotRun
+from bridge.core.progress import Progress, no_progress
+from bridge.planning.plan import Plan
+from bridge.quant.calibration import HeldOut
+from bridge.quant.schemes.grammar import Gate
+from bridge.targets.target import Runnable
+from bridge.verification.parity import OutputParity
+
+# float32 sums of a few thousand products in another order: the largest relative L2 error of an unquantized graph.
+FLOAT_ERROR = 1e-3
+# A position agrees if it is within 1e-4: flips cost 1e-2, float32 rounding 1e-6.
+EXACT = 1e-4
+
+
+def float_error(plan: Plan) -> float:
+    """The largest error of an unquantized model against its source: more if it was rounded to another dtype.
+
+    Weights of small GPT-2s and Llamas rounded to float16 move the logits by 0.2e-3 to 1.2e-3, up to 2.5 roundings.
+    """
+    rounded = [
+        UNIT[output.spec.dtype]
+        for step in plan.steps
+        for output in step.outputs
+        if output.spec.dtype in UNIT and step.source and output.spec.dtype != plan.sources[step.source].dtype
+    ]
+    return FLOAT_ERROR + 4 * max(rounded, default=0.0)
+
+
+def output_parity(
+    runtime: Runnable,
+    references: HeldOut,
+    gate: Gate,
+    quantized: bool,
+    progress: Progress = no_progress,
+    within: float = FLOAT_ERROR,
+) -> tuple[OutputParity, ...]:
+    """Run the written model on held-out inputs and compare its outputs with those of the references.
+
+    Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
+    the difference must also stay below the scheme's own error: one code that flips at a tie (6 of 98,304 in the first
+    layer of a BERT in fp8) changes every later layer and token, so only single nodes can be compared for equality.
+    """
+    answers: list[np.ndarray] = []
+    losses: list[tuple[float, int]] = []
+    for at, batch in enumerate(references.inputs):
+        out = runtime.run(batch)
+        first = out[runtime.outputs[0]]
+        if at == 0 and first.shape[-1] <= references.columns.max(initial=0):
+            raise CannotRun("the graph's task has another output than the model whose outputs it is compared with")
+        if at == 0:
+            answers.append(first.reshape(-1, first.shape[-1])[references.rows][:, references.columns])
+        if references.source_perplexity is not None:
+            losses.append(next_token_loss(first, batch))
+        progress(at + 1, len(references.inputs), "run in ONNX Runtime")
+    perplexity = mean_perplexity(losses)
+    ours = _outputs("source", answers[0], references.source, gate, perplexity, references.source_perplexity)
+    if not quantized:
+        return (_judged(ours, "" if ours.relative_l2 <= within else _above(ours.relative_l2, within)),)
+    if references.quantized.size == 0:
+        return (ours,)
+    theirs = _outputs("modelopt", answers[0], references.quantized, gate, perplexity, references.quantized_perplexity)
+    own_error = relative_l2(references.quantized, references.source)
+    most = max(own_error, FLOAT_ERROR)
+    return ours, _judged(theirs, theirs.why or ("" if theirs.relative_l2 <= most else _above(theirs.relative_l2, most)))
+
+
+def _judged(row: OutputParity, why: str) -> OutputParity:
+    return replace(row, passed=not why, why=why)
+
+
+def _above(error: float, most: float) -> str:
+    return f"L2 error {error:.3g} is above {most:.3g}"
+
+
+def _outputs(
+    reference: str, ours: np.ndarray, theirs: np.ndarray, gate: Gate, perplexity: float | None, other: float | None
+) -> OutputParity:
+    cosine, ratio = cosine_and_ratio(ours, theirs)
+    norms = np.linalg.norm(theirs.astype(np.float64), axis=1)
+    exact = np.linalg.norm(ours.astype(np.float64) - theirs, axis=1) <= EXACT * norms
+    why = failure(gate, cosine, ratio)
+    return OutputParity(
+        reference,
+        len(ours),
+        finite_or(cosine),
+        finite_or(ratio),
+        finite_or(relative_l2(ours, theirs), 999.0),
+        float(exact.mean()),
+        perplexity,
+        other,
+        not why,
+        why,
+    )
+
+
+def failure(gate: Gate, cosine: float, ratio: float) -> str:
+    """Which of a gate's two conditions fails, with its figures; "" if both hold, NaN fails."""
+    low, high = gate.norm
+    if not cosine >= gate.cosine:
+        return f"cosine {cosine:.6g} is below {gate.cosine:g}"
+    return "" if low <= ratio <= high else f"norm ratio {ratio:.4g} is outside {low:g} to {high:g}"
+
+
+def finite_or(value: float, instead: float = 0.0) -> float:
+    """A finite value for the report: a value that is not finite failed its gate and is reported as the worst one."""
+    return value if math.isfinite(value) else instead
+
+
+def cosine_and_ratio(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """Cosine of all values taken as one vector, and |ours| / |theirs|, in float64."""
+    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
+    norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    if not norm_a or not norm_b:
+        return float(norm_a == norm_b), float(norm_a == norm_b)
+    return float(a @ b) / (norm_a * norm_b), norm_a / norm_b
+
+
+def relative_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """|ours - theirs| / |theirs| in float64."""
+    norm = float(np.linalg.norm(theirs.astype(np.float64)))
+    return float(np.linalg.norm(ours.astype(np.float64) - theirs)) / norm if norm else 0.0

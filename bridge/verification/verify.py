@@ -1,0 +1,123 @@
+"""Verify a written model: lint it, compare its tensors, run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bridge.calibration.data import Data
+from bridge.calibration.reference_outputs import answer, answer_again
+from bridge.core.errors import BridgeError, CannotRun, VerifyError
+from bridge.core.machine import available_memory
+from bridge.core.output.names import CALIBRATION
+from bridge.core.progress import Progress
+from bridge.core.remote.path import remote
+from bridge.planning.plan import Plan
+from bridge.quant.calibration import Calibration, HeldOut
+from bridge.sources.source import Source
+from bridge.targets import load_target
+from bridge.targets.manifest import Manifest
+from bridge.verification.outputs import float_error, output_parity
+from bridge.verification.parity import OutputParity, Parity
+from bridge.verification.tensors import tensor_parity
+
+# Values held at once when a model runs: its weights in float32, and the runtime's own copy.
+RUN_BYTES_PER_VALUE = 8
+POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Parity, and the findings of lint and of the runtime."""
+
+    parity: Parity
+    findings: tuple[str, ...]
+
+
+def prove(
+    directory: Path,
+    manifest: Manifest,
+    source: Source,
+    calibration: Calibration | None,
+    data: Data | None,
+    progress: Progress,
+    *,
+    run: bool = True,
+    ask_again: bool = False,
+    memory: int | None = None,
+) -> Proof:
+    """Lint a written model, compare its weights with the source, run it (if `run`) and compare its outputs.
+
+    `ask_again` runs the source instead of using its outputs from calibration. `memory`: bytes that comparing weights
+    may use; None takes the plan's.
+    """
+    plan = manifest.plan
+    target = load_target(plan.target)
+    findings = list(target.lint(directory, plan))
+    saved = directory / CALIBRATION  # its scales come from it
+    statistics = calibration or (Calibration.load(saved) if saved.exists() else None)
+    compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)
+    outputs: tuple[OutputParity, ...] = ()
+    layers: tuple[tuple[str, float], ...] = ()
+    substitute = ""
+    not_run = list(compared.not_run)
+    try:
+        if not run:
+            raise CannotRun("this conversion built no model; `qbridge verify` runs it")
+        check_on_disk(directory)
+        references = _held_out(source, plan, calibration, data, ask_again)
+        runtime = target.runtime(directory)
+        gate, quantized = manifest.output_gate, bool(plan.quantized)
+        outputs = output_parity(runtime, references, gate, quantized, progress, float_error(plan))
+        substitute = runtime.substitute
+        layers = target.layer_errors(directory, plan, source, references.inputs[0]) if plan.quantized else ()
+        not_run += _reservations(outputs, bool(plan.quantized), substitute)
+    except CannotRun as error:
+        not_run.append(f"outputs were not compared: {error}")
+    except VerifyError as error:  # an output that does not load or run is broken, not unverified
+        findings.append(f"error [runtime] {error}")
+    parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
+    return Proof(parity, tuple(findings))
+
+
+def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, substitute: str) -> list[str]:
+    """What the numbers do not show."""
+    notes = [f"the file itself was not run, but its float32 copy: {substitute}"] if substitute else []
+    if outputs and outputs[0].positions < POSITIONS:
+        notes.append(f"outputs were compared on {outputs[0].positions} positions only; {POSITIONS} are needed to tell")
+    if quantized and all(o.reference != "modelopt" for o in outputs):
+        notes.append("no comparison with ModelOpt's fake-quantized model: it did not run (calibrate keeps its outputs)")
+    return notes
+
+
+def _held_out(
+    source: Source, plan: Plan, calibration: Calibration | None, data: Data | None, ask_again: bool
+) -> HeldOut:
+    """The inputs and reference outputs to compare with; CannotRun with the reason if there are none."""
+    kept = calibration.held_out if calibration else None
+    if kept is not None and not ask_again:
+        return kept
+    check_fits(plan, "calibrate on a larger machine and pass its calibration")
+    if kept is None and (data is None or not data.held_out):
+        raise CannotRun(data.missing if data else "there is no data to run it on")
+    try:
+        if kept is not None:
+            return answer_again(source, kept)
+        assert data is not None
+        return answer(source, data)
+    except BridgeError as error:
+        raise CannotRun(str(error)) from error
+
+
+def check_on_disk(directory: Path) -> None:
+    """CannotRun if a written model is remote."""
+    if remote(directory):
+        raise CannotRun("the model is remote, and runtimes read local files; copy it here to run it")
+
+
+def check_fits(plan: Plan, instead: str) -> None:
+    """CannotRun if the model of a plan does not fit into free memory; `instead`: what the user can do."""
+    need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
+    available = available_memory()
+    if need > available:
+        raise CannotRun(f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; {instead}")

@@ -1,0 +1,1 @@
+"""Jobs built on the API: batch, goldens, sensitivity."""

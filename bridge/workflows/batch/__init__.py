@@ -1,0 +1,1 @@
+"""Run many conversions from one manifest."""

@@ -1,0 +1,1 @@
+"""Read a manifest (TOML) into rows."""

@@ -1,0 +1,1 @@
+"""Prepare a batch: plans, finished rows, calibrations, memory and disk."""

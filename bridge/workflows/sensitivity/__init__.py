@@ -1,0 +1,1 @@
+"""Measure the cost of quantizing each layer and choose a recipe."""

@@ -1,0 +1,26 @@
+"""Writes the generated part of README.md, the list of folders: `make readme`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docs.generate.code_map import folders
+
+ROOT = Path(__file__).parent.parent.parent
+README = ROOT / "README.md"
+PARTS = {"folders": folders}
+
+
+def generate(text: str) -> str:
+    """`text` with every generated part as it should be today."""
+    for name, make in PARTS.items():
+        begin, end = f"<!-- {name}: make readme -->", f"<!-- /{name} -->"
+        found = re.search(rf"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
+        assert found, f"README.md has no {begin} ... {end}"
+        text = text[: found.start()] + f"{begin}\n{make()}\n{end}" + text[found.end() :]
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(generate(README.read_text(encoding="utf-8")), encoding="utf-8")

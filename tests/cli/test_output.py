@@ -1,0 +1,209 @@
+"""What a user sees: few lines if all is well, what failed if not, whole names at 80 columns, colours."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import bridge
+from bridge.cli.main import app
+from bridge.reporting.columns import Columns, line
+from bridge.reporting.plan_table import plan_table
+from bridge.reporting.report import report_table
+from bridge.verification.parity import Parity
+from tests.cli.test_show import MODEL, report, tensor, text
+
+
+def run(*words: str, **environment: str) -> Any:
+    return CliRunner().invoke(app, words, env=environment)
+
+
+def healthy() -> Any:
+    parity = dataclasses.replace(report().parity, tensors=(tensor("layers.0.up.weight"),), not_run=())
+    return report(parity=parity, next="vllm serve {out}", made_from={"architecture": "LlamaForCausalLM"})
+
+
+def test_a_conversion_that_passed_prints_six_lines_and_the_next_command(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("convert", str(MODEL), "--target", "hf", "--quant", "fp8_pc_pt", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [words.split()[0] for words in lines] == ["model", "size", "seconds", "parity", "written", "next"]
+    assert lines[0] == "model    LlamaForCausalLM to hf, fp8_pc_pt: 83 tensors, 35 quantized"
+    assert "bits a weight" in lines[1]
+    assert lines[4:] == [f"written  {out}", f"next     vllm serve {out}"]
+    again = run("verify", str(out), "--against", str(MODEL), "-v")
+    assert "weights, re-read and dequantized" in again.stdout and again.stdout.splitlines()[-1] == lines[-1]
+
+
+def test_what_is_not_used_is_told_on_stderr(tmp_path: Path) -> None:
+    words = ["--target", "hf", "--quant", "int8_wo", "--no-verify", "--out", str(tmp_path / "out")]
+    done = run("convert", str(MODEL), *words, "--device", "cuda", "--data", "corpus.txt", "-q")
+    assert done.exit_code == 0 and done.stdout == ""
+    assert re.findall(r"^warning: (\w+)= \(--\w+\) is not used", done.stderr, re.MULTILINE) == ["device", "data"]
+    written = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert written["written_by"] == f"qbridge {bridge.__version__}" and written["producer"]["name"] == "modelopt"
+
+
+def test_a_command_is_only_for_what_passed_and_lies_here() -> None:
+    assert healthy().command == "vllm serve out"
+    assert dataclasses.replace(healthy(), out="s3://bucket/out").command == ""
+    assert report(next="vllm serve {out}").command == "", "a gate failed"
+
+
+def test_tables_are_for_what_failed_and_for_who_asks() -> None:
+    assert "layers.0.up" not in text(report_table(healthy(), verbose=False))
+    failed = text(report_table(report(), verbose=False))
+    assert "weights, re-read" not in failed
+    assert re.search(r"^failed\n  what +n  why\n  layers\.2\.up\.weight +1", failed, re.MULTILINE)
+    assert "weights, re-read" in text(report_table(healthy()))
+
+
+def test_the_verdict_names_the_gate() -> None:
+    low = dataclasses.replace(tensor("layers.2.up.weight", passed=False), why="cosine 0.91 is below 0.999")
+    said = repr(report(parity=Parity((low,))))
+    assert "parity   FAILED: layers.2.up.weight: cosine 0.91 is below 0.999" in said
+
+
+def test_outputs_of_a_copy_have_a_heading_of_their_own() -> None:
+    assert "outputs of the written file\n" in text(report_table(report()))
+    copy = text(report_table(report(parity=dataclasses.replace(report().parity, substitute="float32 copy"))))
+    assert "outputs of the written file" not in copy and "not of the file itself" in copy
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_name_is_never_broken(width: int) -> None:
+    plan = bridge.plan(MODEL, "trt", "fp8", kv="fp8")
+    said = text(plan_table(plan), width)
+    for name, *_ in plan.table()[1]:
+        assert any(name in row for row in said.splitlines()), name
+    why = "a sentence that is much longer than what a narrow terminal has room for, so that it is wrapped between words"
+    long = Columns(
+        ("n", "why", "what"), [("12", why, "model.layers.{0..79}.block_sparse_moe.experts.{0..255}.w1.weight")]
+    )
+    rows = text(long, width).splitlines()
+    assert any("experts.{0..255}.w1.weight" in row for row in rows)
+    assert " ".join(" ".join(rows).split()).count("wrapped between words") == 1
+
+
+def test_the_plan_begins_with_its_summary_and_has_a_row_per_kind_of_weight() -> None:
+    done = run("plan", str(MODEL), "--target", "trt", "--quant", "fp8")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("LlamaForCausalLM -> trt, scheme fp8, plan ")
+    assert lines[1].startswith("48 source tensors, 6.17 MB -> 118 tensors")
+    assert lines[2].startswith("35 of 36 matrices quantized; peak memory")
+    assert len(lines) < 40
+    assert sum("mlp.up_proj" in row for row in lines) == 1
+    every = run("plan", str(MODEL), "--target", "trt", "--quant", "fp8", "--all").stdout
+    assert sum("mlp.up_proj" in row for row in every.splitlines()) == 5 * 3
+
+
+def colours(**options: Any) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, color_system="standard", width=100, **options)
+    console.print(report_table(report()), line("parity", "passed"))
+    return stream.getvalue()
+
+
+def test_passed_and_failed_have_colours_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[32mpassed" in colours() and "\x1b[1;31mFAILED" in colours()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in colours() and "31mFAILED" not in colours()
+    assert "\x1b" not in text(report_table(report())), "nothing of it in a pipe"
+
+
+def test_a_result_is_a_few_lines_in_a_console_and_a_table_in_a_notebook() -> None:
+    plan = bridge.plan(MODEL, "hf", "fp8")
+    for result in (plan, healthy()):
+        assert len(repr(result)) < 600 and len(repr(result).splitlines()) <= 7
+        page = result._repr_html_()
+        assert page.count("<table>") == 1 and len(page) < 20_000
+    assert "mlp.up_proj" in plan._repr_html_()
+    assert "<b>" not in report()._repr_html_(), "names are escaped"
+
+
+@pytest.mark.parametrize(
+    ("word", "target"),
+    [("vllm", "hf"), ("SGLang", "hf"), ("transformers", "hf"), ("tensorrt", "trt"), ("onnx", "trt"), ("HF", "hf")],
+)
+def test_programs_stand_for_the_target_that_they_load(word: str, target: str) -> None:
+    assert bridge.plan(MODEL, word, "fp8").target == target
+
+
+@pytest.mark.parametrize(
+    ("word", "scheme"), [("FP8", "fp8"), ("awq", "int4_awq"), ("w8a16", "int8_wo"), ("SmoothQuant", "int8_sq")]
+)
+def test_words_of_other_tools_stand_for_a_scheme(word: str, scheme: str) -> None:
+    assert bridge.plan(MODEL, "hf", word).scheme == scheme
+
+
+@pytest.mark.parametrize("word", ["w8a8", "gptq", "nf4", "GPTQ", "int4"])
+def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None:
+    from bridge.quant.schemes.catalog import scheme_names
+
+    done = run("plan", str(MODEL), "--target", "hf", "--quant", word)
+    assert done.exit_code == 2
+    assert any(re.search(rf"\b{name}\b", done.stderr) for name in scheme_names()), done.stderr
+    assert "nearest" not in done.stderr
+
+
+def test_targets_and_schemes_complete() -> None:
+    from bridge.cli.arguments import _complete_scheme, _complete_target
+
+    assert _complete_target("t") == ["torchtitan", "tripy", "trt", "trtllm", "transformers", "tensorrt"]
+    assert _complete_scheme("nv") == ["nvfp4", "nvfp4_wo"]
+
+
+@pytest.mark.slow
+def test_the_shell_completes_a_target() -> None:
+    """As bash asks after `qbridge --install-completion`."""
+    code = "import sys; sys.argv = ['qbridge']; from bridge.__main__ import main; main()"
+    asked = {"_QBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": "qbridge convert --target v", "COMP_CWORD": "3"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+    assert done.stdout.split() == ["vllm"], done.stderr
+
+
+def test_help_has_sections_and_one_line_for_the_dtype_of_each_target() -> None:
+    said = run("convert", "--help", COLUMNS="80").stdout
+    assert re.findall(r"^(\w[\w ]*):$", said, re.MULTILINE) == ["Model", "Output", "Quantization", "Run and print"]
+    assert said.count("--dtype <str>") == 6
+    for at in re.finditer(r"--dtype <str> +(.*)\n(.*)", said):
+        assert at[1].endswith(("source's", "own", "fp16")) and not at[2].startswith("        "), at[0]
+
+
+def test_a_config_without_a_class_is_told_the_class_of_its_model_type(tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    done = run("plan", str(tmp_path / "model"), "--target", "hf")
+    assert done.exit_code == 1
+    assert '{"architectures": ["Qwen2ForCausalLM"]}, or --config FILE with that JSON' in done.stderr
+
+
+def test_seconds_of_imports_are_told_apart() -> None:
+    import time
+
+    from bridge.api.conversion import Clock
+
+    clock = Clock()
+    with clock.stage("plan"):
+        time.sleep(0.02)
+        with clock.stage("imports"):
+            time.sleep(0.05)
+    assert list(clock.seconds) == ["imports", "plan"]
+    assert clock.seconds["imports"] > 0.045 and clock.seconds["plan"] < 0.045

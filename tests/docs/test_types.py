@@ -1,0 +1,56 @@
+"""What a type checker says about a user's script: nothing about right ones, and where the wrong ones are wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from bridge.api import words
+from bridge.cli.arguments import target_options
+from bridge.quant.schemes.catalog import kv_names, scheme_names
+from bridge.targets import BUILT_IN
+
+ROOT = Path(__file__).parents[2]
+WRONG = """
+import bridge
+report = bridge.convert("model", target="trt", quant="fp8", opsett=21)
+plan = bridge.plan("model", target="hf", quant="fp8", tp="two")
+"""
+
+
+def test_the_names_for_type_checkers_are_those_of_the_tables() -> None:
+    assert get_args(words.TargetName) == BUILT_IN
+    assert list(get_args(words.SchemeName)) == sorted(scheme_names())
+    assert list(get_args(words.KvName)) == kv_names()
+    assert set(words.TargetOptions.__annotations__) == {option.name for option in target_options()}
+
+
+def checked(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(folder / "cache"),
+        str(folder / "script.py"),
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_quickstart_has_no_type_errors_and_a_wrong_option_has_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs/pages/index.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "for outputs in report.parity.outputs" in blocks[0]
+    right = checked(blocks[0], tmp_path)
+    assert right.returncode == 0, right.stdout
+    wrong = checked(WRONG, tmp_path).stdout
+    assert re.search(r"script\.py:3: error: Unexpected keyword argument .opsett.", wrong), wrong
+    assert re.search(r"script\.py:4: error: Argument .tp. .*incompatible type", wrong), wrong

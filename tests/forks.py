@@ -1,0 +1,154 @@
+"""Runs Python code and `qbridge` commands in forks of one process that has imported everything, so that each begins in
+milliseconds; must run nothing by itself that leaves threads working: a fork has none of them.
+
+A fork is a process of its own: its namespace, working directory, environment and exit are those of a program that was
+started. What it is not for: what a program imports, or how long that takes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str, directory: Path, seconds: float) -> tuple[int, str]:
+    """`python -c CODE` in `directory`: its exit code, and both streams in their order."""
+    return _server().ask({"code": code, "directory": str(directory), "seconds": seconds})
+
+
+def qbridge(arguments: list[str], directory: Path, seconds: float) -> tuple[int, str]:
+    """The console command, in the same way."""
+    return _server().ask({"arguments": arguments, "directory": str(directory), "seconds": seconds})
+
+
+class _Server:
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.forks"]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def ask(self, asked: dict[str, Any]) -> tuple[int, str]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(asked | {"environment": dict(os.environ)}) + "\n")
+        self._process.stdin.flush()
+        code, said = self._answer()
+        return code, said
+
+    def _answer(self) -> Any:
+        assert self._process.stdout
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+@functools.cache
+def _server() -> _Server:
+    server = _Server()
+    atexit.register(server.close)
+    return server
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    _warm()
+    gc.collect()
+    gc.freeze()  # or each fork copies what it only looks through
+    answers.write('[0, ""]\n')
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(_served(json.loads(line))) + "\n")
+        answers.flush()
+    os._exit(0)
+
+
+def _warm() -> None:
+    import onnxruntime  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import bridge.calibration.modelopt  # noqa: F401
+    from bridge.quant.codec.warm_up import load_kernels
+
+    torch.set_num_threads(1)  # before any of its threads exists, in every fork
+    load_kernels()
+
+
+def _served(asked: dict[str, Any]) -> tuple[int, str]:
+    with tempfile.TemporaryFile() as said:
+        if not (pid := os.fork()):
+            _child(asked, said.fileno())
+        until = time.monotonic() + asked["seconds"]
+        while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > until:
+                os.killpg(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        return code, said.read().decode()
+
+
+def _child(asked: dict[str, Any], said: int) -> None:
+    code = 1
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        os.chdir(asked["directory"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        tempfile.tempdir = None
+        code = _run(asked)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _run(asked: dict[str, Any]) -> int:
+    """Run it as `__main__`; its exit code, a traceback where it has one."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        if "code" in asked:
+            sys.argv, sys.path[0] = ["-c"], ""
+            exec(compile(asked["code"], "<string>", "exec"), vars(module))
+        else:
+            from bridge.__main__ import main as command
+
+            sys.argv, sys.path[0] = ["qbridge", *asked["arguments"]], str(Path(sys.executable).parent)
+            command()
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()
