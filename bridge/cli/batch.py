@@ -14,7 +14,7 @@ from bridge.core.errors import BatchError
 from bridge.core.progress import no_progress
 from bridge.core.text import byte_count, number
 
-EXITS = "Exit codes: 0 every row done, 1 a row failed, 2 usage, 3 all written but parity of a row below its threshold."
+EXITS = "Exit codes: 0 every row done, 1 a row failed, 2 usage, 3 all written but a row failed parity."
 EPILOG = epilog("qbridge batch models.toml --workers 4 --memory 32GB", EXITS)
 
 

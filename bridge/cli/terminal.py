@@ -22,7 +22,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bridge.core.errors import BridgeError, BridgeWarning, Stopped, disk_is_full
+from bridge.core.errors import BridgeError, BridgeWarning, Stopped, disk_is_full, notes_of
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import Bars, bars, console
 
@@ -95,7 +95,7 @@ def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
     except BridgeError as error:
         if debug:
             traceback.print_exc(file=err)
-        problem, code = "\n  ".join([f"{type(error).__name__}: {error}", *_notes(error)]), error.exit_code
+        problem, code = "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)]), error.exit_code
     except (KeyboardInterrupt, Stopped) as stop:
         problem, code = _stopped(stop)
     except BrokenPipeError:
@@ -103,7 +103,7 @@ def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
         code = FAILED
     except MemoryError as error:
         text = "out of memory; --memory limits the stream, `qbridge plan` shows what a conversion needs"
-        problem, code = "\n  ".join([text, *_notes(error)]), FAILED
+        problem, code = "\n  ".join([text, *notes_of(error)]), FAILED
     except Exception as error:
         problem, code = _unexpected(error, log, debug), FAILED
     if problem:
@@ -138,7 +138,7 @@ def _stopped(stop: BaseException) -> tuple[str, int]:
     """The message of a signal, and the exit code."""
     warnings.simplefilter("ignore")  # of libraries that were interrupted
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-    left = "; ".join(_notes(stop)) or "nothing half-written is left"
+    left = "; ".join(notes_of(stop)) or "nothing half-written is left"
     return f"stopped by {signal.Signals(number).name}; {left}", 128 + number
 
 
@@ -150,11 +150,6 @@ def _show_warning(err: TextIO, progress: Progress, message: Warning | str, *_: A
         print(f"warning: {message}", file=err, flush=True)
 
 
-def _notes(error: BaseException) -> list[str]:
-    """What was added to an error on its way: where the finished part of the work is kept."""
-    return list(getattr(error, "__notes__", ()))
-
-
 def _unexpected(error: Exception, log: TextIO, debug: bool) -> str:
     if debug:
         return traceback.format_exc()
@@ -163,13 +158,13 @@ def _unexpected(error: Exception, log: TextIO, debug: bool) -> str:
         return f"WriteError: {error.filename or 'the output'}: {text}"
     if isinstance(error, OSError) and error.strerror:
         text = f"{type(error).__name__}: {error.filename or 'a file'}: {error.strerror}"
-        return "\n  ".join([text, *_notes(error)])
+        return "\n  ".join([text, *notes_of(error)])
     printed = log.getvalue().strip().splitlines()[-10:] if isinstance(log, io.StringIO) else []
     lines = [
         f"unexpected {type(error).__name__}: {error}",
         "this is a bug in qbridge or in a library it calls; --debug shows where",
     ]
-    return "\n  ".join([*lines, *_notes(error), *(f"printed before it: {line}" for line in printed)])
+    return "\n  ".join([*lines, *notes_of(error), *(f"printed before it: {line}" for line in printed)])
 
 
 @contextmanager

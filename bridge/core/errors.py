@@ -123,6 +123,11 @@ def is_unreachable(error: BaseException | None) -> bool:
     return False
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """What was added to an error on its way: where the finished part of the work is kept."""
+    return list(getattr(error, "__notes__", ()))
+
+
 def reason(error: OSError) -> str:
     """Return the system's reason; a full disk and a full quota have the same.
 
@@ -145,7 +150,7 @@ def warn(text: str) -> None:
 
 
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM: unwinds like an interrupt, so that partial outputs are removed."""
+    """Ctrl-C or SIGTERM: unwinds like an interrupt, so that work is kept or removed on the way."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -22,9 +22,17 @@ def line(label: str, text: str) -> Text:
     """A labelled line, which is never wrapped: a user copies paths and commands from it."""
     from rich.text import Text
 
-    word = text.partition(":")[0].partition(" ")[0]
-    result = Text(f"{label:<{LABEL}}", no_wrap=True, overflow="ignore")
-    return result.append(word, COLOURS.get(word, "")).append(text[len(word) :])
+    return Text(f"{label:<{LABEL}}", no_wrap=True, overflow="ignore").append_text(coloured(text))
+
+
+def coloured(text: str, at: int = 0) -> Text:
+    """A text whose word at this place is in colour, if it says how something ended."""
+    from rich.text import Text
+
+    word = text[at:].partition(":")[0].partition(" ")[0]
+    result = Text(text, no_wrap=True, overflow="ignore")
+    result.stylize(COLOURS.get(word, ""), at, at + len(word))
+    return result
 
 
 def titled_table(
@@ -90,9 +98,10 @@ def _segments(*cells: str) -> Iterator[Segment]:
 
     text = "  ".join(cells).rstrip()
     for cell in cells[1:]:
-        if colour := COLOURS.get(cell.strip()):
+        if colour := COLOURS.get(word := cell.strip().partition(" ")[0]):
             before, _, after = text.rpartition(cell.strip())
-            yield from (Segment(before), Segment(cell.strip(), Style.parse(colour)), Segment(f"{after}\n"))
+            after = f"{cell.strip().removeprefix(word)}{after}\n"
+            yield from (Segment(before), Segment(word, Style.parse(colour)), Segment(after))
             return
     yield Segment(f"{text}\n")
 

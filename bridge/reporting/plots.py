@@ -142,7 +142,7 @@ def role(name: str) -> str:
 def _dot(t: TensorParity, value: float, x: float, y: float) -> Mark:
     """A disc; a larger square if a gate failed."""
     side = 7 if t.passed else 9
-    text = f"{t.name}: {measured(value, t)}" + ("" if t.passed else ", BELOW its gate")
+    text = f"{t.name}: {measured(value, t)}" + ("" if t.passed else ", FAILED")
     kind, rounding = ("ok", 4) if t.passed else ("low", 0)
     return Mark(x - side / 2, y - side / 2, side, side, text, kind, rounding)
 

@@ -73,7 +73,19 @@ def test_an_error_that_makes_the_work_worthless_removes_it(tmp_path: Path) -> No
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("resume", "how"), [(True, "the same command"), (False, "the command without --no-resume")])
+def test_a_full_disk_keeps_what_is_done(resume: bool, how: str, tmp_path: Path) -> None:
+    opened = output_directory(tmp_path / "model", "a", resume=resume)
+    with pytest.raises(WriteError, match=r"the disk is full\. Free") as told, opened as work:
+        work.mark("x", {"sum": 1})
+        raise OSError(errno.ENOSPC, "No space left on device")
+    (note,) = told.value.__notes__
+    assert str(tmp_path / ".model.partial") in note and how in note
+    with output_directory(tmp_path / "model", "a") as work:
+        assert work.done == {"x": {"sum": 1}}
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing_unfinished(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="the disk is full"), output_directory(tmp_path / "model", "a"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert names(tmp_path) == []

@@ -238,7 +238,7 @@ def _failed(
 ) -> list[str]:
     """Run it with calls that fail; what is wrong then. One of `names` must be in what it says, where there are any.
 
-    Rows of a batch that ended before stay; the batch again then ends with the same bytes.
+    Rows of a batch that ended before stay. What a command says that it keeps, and a batch, go on to the same bytes.
     """
     place, argv = stand.place(command)
     before, there = contents(place), left(place)
@@ -248,8 +248,14 @@ def _failed(
     if command.manifest:
         calm = stand.calm(command)
         return wrong + _halves(command, stand, place, calm, {}) + _again(command, stand, place, argv, calm)
-    wrong += [f"changed: {changed}"] if (changed := differing(contents(place), before)) else []
-    return wrong + ([f"left: {left(place)}"] if left(place) != there else [])
+    kept = re.search(r"what is done is kept in (\S+);", ended.said)
+    inside = f"{Path(kept[1]).relative_to(place)}/" if kept else "/"
+    wrong += [f"kept nothing, and said {ended.said}"] if kept and not (Path(kept[1]) / JOURNAL).is_file() else []
+    seen = {name: content for name, content in contents(place).items() if not name.startswith(inside)}
+    wrong += [f"changed: {changed}"] if (changed := differing(seen, before)) else []
+    over = [name for name in left(place) if not name.startswith(inside)]
+    wrong += [f"left: {over}"] if over != there else []
+    return wrong + (_again(command, stand, place, argv, stand.calm(command)) if kept else [])
 
 
 def _halves(command: Command, stand: Stand, place: Path, calm: Calm, old: dict[str, dict[str, bytes]]) -> list[str]:

@@ -22,7 +22,7 @@ import pytest
 
 import bridge
 from bridge.api import request
-from bridge.core.errors import BridgeError, SourceError, WriteError
+from bridge.core.errors import BridgeError, SourceError, WriteError, notes_of
 from bridge.core.output.names import JOURNAL
 from bridge.streaming import run as stream
 from tests.faults.commands import make_checkpoint
@@ -104,10 +104,11 @@ def test_a_resumed_run_does_not_write_again_what_was_finished(checkpoint: Path, 
     assert rest < whole / 2
 
 
-@pytest.mark.parametrize("call", [1, 2, 9, 40])
-def test_a_full_disk_leaves_nothing_and_says_so(
-    call: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "kept"), [(1, False), (2, False), (9, True), (40, True)])
+def test_a_full_disk_keeps_what_is_done_and_says_so(
+    call: int, kept: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The same call goes on when there is room again; where nothing was done yet, nothing is left."""
     left, real = [call], os.pwrite
 
     def full(fd: int, data: Any, at: int) -> int:
@@ -117,9 +118,18 @@ def test_a_full_disk_leaves_nothing_and_says_so(
         return real(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(WriteError, match="disk is full"):
+    with pytest.raises(WriteError, match="disk is full") as told:
         convert(checkpoint, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    assert ("nothing was kept" in str(told.value)) is not kept
+    assert [path.name for path in tmp_path.iterdir()] == ([".out.partial"] if kept else [])
+    assert [f"is kept in {tmp_path / '.out.partial'}" in note for note in notes_of(told.value)] == [True] * kept
+    used = []
+    for name in ("out", "calm"):
+        left[0] = MANY
+        convert(checkpoint, tmp_path / name)
+        used.append(MANY - left[0])
+    assert contents(tmp_path / "out") == contents(tmp_path / "calm")
+    assert (used[0] < used[1]) is kept
 
 
 def test_a_disk_that_is_too_small_is_refused_before_work(

@@ -49,7 +49,7 @@ def test_the_page_plots_every_tensor_and_marks_those_below() -> None:
     page = render(report())
     assert page.count('<rect class="ok" x=') == 2 * 5 + 1
     assert page.count('<rect class="low" x=') == 2
-    assert page.count("<title>layers.2.up.weight: ") == 2 and page.count("BELOW its gate</title>") == 2
+    assert page.count("<title>layers.2.up.weight: ") == 2 and page.count("FAILED</title>") == 2
 
 
 def test_equal_reports_make_equal_pages() -> None:
@@ -71,7 +71,7 @@ def test_the_page_shows_each_kind_of_fact() -> None:
     page = Page()
     page.feed(render(full()))
     for words in (
-        "accounted", "48", "FAILS", "BELOW", "layers.0.experts.1.", "9.60", "2^-3", "18", "7, 3", "here",
+        "accounted", "48", "FAILS", "FAILED", "layers.0.experts.1.", "9.60", "2^-3", "18", "7, 3", "here",
         'modules = [\n    "layers.0.q",\n    "layers.0.k",\n]', "50% of the summed squares", "4.1 kB",
     ):  # fmt: skip
         assert words in page.text, words
@@ -117,7 +117,7 @@ def test_what_lost_nothing_or_everything_does_not_stretch_the_axis() -> None:
     plot = parity_plots(Parity(tensors))[0]
     assert {word.text for word in plot.words} >= {"30", "31"} and "from 30.00 to 30.00" in plot.about
     assert [mark.text.partition(": ")[2] for mark in plot.marks] == [
-        "30.00", "nothing lost", "nothing left, BELOW its gate",
+        "30.00", "nothing lost", "nothing left, FAILED",
     ]  # fmt: skip
 
 

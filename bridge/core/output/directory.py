@@ -1,7 +1,7 @@
 """Write a directory in a hidden sibling and publish it by rename.
 
-A run that fails removes its work. A run that is stopped or killed, or loses its source's server, leaves its work and a
-journal; the next run with the same plan and the same inputs continues it, any other run refuses it.
+A run that fails removes its work. A run that is stopped or killed, fills the disk or loses its source's server leaves
+its work and a journal; the next run with the same plan and the same inputs continues it, any other run refuses it.
 
 Nothing is flushed to the disk: this holds if a process is killed. After a loss of power a journal is not trusted, and
 an output that was just published may lack bytes: `bridge.verify` and goldens find out.
@@ -26,8 +26,9 @@ from bridge.core.output.temporary import run_despite_signal
 from bridge.core.places import check_length
 from bridge.core.text import size
 
-# The note of an error whose work the next run continues.
+# The note of an error whose work the next run continues: a run that resumes, and one that was told not to.
 KEPT = "what is done is kept in {work}; the same command goes on from there, --no-resume (resume=False) discards it"
+KEPT_ANEW = "what is done is kept in {work}; the command without --no-resume (resume=False) goes on from there"
 
 
 @dataclass(frozen=True)
@@ -92,29 +93,33 @@ def output_directory(
         except BaseException as error:
             if whole and isinstance(error, WriteError):  # its message says that the finished work is kept
                 raise
-            if _can_go_on(error) and _is_there(journal, work) and _is_worth(journal, work):
-                error.add_note(KEPT.format(work=work))
+            kept = _can_go_on(error) and _is_there(journal, work) and _has_finished(journal, work)
+            if not kept:
+                run_despite_signal(lambda: _discard(journal, work, identity))
+            told = _not_written(error, out, kept) if isinstance(error, OSError) else error
+            if kept:
+                told.add_note((KEPT if resume else KEPT_ANEW).format(work=work))
+            if told is error:
                 raise
-            run_despite_signal(lambda: _discard(journal, work, identity))
-            if isinstance(error, OSError):
-                raise _not_written(error, out) from error
-            raise
+            raise told from error
 
 
 def _can_go_on(error: BaseException) -> bool:
-    """Whether the work is as good as before the error: an interrupt, too little memory, a server that went away."""
-    return not isinstance(error, Exception) or isinstance(error, MemoryError) or is_unreachable(error)
+    """Whether the work is as good as before the error: an interrupt, or memory, a disk or a server that gave out."""
+    lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and disk_is_full(error))
+    return lacking or not isinstance(error, Exception) or is_unreachable(error)
 
 
-def _is_worth(journal: IO[str], work: Path) -> bool:
-    """Whether anything in the work is finished."""
+def _has_finished(journal: IO[str], work: Path) -> bool:
+    """Whether any part of the work is finished."""
     return has_done(journal, work) or (work / CALIBRATION).exists()
 
 
-def _not_written(error: OSError, out: Path) -> WriteError:
+def _not_written(error: OSError, out: Path, kept: bool = False) -> WriteError:
+    lost = "" if kept else "; nothing was kept"
     if disk_is_full(error):
-        return WriteError(f"{out.parent}: the disk is full; nothing was kept. Free some space and run again")
-    return WriteError(f"{error.filename or out}: {error.strerror}; nothing was kept")
+        return WriteError(f"{out.parent}: the disk is full{lost}. Free some space and run again")
+    return WriteError(f"{error.filename or out}: {error.strerror or error}{lost}")
 
 
 @contextmanager

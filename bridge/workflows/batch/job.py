@@ -1,6 +1,6 @@
 """Run one job of a batch: a conversion or a calibration.
 
-Every failure becomes an outcome; interrupts are raised, so that `convert` cleans up.
+Every failure becomes an outcome; interrupts are raised, so that `convert` keeps what is done.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import replace
 from bridge.api.conversion import RunOptions, run
 from bridge.api.request import Request
 from bridge.api.verbs import calibrate
-from bridge.core.errors import BridgeError, disk_is_full, reason
+from bridge.calibration.data import Sampling
+from bridge.core.errors import BridgeError, disk_is_full, notes_of, reason
 from bridge.core.progress import Progress, no_progress
-from bridge.reporting.report import Report
+from bridge.reporting.report import Report, verdict
 from bridge.streaming.context import Executor
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
 
@@ -46,7 +47,7 @@ def run_job(job: Job, watch: Watch, executor: Executor | None = None) -> Outcome
 def failure(name: str, error: Exception) -> Outcome:
     """The outcome of the job or row `name` that raised `error`."""
     if isinstance(error, BridgeError):
-        return Outcome(name, FAILED, str(error), type(error).__name__)
+        return Outcome(name, FAILED, "\n".join([str(error), *notes_of(error)]), type(error).__name__)
     if isinstance(error, MemoryError):
         return Outcome(name, FAILED, "out of memory; give the row `memory`, or run fewer workers", "MemoryError")
     if isinstance(error, OSError):
@@ -80,6 +81,7 @@ def outcome_of(name: str, report: Report) -> Outcome:
         cosine=min((t.cosine for t in tensors), default=None),
         norm_ratio=max((t.norm_ratio for t in tensors), key=lambda ratio: abs(ratio - 1), default=None),
         relative_l2=max((o.relative_l2 for o in outputs), default=None),
+        error="" if report.passed else verdict(report).removeprefix("FAILED: "),
     )
 
 
@@ -89,18 +91,22 @@ def request_of(row: Row, progress: Progress = no_progress) -> Request:
     A remote model or output is listed again after planning: another process runs the row, perhaps hours later.
     """
     return Request(
-        row.model, row.target, row.quant, row.out, calib=row.calib, kv=row.kv, device=row.device, config=row.config,
-        tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite, resume=row.resume, progress=progress,
-        memory=row.memory, options=row.options,
+        row.model, row.target, row.quant, row.out, calib=row.calib, data=row.data, sampling=sampling_of(row), kv=row.kv,
+        device=row.device, config=row.config, tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite,
+        resume=row.resume, progress=progress, memory=row.memory, options=row.options,
     )  # fmt: skip
+
+
+def sampling_of(row: Row) -> Sampling:
+    return Sampling(row.samples, row.sequence, row.field)
 
 
 def _calibrate(job: Job, progress: Progress) -> None:
     row = job.row
     assert row.quant  # a row without a scheme calibrates nothing
     calibration = calibrate(
-        row.model, row.quant, row.calib, kv=row.kv, device=row.device, config=row.config, tokenizer=row.tokenizer,
-        samples=row.samples, sequence=row.sequence, progress=progress,
+        row.model, row.quant, row.data or row.calib, kv=row.kv, device=row.device, config=row.config,
+        tokenizer=row.tokenizer, samples=row.samples, sequence=row.sequence, field=row.field, progress=progress,
     )  # fmt: skip
     calibration.save(job.calibrates)
 

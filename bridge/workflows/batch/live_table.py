@@ -9,7 +9,7 @@ from rich.live import Live
 
 from bridge.core.progress import BYTES
 from bridge.core.text import number, size
-from bridge.reporting.columns import Columns
+from bridge.reporting.columns import Columns, coloured
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.values import Event, Outcome, line
 
@@ -35,7 +35,7 @@ class Table:
         self._all = len(report.rows)
         self._left = self._all - len(report.outcomes)
         for outcome in report.outcomes.values():
-            self._console.print(line(outcome), soft_wrap=True)
+            self._print(outcome)
         self._names = {row.name for row in report.rows}
         self._live.start()
 
@@ -46,7 +46,10 @@ class Table:
     def ended(self, outcome: Outcome) -> None:
         self._running.pop(outcome.name, None)
         self._left -= outcome.name in self._names
-        self._console.print(line(outcome), soft_wrap=True)
+        self._print(outcome)
+
+    def _print(self, outcome: Outcome) -> None:
+        self._console.print(coloured(line(outcome), len(outcome.name) + 2), soft_wrap=True)
 
     def _render(self) -> RenderableType:
         now = time.monotonic()

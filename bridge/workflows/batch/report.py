@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HEAD = ("row", "target", "scheme", "ended", "seconds", "bytes", "cosine", "outputs")
 MARK = "qbridge.batch"
+SHOWN = 5  # failures that the short form lists
 VERSION = 1
 
 
@@ -111,8 +112,10 @@ class BatchReport(Shown):
             raise WriteError(f"{path}: the summary cannot be written: {reason(error)}") from error
 
     def lines(self) -> list[str]:
-        """Totals, and each failure in a line."""
-        return [_totals(self), *(line(outcome) for outcome in (*self.failures, *self.below))]
+        """Totals, and the first failures, a line each."""
+        failed = [line(outcome) for outcome in (*self.failures, *self.below)]
+        more = [f"and {number(len(failed) - SHOWN, 'more failed row')}"] if len(failed) > SHOWN else []
+        return [_totals(self), *failed[:SHOWN], *more]
 
     def table(self) -> Table:
         """One row per row of the manifest."""
@@ -160,9 +163,9 @@ def report_table(report: BatchReport) -> RenderableType:
     from rich.console import Group
 
     parts: list[RenderableType] = [Columns(*report.table(), right=(4, 5, 6, 7))]
-    for outcome in report.failures:
+    for outcome in (*report.failures, *report.below):
         if not outcome.because:  # else the message of `because` is shown
-            parts += ["", f"{outcome.name}: {outcome.kind}: {outcome.error}"]
+            parts += ["", ": ".join(filter(None, (outcome.name, outcome.kind, outcome.error)))]
     return Group(*parts, "", *(f"note: {note}" for note in report.notes), _totals(report))
 
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -24,8 +24,10 @@ from bridge.workflows.batch.engines import make_engine, make_settings
 from bridge.workflows.batch.job import failure
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
 from bridge.workflows.batch.prepare.calibrations import (
+    LOCK,
     calibration_file,
     copy_calibrations,
+    drop_calibrations,
     find_calibrations,
     make_jobs,
 )
@@ -49,7 +51,9 @@ class Asked:
     only: Sequence[str] = ()
 
 
-KEPT = "finished rows are kept, and what is done of the others; the same command goes on from there"
+# The notes of an interrupt: of a batch that resumes, and of one that was told not to.
+KEPT = "finished rows are kept, and parts of others in hidden directories; the same command goes on from there"
+KEPT_ANEW = "finished rows are kept, and parts of others; the command without --no-resume goes on from there"
 
 
 @shows_progress
@@ -114,48 +118,45 @@ def run(manifest: Manifest, asked: Asked, observer: Observer) -> BatchReport:
             recover(made_at(row.out))
     unreachable = UnreachableServers()
     planned = plan_rows(rows, engine, unreachable)
-    with _folder(manifest.summary, asked.dry_run) as folder:
+    with _folder(manifest.summary, asked) as folder:
         digests = find_calibrations(planned, folder, known)
         decided = {p.row.name: end for p in planned if (end := _outcome(p, digests, engine, asked, unreachable))}
+        if engine.here:
+            decided |= without_disk([one for one in planned if one.row.name not in decided])
         pending = [one for one in planned if one.row.name not in decided]
-        if engine.here and (refused := without_disk(pending)):
-            pending = [one for one in pending if one.row.name not in refused]
-            decided = {row.name: end for row in rows if (end := (decided | refused).get(row.name))}
-        report = replace(report, outcomes=decided, digests=known | digests)
+        report = replace(report, outcomes=_in_order(decided, rows), digests=known | digests)
         observer.begin(report)
         if (manifest.strict if asked.strict is None else asked.strict) and report.failed:
             raise BatchError(f"{manifest.path}: {_refusals(report.failed)}")
         if asked.dry_run:
             ends = decided | {one.row.name: _planned_outcome(one) for one in pending}
-            ends = {row.name: ends[row.name] for row in rows}
-            return replace(report, outcomes=ends, seconds=time.perf_counter() - begin)
+            return replace(report, outcomes=_in_order(ends, rows), seconds=time.perf_counter() - begin)
         report.save()
         copy_calibrations(pending, planned, folder, digests)
         jobs = make_jobs(pending, folder, engine.memory)
-        try:
-            with closing(engine.run(jobs, observer.event)) as outcomes:  # on an interrupt, running jobs clean up
-                for outcome in outcomes:
-                    report = _with(report, outcome, planned, folder)
-                    report = replace(report, seconds=time.perf_counter() - begin)
-                    report.save()
-                    observer.ended(outcome)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                error.add_note(KEPT)
-            raise
+        with closing(engine.run(jobs, observer.event)) as outcomes:  # on an interrupt, running jobs keep what is done
+            for outcome in outcomes:
+                report = replace(_with(report, outcome, planned, folder), seconds=time.perf_counter() - begin)
+                report.save()
+                observer.ended(outcome)
         report = replace(report, seconds=time.perf_counter() - begin)
         report.save()
+        drop_calibrations(planned, report.outcomes, folder)
     return report
 
 
 def _with(report: BatchReport, outcome: Outcome, planned: Sequence[PlannedRow], folder: Path) -> BatchReport:
     """The report with one more outcome: of a row, or of a calibration, whose digest is added."""
     if outcome.name in {row.name for row in report.rows}:
-        ends = {**report.outcomes, outcome.name: outcome}
-        return replace(report, outcomes={row.name: ends[row.name] for row in report.rows if row.name in ends})
+        return replace(report, outcomes=_in_order({**report.outcomes, outcome.name: outcome}, report.rows))
     files = {key: file_digest(calibration_file(folder, key)) for key in {one.key for one in planned if one.key}}
     digests = {**report.digests, **{key: digest for key, digest in files.items() if digest}}
     return replace(report, calibrations=(*report.calibrations, outcome), digests=digests)
+
+
+def _in_order(outcomes: Mapping[str, Outcome], rows: Sequence[Row]) -> dict[str, Outcome]:
+    """The outcomes in the order of their rows."""
+    return {row.name: outcomes[row.name] for row in rows if row.name in outcomes}
 
 
 def _outcome(
@@ -202,19 +203,19 @@ def _refusals(failed: Sequence[Outcome]) -> str:
 
 
 @contextmanager
-def _folder(summary: Path, dry_run: bool) -> Iterator[Path]:
+def _folder(summary: Path, asked: Asked) -> Iterator[Path]:
     """The working directory of the batch, for shared calibrations, locked against other processes.
 
-    It is removed at the end. A stopped or killed batch leaves it, and the next run of the batch uses its files.
+    It is removed at the end, unless it has a calibration: the next run of the batch uses it.
     """
     folder = summary.parent / f".{summary.name}.work"
-    if dry_run:
+    if asked.dry_run:
         yield folder
         return
     new = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = (folder / LOCK).open("w")
     except OSError as error:
         with suppress(OSError):  # the directory exists, the lock does not
             folder.rmdir()
@@ -223,7 +224,7 @@ def _folder(summary: Path, dry_run: bool) -> Iterator[Path]:
         busy = WriteError(f"{summary}: another process runs this batch; wait for it, or set another `summary`")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            inode = (folder / "lock").stat().st_ino
+            inode = (folder / LOCK).stat().st_ino
         except OSError as error:
             raise busy from error
         if inode != os.fstat(lock.fileno()).st_ino:  # the other process removed the directory meanwhile
@@ -231,11 +232,13 @@ def _folder(summary: Path, dry_run: bool) -> Iterator[Path]:
         try:
             yield folder
         except BaseException as error:
-            if isinstance(error, Exception) or {path.name for path in folder.iterdir()} <= {"lock"}:
+            if not isinstance(error, Exception):
+                error.add_note(KEPT if asked.resume else KEPT_ANEW)
+            raise
+        finally:
+            if {path.name for path in folder.iterdir()} <= {LOCK}:
                 shutil.rmtree(folder, ignore_errors=True)
                 _remove_empty(new)
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

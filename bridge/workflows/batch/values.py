@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from bridge.core.text import size
 
-# How a job ends. BELOW: written, but parity below its threshold. PLANNED: a dry run would run this row.
+# How a job ends. BELOW: written, but a gate of parity failed. PLANNED: a dry run would run this row.
 DONE, BELOW, FAILED, PLANNED = "done", "below", "failed", "planned"
-WORDS = {DONE: "done", BELOW: "BELOW THRESHOLD", FAILED: "FAILED", PLANNED: "planned"}
+WORDS = {DONE: "done", BELOW: "FAILED parity", FAILED: "FAILED", PLANNED: "planned"}
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Row:
     """One conversion of a manifest: the arguments of `bridge.convert`, with absolute paths.
 
     `where` is its table in the manifest, for messages. `memory` is the stream's byte budget, None for the plan's
-    figure. `samples` and `sequence` are those of `bridge.calibrate`. `shards`: the number of processes that write the
-    output, on an engine of several machines. `timeout`: seconds that the conversion may take.
+    figure. `data`, `samples`, `sequence` and `field` are those of `bridge.calibrate`. `shards`: the number of processes
+    that write the output, on an engine of several machines. `timeout`: seconds that the conversion may take.
     """
 
     name: str
@@ -39,12 +39,14 @@ class Row:
     verify: bool = True
     overwrite: bool = False
     resume: bool = True
+    data: str | None = None
     samples: int | None = None
     sequence: int | None = None
     memory: int | None = None
     shards: int = 1
     timeout: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    field: str | None = None  # the last one: after it the function of that name is not seen
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ Watch = Callable[[Event], None]
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended. `error` is the message, `kind` its class: an error's name such as "TimeoutError", or "Crash".
+
+    Of a row that failed parity, `error` names the gates, and `kind` is "".
 
     `cosine` and `norm_ratio` are the worst of all tensors, `relative_l2` that of the outputs if they were run.
     `kept`: the finished output of an earlier run was kept; `seconds` are those of that run. `because`: the failed job
@@ -148,8 +152,8 @@ class Engine(Protocol):
         """Run every job, each after those it depends on, and yield each outcome at once; never raises for a job.
 
         `bridge.workflows.batch.engines.queue.JobQueue` decides which job may start, and fails those whose calibration
-        failed. Closing the iterator (an interrupt) ends the running jobs: workers clean up as `convert` does, and none
-        remains.
+        failed. Closing the iterator (an interrupt) ends the running jobs: workers keep what is done, as `convert` does,
+        and none remains.
         """
 
 
@@ -162,6 +166,6 @@ def line(outcome: Outcome, whole: bool = False) -> str:
         error = outcome.error.replace("\n", "\n    ") if whole else first + " ..." * bool(more)
         return f"{outcome.name}: FAILED: {outcome.kind}: {error}"
     written = f", {size(outcome.bytes)}" if outcome.bytes else ""
-    if outcome.kept:
-        return f"{outcome.name}: {WORDS[outcome.status]} by an earlier run{written}"
-    return f"{outcome.name}: {WORDS[outcome.status]} in {outcome.seconds:.1f} s{written}"
+    how = "by an earlier run" if outcome.kept else f"in {outcome.seconds:.1f} s"
+    why = f": {outcome.error}" if outcome.error else ""
+    return f"{outcome.name}: {WORDS[outcome.status]} {how}{written}{why}"

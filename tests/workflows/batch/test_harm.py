@@ -18,16 +18,18 @@ from bridge.cli.main import app
 from bridge.cli.terminal import console
 from bridge.core.errors import CalibrationError, PlanError
 from bridge.quant.calibration import Calibration, Provenance
+from bridge.reporting.report import Report
+from bridge.verification.parity import Parity, TensorParity
 from bridge.workflows.batch import report as result
 from bridge.workflows.batch.engines import pool
 from bridge.workflows.batch.engines.local import Local
 from bridge.workflows.batch.engines.queue import JobQueue
-from bridge.workflows.batch.job import CRASH, run_job
+from bridge.workflows.batch.job import CRASH, outcome_of, run_job
 from bridge.workflows.batch.manifest.read import read_manifest
 from bridge.workflows.batch.prepare import calibrations, finished
 from bridge.workflows.batch.prepare import plan as planning
 from bridge.workflows.batch.report import BatchReport, report_table
-from bridge.workflows.batch.values import DONE, FAILED, PLANNED, Job, Outcome, Row, line
+from bridge.workflows.batch.values import BELOW, DONE, FAILED, PLANNED, Job, Outcome, Row, line
 
 TINY = Path("examples/models/tiny-llama").absolute()
 HERE = Local(1, 16 << 30)
@@ -181,20 +183,53 @@ def test_without_a_summary_the_calibration_in_the_output_decides(
     assert not finished._same_calibration(planned, {"k": "another"}, file)
 
 
-def test_samples_and_sequence_reach_the_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 4\nsequence = 64")).rows, HERE)
-    more = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more="samples = 5\nsequence = 64")).rows, HERE)
-    assert planned[0].key != more[0].key
-    calibrating = calibrations.make_jobs(planned, tmp_path, None)[0]
+def test_data_and_how_rows_are_cut_from_it_reach_the_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [{"text": f"{n} words that are not mine", "mine": f"{n} words to calibrate with"} for n in range(1000)]
+    (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in texts))
+
+    def planned(more: str) -> planning.PlannedRow:
+        (one,) = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more=more)).rows, HERE)
+        assert not one.failed, one.failed
+        return one
+
+    keys = ['data = "mine.jsonl"', 'field = "mine"', "samples = 4", "sequence = 64"]
+    sets = ["", *("\n".join(keys[: n + 1]) for n in range(4))]
+    assert len({planned(more).key for more in sets}) == 5  # each is another calibration
+    calibrating, converting = calibrations.make_jobs([planned("\n".join(keys))], tmp_path, None)
+    assert converting.row.data is None and converting.row.calib == calibrating.calibrates
     given: dict[str, Any] = {}
 
-    def calibrate(*args: Any, **more: Any) -> Any:
-        given.update(more)
+    def calibrate(model: Any, quant: Any, data: Any, **more: Any) -> Any:
+        given.update(more, data=data)
         raise CalibrationError("enough")
 
     monkeypatch.setattr("bridge.workflows.batch.job.calibrate", calibrate)
     assert run_job(calibrating, lambda event: None).error == "enough"
-    assert (given["samples"], given["sequence"]) == (4, 64)
+    expected = {"data": str(tmp_path / "mine.jsonl"), "field": "mine", "samples": 4, "sequence": 64}
+    assert given | expected == given
+
+
+def test_a_row_with_a_calibration_and_data_is_refused(tmp_path: Path) -> None:
+    more = 'calib = "c.safetensors"\ndata = "mine.txt"'
+    (one,) = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more=more)).rows, HERE)
+    assert one.failed and "give one of them" in one.failed.error
+
+
+def test_a_row_that_failed_parity_names_the_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tuple(Row(f"r{n}", "", "m", "hf", f"out{n}") for n in range(8))
+    parity = Parity(
+        (TensorParity("layers.0.up.weight", "int8", 0.9, 1.0, 9.0, 0.4, False, "cosine 0.9, its gate is 0.99", 0.99),)
+    )
+    ended = outcome_of("r0", Report("out0", "", "hf", "int8", 1, 1, 9, 18, {}, 1, parity))
+    assert (ended.status, ended.kind) == (BELOW, "") and "layers.0.up.weight: " in ended.error
+    report = BatchReport("", "local", 1, rows, {row.name: replace(ended, name=row.name) for row in rows})
+    assert report.lines()[1].startswith("r0: FAILED parity in 0.0 s, 9 B: layers.0.up.weight")
+    assert len(report.lines()) == 7 and report.lines()[-1] == "and 3 more failed rows"
+    console(sys.stdout).print(report)
+    said = capsys.readouterr().out
+    assert "FAILED parity" in said and "r7: layers.0.up.weight" in said and "8 rows: 8 failed parity" in said
 
 
 def test_a_quiet_command_tells_all_lines_of_an_error(tmp_path: Path) -> None:

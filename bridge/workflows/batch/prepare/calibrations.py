@@ -22,12 +22,19 @@ from bridge.core.remote.upload import made_at
 from bridge.workflows.batch.manifest.naming import short_name
 from bridge.workflows.batch.prepare.finished import file_digest
 from bridge.workflows.batch.prepare.plan import PlannedRow, model_memory
-from bridge.workflows.batch.values import Job
+from bridge.workflows.batch.values import FAILED, Job, Outcome
+
+LOCK = "lock"  # in the folder of a batch, beside its calibrations
 
 
 def calibration_file(folder: Path, key: str) -> Path:
     """The file of the statistics of `key` while the batch runs."""
     return folder / f"{key}.safetensors"
+
+
+def _copied(folder: Path, key: str) -> Path:
+    """The same while it is copied."""
+    return folder / f"{key}.copy"
 
 
 def find_calibrations(planned: Sequence[PlannedRow], folder: Path, known: Mapping[str, str]) -> dict[str, str]:
@@ -48,8 +55,8 @@ def copy_calibrations(
         contents = (content for one in every if one.key == key for content in _calibrations_in(one.row.out))
         match = next((content for content in contents if hashlib.sha256(content).hexdigest() == known[key]), None)
         if match is not None:
-            file.with_suffix(".copy").write_bytes(match)
-            file.with_suffix(".copy").replace(file)
+            _copied(folder, key).write_bytes(match)
+            _copied(folder, key).replace(file)
 
 
 def _calibrations_in(out: str) -> Iterator[bytes]:
@@ -57,6 +64,14 @@ def _calibrations_in(out: str) -> Iterator[bytes]:
     for place in (made_at, written_at) if is_remote(out) else (made_at,):
         with suppress(BridgeError, OSError):
             yield (place(out) / CALIBRATION).read_bytes()
+
+
+def drop_calibrations(planned: Sequence[PlannedRow], outcomes: Mapping[str, Outcome], folder: Path) -> None:
+    """Remove the calibrations of these rows from the folder, except those that a failed row needs."""
+    needed = {one.key for one in planned if outcomes[one.row.name].status == FAILED}
+    for key in {one.key for one in planned} - needed:
+        calibration_file(folder, key).unlink(missing_ok=True)
+        _copied(folder, key).unlink(missing_ok=True)
 
 
 def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -> list[Job]:
@@ -75,7 +90,7 @@ def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -
                 timeout = _longest([other.row.timeout for other in pending if other.key == one.key])
                 jobs[one.key] = Job(_unique(name, jobs), row, need, one.work, calibrates=str(file), timeout=timeout)
             after = (jobs[one.key].name,) if one.key in jobs else ()
-            row = replace(row, calib=str(file))
+            row = replace(row, calib=str(file), data=None, samples=None, sequence=None, field=None)
         jobs[f"row {row.name}"] = Job(
             row.name, row, min(one.memory, most), one.work, after=after, runs=bool(one.key), timeout=row.timeout
         )

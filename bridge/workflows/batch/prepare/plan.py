@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bridge.api.request import ResolvedRequest, data_of, resolve
-from bridge.calibration.data import Sampling
 from bridge.calibration.modelopt import check_device
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.places import is_remote, server_of, shown
@@ -19,7 +18,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.verification.verify import RUN_BYTES_PER_VALUE
-from bridge.workflows.batch.job import failure, request_of
+from bridge.workflows.batch.job import failure, request_of, sampling_of
 from bridge.workflows.batch.values import Engine, Outcome, Row
 
 # Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87 GB, one that also
@@ -117,9 +116,9 @@ class _Opened:
 
     def data_digest(self, row: Row) -> str:
         """The digest of the row's calibration data; an error if the tokenizer or the data are missing."""
-        name = json.dumps([_model_of(row), row.calib, row.samples, row.sequence])
+        name = json.dumps([_model_of(row), *_data_of(row)])
         if name not in self.data:
-            data = data_of(self.source(row), row.calib, Sampling(row.samples, row.sequence))
+            data = data_of(self.source(row), row.data or row.calib, sampling_of(row))
             if data.missing:
                 raise CalibrationError(f"scheme {row.quant} needs statistics of activations: {data.missing}")
             self.data[name] = data.digest
@@ -128,6 +127,11 @@ class _Opened:
 
 def _model_of(row: Row) -> str:
     return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
+
+
+def _data_of(row: Row) -> tuple[str | None, int | None, int | None, str | None]:
+    """What a row calibrates with, and how rows are cut from it."""
+    return (row.data or row.calib, row.samples, row.sequence, row.field)
 
 
 def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
@@ -180,9 +184,9 @@ def _key(row: Row, resolved: ResolvedRequest) -> str:
     source, scheme = resolved.source, resolved.scheme
     assert scheme
     files = sorted((name, content_digest(content)) for name, content in source.side_files.items())
-    data = row.calib and (content_digest(Path(row.calib)) if Path(row.calib).is_file() else row.calib)
-    sizes = [row.samples, row.sequence]
-    parts = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, sizes, row.device]
+    given, *cut = _data_of(row)
+    data = content_digest(Path(given)) if given and Path(given).is_file() else given
+    parts = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, cut, row.device]
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
