@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, SourceError, warn
 from bridge.core.output.directory import check_disk, output_directory
 from bridge.core.output.names import CALIBRATION
-from bridge.core.output.replace import check_free, recover
+from bridge.core.output.replace import check_free, recover, work_directory
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
@@ -163,23 +163,31 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     data = None
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
     compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
-    if resolved.scheme and resolved.uncalibrated:
+    if resolved.uncalibrated:
+        assert resolved.scheme
         check_device(resolved.scheme, request.device)
-    if not resolved.uncalibrated:
-        unused = {"device": request.device, "data": None if compared else request.data}
-        for name, value in unused.items():
-            if value is not None:
-                warn(f"{name}= (--{name}) is not used: nothing is calibrated here, and weights are coded on the CPU")
+    else:
+        _warn_of_unused(request, compared)
     if resolved.uncalibrated or compared:
         with clock.stage("imports"):
             import_frameworks(with_modelopt=resolved.uncalibrated)
         own = request.calib if given is None and request.data is None else request.data
-        prepare = data_of if resolved.uncalibrated or own is not None else data_to_compare
+        left = request.resume and (work_directory(resolved.out) / CALIBRATION).exists()  # by a run that was killed
+        warned = own is not None or (resolved.uncalibrated and not left)
+        prepare = data_of if warned else data_to_compare
         data = prepare(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, source.fingerprint, statistics)
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return _Prepared(request, resolved, data, identity, runs)
+
+
+def _warn_of_unused(request: Request, compared: bool) -> None:
+    """Warn of arguments that only a calibration uses; data serve the comparison of outputs, too."""
+    cut = {} if compared else {"data": request.data, **asdict(request.sampling)}
+    for name, value in {"device": request.device, **cut}.items():
+        if value is not None:
+            warn(f"{name}= (--{name}) is not used: nothing is calibrated here, and weights are coded on the CPU")
 
 
 def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibration | None:

@@ -73,9 +73,11 @@ def data_of(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
 
 
 def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
-    """Prepare data that only serve the comparison of outputs; an error is kept in `missing`."""
+    """Prepare data that only serve the comparison of outputs; what the model lacks for that is kept in `missing`."""
     try:
         return prepare(data, source, sampling)
+    except UsageError:
+        raise
     except BridgeError as error:
         return Data(missing=str(error))
 

@@ -70,6 +70,10 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     32
     """
     if data is None:
+        if sampling.field:
+            raise UsageError(
+                f"field={sampling.field!r} (--field) names a key of JSONL records; give them: data= (--data)"
+            )
         return _default(source, sampling)
     if isinstance(data, str | Path):
         texts = documents(data, source.load_tokenizer, sampling.samples or SAMPLES, sampling.field)
@@ -138,7 +142,7 @@ def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) 
     kept = [row for at, row in enumerate(rows) if (at + 1) % every]
     out = [row for at, row in enumerate(rows) if not (at + 1) % every]
     fewer = (
-        f"{where} has {have} rows of {length} tokens: {len(kept)} calibrate and {len(out)} are held out, where "
+        f"{where} has {have} rows of {length} tokens: {len(kept)} to calibrate with and {len(out)} to compare, where "
         f"samples={asked} asks for {asked} and {wanted - asked}"
     )
 

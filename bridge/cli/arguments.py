@@ -22,10 +22,16 @@ def _complete_target(begin: str) -> list[str]:
     return [name for name in (*target_names(), *ALIASES) if name.startswith(begin)]
 
 
-def _complete_scheme(begin: str) -> list[str]:
+def complete_scheme(begin: str) -> list[str]:
     from bridge.quant.schemes.catalog import scheme_names
 
     return [name for name in scheme_names() if name.startswith(begin)]
+
+
+def _complete_kv(begin: str) -> list[str]:
+    from bridge.quant.schemes.catalog import kv_names
+
+    return [name for name in kv_names() if name.startswith(begin)]
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a directory, a hub id or an address")]
@@ -37,10 +43,13 @@ Quant = Annotated[
     str | None,
     typer.Option(
         help="scheme name (`qbridge show schemes`) or recipe file; default: no quantization",
-        autocompletion=_complete_scheme,
+        autocompletion=complete_scheme,
     ),
 ]
-Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4")]
+Scheme = Annotated[
+    str, typer.Option(help="scheme name (`qbridge show schemes`) or recipe file", autocompletion=complete_scheme)
+]
+Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4", autocompletion=_complete_kv)]
 Config = Annotated[str | None, typer.Option(help="JSON file; its entries replace those of config.json")]
 Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]

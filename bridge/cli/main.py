@@ -25,6 +25,7 @@ from bridge.cli.arguments import (
     Quant,
     Quiet,
     Samples,
+    Scheme,
     Sequence,
     Target,
     TargetCommand,
@@ -50,7 +51,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity below its threshold."
+EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity failed."
 
 
 def _print_version(asked: bool) -> None:
@@ -134,7 +135,8 @@ def plan(
 ) -> None:
     """Print what `convert` would write, from headers alone.
 
-    Every tensor with its shape, dtype, bytes and expression; what stays unquantized and why; memory and disk.
+    Each kind of weight, or with --all each tensor: its shape, dtype, bytes and expression; what stays unquantized and
+    why; memory and disk.
     """
     with session(debug=debug) as terminal:
         terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
@@ -150,7 +152,7 @@ def plan(
 @app.command(epilog=epilog("qbridge calibrate MODEL --quant fp8 --out fp8.safetensors"))
 def calibrate(
     model: Model,
-    quant: Annotated[str, typer.Option(help="scheme name (`qbridge show schemes`) or recipe file")],
+    quant: Scheme,
     out: Annotated[Path, typer.Option(help="file to write: NAME.safetensors")],
     data: Data = None,
     samples: Samples = None,

@@ -18,8 +18,10 @@ from bridge.cli.arguments import (
     Model,
     Quiet,
     Samples,
+    Scheme,
     Sequence,
     Tokenizer,
+    complete_scheme,
     epilog,
 )
 from bridge.cli.terminal import session
@@ -30,12 +32,15 @@ EPILOG = epilog("qbridge sensitivity MODEL --quant int4_awq --budget 4.5bits")
 
 def sensitivity(
     model: Model,
-    quant: Annotated[str, typer.Option(help="scheme name or recipe file whose layers are ranked")],
+    quant: Scheme,
     data: Data = None,
     budget: Annotated[
         str | None, typer.Option(help="6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token")
     ] = None,
-    fallback: Annotated[str | None, typer.Option(help="scheme of excluded layers; default: unquantized")] = None,
+    fallback: Annotated[
+        str | None,
+        typer.Option(help="scheme of excluded layers; default: unquantized", autocompletion=complete_scheme),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="kl: one run per layer; modelopt: ModelOpt's gradient scores, in one run")
     ] = "kl",

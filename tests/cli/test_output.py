@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import bridge
+from bridge.api import conversion, request
 from bridge.cli.main import app
+from bridge.core.errors import BridgeWarning
 from bridge.reporting.columns import Columns, line
 from bridge.reporting.plan_table import plan_table
 from bridge.reporting.report import report_table
+from bridge.sources.opening import open_source
 from bridge.verification.parity import Parity
 from tests.cli.test_show import MODEL, report, tensor, text
 
@@ -49,11 +53,25 @@ def test_a_conversion_that_passed_prints_six_lines_and_the_next_command(tmp_path
 
 def test_what_is_not_used_is_told_on_stderr(tmp_path: Path) -> None:
     words = ["--target", "hf", "--quant", "int8_wo", "--no-verify", "--out", str(tmp_path / "out")]
-    done = run("convert", str(MODEL), *words, "--device", "cuda", "--data", "corpus.txt", "-q")
+    done = run("convert", str(MODEL), *words, "--device", "cuda", "--data", "corpus.txt", "--samples", "4", "-q")
     assert done.exit_code == 0 and done.stdout == ""
-    assert re.findall(r"^warning: (\w+)= \(--\w+\) is not used", done.stderr, re.MULTILINE) == ["device", "data"]
+    told = re.findall(r"^warning: (\w+)= \(--\w+\) is not used", done.stderr, re.MULTILINE)
+    assert told == ["device", "data", "samples"]
     written = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert written["written_by"] == f"qbridge {bridge.__version__}" and written["producer"]["name"] == "modelopt"
+
+
+@pytest.mark.parametrize("verb", ["convert", "calibrate"])
+def test_a_field_without_data_is_refused(verb: str, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out.safetensors"), "--quant", "fp8", *["--target", "hf"][: 2 * (verb == "convert")]]
+    done = run(verb, str(MODEL), "--field", "text", *out)
+    assert done.exit_code == 2 and "field='text' (--field) names a key of JSONL records" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calibration_on_the_embedded_text_is_told() -> None:
+    with pytest.warns(BridgeWarning, match=r"Python's documentation.*data= \(--data FILE\)"):
+        request.data_of(open_source(MODEL), None)
 
 
 def test_a_command_is_only_for_what_passed_and_lies_here() -> None:
@@ -131,7 +149,8 @@ def test_a_result_is_a_few_lines_in_a_console_and_a_table_in_a_notebook() -> Non
         page = result._repr_html_()
         assert page.count("<table>") == 1 and len(page) < 20_000
     assert "mlp.up_proj" in plan._repr_html_()
-    assert "<b>" not in report()._repr_html_(), "names are escaped"
+    page = report()._repr_html_()
+    assert "<b>" not in page and "head&lt;b&gt;.weight" in page, "names are escaped"
 
 
 @pytest.mark.parametrize(
@@ -159,11 +178,22 @@ def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None
     assert "nearest" not in done.stderr
 
 
-def test_targets_and_schemes_complete() -> None:
-    from bridge.cli.arguments import _complete_scheme, _complete_target
-
-    assert _complete_target("t") == ["torchtitan", "tripy", "trt", "trtllm", "transformers", "tensorrt"]
-    assert _complete_scheme("nv") == ["nvfp4", "nvfp4_wo"]
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ("convert --target t", ["torchtitan", "tripy", "trt", "trtllm", "transformers", "tensorrt"]),
+        ("plan --quant nv", ["nvfp4", "nvfp4_wo"]),
+        ("calibrate --quant nv", ["nvfp4", "nvfp4_wo"]),
+        ("sensitivity --quant mx", ["mxfp4_wo", "mxfp8"]),
+        ("sensitivity --fallback fp8_", ["fp8_block", "fp8_pc_pt"]),
+        ("convert --kv ", ["fp8", "int8", "nvfp4"]),
+    ],
+)
+def test_targets_schemes_and_caches_complete(asked: str, names: list[str]) -> None:
+    words = f"qbridge {asked}"
+    bash = {"_QBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, [], env=bash, prog_name="qbridge")
+    assert sorted(done.stdout.split()) == sorted(names)
 
 
 @pytest.mark.slow
@@ -195,15 +225,10 @@ def test_a_config_without_a_class_is_told_the_class_of_its_model_type(tmp_path: 
     assert '{"architectures": ["Qwen2ForCausalLM"]}, or --config FILE with that JSON' in done.stderr
 
 
-def test_seconds_of_imports_are_told_apart() -> None:
-    import time
-
-    from bridge.api.conversion import Clock
-
-    clock = Clock()
-    with clock.stage("plan"):
-        time.sleep(0.02)
-        with clock.stage("imports"):
-            time.sleep(0.05)
-    assert list(clock.seconds) == ["imports", "plan"]
-    assert clock.seconds["imports"] > 0.045 and clock.seconds["plan"] < 0.045
+def test_seconds_of_imports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 2.0, 7.0, 8.0])
+    monkeypatch.setattr(conversion, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    clock = conversion.Clock()
+    with clock.stage("plan"), clock.stage("imports"):
+        pass
+    assert clock.seconds == {"imports": 5.0, "plan": 3.0}
