@@ -90,15 +90,15 @@ def calibrate(
     >>> calibration.input_amax["model.layers.0.mlp.down_proj"].dtype
     dtype('float32')
     """
-    told = callback_of(progress)
-    told(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
+    callback = callback_of(progress)
+    callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
     source = open_source(model, config, tokenizer)
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure)
     if scheme is None:
         raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
     prepared = data_of(source, data, Sampling(samples, sequence, field))
-    return conversion.calibrate(source, structure, scheme, prepared, device, told)
+    return conversion.calibrate(source, structure, scheme, prepared, device, callback)
 
 
 def fake_quantize(

@@ -132,7 +132,7 @@ def import_frameworks(with_modelopt: bool) -> None:
     """Import what running a model needs, so that its seconds are not those of a stage; CalibrationError if absent."""
     if with_modelopt:
         _modelopt()
-    with contextlib.suppress(ImportError):  # who needs it says so
+    with contextlib.suppress(ImportError):  # a scheme that needs it raises its own error
         import torch  # noqa: F401
         import transformers  # noqa: F401
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from bridge.core.shown import Shown, Table
+from bridge.core.display import Displayed, Table
 from bridge.core.text import fold, grouped, pattern, shape_text, size
 from bridge.core.values import Encoding, Format, Numeric, Site, Slice, TensorSpec, plain
 from bridge.quant.describe import format_name
@@ -106,7 +106,7 @@ class Step:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
+class Plan(Displayed):
     """Everything a conversion will do. `memory` and `disk` are bytes; `dropped` maps source tensors to the reason.
 
     `tied` maps an alias to the tensor that is stored for both; `untied`, to the tensor that the alias repeats, if both

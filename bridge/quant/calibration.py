@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.display import Displayed, Table
 from bridge.core.errors import BridgeError, CalibrationError, WriteError, reason
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing import parse_json
 from bridge.core.remote.path import as_path
-from bridge.core.shown import Shown, Table
 from bridge.core.text import fold, fold_layers, grouped, number, pattern
 from bridge.core.typed_json import typed
 from bridge.core.values import Format, Numeric
@@ -79,7 +79,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True, repr=False)
-class Calibration(Shown):
+class Calibration(Displayed):
     """Statistics by checkpoint module name, all float32.
 
     `input_amax` (): max |x| of the input; under SmoothQuant and W4A8 of the smoothed input, as ModelOpt rounds it.
@@ -115,7 +115,7 @@ class Calibration(Shown):
     def table(self) -> Table:
         """Each statistic with its range over the modules, layers folded."""
         rows = []
-        for kind in _STATISTICS[:-1]:
+        for kind in _STATISTICS[:-1]:  # the last one is no range but counts
             for group in grouped(getattr(self, kind).items(), lambda item: pattern(f"{item[0]}.")):
                 low, high = min(a.min() for _, a in group), max(a.max() for _, a in group)
                 module = fold([f"{name}." for name, _ in group])[:-1]

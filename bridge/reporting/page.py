@@ -102,7 +102,7 @@ def _tiles(report: Report) -> Iterator[Tile]:
     ratio = f"{report.bytes / report.source_bytes:.0%} of {size(report.source_bytes)}" if report.source_bytes else ""
     yield Tile("Size", size(report.bytes), ratio)
     if report.bits:
-        yield Tile("Bits a weight", f"{report.bits:.2f}", f"{report.quantized:,} matrices quantized")
+        yield Tile("Bits a value", f"{report.bits:.2f}", f"all tensors; {report.quantized:,} quantized")
     if report.parity.tensors:
         tensor = worst(report.parity.tensors)
         yield Tile("Worst weight", measured(tensor.decibels, tensor, 1), "dB, signal to noise")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from bridge.core.display import Displayed, Table
 from bridge.core.places import is_remote
-from bridge.core.shown import Shown, Table
 from bridge.core.text import first_of, fold, fold_layers, grouped, number, pattern, size
 from bridge.reporting.columns import line, titled_table
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
@@ -78,7 +78,7 @@ class Advice:
 
 
 @dataclass(frozen=True, repr=False)
-class Report(Shown):
+class Report(Displayed):
     """What `convert` and `verify` return. `seconds` by stage, `bytes` that the runtime loads, `peak_memory` (RSS).
 
     `skipped` maps names to the reason why they were not copied, quantized or run; `policies` maps tensors to the policy
@@ -189,7 +189,7 @@ def _tuples(value: Any) -> Any:
 def report_lines(report: Report) -> list[Text]:
     """What `convert` prints: what was made, its size, its seconds, its parity, where it is, and what to do next."""
     ratio = f" ({report.bytes / report.source_bytes:.0%})" if report.source_bytes else ""
-    bits = f", {report.bits:.2f} bits a weight" if report.bits else ""
+    bits = f", {report.bits:.2f} bits a value" if report.bits else ""
     stages = ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items())
     seconds = f"{sum(report.seconds.values()):.1f}" + (f" ({stages})" if stages else "")
     counts = f"{report.tensors:,} tensors, {report.quantized:,} quantized"

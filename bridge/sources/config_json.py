@@ -45,9 +45,9 @@ def _class_of(model_type: Any) -> str:
     except ImportError:
         return ""
     for names in ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL"):
-        found = getattr(modeling_auto, f"{names}_MAPPING_NAMES").get(model_type)
-        if isinstance(found, str):
-            return found
+        name = getattr(modeling_auto, f"{names}_MAPPING_NAMES").get(model_type)
+        if isinstance(name, str):
+            return name
     return ""
 
 

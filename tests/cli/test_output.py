@@ -45,7 +45,7 @@ def test_a_conversion_that_passed_prints_six_lines_and_the_next_command(tmp_path
     lines = done.stdout.splitlines()
     assert [words.split()[0] for words in lines] == ["model", "size", "seconds", "parity", "written", "next"]
     assert lines[0] == "model    LlamaForCausalLM to hf, fp8_pc_pt: 83 tensors, 35 quantized"
-    assert "bits a weight" in lines[1]
+    assert "bits a value" in lines[1]
     assert lines[4:] == [f"written  {out}", f"next     vllm serve {out}"]
     again = run("verify", str(out), "--against", str(MODEL), "-v")
     assert "weights, re-read and dequantized" in again.stdout and again.stdout.splitlines()[-1] == lines[-1]

@@ -96,12 +96,12 @@ def output_directory(
             kept = _can_go_on(error) and _is_there(journal, work) and _has_finished(journal, work)
             if not kept:
                 run_despite_signal(lambda: _discard(journal, work, identity))
-            told = _not_written(error, out, kept) if isinstance(error, OSError) else error
+            failure = _not_written(error, out, kept) if isinstance(error, OSError) else error
             if kept:
-                told.add_note((KEPT if resume else KEPT_ANEW).format(work=work))
-            if told is error:
+                failure.add_note((KEPT if resume else KEPT_ANEW).format(work=work))
+            if failure is error:
                 raise
-            raise told from error
+            raise failure from error
 
 
 def _can_go_on(error: BaseException) -> bool:

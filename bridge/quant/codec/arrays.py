@@ -80,9 +80,9 @@ def check_finite(values: Array, name: str, what: str) -> None:
         return
     nan = int(np.isnan(values).sum())
     counts = {"NaN": nan, "infinity": int(bad.sum()) - nan}
-    found = " and ".join(f"{kind} in {number(count, 'block')}" for kind, count in counts.items() if count)
+    counted = " and ".join(f"{kind} in {number(count, 'block')}" for kind, count in counts.items() if count)
     raise SourceError(
-        f"{name}: {found} of {what}, {values.size:,} in all, the first is block "
+        f"{name}: {counted} of {what}, {values.size:,} in all, the first is block "
         f"{tuple(int(i) for i in np.argwhere(bad)[0])}; such weights are refused, quantized or not: "
         "repair the checkpoint, or download it again"
     )

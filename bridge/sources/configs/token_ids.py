@@ -18,14 +18,14 @@ NAMES = ("bos_token", "eos_token", "pad_token")
 
 
 def token_ids(files: Mapping[str, Path | bytes]) -> dict[str, int | list[int]]:
-    """`bos_token_id` and so on, as far as the files tell; a file that is no JSON object tells nothing."""
+    """`bos_token_id` and so on, of the tokens that the files name; a file that is not a JSON object is ignored."""
     generation, words = _read(files.get(GENERATION)), _read(files.get(TOKENIZER_CONFIG))
     ids: dict[str, int | list[int]] = {}
     for name in NAMES:
         given = generation.get(f"{name}_id")
-        found = given if _is_ids(given) else _id_of(words.get(name), words, files)
-        if found is not None:
-            ids[f"{name}_id"] = found
+        id_ = given if _is_ids(given) else _id_of(words.get(name), words, files)
+        if id_ is not None:
+            ids[f"{name}_id"] = id_
     return ids
 
 

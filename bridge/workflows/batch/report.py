@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.display import Displayed, Table
 from bridge.core.errors import WriteError, reason
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing import load_json
-from bridge.core.shown import Shown, Table
 from bridge.core.text import number, size
 from bridge.core.version import __version__
 from bridge.reporting.columns import Columns
@@ -44,7 +44,7 @@ class Earlier:
 
 
 @dataclass(frozen=True, repr=False)
-class BatchReport(Shown):
+class BatchReport(Displayed):
     """How every row ended, in the manifest's order; a row that never ran has no outcome.
 
     `calibrations`: the outcomes of shared calibrations. `digests`: key of a calibration -> its digest. `every`: all

@@ -93,8 +93,8 @@ def batch(
     """
     names = (only,) if isinstance(only, str) else tuple(only or ())
     asked = Asked(engine, workers, memory, dry_run, resume, strict, names)
-    told = callback_of(progress)
-    rows = (lambda done, total, _: told(done, total, "rows")) if isinstance(told, Bars) else told
+    callback = callback_of(progress)
+    rows = (lambda done, total, _: callback(done, total, "rows")) if isinstance(callback, Bars) else callback
     return run(read_manifest(manifest), asked, Counted(rows))
 
 

@@ -64,10 +64,10 @@ def record(
     >>> len(golden.snapshot.tensors)
     83
     """
-    told, directory, output = callback_of(progress), Path(directory), written_at(out)
-    reader = SnapshotReader(output, told)
+    callback, directory, output = callback_of(progress), Path(directory), written_at(out)
+    reader = SnapshotReader(output, callback)
     if against is not None:
-        _verify(out, against, told)
+        _verify(out, against, callback)
     recover(directory, MARK)
     old = load(directory) if is_golden(directory) else None
     snapshot = reader.snapshot(statistics=True)
@@ -129,10 +129,10 @@ def check(
     if (out is None) == (model is None):
         raise UsageError("check takes either a written model or the model to convert again: OUT, or model=")
     recover(Path(directory), MARK)
-    told, golden = callback_of(progress), load(Path(directory))
-    conversion = converted(golden, model, calib, work, told, config=config, tokenizer=tokenizer)
+    callback, golden = callback_of(progress), load(Path(directory))
+    conversion = converted(golden, model, calib, work, callback, config=config, tokenizer=tokenizer)
     with conversion if out is None else nullcontext(written_at(out)) as output:
-        reader = SnapshotReader(output, told)
+        reader = SnapshotReader(output, callback)
         snapshot = reader.snapshot()
         moves = compare(golden.snapshot, snapshot, golden.statistics, reader.statistics)
         try:

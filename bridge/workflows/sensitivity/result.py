@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.display import Displayed, Table
 from bridge.core.errors import UsageError, WriteError, reason
 from bridge.core.output.directory import check_file_free
-from bridge.core.shown import Shown, Table
 from bridge.core.text import size
 from bridge.core.values import plain
 from bridge.reporting.columns import Columns
@@ -62,7 +62,7 @@ class Choice:
 
 
 @dataclass(frozen=True, repr=False)
-class Sensitivity(Shown):
+class Sensitivity(Displayed):
     """Units by cost, the largest first. `cost_is`: the unit of the costs; divergences are always in nats a token.
 
     `whole`: the divergence with everything in the scheme. `cache`: that of the KV cache alone, None without one.

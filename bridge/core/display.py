@@ -10,7 +10,7 @@ MAX_ROWS = 40  # of the table in a notebook
 Table = tuple[Sequence[str], Sequence[tuple[str, ...]]]  # columns, rows
 
 
-class Shown:
+class Displayed:
     """Base of results: a few lines as `repr`, the same lines and a table in a notebook."""
 
     def lines(self) -> list[str]:
