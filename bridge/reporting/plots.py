@@ -124,9 +124,9 @@ def _by_layer(
     failed = sum(not t.passed for t in tensors)
     about = (
         f"{len(shown):,} of {len(tensors):,} weights, from {min(finite):.2f} to {max(finite):.2f}; "
-        f"{failed} below their gate."
+        f"{failed} failed."
     )
-    key = [("ok", "passed"), ("low", "below its gate")] if failed else []
+    key = [("ok", "passed"), ("low", "failed")] if failed else []
     lines = [*axis.lines(), *(Line(LEFT, axis.y(value), WIDTH, axis.y(value), "gate") for value in gates.values())]
     words = [Word(WIDTH, axis.y(value) - 5, text) for text, value in gates.items()]
     return Plot(title, about, HEIGHT, lines, [*axis.words(), *layers.words(), *words, *names], marks, key)

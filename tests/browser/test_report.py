@@ -103,6 +103,16 @@ def test_the_page_fits_its_window(seen: Any) -> None:
     assert wide <= window
 
 
+def test_what_is_wider_than_a_phone_scrolls_and_says_so(browser: Any, page: Path) -> None:
+    """A shadow at the edge shows that a table goes on; it lies behind the text and moves with the scroll."""
+    show(browser, page, "light", 390)
+    wide = browser.execute_script(
+        "return [...document.querySelectorAll('main *, body *')].filter(e => e.scrollWidth > e.clientWidth + 1 "
+        "&& getComputedStyle(e).overflowX == 'auto').map(e => getComputedStyle(e).backgroundImage)"
+    )
+    assert wide and all(image.count("linear-gradient") == 4 for image in wide), wide
+
+
 def test_nothing_is_fetched_and_nothing_is_complained_about(seen: Any, page: Path) -> None:
     events = [json.loads(entry["message"])["message"] for entry in seen.get_log("performance")]
     asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]

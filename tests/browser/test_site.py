@@ -22,6 +22,9 @@ PAGES = (
 )  # fmt: skip
 # The texts of the part that is ours; the theme's own hide and show as it likes.
 ARTICLE = TEXTS.replace("document.body", "document.querySelector('article')")
+# Of each table, its columns' width and what its window shows.
+WIDE = """return [...document.querySelectorAll('article .md-typeset__scrollwrap')]
+    .map(wrap => [wrap.scrollWidth, wrap.clientWidth, wrap.textContent.trim().slice(0, 40)])"""
 RESULTS = "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.getAttribute('href'))"
 
 
@@ -56,6 +59,12 @@ def test_a_page_fits_its_window(look: Callable[[str], Any], name: str) -> None:
     script = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
     wide, window = look(name).execute_script(script)
     assert wide <= window
+
+
+def test_every_column_of_the_matrix_is_seen_on_a_laptop(browser: Any, site: Path) -> None:
+    show(browser, site / "support.html", "light", 1366)
+    tables = browser.execute_script(WIDE)
+    assert tables and [table for table in tables if table[0] > table[1]] == []
 
 
 @pytest.mark.parametrize("name", PAGES)

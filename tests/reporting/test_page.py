@@ -77,6 +77,23 @@ def test_the_page_shows_each_kind_of_fact() -> None:
         assert words in page.text, words
 
 
+def test_the_page_begins_with_what_a_reader_asks_first() -> None:
+    """Verdict and figures, then the worst layers by name, then what runs it; gates are lines with their value."""
+    layers = tuple((f"layers.{n}.up", 0.09 - n / 100) for n in range(8))
+    tensors = tuple(dataclasses.replace(tensor(f"layers.{n}.up.weight"), gate=0.99) for n in range(3))
+    parity = Parity(tensors, report().parity.outputs, layers)
+    page = Page()
+    page.feed(body := render(report(parity=parity, next="vllm serve {out}")))
+    assert page.text.index("passed") < page.text.index("Perplexity") < page.text.index("Worst layers")
+    titles = ["Outputs and perplexity", "Worst layers", "What runs it", "Parity by layer", "Provenance"]
+    places = [page.text.rindex(title) for title in titles]  # the first time is in the list of sections
+    assert places == sorted(places)
+    assert "vllm serve out" in page.text[places[2] : places[3]]
+    worst = page.text[places[1] : places[2]]
+    assert [name for name, _ in layers if name in worst] == [name for name, _ in layers[:5]]
+    assert body.count('class="gate"') == 1 and "gate 0.99" in page.text
+
+
 def test_no_section_is_empty_and_every_link_leads_to_one() -> None:
     for made in (full(), report(), report(parity=Parity(), quantized=0)):
         page = render(made)
