@@ -13,12 +13,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.api.request import Request, ResolvedRequest, data_of, data_to_compare, resolve
+from bridge.api.request import (
+    Request,
+    ResolvedRequest,
+    data_of,
+    data_to_compare,
+    resolve,
+    unwarned_data_of,
+    warn_of,
+)
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, SourceError, warn
 from bridge.core.output.directory import check_disk, output_directory
 from bridge.core.output.names import CALIBRATION
-from bridge.core.output.replace import check_free, recover, work_directory
+from bridge.core.output.replace import check_free, recover
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
@@ -172,10 +180,10 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         with clock.stage("imports"):
             import_frameworks(with_modelopt=resolved.uncalibrated)
         own = request.calib if given is None and request.data is None else request.data
-        left = request.resume and (work_directory(resolved.out) / CALIBRATION).exists()  # by a run that was killed
-        warned = own is not None or (resolved.uncalibrated and not left)
-        prepare = data_of if warned else data_to_compare
-        data = prepare(source, own, request.sampling)
+        if resolved.uncalibrated:
+            data = unwarned_data_of(source, own, request.sampling)
+        else:
+            data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, source.fingerprint, statistics)
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -184,16 +192,17 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
 
 def _warn_of_unused(request: Request, compared: bool) -> None:
     """Warn of arguments that only a calibration uses; data serve the comparison of outputs, too."""
-    cut = {} if compared else {"data": request.data, **asdict(request.sampling)}
-    for name, value in {"device": request.device, **cut}.items():
+    for_data = {} if compared else {"data": request.data, **asdict(request.sampling)}
+    for name, value in {"device": request.device, **for_data}.items():
         if value is not None:
-            warn(f"{name}= (--{name}) is not used: nothing is calibrated here, and weights are coded on the CPU")
+            why = "; weights are quantized on the CPU" if name == "device" else ""
+            warn(f"{name}= (--{name}) is not used: this conversion calibrates nothing{why}")
 
 
 def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibration | None:
     """The given or newly made calibration, saved in `directory`; None if the conversion needs none.
 
-    A calibration that a killed run of the same conversion saved there is loaded.
+    A calibration that an unfinished run of the same conversion saved there is loaded.
     """
     resolved, saved = prepared.resolved, directory / CALIBRATION
     if resolved.calibration:
@@ -203,6 +212,7 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
     with clock.stage("calibrate"):
         if saved.exists():
             return Calibration.load(saved)
+        warn_of(prepared.data)
         device, progress = prepared.request.device, prepared.request.progress
         progress(0, 0, "calibrate")
         needed = {step.site.module for step in resolved.plan.quantized if step.site}  # a target may keep some

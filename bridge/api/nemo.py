@@ -24,7 +24,7 @@ from typing import Any
 
 from bridge.api.nemo_configs import DTYPES, SCHEMES, ExportConfig, QuantizationConfig, QuantizerError, read
 from bridge.api.verbs import convert, fake_quantize, plan
-from bridge.core.errors import BridgeError, SourceError, WriteError
+from bridge.core.errors import BridgeError, SourceError, WriteError, drop_notes
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
@@ -202,7 +202,11 @@ class Quantizer:
             out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as work:
                 directory, archive = Path(work, "model"), Path(work, "archive")
-                report = replace(write(directory), out=str(out))
+                try:
+                    report = replace(write(directory), out=str(out))
+                except BaseException as error:  # what a conversion keeps goes with this directory
+                    drop_notes(error, work)
+                    raise
                 save(report, directory)
                 _pack(directory, archive)
                 archive.replace(out)

@@ -65,11 +65,21 @@ def _plan_inputs(
 
 def data_of(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
     """Prepare data to calibrate with, and warn of what a user should know about them."""
-    check_here(data=data)
-    prepared = prepare(data, source, sampling)
-    for text in prepared.warnings:
-        warn(text)
+    prepared = unwarned_data_of(source, data, sampling)
+    warn_of(prepared)
     return prepared
+
+
+def unwarned_data_of(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
+    """The same without its warnings, which `warn_of` issues when it is known that they are used."""
+    check_here(data=data)
+    return prepare(data, source, sampling)
+
+
+def warn_of(data: Data) -> None:
+    """Issue the warnings on data."""
+    for text in data.warnings:
+        warn(text)
 
 
 def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:

@@ -160,7 +160,7 @@ def convert(
         tokenizer: an object, a directory or a hub id, in place of the model's own.
         verify: re-read the output, compare it with the source, and run it if the target does.
         overwrite: replace `out`, if bridge wrote it.
-        resume: continue a killed run of the same conversion; False discards what it left.
+        resume: continue an unfinished run of the same conversion; False discards what it left.
         progress: called with the work done, the total, and the name of the stage; None shows bars in a terminal or a
             notebook, False shows nothing.
         memory: bytes that the run may use; None takes the plan's figure.
@@ -183,13 +183,22 @@ def convert(
 
 @shows_progress
 def verify(
-    out: str | Path, against: Any, *, data: Any = None, tokenizer: Any = None, progress: Progress | bool | None = None
+    out: str | Path,
+    against: Any,
+    *,
+    data: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    field: str | None = None,
+    tokenizer: Any = None,
+    progress: Progress | bool | None = None,
 ) -> Report:
     """Re-read a written model, compare every weight with its source, and run it; returns a new report.
 
     Args:
         against: the source that it was made from: anything that `convert` takes as `model`.
         data: held-out text or batches; None takes those saved with the calibration, else the embedded text.
+        samples, sequence, field: of `data`, as in `calibrate`.
 
     Raises:
         VerifyError: bridge did not write `out`, or the tensors of `against` have other names or shapes.
@@ -209,7 +218,8 @@ def verify(
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
         prepare = data_to_compare if data is None else data_of
-        prepared = None if calibration and calibration.held_out else prepare(source, data)
+        sampling = Sampling(samples, sequence, field)
+        prepared = None if calibration and calibration.held_out else prepare(source, data, sampling)
         proof = prove(directory, manifest, source, calibration, prepared, callback_of(progress), ask_again=True)
     return make_report(directory, directory, manifest, source, calibration, proof, clock.seconds)
 

@@ -78,6 +78,8 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     if isinstance(data, str | Path):
         texts = documents(data, source.load_tokenizer, sampling.samples or SAMPLES, sampling.field)
         return _rows(texts, source, str(data), sampling)
+    if sampling.field:
+        raise UsageError(f"field={sampling.field!r} (--field) names a key of JSONL records, and data= holds none")
     if callable(data) and not isinstance(data, Mapping) and not hasattr(data, "__iter__"):
         try:
             own = _default(source, sampling)
@@ -133,7 +135,7 @@ def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) 
     if have < 2:
         raise CalibrationError(
             f"{where}: {len(ids)} tokens are shorter than a batch: one row of {length} to calibrate and one to "
-            f"hold out take {2 * content}; give more text, or a smaller sequence="
+            f"hold out take {2 * content}; give more text, or a smaller sequence= (--sequence)"
         )
     count = min(wanted, have)
     starts = [at * have // count * content for at in range(count)]
@@ -142,8 +144,8 @@ def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) 
     kept = [row for at, row in enumerate(rows) if (at + 1) % every]
     out = [row for at, row in enumerate(rows) if not (at + 1) % every]
     fewer = (
-        f"{where} has {have} rows of {length} tokens: {len(kept)} to calibrate with and {len(out)} to compare, where "
-        f"samples={asked} asks for {asked} and {wanted - asked}"
+        f"{where} has {have} rows of {length} tokens: {len(kept)} to calibrate with and {len(out)} to compare; {asked} "
+        "were wanted: give more text, or a smaller samples= (--samples) or sequence= (--sequence)"
     )
 
     def batches(some: list[list[int]]) -> tuple[dict[str, Any], ...]:

@@ -54,6 +54,9 @@ def batch(
         elif report.failed:  # nothing else is printed
             head = f"{len(report.failed)} of {number(len(report.rows), 'row')} failed"
             raise BatchError("\n  ".join([head, *(line(outcome, whole=True) for outcome in report.failures)]))
+        else:
+            for outcome in report.below:
+                terminal.note(line(outcome))
         if report.failed:
             raise Exit(FAILED)
         if report.below:

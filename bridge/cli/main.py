@@ -95,7 +95,7 @@ def convert(
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="discard what a killed run left")] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="discard what an unfinished run left")] = False,
     verbose: Verbose = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="do not re-read and run the output")] = False,
     memory: Annotated[str | None, typer.Option(help="byte budget of the stream: 2GB, 512MiB")] = None,
@@ -196,6 +196,9 @@ def verify(
     out: Written,
     against: Annotated[str, typer.Option(help="the model it was made from: a directory, a hub id or an address")],
     data: Data = None,
+    samples: Samples = None,
+    sequence: Sequence = None,
+    field: Field = None,
     tokenizer: Tokenizer = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -206,7 +209,10 @@ def verify(
     with session(debug=debug, quiet=quiet) as terminal:
         from bridge.reporting.report import report_table
 
-        report = bridge.verify(out, against, data=data, tokenizer=tokenizer, progress=terminal.progress)
+        report = bridge.verify(
+            out, against, data=data, samples=samples, sequence=sequence, field=field, tokenizer=tokenizer,
+            progress=terminal.progress,
+        )  # fmt: skip
         terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
 

@@ -154,8 +154,8 @@ def _unexpected(error: Exception, log: TextIO, debug: bool) -> str:
     if debug:
         return traceback.format_exc()
     if isinstance(error, OSError) and disk_is_full(error):
-        text = "the disk is full; nothing half-written is kept. Free space and run again"
-        return f"WriteError: {error.filename or 'the output'}: {text}"
+        text = f"WriteError: {error.filename or 'the output'}: the disk is full. Free some space and run again"
+        return "\n  ".join([text, *notes_of(error)])
     if isinstance(error, OSError) and error.strerror:
         text = f"{type(error).__name__}: {error.filename or 'a file'}: {error.strerror}"
         return "\n  ".join([text, *notes_of(error)])

@@ -103,9 +103,16 @@ class CannotRun(VerifyError):
     """This machine cannot run the model: no runtime, memory, kernels or data."""
 
 
-def disk_is_full(error: OSError) -> bool:
-    """Whether the disk or the user's quota is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes; not its `__context__`: what was tried before is not the reason."""
+    while error:
+        yield error
+        error = error.__cause__
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether the cause of an error is a disk, or a user's quota, that is full."""
+    return any(isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT) for one in causes(error))
 
 
 def is_unreachable(error: BaseException | None) -> bool:
@@ -114,18 +121,22 @@ def is_unreachable(error: BaseException | None) -> bool:
     >>> is_unreachable(TimeoutError()), is_unreachable(FileNotFoundError())
     (True, False)
     """
-    while error:
-        if isinstance(error, ConnectionRefusedError | TimeoutError) or type(error).__name__ in UNREACHED:
+    for one in causes(error):
+        if isinstance(one, ConnectionRefusedError | TimeoutError) or type(one).__name__ in UNREACHED:
             return True
-        if isinstance(error, OSError) and error.errno in UNREACHABLE:
+        if isinstance(one, OSError) and one.errno in UNREACHABLE:
             return True
-        error = error.__cause__  # no `__context__`: what was tried before is not the reason
     return False
 
 
 def notes_of(error: BaseException) -> list[str]:
     """What was added to an error on its way: where the finished part of the work is kept."""
     return list(getattr(error, "__notes__", ()))
+
+
+def drop_notes(error: BaseException, place: object) -> None:
+    """Remove the notes on work in a directory that is removed with the error."""
+    error.__notes__ = [note for note in notes_of(error) if str(place) not in note]
 
 
 def reason(error: OSError) -> str:

@@ -121,6 +121,9 @@ class NotebookBars:
 
     def __call__(self, done: int, total: int, text: str) -> None:
         with self._lock:
+            for other, (_, length) in self._texts.items():  # work of unknown length ends when other work begins
+                if other != text and not length:
+                    self._texts[other] = (1, 1)
             self._texts[text] = (done, total)
             now = time.monotonic()
             if now - self._last < REFRESH and done < total:
@@ -131,5 +134,10 @@ class NotebookBars:
 
 def _bar(text: str, state: tuple[int, int]) -> str:
     done, total = state
-    share = f"{done / total:.0%}" if total else ""
-    return f'<progress value="{done}" max="{total or 1}"></progress> {html.escape(text)} {share}'
+    value, share = (f'value="{done}" max="{total}"', f"{done / total:.0%}") if total else ("", "")
+    return f"<progress {value}></progress> {html.escape(text)} {share}"
+
+
+def is_bars(progress: Progress) -> bool:
+    """Whether a callback draws a bar per text."""
+    return isinstance(progress, Bars | NotebookBars)

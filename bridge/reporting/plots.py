@@ -122,10 +122,7 @@ def _by_layer(
         if id(t) in named and all(abs(y + 17 - other.y) > 12 or abs(at - other.x) > 120 for other in names):
             names.append(Word(at, y + 17, role(t.name), "middle"))
     failed = sum(not t.passed for t in tensors)
-    about = (
-        f"{len(shown):,} of {len(tensors):,} weights, from {min(finite):.2f} to {max(finite):.2f}; "
-        f"{failed} failed."
-    )
+    about = f"{len(shown):,} of {len(tensors):,} weights, from {min(finite):.2f} to {max(finite):.2f}; {failed} failed."
     key = [("ok", "passed"), ("low", "failed")] if failed else []
     lines = [*axis.lines(), *(Line(LEFT, axis.y(value), WIDTH, axis.y(value), "gate") for value in gates.values())]
     words = [Word(WIDTH, axis.y(value) - 5, text) for text, value in gates.items()]

@@ -57,7 +57,7 @@ def load_target(name: str) -> Target:
         return _added()[name].load()  # type: ignore[no-any-return]
     name = ALIASES.get(name.lower(), name.lower())
     if name not in BUILT_IN:
-        raise UsageError(f"target {name!r} is unknown; {nearest(name, target_names())}")
+        raise UsageError(f"target {name!r} is unknown; {nearest(name, [*target_names(), *ALIASES])}")
     return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = (
     "index", "concepts", "guides/batch", "schemes/fp8", "targets/trt", "adding/source", "guarantees/security",
-    "reference/errors", "reference/command-line", "reference/verbs",
+    "reference/errors", "reference/command-line", "reference/verbs", "guides/serve", "guides/gpu", "support",
+    "performance", "coming-from/modelopt",
 )  # fmt: skip
 # The texts of the part that is ours; the theme's own hide and show as it likes.
 ARTICLE = TEXTS.replace("document.body", "document.querySelector('article')")
@@ -65,6 +66,19 @@ def test_every_column_of_the_matrix_is_seen_on_a_laptop(browser: Any, site: Path
     show(browser, site / "support.html", "light", 1366)
     tables = browser.execute_script(WIDE)
     assert tables and [table for table in tables if table[0] > table[1]] == []
+
+
+def test_the_landing_page_has_a_picture(browser: Any, site: Path) -> None:
+    show(browser, site / "index.html", "light", 1366)
+    (width,) = browser.execute_script("return [...document.querySelectorAll('img.shot')].map(img => img.naturalWidth)")
+    assert width == 1100
+
+
+def test_tables_of_the_site_show_on_a_phone_that_they_scroll(browser: Any, site: Path) -> None:
+    show(browser, site / "guides/gpu.html", "light", 390)
+    script = "return getComputedStyle(document.querySelector('.md-typeset__scrollwrap')).backgroundImage"
+    assert browser.execute_script(script).count("linear-gradient") == 4
+    assert any(table[0] > table[1] for table in browser.execute_script(WIDE))
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -166,7 +166,7 @@ def test_fewer_rows_than_asked_are_told(tmp_path: Path) -> None:
     data = made(tmp_path / "a.txt", samples=100)
     assert sum(len(batch["input_ids"]) for batch in data.held_out) == 42 - data.samples
     (text,) = data.warnings
-    assert f"has 42 rows of 96 tokens: {data.samples} to calibrate with" in text and "samples=100" in text
+    assert f"has 42 rows of 96 tokens: {data.samples} to calibrate with" in text and "100 were wanted" in text
 
 
 def test_the_embedded_text_is_told_with_the_flag_that_replaces_it() -> None:

@@ -26,7 +26,7 @@ Fault = dict[str, Any]
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk is full", errno.EIO: "Input/output error"}
 WORKER = "was killed by SIGKILL during the job"
 # What a stopped command may say: that it keeps what is done, in a hidden directory, or of the rows of a batch.
-KEPT = rf"what is done is kept in (?P<work>\S+); .*|{re.escape(KEPT_ROWS)}|nothing half-written is left"
+KEPT = rf"what is done is kept in (?P<work>\S+); .*|{re.escape(KEPT_ROWS)}.*|nothing half-written is left"
 
 
 def shares(points: int, kind: str) -> dict[str, int]:

@@ -201,7 +201,7 @@ def test_a_read_error_in_the_middle_leaves_nothing(
 def test_a_killed_run_is_not_continued_for_another_scheme(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     victim(checkpoint, out, 40, quant="int8_wo")
-    with pytest.raises(WriteError, match="killed run"):
+    with pytest.raises(WriteError, match="unfinished run"):
         convert(checkpoint, out, quant="nvfp4_wo")
     convert(checkpoint, out, quant="nvfp4_wo", resume=False)
     convert(checkpoint, tmp_path / "calm", quant="nvfp4_wo")

@@ -19,21 +19,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreachable
-from bridge.core.output.journal import begin, busy, has_done, left, lock, remove_unbegun, void
+from bridge.core.output.journal import begin, busy, left, lock, remove_unbegun, valid_lines, void
 from bridge.core.output.names import CALIBRATION, JOURNAL, MANIFEST
 from bridge.core.output.replace import check_free, make_visible, recover, reserved, work_directory
 from bridge.core.output.temporary import run_despite_signal
 from bridge.core.places import check_length
 from bridge.core.text import size
 
-# The note of an error whose work the next run continues: a run that resumes, and one that was told not to.
-KEPT = "what is done is kept in {work}; the same command goes on from there, --no-resume (resume=False) discards it"
-KEPT_ANEW = "what is done is kept in {work}; the command without --no-resume (resume=False) goes on from there"
+# The end of a message on unfinished work that is kept, by whether the run resumes.
+HOW_TO_GO_ON = {
+    True: "the same command goes on from there, --no-resume (resume=False) discards it",
+    False: "the command without --no-resume (resume=False) goes on from there",
+}
 
 
 @dataclass(frozen=True)
 class Work:
-    """A directory under construction. `done`: finished parts of a killed run of the same work, with their results.
+    """A directory under construction. `done`: finished parts of an unfinished run of the same work, with their results.
 
     `identity`: of the work, in the journal, for processes that join it.
     """
@@ -61,7 +63,7 @@ def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None
 
 
 def check_disk(out: Path, need: int) -> None:
-    """Refuse work that is larger than the free disk; `need` in bytes. The work of a killed run counts as free."""
+    """Refuse work that is larger than the free disk; `need` in bytes. The work of an unfinished run counts as free."""
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free = shutil.disk_usage(parent).free + reserved(out)
     if free < need:
@@ -75,7 +77,7 @@ def output_directory(
     """Yield the hidden work directory of `out`; rename it to `out` at the end, remove it if the body raises.
 
     Args:
-        identity: digest of everything that decides the bytes; only the same identity continues a killed run's work.
+        identity: digest of everything that decides the bytes; only the same one continues unfinished work.
     """
     recover(out, mark)
     check_free(out, overwrite, mark)
@@ -98,21 +100,22 @@ def output_directory(
                 run_despite_signal(lambda: _discard(journal, work, identity))
             failure = _not_written(error, out, kept) if isinstance(error, OSError) else error
             if kept:
-                failure.add_note((KEPT if resume else KEPT_ANEW).format(work=work))
+                failure.add_note(f"what is done is kept in {work}; {HOW_TO_GO_ON[resume]}")
             if failure is error:
                 raise
             raise failure from error
 
 
 def _can_go_on(error: BaseException) -> bool:
-    """Whether the work is as good as before the error: an interrupt, or memory, a disk or a server that gave out."""
-    lacking = isinstance(error, MemoryError) or (isinstance(error, OSError) and disk_is_full(error))
-    return lacking or not isinstance(error, Exception) or is_unreachable(error)
+    """Whether the work is as good as before: an interrupt, too little memory, a full disk, an unreachable server."""
+    lacking = isinstance(error, MemoryError) or disk_is_full(error) or is_unreachable(error)
+    return lacking or not isinstance(error, Exception)
 
 
 def _has_finished(journal: IO[str], work: Path) -> bool:
-    """Whether any part of the work is finished."""
-    return has_done(journal, work) or (work / CALIBRATION).exists()
+    """Whether any part of the work is finished, so that the next run can go on from it."""
+    lines = valid_lines(journal, work)
+    return any(line.startswith('{"done": ') for line in lines) or (bool(lines) and (work / CALIBRATION).exists())
 
 
 def _not_written(error: OSError, out: Path, kept: bool = False) -> WriteError:

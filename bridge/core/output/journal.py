@@ -50,7 +50,7 @@ def busy(work: Path) -> WriteError:
 
 
 def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mapping[str, Any]] | None:
-    """Return the finished parts of a killed run, None to start again; WriteError if the work is not this run's."""
+    """Return the finished parts of an unfinished run, None to start again; WriteError if the work is not this run's."""
     text = _text(journal, work)
     lines = text.split("\n")[:-1]
     others = [path.name for path in work.iterdir() if path.name != JOURNAL]
@@ -63,7 +63,7 @@ def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mappin
     begun = records[last]
     if begun.get("identity") != identity:
         raise WriteError(
-            f"{work} is left from a killed run ({str(begun.get('identity', '?'))[:12]}, now {identity[:12]}): "
+            f"{work} is left from an unfinished run ({str(begun.get('identity', '?'))[:12]}, now {identity[:12]}): "
             "it is not mixed in. Remove it, or pass resume=False (--no-resume) to discard it"
         )
     if begun.get("boot") != _boot():
@@ -75,12 +75,14 @@ def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mappin
     return {record["done"]: record.get("told", {}) for record in done}
 
 
-def has_done(journal: IO[str], work: Path) -> bool:
-    """Whether any part of the work is recorded as finished."""
+def valid_lines(journal: IO[str], work: Path) -> list[str]:
+    """The lines in the file from the last identity on; none if the work must not be continued."""
     with suppress(OSError):  # a full disk: what is not in the file does not count
         journal.flush()
-    # read by its name: to seek in the open file would write what the disk does not take
-    return b'{"done": ' in (work / JOURNAL).read_bytes().rpartition(b'{"identity": ')[2]
+    text = (work / JOURNAL).read_text("utf-8", "replace")  # not `journal.seek`, which flushes
+    lines = text.split("\n")[:-1]
+    begun = max((at for at, line in enumerate(lines) if line.startswith('{"identity": ')), default=len(lines))
+    return [] if '"boot": null' in "".join(lines[begun : begun + 1]) else lines[begun:]
 
 
 def begin(journal: IO[str], work: Path, identity: str) -> None:

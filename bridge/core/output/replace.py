@@ -25,7 +25,7 @@ def work_directory(out: Path) -> Path:
 
 
 def reserved(out: Path) -> int:
-    """Return the bytes on disk of a killed run of `out`."""
+    """Return the bytes on disk of an unfinished run of `out`."""
     work = work_directory(out.absolute())
     return sum(path.stat().st_blocks * 512 for path in work.glob("**/*") if path.is_file())
 

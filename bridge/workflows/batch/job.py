@@ -15,7 +15,8 @@ from bridge.api.verbs import calibrate
 from bridge.calibration.data import Sampling
 from bridge.core.errors import BridgeError, disk_is_full, notes_of, reason
 from bridge.core.progress import Progress, no_progress
-from bridge.reporting.report import Report, verdict
+from bridge.core.text import first_of
+from bridge.reporting.report import Report, failures
 from bridge.streaming.context import Executor
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
 
@@ -46,18 +47,15 @@ def run_job(job: Job, watch: Watch, executor: Executor | None = None) -> Outcome
 
 def failure(name: str, error: Exception) -> Outcome:
     """The outcome of the job or row `name` that raised `error`."""
-    if isinstance(error, BridgeError):
-        return Outcome(name, FAILED, "\n".join([str(error), *notes_of(error)]), type(error).__name__)
+    text, kind = str(error), type(error).__name__
     if isinstance(error, MemoryError):
-        return Outcome(name, FAILED, "out of memory; give the row `memory`, or run fewer workers", "MemoryError")
-    if isinstance(error, OSError):
-        if disk_is_full(error):
-            text = f"{error.filename or 'the output'}: the disk is full; nothing half-written is kept"
-            return Outcome(name, FAILED, text, "WriteError")
-        return Outcome(name, FAILED, f"{error.filename or 'a file'}: {reason(error)}", type(error).__name__)
-    trace = "".join(traceback.format_exception(error)).strip()
-    text = f"unexpected {type(error).__name__}: a bug in qbridge or in a library it calls\n{trace}"
-    return Outcome(name, FAILED, text, CRASH)
+        text = "out of memory; give the row `memory`, or run fewer workers"
+    elif isinstance(error, OSError):
+        text, kind = f"{error.filename or 'a file'}: {reason(error)}", "WriteError" if disk_is_full(error) else kind
+    elif not isinstance(error, BridgeError):
+        trace = "".join(traceback.format_exception(error)).strip()
+        text, kind = f"unexpected {kind}: a bug in qbridge or in a library it calls\n{trace}", CRASH
+    return Outcome(name, FAILED, "\n".join([text, *notes_of(error)]), kind)
 
 
 def overdue(job: Job, seconds: float) -> Outcome:
@@ -81,7 +79,7 @@ def outcome_of(name: str, report: Report) -> Outcome:
         cosine=min((t.cosine for t in tensors), default=None),
         norm_ratio=max((t.norm_ratio for t in tensors), key=lambda ratio: abs(ratio - 1), default=None),
         relative_l2=max((o.relative_l2 for o in outputs), default=None),
-        error="" if report.passed else verdict(report).removeprefix("FAILED: "),
+        error=first_of([f"{what}: {why}" for what, _, why in failures(report)], 2),
     )
 
 

@@ -80,7 +80,7 @@ class BatchReport(Displayed):
 
     @property
     def passed(self) -> bool:
-        """True if every row was written and reached its thresholds."""
+        """True if every row was written and passed its gates."""
         return all(row.name in self.outcomes and self.outcomes[row.name].status == DONE for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,8 +113,8 @@ class BatchReport(Displayed):
 
     def lines(self) -> list[str]:
         """Totals, and the first failures, a line each."""
-        failed = [line(outcome) for outcome in (*self.failures, *self.below)]
-        more = [f"and {number(len(failed) - SHOWN, 'more failed row')}"] if len(failed) > SHOWN else []
+        failed = [line(outcome) for outcome in (*self.failures, *self.below) if not outcome.because]
+        more = [f"and {number(len(failed) - SHOWN, 'more failure')}"] if len(failed) > SHOWN else []
         return [_totals(self), *failed[:SHOWN], *more]
 
     def table(self) -> Table:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from bridge.core.errors import BatchError, UsageError, WriteError, reason
+from bridge.core.errors import BatchError, UsageError, WriteError, disk_is_full, reason
+from bridge.core.output.directory import HOW_TO_GO_ON
 from bridge.core.output.replace import recover
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
-from bridge.core.progress_bar import Bars, callback_of, shows_progress
+from bridge.core.progress_bar import callback_of, is_bars, shows_progress
 from bridge.core.remote.upload import made_at, tidy
 from bridge.core.text import nearest, number
 from bridge.workflows.batch.audience import Counted, Observer
@@ -33,7 +34,7 @@ from bridge.workflows.batch.prepare.calibrations import (
 )
 from bridge.workflows.batch.prepare.capacity import refuse, without_disk
 from bridge.workflows.batch.prepare.finished import file_digest, finished
-from bridge.workflows.batch.prepare.plan import PlannedRow, UnreachableServers, plan_rows
+from bridge.workflows.batch.prepare.plan import PlannedRow, UnreachableServers, plan_rows, unused_arguments
 from bridge.workflows.batch.report import BatchReport, read_earlier
 from bridge.workflows.batch.values import PLANNED, Engine, Limits, Outcome, Row
 
@@ -51,9 +52,7 @@ class Asked:
     only: Sequence[str] = ()
 
 
-# The notes of an interrupt: of a batch that resumes, and of one that was told not to.
-KEPT = "finished rows are kept, and parts of others in hidden directories; the same command goes on from there"
-KEPT_ANEW = "finished rows are kept, and parts of others; the command without --no-resume goes on from there"
+KEPT = "finished rows are kept, and parts of others in .OUT.partial beside each OUT; "
 
 
 @shows_progress
@@ -77,7 +76,7 @@ def batch(
         memory: bytes, for all rows together.
         strict: run nothing if one row cannot run.
         dry_run: plan every row and write nothing.
-        resume: False runs finished rows again (if they may overwrite) and discards what killed rows left.
+        resume: False runs finished rows again (if they may overwrite) and discards what unfinished rows left.
         only: names of rows, or globs; the other rows are not run.
         progress: called with the number of finished rows, the number of rows, and a line on the last finished row.
 
@@ -94,7 +93,7 @@ def batch(
     names = (only,) if isinstance(only, str) else tuple(only or ())
     asked = Asked(engine, workers, memory, dry_run, resume, strict, names)
     callback = callback_of(progress)
-    rows = (lambda done, total, _: callback(done, total, "rows")) if isinstance(callback, Bars) else callback
+    rows = (lambda done, total, _: callback(done, total, "rows")) if is_bars(callback) else callback
     return run(read_manifest(manifest), asked, Counted(rows))
 
 
@@ -118,6 +117,7 @@ def run(manifest: Manifest, asked: Asked, observer: Observer) -> BatchReport:
             recover(made_at(row.out))
     unreachable = UnreachableServers()
     planned = plan_rows(rows, engine, unreachable)
+    report = replace(report, notes=(*report.notes, *unused_arguments(planned)))
     with _folder(manifest.summary, asked) as folder:
         digests = find_calibrations(planned, folder, known)
         decided = {p.row.name: end for p in planned if (end := _outcome(p, digests, engine, asked, unreachable))}
@@ -141,7 +141,7 @@ def run(manifest: Manifest, asked: Asked, observer: Observer) -> BatchReport:
                 observer.ended(outcome)
         report = replace(report, seconds=time.perf_counter() - begin)
         report.save()
-        drop_calibrations(planned, report.outcomes, folder)
+        drop_calibrations(planned, report.outcomes, folder, every=not asked.only)
     return report
 
 
@@ -206,7 +206,8 @@ def _refusals(failed: Sequence[Outcome]) -> str:
 def _folder(summary: Path, asked: Asked) -> Iterator[Path]:
     """The working directory of the batch, for shared calibrations, locked against other processes.
 
-    It is removed at the end, unless it has a calibration: the next run of the batch uses it.
+    It is removed at the end unless a calibration is left in it, which the next run of the batch uses. A run that does
+    not resume begins with an empty one.
     """
     folder = summary.parent / f".{summary.name}.work"
     if asked.dry_run:
@@ -229,16 +230,20 @@ def _folder(summary: Path, asked: Asked) -> Iterator[Path]:
             raise busy from error
         if inode != os.fstat(lock.fileno()).st_ino:  # the other process removed the directory meanwhile
             raise busy
+        for path in folder.iterdir() if not asked.resume else ():
+            if path.name != LOCK:
+                path.unlink()
         try:
             yield folder
         except BaseException as error:
-            if not isinstance(error, Exception):
-                error.add_note(KEPT if asked.resume else KEPT_ANEW)
+            if not isinstance(error, Exception) or disk_is_full(error):
+                error.add_note(KEPT + HOW_TO_GO_ON[asked.resume])
             raise
         finally:
-            if {path.name for path in folder.iterdir()} <= {LOCK}:
-                shutil.rmtree(folder, ignore_errors=True)
-                _remove_empty(new)
+            with suppress(OSError):
+                if {path.name for path in folder.iterdir()} <= {LOCK}:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove_empty(new)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

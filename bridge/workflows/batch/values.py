@@ -15,6 +15,8 @@ from bridge.core.text import size
 DONE, BELOW, FAILED, PLANNED = "done", "below", "failed", "planned"
 WORDS = {DONE: "done", BELOW: "FAILED parity", FAILED: "FAILED", PLANNED: "planned"}
 
+FOR_CALIBRATION = ("device", "data", "samples", "sequence", "field")  # arguments that only a calibration uses
+
 
 @dataclass(frozen=True)
 class Row:
@@ -92,7 +94,7 @@ Watch = Callable[[Event], None]
 class Outcome:
     """How a job ended. `error` is the message, `kind` its class: an error's name such as "TimeoutError", or "Crash".
 
-    Of a row that failed parity, `error` names the gates, and `kind` is "".
+    Of a row that failed parity or lint, `error` names the first of them, and `kind` is "".
 
     `cosine` and `norm_ratio` are the worst of all tensors, `relative_l2` that of the outputs if they were run.
     `kept`: the finished output of an earlier run was kept; `seconds` are those of that run. `because`: the failed job

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.api.verbs import convert
-from bridge.core.errors import GoldenError, UsageError, notes_of
+from bridge.core.errors import GoldenError, UsageError, drop_notes
 from bridge.core.output.names import CALIBRATION as OUTPUT_CALIBRATION
 from bridge.core.output.temporary import temporary_directory
 from bridge.core.places import check_here, check_length
@@ -86,6 +86,6 @@ def converted(
                 **source, **options,
             )  # fmt: skip
         except BaseException as error:  # what an interrupted conversion keeps goes with this directory
-            error.__notes__ = [note for note in notes_of(error) if str(folder) not in note]
+            drop_notes(error, folder)
             raise
         yield folder / "out"

@@ -226,7 +226,7 @@ def test_a_row_that_failed_parity_names_the_gate(capsys: pytest.CaptureFixture[s
     assert (ended.status, ended.kind) == (BELOW, "") and "layers.0.up.weight: " in ended.error
     report = BatchReport("", "local", 1, rows, {row.name: replace(ended, name=row.name) for row in rows})
     assert report.lines()[1].startswith("r0: FAILED parity in 0.0 s, 9 B: layers.0.up.weight")
-    assert len(report.lines()) == 7 and report.lines()[-1] == "and 3 more failed rows"
+    assert len(report.lines()) == 7 and report.lines()[-1] == "and 3 more failures"
     console(sys.stdout).print(report)
     said = capsys.readouterr().out
     assert "FAILED parity" in said and "r7: layers.0.up.weight" in said and "8 rows: 8 failed parity" in said

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bridge.core.errors import BridgeError
 from bridge.core.output.names import CALIBRATION
+from bridge.core.output.temporary import write_whole
 from bridge.core.places import is_remote
 from bridge.core.remote.opening import written_at
 from bridge.core.remote.upload import made_at
@@ -30,11 +31,6 @@ LOCK = "lock"  # in the folder of a batch, beside its calibrations
 def calibration_file(folder: Path, key: str) -> Path:
     """The file of the statistics of `key` while the batch runs."""
     return folder / f"{key}.safetensors"
-
-
-def _copied(folder: Path, key: str) -> Path:
-    """The same while it is copied."""
-    return folder / f"{key}.copy"
 
 
 def find_calibrations(planned: Sequence[PlannedRow], folder: Path, known: Mapping[str, str]) -> dict[str, str]:
@@ -55,8 +51,7 @@ def copy_calibrations(
         contents = (content for one in every if one.key == key for content in _calibrations_in(one.row.out))
         match = next((content for content in contents if hashlib.sha256(content).hexdigest() == known[key]), None)
         if match is not None:
-            _copied(folder, key).write_bytes(match)
-            _copied(folder, key).replace(file)
+            write_whole(file, match)
 
 
 def _calibrations_in(out: str) -> Iterator[bytes]:
@@ -66,12 +61,20 @@ def _calibrations_in(out: str) -> Iterator[bytes]:
             yield (place(out) / CALIBRATION).read_bytes()
 
 
-def drop_calibrations(planned: Sequence[PlannedRow], outcomes: Mapping[str, Outcome], folder: Path) -> None:
-    """Remove the calibrations of these rows from the folder, except those that a failed row needs."""
-    needed = {one.key for one in planned if outcomes[one.row.name].status == FAILED}
-    for key in {one.key for one in planned} - needed:
-        calibration_file(folder, key).unlink(missing_ok=True)
-        _copied(folder, key).unlink(missing_ok=True)
+def drop_calibrations(
+    planned: Sequence[PlannedRow], outcomes: Mapping[str, Outcome], folder: Path, every: bool
+) -> None:
+    """Remove calibrations from the folder, except those that an unfinished row needs.
+
+    `every`: all rows of the batch were planned, so that no other row needs one.
+    """
+    ended = {name for name, outcome in outcomes.items() if outcome.status != FAILED}
+    needed = {calibration_file(folder, one.key) for one in planned if one.row.name not in ended}
+    own = {calibration_file(folder, one.key) for one in planned}
+    with suppress(OSError):
+        for file in folder.iterdir():
+            if file.name != LOCK and file not in needed and (every or file in own):
+                file.unlink()
 
 
 def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -> list[Job]:
@@ -90,7 +93,7 @@ def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -
                 timeout = _longest([other.row.timeout for other in pending if other.key == one.key])
                 jobs[one.key] = Job(_unique(name, jobs), row, need, one.work, calibrates=str(file), timeout=timeout)
             after = (jobs[one.key].name,) if one.key in jobs else ()
-            row = replace(row, calib=str(file), data=None, samples=None, sequence=None, field=None)
+            row = replace(row, calib=str(file), device=None, data=None, samples=None, sequence=None, field=None)
         jobs[f"row {row.name}"] = Job(
             row.name, row, min(one.memory, most), one.work, after=after, runs=bool(one.key), timeout=row.timeout
         )

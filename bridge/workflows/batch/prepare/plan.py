@@ -19,7 +19,7 @@ from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.verification.verify import RUN_BYTES_PER_VALUE
 from bridge.workflows.batch.job import failure, request_of, sampling_of
-from bridge.workflows.batch.values import Engine, Outcome, Row
+from bridge.workflows.batch.values import FOR_CALIBRATION, Engine, Outcome, Row
 
 # Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87 GB, one that also
 # exports and runs 0.98 GB. Weights come on top.
@@ -88,6 +88,15 @@ def plan_rows(rows: Sequence[Row], engine: Engine, unreachable: UnreachableServe
         except Exception as error:  # a bug fails its row only, as in a worker
             planned.append(PlannedRow(row, failed=failure(row.name, error)))
     return planned
+
+
+def unused_arguments(planned: Sequence[PlannedRow]) -> list[str]:
+    """A note for each argument that a row has and no row uses, since none calibrates."""
+    rows = [one.row for one in planned if not one.failed]
+    if any(one.key for one in planned):
+        return []
+    unused = [name for name in FOR_CALIBRATION if any(getattr(row, name) is not None for row in rows)]
+    return [f"{name} is not used: no row calibrates" for name in unused]
 
 
 @dataclass
@@ -184,9 +193,19 @@ def _key(row: Row, resolved: ResolvedRequest) -> str:
     source, scheme = resolved.source, resolved.scheme
     assert scheme
     files = sorted((name, content_digest(content)) for name, content in source.side_files.items())
-    given, *cut = _data_of(row)
+    given, *sampling = _data_of(row)
     data = content_digest(Path(given)) if given and Path(given).is_file() else given
-    parts = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, cut, row.device]
+    parts = [
+        versions(),
+        source.fingerprint,
+        files,
+        row.tokenizer,
+        scheme.name,
+        scheme.digest,
+        data,
+        sampling,
+        row.device,
+    ]
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
