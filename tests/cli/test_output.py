@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +20,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import bridge
-from bridge.api import conversion, request
+from bridge.api import conversion
 from bridge.cli.main import app
 from bridge.core.errors import BridgeWarning
+from bridge.quant.calibration import Calibration, Provenance
 from bridge.reporting.columns import Columns, line
 from bridge.reporting.plan_table import plan_table
 from bridge.reporting.report import report_table
-from bridge.sources.opening import open_source
 from bridge.verification.parity import Parity
 from tests.cli.test_show import MODEL, report, tensor, text
 
@@ -69,9 +71,22 @@ def test_a_field_without_data_is_refused(verb: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calibration_on_the_embedded_text_is_told() -> None:
-    with pytest.warns(BridgeWarning, match=r"Python's documentation.*data= \(--data FILE\)"):
-        request.data_of(open_source(MODEL), None)
+@pytest.mark.parametrize("left", [False, True])
+def test_calibration_on_the_embedded_text_is_told_where_it_is_made(
+    left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A calibration that an unfinished run left is used without a word."""
+    saved = tmp_path / conversion.CALIBRATION
+    saved.parent.mkdir(exist_ok=True)
+    made = Calibration(Provenance("fp8", "s", "", "", "", "d", 1, 1, {}))
+    made.save(saved) if left else None
+    monkeypatch.setattr(conversion, "calibrate", lambda *_: made)
+    asked = conversion.Request(str(MODEL), "hf", "fp8", tmp_path / "out")
+    prepared = conversion._prepare(asked, False, conversion.Clock())
+    words = r"Python's documentation.*data= \(--data FILE\)"
+    with nullcontext() if left else pytest.warns(BridgeWarning, match=words), warnings.catch_warnings():
+        warnings.simplefilter("error" if left else "always")
+        assert conversion._calibration(prepared, tmp_path, conversion.Clock()) == made
 
 
 def test_a_command_is_only_for_what_passed_and_lies_here() -> None:

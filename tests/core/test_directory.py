@@ -85,6 +85,23 @@ def test_a_full_disk_keeps_what_is_done(resume: bool, how: str, tmp_path: Path) 
         assert work.done == {"x": {"sum": 1}}
 
 
+def test_a_full_disk_that_a_stage_named_keeps_what_is_done(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WriteError, match="the calibration cannot be written") as told,
+        output_directory(tmp_path / "model", "a") as work,
+    ):
+        work.mark("x", {})
+        raise WriteError("the calibration cannot be written") from OSError(errno.EDQUOT, "Disk quota exceeded")
+    assert str(tmp_path / ".model.partial") in told.value.__notes__[0] and names(tmp_path) == [".model.partial"]
+
+
+def test_half_a_line_of_the_journal_is_nothing_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as told, output_directory(tmp_path / "model", "a") as work:
+        work.journal.write('{"done": "x", "to')
+        raise KeyboardInterrupt
+    assert not hasattr(told.value, "__notes__") and names(tmp_path) == []
+
+
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing_unfinished(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="the disk is full"), output_directory(tmp_path / "model", "a"):
         raise OSError(errno.ENOSPC, "No space left on device")

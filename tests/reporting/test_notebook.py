@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +13,21 @@ nbclient = pytest.importorskip("nbclient")
 
 import nbformat  # noqa: E402
 
+from bridge.core import progress_bar  # noqa: E402
+
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+BATCH = """
+from pathlib import Path
+rows = ', '.join(f'{{name = "row{n}", model = {MODEL!r}, target = "hf", quant = "int8_wo"}}' for n in range(3))
+_ = Path('batch.toml').write_text(f'row = [{rows}]')
+bridge.batch('batch.toml', workers=1)
+"""
 CELLS = (
     f"import bridge\nMODEL = {str(MODEL)!r}",
     "bridge.plan(MODEL, target='hf', quant='int8_wo')",
     "bridge.convert(MODEL, target='hf', quant='int8_wo', out='out')",
     "bridge.convert(MODEL, target='hf', quant='int8_wo', out='silent', progress=False).passed",
+    BATCH,
 )
 
 
@@ -37,6 +48,28 @@ def test_results_are_tables(outputs: list[list[Any]]) -> None:
     assert "<table>" in page(outputs[1]) and "mlp.up_proj" in page(outputs[1])
     assert "parity   passed" in page(outputs[2]) and "w int8" in page(outputs[2])
     assert all(len(str(shown)) < 60_000 for shown in outputs)
+
+
+@pytest.mark.slow
+def test_a_batch_has_one_bar(outputs: list[list[Any]]) -> None:
+    (bars,) = [output for output in outputs[4] if output.output_type == "display_data"]
+    assert bars.data["text/html"].count("<progress") == 1 and "rows 100%" in bars.data["text/html"]
+    assert "3 rows: 3 done" in page(outputs[4])
+
+
+def test_work_of_unknown_length_is_done_when_other_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    handle = SimpleNamespace(update=shown.append)
+    display = SimpleNamespace(HTML=str, display=lambda *_, **__: handle)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    bars = progress_bar.NotebookBars()
+    bars(0, 0, "calibrate")
+    bars(1, 2, "weights")
+    bars(2, 2, "weights")
+    assert shown[0] == "<progress ></progress> calibrate "
+    assert shown[-1].splitlines() == [
+        '<progress value="1" max="1"></progress> calibrate 100%<br><progress value="2" max="2"></progress> weights 100%'
+    ]
 
 
 @pytest.mark.slow
