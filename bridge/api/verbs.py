@@ -183,22 +183,13 @@ def convert(
 
 @shows_progress
 def verify(
-    out: str | Path,
-    against: Any,
-    *,
-    data: Any = None,
-    samples: int | None = None,
-    sequence: int | None = None,
-    field: str | None = None,
-    tokenizer: Any = None,
-    progress: Progress | bool | None = None,
+    out: str | Path, against: Any, *, data: Any = None, tokenizer: Any = None, progress: Progress | bool | None = None
 ) -> Report:
     """Re-read a written model, compare every weight with its source, and run it; returns a new report.
 
     Args:
         against: the source that it was made from: anything that `convert` takes as `model`.
         data: held-out text or batches; None takes those saved with the calibration, else the embedded text.
-        samples, sequence, field: of `data`, as in `calibrate`.
 
     Raises:
         VerifyError: bridge did not write `out`, or the tensors of `against` have other names or shapes.
@@ -218,8 +209,7 @@ def verify(
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
         prepare = data_to_compare if data is None else data_of
-        sampling = Sampling(samples, sequence, field)
-        prepared = None if calibration and calibration.held_out else prepare(source, data, sampling)
+        prepared = None if calibration and calibration.held_out else prepare(source, data)
         proof = prove(directory, manifest, source, calibration, prepared, callback_of(progress), ask_again=True)
     return make_report(directory, directory, manifest, source, calibration, proof, clock.seconds)
 

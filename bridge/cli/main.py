@@ -196,9 +196,6 @@ def verify(
     out: Written,
     against: Annotated[str, typer.Option(help="the model it was made from: a directory, a hub id or an address")],
     data: Data = None,
-    samples: Samples = None,
-    sequence: Sequence = None,
-    field: Field = None,
     tokenizer: Tokenizer = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -209,10 +206,7 @@ def verify(
     with session(debug=debug, quiet=quiet) as terminal:
         from bridge.reporting.report import report_table
 
-        report = bridge.verify(
-            out, against, data=data, samples=samples, sequence=sequence, field=field, tokenizer=tokenizer,
-            progress=terminal.progress,
-        )  # fmt: skip
+        report = bridge.verify(out, against, data=data, tokenizer=tokenizer, progress=terminal.progress)
         terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
 
