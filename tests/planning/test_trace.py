@@ -316,7 +316,7 @@ def test_only_what_is_fused_is_told_to_be_kept_apart(name: str, kept: str, told:
     [
         ("MambaForCausalLM", {}, "MambaForCausalLM keeps no keys and values, which a graph with a cache takes"),
         ("T5ForConditionalGeneration", {}, "T5ForConditionalGeneration is of no task that bridge writes graphs for"),
-        ("T5ForConditionalGeneration", {"task": "feature-extraction"}, "is an encoder with a decoder"),
+        ("T5ForConditionalGeneration", {"task": "feature-extraction"}, "has an encoder and a decoder"),
     ],
 )
 def test_what_no_graph_can_be_made_of_is_refused_by_the_plan(name: str, options: dict[str, Any], says: str) -> None:
