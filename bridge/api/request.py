@@ -23,6 +23,7 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options
+from bridge.targets.hf import refusal
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
 CALIBRATION_BYTES = 16 << 20
@@ -45,8 +46,14 @@ def passthrough_of(quant: Any, source: Source) -> Scheme | None:
 
 
 def plan_of(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
-    """Plan a conversion; UsageError, PlanError or SchemeError if it is impossible."""
-    return make_plan(_plan_inputs(source, structure, target, scheme, options))
+    """Plan a conversion; UsageError, PlanError or SchemeError if it is impossible.
+
+    Warns if a program was named as the target and does not load what is planned.
+    """
+    plan = make_plan(_plan_inputs(source, structure, target, scheme, options))
+    if plan.target == "hf" and (why := refusal(target.lower(), plan)):
+        warn(why)
+    return plan
 
 
 def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ ADVICE = {  # text of the target tripy and its loader -> the same for a caller o
     "convert with dtype=": "call with dtype=",
     " (--dtype)": "",
     "convert with quant='int4_wo', linear=True, which tp.Linear holds": "build all of int4 in tp.Linear, which does",
+    " (--tokenizer)": "",
     "give tokenizer=": "save the model with its tokenizer, and give the directory as model_type",
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from bridge.calibration.documents import documents
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
+from bridge.core.text import number
 from bridge.sources.source import Source
 
 # On a 22 M encoder three times as many samples changed embeddings by less than 0.001: FP8 0.9979 both times, INT8
@@ -98,7 +99,9 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
 def _default(source: Source, sampling: Sampling) -> Data:
     if _number(source.config, "vocab_size") is None:
         why = "this model reads no text, so the embedded default text cannot calibrate it"
-        hint = 'give batches of real inputs, for images [{"pixel_values": tensor}, ...]'
+        hint = (
+            'give batches of real inputs in Python, for images data=[{"pixel_values": tensor}, ...], or a saved --calib'
+        )
         return Data(missing=f"{why}; {hint}")
     try:
         source.load_tokenizer()
@@ -134,7 +137,7 @@ def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) 
         )
     if have < 2:
         raise CalibrationError(
-            f"{where}: {len(ids)} tokens are shorter than a batch: one row of {length} to calibrate and one to "
+            f"{where}: {number(len(ids), 'token')}, too few for a batch: one row of {length} to calibrate and one to "
             f"hold out take {2 * content}; give more text, or a smaller sequence= (--sequence)"
         )
     count = min(wanted, have)

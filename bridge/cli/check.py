@@ -51,6 +51,8 @@ def check_path(path: str | Path) -> list[Problem]:
     path = Path(path)
     if path.is_dir() or path.suffix == ".onnx":
         return [Problem(finding, finding.startswith("error")) for finding in _lint(path)]
+    if path.suffix != ".toml" and not path.exists():
+        raise UsageError(f"{path}: no such file or directory")
     if path.suffix != ".toml":
         raise UsageError(f"{path}: check reads written models, .onnx files, and recipes or tables in .toml")
     if not path.is_file():

@@ -119,6 +119,8 @@ def _scheme(what: str) -> Description:
     try:
         scheme = load_scheme(what)
     except UsageError as error:
+        if "/" in what and not Path(what).exists():
+            raise UsageError(f"{what}: no such file or directory") from error
         known = [*LISTS, *scheme_names(), *architectures()]
         raise UsageError(
             f"nothing named {what!r}: expected {', '.join(LISTS)}, or a scheme, a recipe, an architecture, an output "

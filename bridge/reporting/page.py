@@ -133,7 +133,10 @@ def _worst(report: Report) -> Section:
 
 def _programs(report: Report) -> Section:
     """What loads the output, how that is known, and the command."""
-    rows = [(program.name, program.versions, program.proof) for program in load_target(report.target).loaded_by]
+    rows = [
+        (program.name, program.versions, program.proof.replace("`", ""))
+        for program in load_target(report.target).loaded_by
+    ]
     table = Table("", ("program", "versions", "how that is known"), rows)
     label = "To use it:" if report.command else ""
     return Section("programs", "What runs it", tables=_shown(table), label=label, text=report.command)

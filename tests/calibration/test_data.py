@@ -157,7 +157,7 @@ def test_empty_text_is_an_error(tmp_path: Path, text: str) -> None:
 
 def test_text_shorter_than_a_batch_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a few words")
-    with pytest.raises(CalibrationError, match=r"11 tokens are shorter than a batch.*take 188.*smaller sequence="):
+    with pytest.raises(CalibrationError, match=r"11 tokens, too few for a batch.*take 188.*smaller sequence="):
         made(tmp_path / "a.txt")
 
 

@@ -177,13 +177,32 @@ def test_programs_stand_for_the_target_that_they_load(word: str, target: str) ->
 
 
 @pytest.mark.parametrize(
+    ("program", "quant", "words"),
+    [
+        ("vllm", "int8_wo", "vllm does not load ModelOpt's format with scheme int8_wo"),
+        ("sglang", "fp8_pc_pt", "sglang does not load"),
+        ("transformers", "fp8_pc_pt", "transformers drops the scales of ModelOpt's format"),
+        ("vllm", "fp8", ""),
+        ("hf", "int8_wo", ""),
+    ],
+)
+def test_a_program_that_does_not_load_the_output_is_told_in_a_warning(program: str, quant: str, words: str) -> None:
+    done = run("plan", str(MODEL), "--target", program, "--quant", quant)
+    assert done.exit_code == 0 and bool(done.stderr) is bool(words) and words in done.stderr
+    if words:
+        assert "--format compressed-tensors" in done.stderr
+        packed = run("plan", str(MODEL), "--target", program, "--quant", "int8_wo", "--format", "compressed-tensors")
+        assert packed.exit_code == 0 and packed.stderr == ""
+
+
+@pytest.mark.parametrize(
     ("word", "scheme"), [("FP8", "fp8"), ("awq", "int4_awq"), ("w8a16", "int8_wo"), ("SmoothQuant", "int8_sq")]
 )
 def test_words_of_other_tools_stand_for_a_scheme(word: str, scheme: str) -> None:
     assert bridge.plan(MODEL, "hf", word).scheme == scheme
 
 
-@pytest.mark.parametrize("word", ["w8a8", "gptq", "nf4", "GPTQ", "int4"])
+@pytest.mark.parametrize("word", ["w8a8", "gptq", "nf4", "GPTQ", "int4", "bnb", "mxfp4", "FP8_DYNAMIC"])
 def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None:
     from bridge.quant.schemes.catalog import scheme_names
 

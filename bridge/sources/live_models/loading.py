@@ -88,14 +88,14 @@ def load_tokenizer(given: Any, root: Path | None, where: str) -> Any:
         return AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
     except Exception as error:
         raise SourceError(
-            f"{where}: no tokenizer could be loaded from {place}: {_first(error)}; give tokenizer="
+            f"{where}: no tokenizer could be loaded from {place}: {_first(error)}; give tokenizer= (--tokenizer)"
         ) from error
 
 
 def gathered_tokenizer(files: Mapping[str, Path | bytes], where: str) -> Any:
     """Return the tokenizer of files that are in several folders of the source or in an archive."""
     if "config.json" in files and len(files) == 1:
-        raise SourceError(f"{where}: the checkpoint has no tokenizer; give tokenizer=")
+        raise SourceError(f"{where}: the checkpoint has no tokenizer; give tokenizer= (--tokenizer)")
     check_names(files, where)
     with temporary_directory() as folder:
         for name, content in files.items():

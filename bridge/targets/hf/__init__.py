@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 GENERATION = "generation_config.json"
 # ModelOpt's names of the formats that the loaders of vLLM 0.33 and, besides those, TensorRT-LLM's PyTorch backend read.
 VLLM = {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "NVFP4", "W4A16_NVFP4", "MXFP8"}
+SGLANG = {"FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP8"}
 TRTLLM = {*VLLM, "W4A16_AWQ", "W4A8_AWQ", "W8A16"} - {"MXFP8"}
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
@@ -116,7 +117,7 @@ class Hf(StreamedTarget):
             return ""
         if plan.options["format"] != "modelopt":
             return "vllm serve {out}"
-        names = {setting(step.format).get("quant_algo") for step in plan.quantized if step.format}
+        names = _algorithms(plan)
         server = "vllm serve" if names <= VLLM else "trtllm-serve" if names <= TRTLLM else ""
         return f"{server} {{out}}" if server else ""
 
@@ -130,6 +131,22 @@ class Hf(StreamedTarget):
             files[GENERATION] = generation_config(content if isinstance(content, bytes) else content.read_bytes())
         written = write_checkpoint(context, directory, files)
         return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
+
+
+def _algorithms(plan: Plan) -> set[str | None]:
+    return {setting(step.format).get("quant_algo") for step in plan.quantized if step.format}
+
+
+def refusal(program: str, plan: Plan) -> str:
+    """Why a program, `vllm`, `sglang` or `transformers`, does not load what is planned; "" if it does."""
+    loaded = {"vllm": VLLM, "sglang": SGLANG, "transformers": set[str]()}.get(program)
+    if loaded is None or plan.options["format"] != "modelopt" or _algorithms(plan) <= loaded:
+        return ""
+    what = "drops the scales of" if program == "transformers" else "does not load"
+    return (
+        f"{program} {what} ModelOpt's format with scheme {plan.scheme}; choose another scheme, or "
+        "format='compressed-tensors' (--format compressed-tensors)"
+    )
 
 
 def _deviations(plan: Plan) -> list[str]:
