@@ -285,7 +285,7 @@ def test_what_has_no_distribution_or_no_data_is_refused() -> None:
         bridge.sensitivity(built("bert"), "int8_wo", tokens())
     with pytest.raises(CalibrationError, match="nothing was held out"):
         bridge.sensitivity(built("llama"), "int8_wo")  # no tokenizer to read the embedded text with
-    with pytest.raises(BridgeError, match="shorter than a batch"):
+    with pytest.raises(BridgeError, match="too few for a batch"):
         bridge.sensitivity(MODEL, "int8_wo", ["too short"])
 
 
