@@ -24,6 +24,7 @@ class TargetOptions(TypedDict, total=False):
     format: str
     linear: bool
     opset: int | None
+    own_scales: bool
     pp: int
     shard_size: str
     spec: str

@@ -44,12 +44,14 @@ def output_parity(
     quantized: bool,
     progress: Progress = no_progress,
     within: float = FLOAT_ERROR,
+    departs: bool = False,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
     Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
     the difference must also stay below the scheme's own error: one code that flips at a tie (6 of 98,304 in the first
     layer of a BERT in fp8) changes every later layer and token, so only single nodes can be compared for equality.
+    `departs`: its codes are others than ModelOpt's on purpose; both lie within that error of the source then.
     """
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
@@ -71,7 +73,7 @@ def output_parity(
         return (ours,)
     theirs = _outputs("modelopt", answers[0], references.quantized, gate, perplexity, references.quantized_perplexity)
     own_error = relative_l2(references.quantized, references.source)
-    most = max(own_error, FLOAT_ERROR)
+    most = max(own_error, FLOAT_ERROR) * (2 if departs else 1)
     return ours, _judged(theirs, theirs.why or ("" if theirs.relative_l2 <= most else _above(theirs.relative_l2, most)))
 
 

@@ -125,9 +125,9 @@ def export(answer: Answer, out: Path, dtype: torch.dtype | None, shard_size: str
 def convert(
     directory: Path, scheme: str, kv: str | None, answer: Answer, out: Path, dtype: str | None, shard_size: str = "10GB"
 ) -> Path:
-    """Ours, from the checkpoint on disk and the same calibration."""
+    """Ours, from the checkpoint on disk and the same calibration, with a scale a matrix as ModelOpt has it."""
     quant = scheme_of(scheme, kv)
-    options = {"dtype": dtype, "shard_size": shard_size}
+    options = {"dtype": dtype, "shard_size": shard_size, "own_scales": True}
     bridge.convert(directory, "hf", quant, out, calib=answer.calibration, verify=False, **options)
     return out
 

@@ -113,12 +113,12 @@ def kv_parts(attention: str, dtype: str) -> list[Part]:
 
 
 def unifies(format_: Format) -> bool:
-    """NVFP4 only: runtimes fuse q, k and v, which then have one global scale."""
+    """NVFP4 only, as llm-compressor's FUSED_LAYER_NAMES: q, k and v have one global scale."""
     return format_.weight[0].scale_dtype == NV
 
 
 def joins(format_: Format) -> bool:
-    """NVFP4 only, as llm-compressor's FUSED_LAYER_NAMES: runtimes take the larger of two FP8 scales themselves."""
+    """NVFP4 only, as llm-compressor: it gives gate and up of an expert their own FP8 scales."""
     return unifies(format_)
 
 

@@ -57,7 +57,7 @@ class Spelling(Protocol):
         """True if modules that read the same input share pre_quant_scale, input amax and per-tensor weight amax."""
 
     def joins(self, format_: Format) -> bool:
-        """True if gate and up of an expert, which some models hold as one matrix, share their per-tensor amax."""
+        """True if gate and up of an expert share their per-tensor amax also where scales are a module's own."""
 
     def config_files(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         """File -> content of config.json and other JSON files that tell a runtime how tensors are quantized."""

@@ -60,8 +60,7 @@ class Drafting:
         chosen = {site.module for site in self._draft.structure.sites if not site.keep}
         for group in self._draft.structure.groups:
             modules = [module for module in group.modules if module in chosen]
-            # attention and MLP may read one input: each is fused in itself
-            for members in grouped(modules, lambda module: module.rpartition(".")[0]):
+            for members in grouped(modules, _block):
                 if len({module in self._formats for module in members}) > 1:
                     yield from ((module, MIXED) for module in members)
 
@@ -109,6 +108,8 @@ class Drafting:
         shape = spec.shape if site.stacked else out_in(spec, site)
         group = self._groups.get(site.module)
         unified = group.modules if group and self._spelling.unifies(format_) else ()
+        refits = self._refits(format_)
+        fused = self._fused(site.module) if refits else ()
         folded = bool(group and self._folded.get(group.norm) is group)
         parts = self._spelling.parts(format_, site, shape, spec.dtype, folded)
         coding = self._spelling.coding(format_, site, spec.dtype, self._draft.options.dtype or spec.dtype)
@@ -117,17 +118,34 @@ class Drafting:
             format_ = replace(format_, weight=(Numeric(format_.weight[0].dtype, "tensor"),))
         shares = ""
         if has_tensor_scale(format_):
-            joined = site.shares if self._spelling.joins(format_) else ""
-            shares = joined or (unified[0] if unified else "")
+            joined = site.shares if refits or self._spelling.joins(format_) else ""
+            shares = joined or (unified or fused or ("",))[0]
         return Step(
             (Slice(spec.name, module=site.module, transposed=site.layout == "in_out"),),
-            tuple(_output(part, format_, spec, len(unified)) for part in parts),
+            tuple(_output(part, format_, spec, len(unified), len(fused)) for part in parts),
             site,
             format_,
             coding=coding,
             shares=shares,
             unified=unified,
         )
+
+    def _refits(self, format_: Format) -> bool:
+        """Whether servers give the matrices that they fuse one scale, and quantize again those that had another.
+
+        vLLM 0.33 and SGLang 0.5 (`requantize_with_max_scale`) and TensorRT-LLM (`rescale_fused_weights`) do so with
+        FP8 per tensor. With the largest of the scales from the start, no code changes when they load.
+        """
+        first = format_.weight[0]
+        return (first.dtype, first.per) == ("float8_e4m3fn", "tensor") and not self._draft.options.own_scales
+
+    def _fused(self, module: str) -> tuple[str, ...]:
+        """The modules that servers hold as one matrix, this one included: q, k and v, or gate and up; () if alone."""
+        group = self._groups.get(module)
+        members = group.modules if group else ()
+        alike = (m for m in members if _block(m) == _block(module) and self._formats[m] == self._formats[module])
+        fused = tuple(alike)
+        return fused if len(fused) >= MIN_GROUP else ()
 
     def _plain_step(self, spec: TensorSpec, site: Site | None) -> Step:
         module = spec.name.rpartition(".")[0]
@@ -187,19 +205,24 @@ class Drafting:
         return [replace(s, outputs=tuple(replace(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
 
 
+def _block(module: str) -> str:
+    """The parent of a module. Attention and MLP may read one input: servers fuse each in itself."""
+    return module.rpartition(".")[0]
+
+
 def _one_tile(format_: Format, shape: tuple[int, int]) -> bool:
     block = format_.weight[0].block
     return len(block) == 2 and shape[0] <= block[0] and shape[1] <= block[1]
 
 
-def _output(part: Part, format_: Format, spec: TensorSpec, group: int) -> Output:
+def _output(part: Part, format_: Format, spec: TensorSpec, group: int, fused: int) -> Output:
     first = format_.weight[0]
     weight = f"{spec.name} / pre_quant_scale" if format_.prescales else spec.name
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    shared = f", the largest of {group}" if group >= MIN_GROUP else ""
+    shared, joined = (f", the largest of {count}" if count >= MIN_GROUP else "" for count in (group, fused))
     text = {
         "weight": f"codes({weight})",
-        "scale": f"amax({weight}, {first.per}{block}) / {first.maxbound:g}",
+        "scale": f"amax({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
         "scale_2": f"amax({weight}){shared} / {6 * 448 if len(format_.weight) == 1 else 448}",
         "input_scale": f"calibration: input amax{shared} / {format_.input.maxbound if format_.input else 1:g}",
         "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}",

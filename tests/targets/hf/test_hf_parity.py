@@ -134,7 +134,7 @@ def test_calibrating_and_converting_in_one_call_equals_modelopts_export(
 ) -> None:
     directory = oracle.source("qwen3", "bf16")
     batches = [*tokens(), tokens()[0]]  # the last is held out
-    bridge.convert(directory, "hf", scheme, tmp_path / "ours", calib=batches, kv=kv, verify=False)
+    bridge.convert(directory, "hf", scheme, tmp_path / "ours", calib=batches, kv=kv, verify=False, own_scales=True)
     answer = oracle.calibrated(directory, scheme, kv, tokens())
     theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
     assert oracle.differences(tmp_path / "ours", theirs) == []
@@ -159,7 +159,7 @@ def test_mixed_precision_equals_modelopts_export(family: str, tmp_path: Path) ->
     rules = [("*.mlp.*_proj", "nvfp4_wo"), ("*.layers.1.self_attn.*", "none")]
     text = "".join(f'[[rule]]\nmodules = ["{glob}"]\nquant = "{quant}"\n' for glob, quant in rules)
     recipe.write_text(f'base = "fp8"\n{text}')
-    bridge.convert(directory, "hf", recipe, tmp_path / "ours", calib=answer.calibration, verify=False)
+    bridge.convert(directory, "hf", recipe, tmp_path / "ours", calib=answer.calibration, verify=False, own_scales=True)
     theirs = oracle.export(answer, tmp_path / "theirs", torch.bfloat16)
     assert oracle.differences(tmp_path / "ours", theirs) == []
 

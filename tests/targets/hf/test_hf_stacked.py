@@ -92,7 +92,8 @@ def test_stacks_that_modelopt_does_not_export_are_carried_or_refused(tmp_path: P
 
 def test_calibrating_and_converting_in_one_call_equals_modelopts_export(tmp_path: Path) -> None:
     directory = oracle.save(build(), tmp_path / "source")
-    bridge.convert(directory, "hf", "fp8", tmp_path / "ours", calib=[*tokens(), tokens()[0]], verify=False)
+    options = {"calib": [*tokens(), tokens()[0]], "verify": False, "own_scales": True}
+    bridge.convert(directory, "hf", "fp8", tmp_path / "ours", **options)
     answer = oracle.calibrated(directory, "fp8", None, tokens())
     assert oracle.differences(tmp_path / "ours", oracle.export(answer, tmp_path / "theirs", torch.bfloat16)) == []
 
@@ -101,7 +102,7 @@ def test_kept_experts_equal_those_that_modelopt_leaves_alone(tmp_path: Path) -> 
     directory = oracle.save(build(), tmp_path / "source")
     (tmp_path / "keep.toml").write_text(KEEP.format("fp8"))
     answer = oracle.calibrated(directory, "fp8", None, tokens(), OFF)
-    options = {"calib": answer.calibration, "verify": False}
+    options = {"calib": answer.calibration, "verify": False, "own_scales": True}
     bridge.convert(directory, "hf", tmp_path / "keep.toml", tmp_path / "ours", **options)
     assert oracle.differences(tmp_path / "ours", oracle.export(answer, tmp_path / "theirs", torch.bfloat16)) == []
 
