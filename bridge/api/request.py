@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bridge.calibration.data import DEFAULT, Data, Sampling, prepare
-from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
+from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.places import check_here
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.values import Format, Structure
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import Runtime, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
 from bridge.planning.memory import stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
-from bridge.targets import load_target, make_options
-from bridge.targets.hf import refusal
+from bridge.targets import load_target, make_options, program_of
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
 CALIBRATION_BYTES = 16 << 20
@@ -45,15 +47,52 @@ def passthrough_of(quant: Any, source: Source) -> Scheme | None:
     return passthrough_scheme(source.quantized) if quant is None and source.quantized else None
 
 
-def plan_of(source: Source, structure: Structure, target: str, scheme: Scheme | None, options: dict[str, Any]) -> Plan:
+def plan_of(
+    source: Source,
+    structure: Structure,
+    target: str,
+    scheme: Scheme | None,
+    options: dict[str, Any],
+    runtime: str | None = None,
+) -> Plan:
     """Plan a conversion; UsageError, PlanError or SchemeError if it is impossible.
 
-    Warns if a program was named as the target and does not load what is planned.
+    `runtime`, or a target that is the name of a program: of the outputs that it loads, the first that can be written.
     """
-    plan = make_plan(_plan_inputs(source, structure, target, scheme, options))
-    if plan.target == "hf" and (why := refusal(target.lower(), plan)):
-        warn(why)
-    return plan
+    program = load_runtime(runtime) if runtime else program_of(target)
+    if program is None:
+        return make_plan(_plan_inputs(source, structure, target, scheme, options))
+    written = None if program_of(target) else load_target(target).name
+    contracts = [contract for contract in program.contracts if written in (None, contract.target)]
+    contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
+    refused: list[str] = []
+    for contract in contracts:
+        inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
+        try:
+            plan = make_plan(inputs)
+        except (PlanError, SchemeError) as error:
+            if len(contracts) == 1:
+                raise
+            refused.append(f"{contract.flags()}: {error}")
+            continue
+        answer = verdict(program, plan)
+        if not answer.why_not:
+            return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
+        refused.append(f"{contract.flags()}: {answer.why_not}")
+    raise SchemeError(_refusal(program, target, scheme, options, refused))
+
+
+def _refusal(
+    program: Runtime, target: str, scheme: Scheme | None, options: Mapping[str, Any], refused: Sequence[str]
+) -> str:
+    """What a program loads instead, if no output that it loads can be written."""
+    if not refused:
+        given = " ".join([f"--target {target}", *(f"--{name} {value}" for name, value in options.items())])
+        return f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
+    known = (load_scheme(name) for name in scheme_names())
+    loaded = [scheme_.name for scheme_ in known if any(c.has(scheme_.formats) for c in program.contracts)]
+    what = f"{program.title} loads no output of scheme {scheme.name if scheme else 'none'} here"
+    return "\n  ".join([what + ":", *refused, f"schemes that it loads: {', '.join(loaded)}"])
 
 
 def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:
@@ -119,6 +158,7 @@ class Request:
     resume: bool = True
     progress: Progress = no_progress
     memory: int | None = None
+    runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -154,7 +194,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
         raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
     structure = structure_of(source)
     scheme = scheme_of(request.quant, request.kv, structure) or passthrough_of(request.quant, source)
-    plan_ = plan_of(source, structure, request.target, scheme, dict(request.options))
+    plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
     name = f"{source.name}-{plan_.scheme}-{plan_.target}"
     directory = Path(name if request.out is None else request.out)
     _check_outside(directory, source)

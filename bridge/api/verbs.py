@@ -17,6 +17,7 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
+from bridge.planning.contract_files import check_runtimes
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
@@ -37,6 +38,7 @@ def plan(
     *,
     kv: KvName | str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
+    runtime: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
@@ -53,7 +55,7 @@ def plan(
     source = open_source(model, config)
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)
-    return plan_of(source, structure, target, scheme, dict(options))
+    return plan_of(source, structure, target, scheme, dict(options), runtime)
 
 
 @shows_progress
@@ -141,6 +143,7 @@ def convert(
     resume: bool = True,
     progress: Progress | bool | None = None,
     memory: int | None = None,
+    runtime: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Report:
     """Convert a model to the format that `target` loads, quantized by `quant`. A partial output is never published.
@@ -164,6 +167,8 @@ def convert(
         progress: called with the work done, the total, and the name of the stage; None shows bars in a terminal or a
             notebook, False shows nothing.
         memory: bytes that the run may use; None takes the plan's figure.
+        runtime: the program that will load the output, "vllm" or "vllm==0.33": chooses the target's options for it, and
+            refuses what it does not load. `qbridge show runtimes` lists them; `target` takes their names, too.
         options: options of the target, see `bridge.targets.<target>.Options`.
 
     Raises:
@@ -176,7 +181,7 @@ def convert(
     request = Request(
         model, target, quant, out, calib=calib, data=data, sampling=Sampling(samples, sequence, field), kv=kv,
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
-        progress=callback_of(progress), memory=memory, options=dict(options),
+        progress=callback_of(progress), memory=memory, runtime=runtime, options=dict(options),
     )  # fmt: skip
     return conversion.run(request, conversion.RunOptions())
 
@@ -228,4 +233,4 @@ def check() -> list[str]:
             table_files(kind)
     except TableError as error:  # two files have the same name: neither is checked
         return [str(error)]
-    return [*check_tables(), *check_families(), *check_schemes()]
+    return [*check_tables(), *check_families(), *check_schemes(), *check_runtimes()]

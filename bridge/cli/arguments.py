@@ -17,9 +17,16 @@ from bridge.cli.terminal import Terminal
 
 def _complete_target(begin: str) -> list[str]:
     """Targets, and the programs that stand for them, for the shell's completion."""
-    from bridge.targets import ALIASES, target_names
+    from bridge.planning.contract_files import runtime_names
+    from bridge.targets import target_names
 
-    return [name for name in (*target_names(), *ALIASES) if name.startswith(begin)]
+    return [name for name in dict.fromkeys((*target_names(), *runtime_names())) if name.startswith(begin)]
+
+
+def _complete_runtime(begin: str) -> list[str]:
+    from bridge.planning.contract_files import runtime_names
+
+    return [name for name in runtime_names() if name.startswith(begin)]
 
 
 def complete_scheme(begin: str) -> list[str]:
@@ -38,6 +45,14 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="a directory, a hub 
 Written = Annotated[str, typer.Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")]
 Target = Annotated[
     str, typer.Option(help="the format to write: see `qbridge show targets`", autocompletion=_complete_target)
+]
+Runtime = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        help="the program that will load it: vllm, sglang ... (`qbridge show runtimes`)",
+        autocompletion=_complete_runtime,
+    ),
 ]
 Quant = Annotated[
     str | None,
@@ -66,7 +81,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks and framew
 # The sections of the help of `convert` and `plan`; what is in none of them comes last.
 SECTIONS = {
     "Model": ("model", "config", "tokenizer"),
-    "Output": ("target", "out", "overwrite", "no_resume"),
+    "Output": ("target", "runtime", "out", "overwrite", "no_resume"),
     "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,6 +62,16 @@ def check_path(path: str | Path) -> list[Problem]:
     except BridgeError as error:
         return [Problem(str(error))]
     return []
+
+
+def loaded_by(paths: Sequence[str]) -> Iterator[str]:
+    """A line for each written model: the programs whose contract it meets."""
+    from bridge.reporting.loading import loading_line, loadings
+    from bridge.targets.manifest import load_manifest
+
+    for path in map(Path, paths):
+        if (path / MANIFEST).is_file() and (programs := loading_line(loadings(load_manifest(path).plan))):
+            yield f"{path}: loads in {programs}"
 
 
 def _lint(path: Path) -> list[str]:

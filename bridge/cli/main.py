@@ -24,6 +24,7 @@ from bridge.cli.arguments import (
     Model,
     Quant,
     Quiet,
+    Runtime,
     Samples,
     Scheme,
     Sequence,
@@ -83,6 +84,7 @@ def convert(
     model: Model,
     target: Target,
     options: dict[str, Any],
+    runtime: Runtime = None,
     quant: Quant = None,
     out: Annotated[str | None, typer.Option(help="directory or address to write; default: MODEL-SCHEME-TARGET")] = None,
     calib: Annotated[str | None, typer.Option(help="a saved calibration")] = None,
@@ -115,7 +117,7 @@ def convert(
             model, target, quant, out, calib=calib, data=data, samples=samples, sequence=sequence, field=field, kv=kv,
             device=device, config=config, tokenizer=tokenizer, verify=not no_verify, overwrite=overwrite,
             resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
-            **options,
+            runtime=runtime, **options,
         )  # fmt: skip
         terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
@@ -126,6 +128,7 @@ def plan(
     model: Model,
     target: Target,
     options: dict[str, Any],
+    runtime: Runtime = None,
     quant: Quant = None,
     kv: Kv = None,
     config: Config = None,
@@ -140,7 +143,7 @@ def plan(
     """
     with session(debug=debug) as terminal:
         terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
-        result = bridge.plan(model, target, quant, kv=kv, config=config, **options)
+        result = bridge.plan(model, target, quant, kv=kv, config=config, runtime=runtime, **options)
         if as_json:
             print_json(terminal, {**result.to_dict(), "digest": result.digest})
             return
@@ -223,7 +226,7 @@ def check(
     Exits with 1 if anything is wrong.
     """
     with session(debug=debug, quiet=True) as terminal:
-        from bridge.cli.check import Problem, check_paths
+        from bridge.cli.check import Problem, check_paths, loaded_by
 
         problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
         if as_json:
@@ -231,7 +234,7 @@ def check(
         else:
             where = ", ".join(map(str, paths or [])) or "tables and schemes"
             count = number(len(problems), "problem") if problems else "all is well"
-            terminal.print(*(problem.text for problem in problems), f"{where}: {count}")
+            terminal.print(*(problem.text for problem in problems), *loaded_by(paths or []), f"{where}: {count}")
         if any(problem.fatal for problem in problems):
             raise Exit(FAILED)
 
@@ -241,7 +244,8 @@ def show(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help="schemes, targets or architectures; a scheme, table, written model or calibration"
+            metavar="WHAT",
+            help="schemes, targets, architectures, runtimes; a scheme, table, output or calibration",
         ),
     ],
     every: Annotated[bool, typer.Option("--all", help="one line per tensor; every spelling of a dialect")] = False,

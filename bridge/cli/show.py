@@ -16,6 +16,7 @@ from bridge.core.remote.opening import written_at
 from bridge.core.text import nearest
 from bridge.core.typed_json import typed
 from bridge.core.values import plain
+from bridge.planning.contract_files import runtimes
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.describe import needs, numeric, weights
@@ -31,7 +32,7 @@ from bridge.tables.dialects.listing import find_table, lines_of, merged
 from bridge.targets import load_target, target_names
 from bridge.targets.manifest import manifest_data
 
-LISTS = ("schemes", "targets", "architectures")
+LISTS = ("schemes", "targets", "architectures", "runtimes")
 Description = tuple[Any, list[RenderableType]]  # plain data for --json, and what is printed without it
 
 
@@ -40,7 +41,8 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Desc
     if dialect:
         return _merged(what, dialect, every)
     if what in LISTS:
-        return {"schemes": _schemes, "targets": _targets, "architectures": _architectures}[what]()
+        lists = {"schemes": _schemes, "targets": _targets, "architectures": _architectures, "runtimes": _runtimes}
+        return lists[what]()
     check_length(what)
     path = written_at(what)
     if path.is_dir():
@@ -79,6 +81,17 @@ def _architectures() -> Description:
         "An architecture without a table is traced with torch and has no roles, so recipes match its modules by name."
     )
     return data, [Columns(("table", "architectures"), rows), "", note]
+
+
+def _runtimes() -> Description:
+    rows, data = [], []
+    for runtime in runtimes():
+        for contract in runtime.contracts:
+            schemes = [name for name in scheme_names() if contract.has(load_scheme(name).formats)]
+            rows.append((runtime.name, runtime.title, contract.flags(), ", ".join(schemes)))
+        data.append(plain(runtime))
+    note = "Each is a file of mappings/runtimes, which names the run or the source that shows it."
+    return data, [Columns(("--for", "program", "what it loads", "schemes"), rows), "", note]
 
 
 def architectures() -> dict[str, list[str]]:

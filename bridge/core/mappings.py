@@ -1,7 +1,7 @@
 """Find and read the TOML files of `mappings/`.
 
 Messages have their line numbers. A third party adds files through the entry point group `bridge.mappings`: a package or
-a module whose directory has `arch/*.toml`, `dialects/*.toml` or `schemes/*.toml`. Nothing of it is run. Our names come
+a module whose directory has a folder of `KINDS` with TOML files. Nothing of it is run. Our names come
 first; listing all files reports a name that occurs twice.
 """
 
@@ -20,7 +20,7 @@ from bridge.core.errors import TableError
 from bridge.core.parsing import parse_toml
 from bridge.core.text import nearest
 
-KINDS = ("arch", "dialects", "schemes")
+KINDS = ("arch", "dialects", "schemes", "runtimes")
 _HEADER = re.compile(r"\s*\[([^\[].*)\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^"'=]+?))\s*=""")
 
@@ -33,7 +33,7 @@ def mappings() -> Path:
 
 
 def table_files(kind: str) -> list[Path]:
-    """Return every file of `arch`, `dialects` or `schemes`, by name; TableError if two have the same name."""
+    """Return every file of one of `KINDS`, by name; TableError if two have the same name."""
     files: dict[str, Path] = {}
     for path in (*own_files(kind), *added_files(kind)):
         first = files.setdefault(path.stem, path)

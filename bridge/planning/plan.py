@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -16,6 +16,8 @@ from bridge.quant.describe import format_name
 
 DEFAULT_FILE = "model.safetensors"
 STACKED = "holds all experts of a layer in one tensor, which is not written quantized"
+TILE = 128
+TILE_AXES = 4  # of the scales of tiles in ModelOpt's spelling, two of them of extent 1
 PASSTHROUGH = "stored"  # `Plan.scheme` of a quantized source whose codes are copied
 
 
@@ -91,6 +93,16 @@ class Step:
     @property
     def nbytes(self) -> int:
         return sum(output.spec.nbytes for output in self.outputs)
+
+    @property
+    def scheme_format(self) -> Format | None:
+        """The format as the scheme has it: a weight within one tile of 128 x 128 is coded under one scale."""
+        scale = next((output for output in self.outputs if output.part == "scale"), None)
+        if not self.format or scale is None or self.format.weight[0].per != "tensor":
+            return self.format
+        if len(scale.spec.shape) < TILE_AXES:
+            return self.format
+        return replace(self.format, weight=(Numeric(self.format.weight[0].dtype, "block", (TILE, TILE)),))
 
     @property
     def layout(self) -> Layout:

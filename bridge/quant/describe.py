@@ -5,6 +5,8 @@ from __future__ import annotations
 from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
+SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}
+
 
 def format_name(format_: Format) -> str:
     """Short name of a format for tables: `w int4/128 a fp8`."""
@@ -13,8 +15,27 @@ def format_name(format_: Format) -> str:
 
 
 def _numeric_name(numeric: Numeric) -> str:
-    short = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}.get(numeric.dtype, numeric.dtype)
+    short = SHORT.get(numeric.dtype, numeric.dtype)
     return f"{short}/{'x'.join(map(str, numeric.block))}" if numeric.block else short
+
+
+def numeric_words(numeric: Numeric | None) -> str:
+    """A numeric as contracts of runtimes name it.
+
+    >>> numeric_words(Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn"))
+    'fp4 block 16 e4m3'
+    """
+    if numeric is None:
+        return "none"
+    words = [SHORT.get(numeric.dtype, numeric.dtype), numeric.per, *map(str, numeric.block)]
+    if numeric.scale_dtype != "float32":
+        words.append({"float8_e4m3fn": "e4m3", "float8_e8m0fnu": "e8m0"}.get(numeric.scale_dtype, numeric.scale_dtype))
+    return " ".join([*words, *(["dynamic"] if numeric.dynamic else [])])
+
+
+def contract_words(format_: Format) -> str:
+    """Weights and inputs of a format as a row of a contract names them: `fp8 tensor | fp8 tensor`."""
+    return f"{' + '.join(map(numeric_words, format_.weight))} | {numeric_words(format_.input)}"
 
 
 def weights(scheme: Scheme) -> str:

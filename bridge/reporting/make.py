@@ -8,6 +8,7 @@ from pathlib import Path
 from bridge.core.version import versions
 from bridge.quant.calibration import Calibration
 from bridge.reporting import summary
+from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_section
 from bridge.reporting.page import render
 from bridge.reporting.report import Report
@@ -53,6 +54,7 @@ def make_report(
         outliers=summary.outliers(calibration),
         experts=summary.coverage(calibration),
         advice=summary.advice(plan, parity),
+        programs=loadings(plan),
         next=target.next_command(plan),
     )
 

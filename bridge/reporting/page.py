@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bridge.core.text import fold_layers, size
+from bridge.reporting.loading import LOADING, loading_rows
 from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot
 from bridge.reporting.report import Report, count_rows, outputs_title, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows, worst
@@ -133,11 +134,9 @@ def _worst(report: Report) -> Section:
 
 def _programs(report: Report) -> Section:
     """What loads the output, how that is known, and the command."""
-    rows = [
-        (program.name, program.versions, program.proof.replace("`", ""))
-        for program in load_target(report.target).loaded_by
-    ]
-    table = Table("", ("program", "versions", "how that is known"), rows)
+    known = [(p.name, p.versions, p.proof.replace("`", "")) for p in load_target(report.target).loaded_by]
+    evidence = Table("", ("program", "versions", "how that is known"), known)
+    table = Table("", LOADING, loading_rows(report.programs)) if report.programs else evidence
     label = "To use it:" if report.command else ""
     return Section("programs", "What runs it", tables=_shown(table), label=label, text=report.command)
 

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from bridge.core.text import grouped, shape_text, size
 from bridge.planning.plan import Plan
 from bridge.reporting.columns import Columns, titled_table
+from bridge.reporting.loading import LOADING, loading_rows, loadings
 from bridge.reporting.rows import by_reason, name_lines
 
 
@@ -31,6 +32,7 @@ def plan_table(plan: Plan, every: bool = False) -> RenderableType:
         parts.append(Columns(*plan.table(), right=(1, 4)))
     kept = _kept_rows(plan, every)
     parts += titled_table("unquantized, and why", ("n", "bytes", "why", "tensors"), kept, right=(0, 1))
+    parts += titled_table("loaded by", LOADING, loading_rows(loadings(plan)))
     parts += titled_table("tied", ("name", "stored as"), [(a, b) for a, b in sorted(plan.tied.items())])
     parts += titled_table("dropped", ("n", "why", "tensors"), by_reason(plan.dropped, every), right=(0,))
     parts += titled_table("notes", ("note",), notes)

@@ -16,6 +16,7 @@ from bridge.core.display import Displayed, Table
 from bridge.core.places import is_remote
 from bridge.core.text import first_of, fold, fold_layers, grouped, number, pattern, size
 from bridge.reporting.columns import line, titled_table
+from bridge.reporting.loading import LOADING, Loading, loading_line, loading_rows
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
 
@@ -83,8 +84,8 @@ class Report(Displayed):
 
     `skipped` maps names to the reason why they were not copied, quantized or run; `policies` maps tensors to the policy
     that replaced a zero, non-finite or never-seen amax. `made_from` is the provenance; `dtypes` has (dtype, bytes in
-    the source, bytes written). `parity` is empty if nothing was compared. `next`: a command that uses the output,
-    which lies at `{out}`.
+    the source, bytes written). `parity` is empty if nothing was compared. `programs`: which of them load the output.
+    `next`: a command that uses the output, which lies at `{out}`.
 
     >>> import json, bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "reported")
@@ -117,6 +118,7 @@ class Report(Displayed):
     outliers: tuple[Outliers, ...] = ()
     experts: tuple[Coverage, ...] = ()
     advice: tuple[Advice, ...] = ()
+    programs: tuple[Loading, ...] = ()
     next: str = ""
 
     @property
@@ -162,7 +164,14 @@ class Report(Displayed):
         return report_table(self)
 
 
-_ROWS = {"counts": Count, "storage": Storage, "outliers": Outliers, "experts": Coverage, "advice": Advice}
+_ROWS = {
+    "counts": Count,
+    "storage": Storage,
+    "outliers": Outliers,
+    "experts": Coverage,
+    "advice": Advice,
+    "programs": Loading,
+}
 _PARITY_ROWS = {"tensors": TensorParity, "outputs": OutputParity, "counts": Count, "scales": ScaleRange}
 
 
@@ -200,7 +209,8 @@ def report_lines(report: Report) -> list[Text]:
         line("parity", verdict(report) + _figures(report.parity)),
         line("written", report.out),
     ]
-    return lines + ([line("next", report.command)] if report.command else [])
+    loads = loading_line(report.programs)
+    return lines + [line(name, text) for name, text in (("loads in", loads), ("next", report.command)) if text]
 
 
 def report_table(report: Report, verbose: bool = True) -> RenderableType:
@@ -224,6 +234,7 @@ def _everything(report: Report) -> Iterator[RenderableType]:
     title = "modules with the largest output error"
     yield from titled_table(title, ("module", "relative L2 of its output"), rows, right=(1,))
     yield from titled_table("failed", ("what", "n", "why"), failures(report), right=(1,))
+    yield from titled_table("loaded by", LOADING, loading_rows(report.programs))
     yield from titled_table("not run", ("what, and why",), [(text,) for text in parity.not_run])
     yield from titled_table("counted", ("what", "n", "of"), count_rows(report), right=(1, 2))
     yield from titled_table("policies", ("n", "policy", "tensors"), by_reason(report.policies), right=(0,))

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.dtypes import dtype_word
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
+from bridge.planning.contract_files import find_runtime, runtime_names
+from bridge.planning.contracts import Runtime
 from bridge.targets.target import Target as Target
 
 if TYPE_CHECKING:
     from bridge.streaming.context import FileSettings
 
 BUILT_IN = ("hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
-# Programs that users name -> the target whose output they load.
-ALIASES = {
-    "vllm": "hf", "sglang": "hf", "transformers": "hf", "huggingface": "hf",
-    "onnx": "trt", "onnxruntime": "trt", "ort": "trt", "tensorrt": "trt",
-}  # fmt: skip
+ALIASES = {"huggingface": "hf", "onnx": "trt", "tensorrt": "trt"}
 
 
 def __getattr__(name: str) -> Any:
@@ -45,8 +43,16 @@ def _added() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group="bridge.targets")}
 
 
+def program_of(name: str) -> Runtime | None:
+    """The program that `name` means; None if it is a target's name or unknown."""
+    taken = not isinstance(name, str) or name in _added() or name.lower() in (*BUILT_IN, *ALIASES)
+    return None if taken else find_runtime(name)
+
+
 def load_target(name: str) -> Target:
-    """Return the target called `name`, or of the program `name`; UsageError lists the known ones and the nearest one.
+    """Return the target called `name`, or the first that the program `name` loads.
+
+    UsageError lists the known ones and the nearest one.
 
     >>> load_target("hf").Options().shard_size, load_target("vLLM").name
     ('10GB', 'hf')
@@ -55,9 +61,10 @@ def load_target(name: str) -> Target:
         raise UsageError(f"target takes a name, not {type(name).__name__}; known: {', '.join(target_names())}")
     if name in _added():
         return _added()[name].load()  # type: ignore[no-any-return]
-    name = ALIASES.get(name.lower(), name.lower())
+    program = program_of(name)
+    name = program.contracts[0].target if program else ALIASES.get(name.lower(), name.lower())
     if name not in BUILT_IN:
-        raise UsageError(f"target {name!r} is unknown; {nearest(name, [*target_names(), *ALIASES])}")
+        raise UsageError(f"target {name!r} is unknown; {nearest(name, [*target_names(), *ALIASES, *runtime_names()])}")
     return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from bridge.core.values import Format, Numeric
 from bridge.planning.plan import Plan
+from bridge.quant.describe import numeric_words
 
 # The version of the contract: runtimes read who wrote a checkpoint to know what its fields mean.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -29,7 +31,6 @@ ALGORITHMS: dict[tuple[str, str], tuple[str, bool]] = {
     ("fp8 block 32 e8m0", "fp8 block 32 e8m0 dynamic"): ("MXFP8", True),
     ("fp4 block 32 e8m0", "none"):             ("W4A16_MXFP4", True),  # TensorRT-LLM's name; ModelOpt says mxfp4
 }  # fmt: skip
-SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4", "float8_e8m0fnu": "e8m0"}
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
@@ -108,15 +109,9 @@ def has_second(format_: Format) -> bool:
 
 def format_words(format_: Format) -> tuple[str, str]:
     """Weight and input of a format in the words of `ALGORITHMS`."""
-    return ", ".join(numeric_words(numeric) for numeric in format_.weight), numeric_words(format_.input)
+    return ", ".join(_words(numeric) for numeric in format_.weight), numeric_words(format_.input)
 
 
-def numeric_words(numeric: Numeric | None) -> str:
-    """One numeric in the words of `ALGORITHMS`."""
-    if numeric is None:
-        return "none"
-    free = numeric.dtype == "int4"  # `group_size` gives the block of INT4, the other blocks are fixed
-    words = [SHORT.get(numeric.dtype, numeric.dtype), numeric.per, *map(str, () if free else numeric.block)]
-    if numeric.scale_dtype != "float32":
-        words.append({"float8_e4m3fn": "e4m3", "float8_e8m0fnu": "e8m0"}.get(numeric.scale_dtype, numeric.scale_dtype))
-    return " ".join([*words, *(["dynamic"] if numeric.dynamic else [])])
+def _words(numeric: Numeric) -> str:
+    # `group_size` gives the block of INT4, the other blocks are fixed
+    return numeric_words(replace(numeric, block=()) if numeric.dtype == "int4" else numeric)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import api, code_map, command_line, errors, limits, matrix, schemes, targets
+from docs.generate import api, code_map, command_line, errors, limits, matrix, runtimes, schemes, targets
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,6 +25,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "options": targets.options,
     "takes": targets.takes,
     "programs": targets.programs,
+    "runtimes": runtimes.schemes,
+    "evidence": runtimes.evidence,
     "written": targets.written,
     "errors": errors.catalogue,
     "file": file,

@@ -6,6 +6,7 @@ vLLM, SGLang, TensorRT-LLM and transformers load it. Tensors keep the source's n
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
@@ -21,17 +24,13 @@ from bridge.targets.config_json import generation_config
 from bridge.targets.hf.shards import INDEX, index
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
-from bridge.targets.modelopt_format import setting
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
 
 GENERATION = "generation_config.json"
-# ModelOpt's names of the formats that the loaders of vLLM 0.33 and, besides those, TensorRT-LLM's PyTorch backend read.
-VLLM = {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "NVFP4", "W4A16_NVFP4", "MXFP8"}
-SGLANG = {"FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP8"}
-TRTLLM = {*VLLM, "W4A16_AWQ", "W4A8_AWQ", "W8A16"} - {"MXFP8"}
+SERVERS = {"vllm": "vllm serve", "trtllm": "trtllm-serve"}  # program -> its command
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
 
@@ -107,7 +106,7 @@ class Hf(StreamedTarget):
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.hf.lint import lint
 
-        return lint(directory)
+        return [*lint(directory), *_altered(directory, plan)]
 
     def runtime(self, directory: Path) -> Any:
         from bridge.targets.hf.runtime import Runtime
@@ -115,14 +114,11 @@ class Hf(StreamedTarget):
         return Runtime(directory)
 
     def next_command(self, plan: Plan) -> str:
-        """A server's command for a language model, as the servers' loaders read the scheme."""
+        """The command of a server that loads it, for a language model."""
         if not plan.architecture.endswith(("ForCausalLM", "LMHeadModel")):
             return ""
-        if plan.options["format"] != "modelopt":
-            return "vllm serve {out}"
-        names = _algorithms(plan)
-        server = "vllm serve" if names <= VLLM else "trtllm-serve" if names <= TRTLLM else ""
-        return f"{server} {{out}}" if server else ""
+        loading = (command for name, command in SERVERS.items() if not verdict(load_runtime(name), plan).why_not)
+        return next((f"{command} {{out}}" for command in loading), "")
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source
@@ -136,20 +132,17 @@ class Hf(StreamedTarget):
         return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
 
 
-def _algorithms(plan: Plan) -> set[str | None]:
-    return {setting(step.format).get("quant_algo") for step in plan.quantized if step.format}
-
-
-def refusal(program: str, plan: Plan) -> str:
-    """Why a program, `vllm`, `sglang` or `transformers`, does not load what is planned; "" if it does."""
-    loaded = {"vllm": VLLM, "sglang": SGLANG, "transformers": set[str]()}.get(program)
-    if loaded is None or plan.options["format"] != "modelopt" or _algorithms(plan) <= loaded:
-        return ""
-    what = "drops the scales of" if program == "transformers" else "does not load"
-    return (
-        f"{program} {what} ModelOpt's format with scheme {plan.scheme}; choose another scheme, or "
-        "format='compressed-tensors' (--format compressed-tensors)"
-    )
+def _altered(directory: Path, plan: Plan) -> list[str]:
+    """An error if config.json says another thing about the quantized tensors than when it was written."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return []  # an error of lint already
+    files = spelling(plan.options["format"]).config_files(plan, config)
+    written = json.loads(files["config.json"]).get("quantization_config")
+    if config.get("quantization_config") == written:
+        return []
+    return ["error [config] config.json: quantization_config was changed after it was written; convert again"]
 
 
 def _deviations(plan: Plan) -> list[str]:

@@ -5,7 +5,6 @@ vLLM, SGLang and TensorRT-LLM load it with `quant_method` "modelopt". For the fu
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 from bridge.core.text import grouped
 from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.core.version import __version__
-from bridge.planning.plan import STACKED, Plan, Step
+from bridge.planning.plan import STACKED, TILE, Plan
+from bridge.quant.describe import numeric_words
 from bridge.quant.schemes.scheme import is_static
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part
@@ -23,13 +23,10 @@ from bridge.targets.modelopt_format import (
     excluded,
     format_words,
     has_second,
-    numeric_words,
     setting,
 )
 
 PACKED = ("int4", "float4_e2m1fn")
-TILE = 128
-TILE_AXES = 4  # of the scales of tiles, two of them of extent 1
 
 
 def why_unsupported(format_: Format) -> str:
@@ -129,7 +126,7 @@ def kv_parts(attention: str, dtype: str) -> list[Part]:
 
 
 def unifies(format_: Format) -> bool:
-    """All formats but FP8 per tensor: there q, k and v keep their own weight scales, and only input scales agree."""
+    """All formats but FP8 per tensor: ModelOpt gives q, k and v their own weight scales there."""
     return bool(setting(format_)["quant_algo"] != "FP8")
 
 
@@ -150,7 +147,8 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def hf_quant_config(plan: Plan) -> dict[str, Any]:
     """The content of hf_quant_config.json; {} if nothing is quantized."""
-    layers = {step.site.module: setting(_scheme_format(step)) for step in plan.quantized if step.site}
+    formats = {step.site.module: step.scheme_format for step in plan.quantized if step.site}
+    layers = {module: setting(format_) for module, format_ in formats.items() if format_}
     kv = any(output.part == "k_scale" for output in plan.outputs)
     if not layers and not kv:
         return {}
@@ -178,15 +176,6 @@ def quantization_config(content: Mapping[str, Any]) -> dict[str, Any]:
     if inner["kv_cache_quant_algo"]:
         section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     return section | {"producer": content["producer"], "quant_method": "modelopt"}
-
-
-def _scheme_format(step: Step) -> Format:
-    """The format of a step in the scheme: of a weight within one tile, the step has it per tensor."""
-    assert step.format
-    first, scale = step.format.weight[0], next((o for o in step.outputs if o.part == "scale"), None)
-    if scale is None or first.per != "tensor" or len(scale.spec.shape) < TILE_AXES:
-        return step.format
-    return dataclasses.replace(step.format, weight=(Numeric(first.dtype, "block", (TILE, TILE)),))
 
 
 def _tiles(numeric: Numeric) -> bool:

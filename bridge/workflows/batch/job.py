@@ -91,7 +91,8 @@ def request_of(row: Row, progress: Progress = no_progress) -> Request:
     return Request(
         row.model, row.target, row.quant, row.out, calib=row.calib, data=row.data, sampling=sampling_of(row), kv=row.kv,
         device=row.device, config=row.config, tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite,
-        resume=row.resume, progress=progress, memory=row.memory, options=row.options,
+        resume=row.resume, progress=progress, memory=row.memory, runtime=row.runtime,
+        options=row.options,
     )  # fmt: skip
 
 

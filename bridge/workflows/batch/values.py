@@ -47,6 +47,7 @@ class Row:
     memory: int | None = None
     shards: int = 1
     timeout: float | None = None
+    runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     field: str | None = None  # the last one: after it the function of that name is not seen
 

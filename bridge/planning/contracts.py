@@ -1,0 +1,198 @@
+"""Contracts of runtimes: what each program, in one version, loads of what the targets write.
+
+A contract is one file of `mappings/runtimes`, which `bridge.planning.contract_files` reads; here it is held against a
+plan. It is a closed list: what no row names is refused, since no run and no source shows that it loads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.core.text import fold_problems, grouped
+from bridge.core.values import Format, main_dtype
+from bridge.planning.plan import Layout, Plan, Step
+from bridge.quant.describe import contract_words, numeric_words
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How it is known that a program loads a format: `run` or `read`, and the test or the file of its source."""
+
+    how: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair of formats that a program loads.
+
+    `out`: rows of each matrix that it fuses with others are a multiple of this. `inner`: the same of `in` of every
+    matrix. `experts`: whether experts may have it. `dtypes`: of what stays unquantized; empty if any.
+    """
+
+    evidence: Evidence
+    out: int = 1
+    inner: int = 1
+    experts: bool = True
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a program loads of one target's output, written with `options`.
+
+    `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: formats of the KV cache. `mixed`:
+    whether modules may differ in format. `plain`: the evidence for unquantized output; None if there is none.
+    """
+
+    target: str
+    options: Mapping[str, Any]
+    loads: Mapping[str, Row]
+    kv: tuple[str, ...] = ()
+    mixed: bool = False
+    plain: Evidence | None = None
+
+    def flags(self, target: str = "") -> str:
+        """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""
+        flags = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()]
+        return " ".join(flags if flags and target == self.target else [f"--target {self.target}", *flags])
+
+    def has(self, formats: Iterable[Format]) -> bool:
+        """Whether there is a row for each of the formats, and they may stand together."""
+        words = {contract_words(format_) for format_ in formats}
+        return words <= self.loads.keys() and (self.mixed or len(words) < 2)
+
+    def written_by(self, plan: Plan) -> bool:
+        """Whether the plan is for this target and these options."""
+        return plan.target == self.target and all(plan.options.get(n) == value for n, value in self.options.items())
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A program, in one version. `name`: as users type it. `fused`: names of modules that it holds as one matrix.
+
+    `contracts` are in the order of choice.
+    """
+
+    name: str
+    program: str
+    version: str
+    contracts: tuple[Contract, ...]
+    aliases: tuple[str, ...] = ()
+    fused: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"{self.program} {self.version}"
+
+    def contract_of(self, plan: Plan) -> Contract | None:
+        """The contract for what is planned; None if the program loads nothing of that target and those options."""
+        exact = (contract for contract in self.contracts if contract.written_by(plan))
+        # the format says how quantized numbers are spelled: without any, one output is like the other
+        plain = (c for c in self.contracts if c.target == plan.target and c.plain and not plan.quantized)
+        return next(exact, None) or next(plain, None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a program loads what is planned. `why_not`: "" if it does; `evidence`: how that is known, by row.
+
+    `instead`: the flags of another output that has these formats and that it loads; "" if there is none.
+    """
+
+    runtime: Runtime
+    why_not: str = ""
+    instead: str = ""
+    evidence: tuple[Evidence, ...] = field(default=(), compare=False)
+
+    @property
+    def how(self) -> str:
+        """`run` if runs show all of it, `read` if some was read in the program's source, `no` if it is refused."""
+        if self.why_not:
+            return "no"
+        return "run" if all(evidence.how == "run" for evidence in self.evidence) else "read"
+
+
+def verdict(runtime: Runtime, plan: Plan) -> Verdict:
+    """Hold a plan against a program's contract."""
+    contract = runtime.contract_of(plan)
+    if contract is None:
+        what = f"format {plan.options['format']}" if "format" in plan.options else f"what target {plan.target} writes"
+        return Verdict(runtime, f"does not load {what}", _instead(runtime, contract, plan))
+    problems = fold_problems(_problems(runtime, contract, plan))
+    if problems:
+        return Verdict(runtime, "; ".join(problems), _instead(runtime, contract, plan))
+    rows = [contract.loads[words] for words in dict.fromkeys(map(_words, plan.quantized))]
+    plain = (contract.plain,) if contract.plain else ()
+    return Verdict(runtime, evidence=tuple(row.evidence for row in rows) or plain)
+
+
+def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
+    """What of a plan the contract does not have: the module, "" for none, and why."""
+    formats = Counter(_words(step) for step in plan.quantized)
+    for words in formats.keys() - contract.loads.keys():
+        weights, _, inputs = words.partition(" | ")
+        with_inputs = f"inputs in {inputs}" if inputs != "none" else "unquantized inputs"
+        yield "", f"loads no weights in {weights} with {with_inputs} there"
+    if not formats and contract.plain is None:
+        yield "", "reads quantized weights only there"
+    if len(formats) > 1 and not contract.mixed:
+        yield "", f"reads one format for all modules there, not {', '.join(sorted(formats))} together"
+    for kv in dict.fromkeys(numeric_words(step.kv) for step in plan.steps if step.kv):
+        if kv not in contract.kv:
+            yield "", f"reads no KV cache in {kv} there"
+    dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
+    for words in sorted(formats.keys() & contract.loads.keys()):
+        if (dtypes := contract.loads[words].dtypes) and dtype not in dtypes:
+            yield "", f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}: pass --dtype bf16"
+    fused = _fused(runtime, plan)
+    for step in plan.quantized:
+        assert step.site
+        if row := contract.loads.get(_words(step)):
+            yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in fused))
+
+
+def _misfits(row: Row, step: Step, plan: Plan, fused: bool) -> Iterator[str]:
+    assert step.site
+    if step.site.expert is not None and not row.experts:
+        yield "experts are not read in this format"
+    shape = plan.sources[step.source].shape
+    out, inner = shape[::-1] if step.inputs[0].transposed or step.site.layout == "in_out" else shape[:2]
+    if fused and out % row.out:
+        yield f"out = {out} is not a multiple of {row.out}, and it is fused with others"
+    if inner % row.inner:
+        yield f"in = {inner} is not a multiple of {row.inner}"
+
+
+def _fused(runtime: Runtime, plan: Plan) -> set[str]:
+    """The modules that the program joins with others: siblings whose names stand together in `fused`."""
+    modules = [step.site.module for step in plan.quantized if step.site]
+    joined: set[str] = set()
+    for siblings in grouped(modules, lambda module: module.rpartition(".")[0]):
+        for names in runtime.fused:
+            members = [module for module in siblings if module.rpartition(".")[2] in names]
+            joined |= set(members) if len(members) > 1 else set()
+    return joined
+
+
+def _instead(runtime: Runtime, contract: Contract | None, plan: Plan) -> str:
+    """The flags of another contract that has every format of the plan; "" without one."""
+    formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
+    others = (other for other in runtime.contracts if other is not contract)
+    fits = (other for other in others if other.has(formats))
+    return next((other.flags(plan.target) for other in fits), "")
+
+
+def _words(step: Step) -> str:
+    format_ = step.scheme_format
+    assert format_
+    return contract_words(format_)
+
+
+def verdicts(runtimes: Iterable[Runtime], plan: Plan) -> tuple[Verdict, ...]:
+    """What each program says that loads outputs of the plan's target."""
+    concerned = (known for known in runtimes if any(contract.target == plan.target for contract in known.contracts))
+    return tuple(verdict(runtime, plan) for runtime in concerned)

@@ -1,0 +1,54 @@
+"""Which programs load an output, as the contracts of `mappings/runtimes` say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bridge.planning.contract_files import runtimes
+from bridge.planning.contracts import Verdict, verdicts
+from bridge.planning.plan import Plan
+
+LOADING = ("program", "loads it", "known by, or why not")
+KNOWN = {"run": "yes", "read": "yes, by its source", "no": "no"}
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Whether one program, in one version, loads an output.
+
+    `how`: "run" and "read" say how it is known that it does, "no" that it does not. `where`: the tests or the files of
+    its source; or the reason, and the flags to write with instead.
+    """
+
+    program: str
+    how: str
+    where: str
+
+
+def loadings(plan: Plan) -> tuple[Loading, ...]:
+    """One entry per program that loads outputs of the plan's target."""
+    return tuple(
+        Loading(
+            answer.runtime.title,
+            answer.how,
+            _why_not(answer) or ", ".join(dict.fromkeys(evidence.where for evidence in answer.evidence)),
+        )
+        for answer in verdicts(runtimes(), plan)
+    )
+
+
+def _why_not(answer: Verdict) -> str:
+    return f"{answer.why_not}; write {answer.instead}" if answer.instead else answer.why_not
+
+
+def loading_rows(entries: Iterable[Loading]) -> list[tuple[str, str, str]]:
+    """Rows of a table with the columns `LOADING`."""
+    return [(entry.program, KNOWN[entry.how], entry.where) for entry in entries]
+
+
+def loading_line(entries: Iterable[Loading]) -> str:
+    """The programs that load an output; "" if no contract is about its target."""
+    entries = list(entries)
+    names = [entry.program for entry in entries if entry.how != "no"]
+    return (", ".join(names) or "no program that a contract is about") if entries else ""
