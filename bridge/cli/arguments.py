@@ -18,9 +18,9 @@ from bridge.cli.terminal import Terminal
 def _complete_target(begin: str) -> list[str]:
     """Targets, and the programs that stand for them, for the shell's completion."""
     from bridge.planning.contract_files import runtime_names
-    from bridge.targets import target_names
+    from bridge.targets import ALIASES, target_names
 
-    return [name for name in dict.fromkeys((*target_names(), *runtime_names())) if name.startswith(begin)]
+    return [name for name in dict.fromkeys((*target_names(), *ALIASES, *runtime_names())) if name.startswith(begin)]
 
 
 def _complete_runtime(begin: str) -> list[str]:

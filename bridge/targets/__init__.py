@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bridge.streaming.context import FileSettings
 
 BUILT_IN = ("hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
+# Other words for a target; the names of programs are those of their contracts, in mappings/runtimes.
 ALIASES = {"huggingface": "hf", "onnx": "trt", "tensorrt": "trt"}
 
 

@@ -10,11 +10,11 @@ import pytest
 import bridge
 
 SIGNATURES = {
-    "plan": "model, target, quant=None, *, kv=None, config=None, **options",
+    "plan": "model, target, quant=None, *, kv=None, config=None, runtime=None, **options",
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
-        "memory=None, **options"
+        "memory=None, runtime=None, **options"
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, device=None, config=None, tokenizer=None, samples=None, sequence=None, "
@@ -44,7 +44,7 @@ SIGNATURES = {
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
     "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
-    "outliers", "experts", "advice", "next",
+    "outliers", "experts", "advice", "programs", "next",
 )  # fmt: skip
 
 

@@ -40,15 +40,16 @@ def healthy() -> Any:
     return report(parity=parity, next="vllm serve {out}", made_from={"architecture": "LlamaForCausalLM"})
 
 
-def test_a_conversion_that_passed_prints_six_lines_and_the_next_command(tmp_path: Path) -> None:
+def test_a_conversion_that_passed_prints_seven_lines_and_the_next_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run("convert", str(MODEL), "--target", "hf", "--quant", "fp8_pc_pt", "--out", str(out))
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert [words.split()[0] for words in lines] == ["model", "size", "seconds", "parity", "written", "next"]
+    assert [words.split()[0] for words in lines] == ["model", "size", "seconds", "parity", "written", "loads", "next"]
     assert lines[0] == "model    LlamaForCausalLM to hf, fp8_pc_pt: 83 tensors, 35 quantized"
     assert "bits a value" in lines[1]
-    assert lines[4:] == [f"written  {out}", f"next     vllm serve {out}"]
+    assert lines[4] == f"written  {out}" and lines[6] == f"next     vllm serve {out}"
+    assert lines[5].startswith("loads in ") and "vLLM 0.33" in lines[5] and "SGLang" not in lines[5]
     again = run("verify", str(out), "--against", str(MODEL), "-v")
     assert "weights, re-read and dequantized" in again.stdout and again.stdout.splitlines()[-1] == lines[-1]
 
@@ -179,20 +180,17 @@ def test_programs_stand_for_the_target_that_they_load(word: str, target: str) ->
 @pytest.mark.parametrize(
     ("program", "quant", "words"),
     [
-        ("vllm", "int8_wo", "vllm does not load ModelOpt's format with scheme int8_wo"),
-        ("sglang", "fp8_pc_pt", "sglang does not load"),
-        ("transformers", "fp8_pc_pt", "transformers drops the scales of ModelOpt's format"),
+        ("sglang", "int8_wo", "SGLang 0.5.23 loads no output of scheme int8_wo here"),
+        ("edgellm", "fp8_block", "loads no weights in fp8 block 128 128 with unquantized inputs there"),
         ("vllm", "fp8", ""),
+        ("transformers", "fp8_pc_pt", ""),
         ("hf", "int8_wo", ""),
     ],
 )
-def test_a_program_that_does_not_load_the_output_is_told_in_a_warning(program: str, quant: str, words: str) -> None:
+def test_a_program_is_refused_what_it_does_not_load(program: str, quant: str, words: str) -> None:
     done = run("plan", str(MODEL), "--target", program, "--quant", quant)
-    assert done.exit_code == 0 and bool(done.stderr) is bool(words) and words in done.stderr
-    if words:
-        assert "--format compressed-tensors" in done.stderr
-        packed = run("plan", str(MODEL), "--target", program, "--quant", "int8_wo", "--format", "compressed-tensors")
-        assert packed.exit_code == 0 and packed.stderr == ""
+    assert bool(done.exit_code) is bool(words) and words in done.stderr
+    assert not words or "schemes that it loads: fp8" in done.stderr
 
 
 @pytest.mark.parametrize(
