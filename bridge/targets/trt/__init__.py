@@ -169,6 +169,7 @@ class Trt(StreamedTarget):
                 drafted.steps.append(self.plain_step(spec, site, draft.why_plain(spec, site), draft.options))
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
+        drafted.notes += _not_in_onnx_runtime(drafted.steps)
         return drafted
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:
@@ -208,9 +209,12 @@ class Trt(StreamedTarget):
             notes.append(
                 f"every token runs through all {len(experts)} experts in the graph: standard ONNX has no fused routing"
             )
-        if options.dtype != "float32":
+        if options.dtype == "float16":
+            notes.append("float16 graph: verify runs a float32 copy of it")
+        if options.dtype == "bfloat16":
             notes.append(
-                f"{options.dtype} graph: ONNX Runtime's CPU kernels cannot run it; verify runs a float32 copy of it"
+                "bfloat16 graph: ONNX Runtime has no CPU kernels for it, and verify runs a float32 copy; for ONNX "
+                "Runtime on a CPU write dtype='fp32' or 'fp16' (--dtype fp32)"
             )
         return tuple(notes)
 
@@ -265,6 +269,18 @@ def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bo
         stored = "uint8" if stored == "float8_e8m0fnu" else stored
         outputs.append(Output(TensorSpec(name, shape, stored), part, expression))
     return outputs
+
+
+def _not_in_onnx_runtime(steps: list[Step]) -> list[str]:
+    """What ONNX Runtime cannot load because of its formats, and what to write instead."""
+    numerics = [
+        n for s in steps if s.format for n in (*s.format.weight, *((s.format.input,) if s.format.input else ()))
+    ]
+    if any(n.scale_dtype == "float8_e8m0fnu" for n in numerics) or any(n.dynamic for n in numerics):
+        return ["the graph has TensorRT's own ops, which ONNX Runtime does not load; for it write fp8 or int4_wo"]
+    if any(n.dtype == "float4_e2m1fn" for n in numerics):
+        return ["ONNX Runtime has no kernels for FP4 and does not load this graph; for it write int4_wo or fp8"]
+    return []
 
 
 def _why_no_graph(draft: Draft) -> str:
