@@ -18,6 +18,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config
+from bridge.targets.generation import DECODERS
 from bridge.targets.hf.shards import INDEX, index
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
@@ -26,6 +27,7 @@ from bridge.targets.modelopt_format import setting
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.targets.generation import Generator
 
 GENERATION = "generation_config.json"
 # ModelOpt's names of the formats that the loaders of vLLM 0.33 and, besides those, TensorRT-LLM's PyTorch backend read.
@@ -111,9 +113,17 @@ class Hf(StreamedTarget):
 
         return Runtime(directory)
 
+    def why_no_generator(self, directory: Path) -> str:
+        return ""
+
+    def generator(self, directory: Path) -> Generator:
+        from bridge.targets.hf.generator import Generator as TransformersGenerator
+
+        return TransformersGenerator(directory)
+
     def next_command(self, plan: Plan) -> str:
         """A server's command for a language model, as the servers' loaders read the scheme."""
-        if not plan.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        if not plan.architecture.endswith(DECODERS):
             return ""
         if plan.options["format"] != "modelopt":
             return "vllm serve {out}"
