@@ -221,6 +221,14 @@ def test_what_was_altered_after_it_was_written_is_refused(output: Path) -> None:
         bridge.run(output, TEXT)
 
 
+@pytest.mark.slow
+def test_a_graph_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    out = Path(shutil.copytree(written("trt", "none"), tmp_path / "out"))
+    (out / "model.onnx").write_bytes((out / "model.onnx").read_bytes()[:-100])
+    with pytest.raises(VerifyError, match=r"model\.onnx: not a readable ONNX file"):
+        bridge.run(out, TEXT)
+
+
 def test_a_directory_that_is_not_an_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="bridge did not write this model"):
         bridge.run(MODEL, TEXT)
