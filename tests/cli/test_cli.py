@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -397,7 +398,7 @@ def test_the_help_of_a_verb_ends_with_an_example_that_parses(verb: str) -> None:
     command: Any = get_command(app)
     for word in verb.split():
         command = command.commands[word]
-    assert command.make_context(verb, example[1].split()).params
+    assert command.make_context(verb, shlex.split(example[1])).params
 
 
 def test_help_names_the_verbs_of_the_package() -> None:
