@@ -8,7 +8,7 @@ STAMP  := .venv/.stamp
 # One worker a core (a third on two cores is slower); files stay on one worker, the longest begin first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo check test test-all mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
+.PHONY: demo check oracles test test-all mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
@@ -53,6 +53,14 @@ browser:
 	    || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 	         && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; } \
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
+
+# Runtimes that tests compare with and that are not needed elsewhere, 200 MB: tests that need them are skipped without.
+oracles: .venv/onnx
+
+.venv/onnx: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
+	    openvino==2026.4.1 polygraphy==0.53.6 onnx-graphsurgeon==0.6.1
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

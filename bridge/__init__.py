@@ -20,6 +20,7 @@ _HOME = {
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
+    "run": "bridge.api.run",
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.workflows.sensitivity.run",
@@ -48,6 +49,7 @@ _PACKAGES = {
 if TYPE_CHECKING:
     from bridge import targets as targets
     from bridge.api.nemo import Quantizer
+    from bridge.api.run import run
     from bridge.api.tripy import (
         convert_to_scale,
         create_forward_loop,
@@ -89,6 +91,7 @@ __all__ = [
     "load_weights_from_hf",
     "modelopt_quantize",
     "plan",
+    "run",
     "sensitivity",
     "verify",
 ]

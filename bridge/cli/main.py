@@ -213,6 +213,28 @@ def verify(
         terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
 
+@app.command(epilog=epilog('qbridge run llama-fp8 "The capital of France is"'))
+def run(
+    out: Written,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="what the model continues")],
+    tokens: Annotated[int, typer.Option(help="number of tokens at most")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="put TEXT into the model's chat template")] = False,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above 0, tokens are drawn")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Let a written language model continue a text.
+
+    The last line has the tokens per second, and with what the model ran.
+    """
+    with session(debug=debug) as terminal:
+        terminal.progress(0, 0, "load")
+        stream = None if as_json else terminal.write
+        result = bridge.run(out, text, tokens=tokens, chat=chat, temperature=temperature, seed=seed, stream=stream)
+        terminal.print(result.to_json() if as_json else f"\n{result}")
+
+
 @app.command(epilog=epilog("qbridge check llama-fp8 recipe.toml"))
 def check(
     paths: Annotated[

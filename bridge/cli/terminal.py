@@ -22,7 +22,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bridge.core.errors import BridgeError, BridgeWarning, Stopped, disk_is_full, notes_of
+from bridge.core.errors import BridgeError, BridgeWarning, Stopped, disk_is_full, notes_of, printable
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import Bars, bars, console
 
@@ -60,6 +60,12 @@ class Terminal:
         self._end_bars()
         for item in what:
             self.out.print(item, crop=False, soft_wrap=isinstance(item, str))
+
+    def write(self, text: str) -> None:
+        """Print a piece of a line to stdout at once. A model may generate control characters: they are escaped."""
+        self._end_bars()
+        self.out.file.write(printable(text))
+        self.out.file.flush()
 
     def finish(self, result: Any, table: Any, as_json: bool, quiet: bool, code: int = BELOW) -> None:
         """Print a result as JSON or as `table`, and exit with `code` unless it passed."""

@@ -27,12 +27,19 @@ class BridgeError(Exception):
         text = super().__str__()
         shown = text[:MAX_MESSAGE]
         if not shown.isprintable():
-            shown = "".join(map(_shown, shown))[:MAX_MESSAGE]
+            shown = printable(shown)[:MAX_MESSAGE]
         return shown if len(text) <= MAX_MESSAGE else f"{shown} ... and {len(text) - MAX_MESSAGE} more characters"
 
 
-def _shown(mark: str) -> str:
-    return mark if mark.isprintable() or mark == "\n" else mark.encode("unicode_escape").decode()
+def printable(text: str) -> str:
+    """A text for a terminal: escapes instead of control characters, except for line ends.
+
+    >>> printable("a\\x1b[2J\\n")
+    'a\\\\x1b[2J\\n'
+    """
+    return "".join(
+        mark if mark.isprintable() or mark == "\n" else mark.encode("unicode_escape").decode() for mark in text
+    )
 
 
 class UsageError(BridgeError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.core.dtypes import FLOATS, SHORT, dtype_word
-from bridge.core.errors import UsageError
+from bridge.core.errors import CannotRun, UsageError
 from bridge.core.values import Format, Site, TensorSpec, main_dtype
 from bridge.planning.plan import STACKED
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bridge.planning.plan import Plan
     from bridge.sources.source import Source
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.targets.generation import Generator
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ def option(default: T, text: str) -> T:
 class StreamedTarget:
     """Defaults of targets whose output `convert` does not run; see `bridge.targets.Target`."""
 
+    name: str
     metadata: Mapping[str, str] = {}
     align = 8  # as the safetensors library writes
     runs = False
@@ -44,6 +46,12 @@ class StreamedTarget:
 
     def audit(self, directory: Path) -> list[str]:
         return []
+
+    def why_no_generator(self, directory: Path) -> str:
+        return f"no program here generates text from an output of target {self.name}; convert to hf or trt"
+
+    def generator(self, directory: Path) -> Generator:
+        raise CannotRun(self.why_no_generator(directory))
 
     def layer_errors(
         self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]

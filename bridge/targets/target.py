@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.core.values import Program
 from bridge.planning.target import Planner
+from bridge.targets.generation import Generator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +49,12 @@ class Target(Planner, Protocol):
 
     def runtime(self, directory: Path) -> Any:
         """Load a written model to run it here (see `Runnable`); VerifyError says why it cannot be run."""
+
+    def why_no_generator(self, directory: Path) -> str:
+        """Why no program here generates text from an output, and which does elsewhere ("" if `generator` loads it)."""
+
+    def generator(self, directory: Path) -> Generator:
+        """Load a written language model to generate text; CannotRun if none can here."""
 
     def layer_errors(
         self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]

@@ -13,8 +13,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Verbs",
         "Functions of `bridge`. The command line has the same verbs.",
         (
-            "bridge.convert", "bridge.plan", "bridge.calibrate", "bridge.verify", "bridge.check", "bridge.sensitivity",
-            "bridge.batch",
+            "bridge.convert", "bridge.plan", "bridge.calibrate", "bridge.verify", "bridge.run", "bridge.check",
+            "bridge.sensitivity", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
         ),
     ),
@@ -31,6 +31,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.workflows.sensitivity.result.Layer",
             "bridge.workflows.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
             "bridge.golden.Moved",
+            "bridge.api.run.Generation",
             "bridge.BridgeError",
         ),
     ),
@@ -39,7 +40,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "The members that a source or target of yours must have, and the values that it takes and returns.",
         (
             "bridge.sources.source.Source", "bridge.sources.source.SourceKind", "bridge.sources.opening.open_source",
-            "bridge.targets.target.Target", "bridge.planning.target.Planner",
+            "bridge.targets.target.Target", "bridge.targets.generation.Generator", "bridge.targets.generation.Settings",
+            "bridge.planning.target.Planner",
             "bridge.targets.load_target", "bridge.planning.target.Draft", "bridge.planning.target.Drafted",
             "bridge.streaming.context.ConversionContext", "bridge.streaming.context.WriteResult",
             "bridge.core.values.TensorSpec",

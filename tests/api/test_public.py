@@ -21,6 +21,7 @@ SIGNATURES = {
         "field=None, progress=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, progress=None",
+    "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, stream=None",
     "check": "",
     "sensitivity": (
         "model, quant, data=None, *, budget=None, fallback=None, method='kl', kv=None, device=None, config=None, "

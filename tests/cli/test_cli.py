@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -382,8 +383,8 @@ def test_defaults_are_printed_as_written() -> None:
 
 
 COMMANDS = (
-    "convert", "plan", "calibrate", "verify", "check", "show", "sensitivity", "batch", "golden record", "golden check",
-    "golden diff",
+    "convert", "plan", "calibrate", "verify", "run", "check", "show", "sensitivity", "batch", "golden record",
+    "golden check", "golden diff",
 )  # fmt: skip
 
 
@@ -397,12 +398,12 @@ def test_the_help_of_a_verb_ends_with_an_example_that_parses(verb: str) -> None:
     command: Any = get_command(app)
     for word in verb.split():
         command = command.commands[word]
-    assert command.make_context(verb, example[1].split()).params
+    assert command.make_context(verb, shlex.split(example[1])).params
 
 
 def test_help_names_the_verbs_of_the_package() -> None:
     text = run("--help").stdout
     assert "..." not in text.partition("Commands:")[2], "a verb's line is cut off"
     assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
-        "convert", "plan", "calibrate", "verify", "check", "show", "sensitivity", "batch", "golden",
+        "convert", "plan", "calibrate", "verify", "run", "check", "show", "sensitivity", "batch", "golden",
     ]  # fmt: skip

@@ -52,6 +52,12 @@ class DcpTarget(StreamedTarget):
     def runtime(self, directory: Path) -> Any:
         raise CannotRun(f"only {self.loader} runs this checkpoint, and it is not part of this program")
 
+    def why_no_generator(self, directory: Path) -> str:
+        return (
+            f"{self.loader} loads this checkpoint to train, and generates no text here; convert the model with "
+            "--target hf and run that"
+        )
+
     def resolve(self, options: Any, structure: Structure, scheme: Any, specs: Any) -> Any:
         """Options with the dtype's full name; PlanError if the target's dialect has no layout for the model."""
         from bridge.tables.dialects.dialect import load_dialect

@@ -21,6 +21,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config
+from bridge.targets.generation import DECODERS
 from bridge.targets.hf.shards import INDEX, index
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
@@ -28,6 +29,7 @@ from bridge.targets.hf.steps import Drafting
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.targets.generation import Generator
 
 GENERATION = "generation_config.json"
 SERVERS = {"vllm": "vllm serve", "trtllm": "trtllm-serve"}  # program -> its command
@@ -113,9 +115,17 @@ class Hf(StreamedTarget):
 
         return Runtime(directory)
 
+    def why_no_generator(self, directory: Path) -> str:
+        return ""
+
+    def generator(self, directory: Path) -> Generator:
+        from bridge.targets.hf.generator import Generator as TransformersGenerator
+
+        return TransformersGenerator(directory)
+
     def next_command(self, plan: Plan) -> str:
         """The command of a server that loads it, for a language model."""
-        if not plan.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        if not plan.architecture.endswith(DECODERS):
             return ""
         loading = (command for name, command in SERVERS.items() if not verdict(load_runtime(name), plan).why_not)
         return next((f"{command} {{out}}" for command in loading), "")

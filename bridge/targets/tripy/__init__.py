@@ -88,6 +88,12 @@ class Tripy(StreamedTarget):
 
         return audit(directory)
 
+    def why_no_generator(self, directory: Path) -> str:
+        return (
+            "Tripy runs it on an NVIDIA GPU: bridge.targets.tripy.build and load make the module, and "
+            "examples/tripy_generate.py generates with it"
+        )
+
     def runtime(self, directory: Path) -> Any:
         from bridge.targets.tripy.runtime import Runtime
 

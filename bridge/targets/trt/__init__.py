@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.sources.source import Source
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.targets.generation import Generator
 
 NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 with FP8 scales, MXFP8 blocks of 32.
@@ -70,7 +71,15 @@ class Trt(StreamedTarget):
             "1.26 and later",
             "runs the written file on the CPU; codes equal those of ModelOpt's fake-quantized model node by node, "
             "except ties",
-            ("tests/targets/trt/test_trt_oracle.py",),
+            ("tests/targets/trt/test_trt_oracle.py", "tests/targets/trt/test_default_session.py"),
+        ),
+        Program(
+            "OpenVINO",
+            "2026.4.1",
+            "its outputs equal ONNX Runtime's within 1e-5 for unquantized and weight-only graphs, FP4 too, and within "
+            "1e-2 with INT8 activations, if INFERENCE_PRECISION_HINT is f32 and DYNAMIC_QUANTIZATION_GROUP_SIZE 0; it "
+            "rounds FP8 activations through float16",
+            ("tests/targets/trt/test_other_runtimes.py",),
         ),
     )
 
@@ -169,6 +178,7 @@ class Trt(StreamedTarget):
                 drafted.steps.append(self.plain_step(spec, site, draft.why_plain(spec, site), draft.options))
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
+        drafted.notes += _not_in_onnx_runtime(drafted.steps)
         return drafted
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:
@@ -208,9 +218,12 @@ class Trt(StreamedTarget):
             notes.append(
                 f"every token runs through all {len(experts)} experts in the graph: standard ONNX has no fused routing"
             )
-        if options.dtype != "float32":
+        if options.dtype == "float16":
+            notes.append("float16 graph: verify runs a float32 copy of it")
+        if options.dtype == "bfloat16":
             notes.append(
-                f"{options.dtype} graph: ONNX Runtime's CPU kernels cannot run it; verify runs a float32 copy of it"
+                "bfloat16 graph: ONNX Runtime has no CPU kernels for it, and verify runs a float32 copy; for ONNX "
+                "Runtime on a CPU write dtype='fp32' or 'fp16' (--dtype fp32)"
             )
         return tuple(notes)
 
@@ -226,6 +239,14 @@ class Trt(StreamedTarget):
         from bridge.targets.trt.runtime import Runtime
 
         return Runtime(directory)
+
+    def why_no_generator(self, directory: Path) -> str:
+        return ""
+
+    def generator(self, directory: Path) -> Generator:
+        from bridge.targets.trt.generator import Generator as OnnxGenerator
+
+        return OnnxGenerator(directory)
 
     def layer_errors(
         self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
@@ -265,6 +286,18 @@ def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bo
         stored = "uint8" if stored == "float8_e8m0fnu" else stored
         outputs.append(Output(TensorSpec(name, shape, stored), part, expression))
     return outputs
+
+
+def _not_in_onnx_runtime(steps: list[Step]) -> list[str]:
+    """What ONNX Runtime cannot load because of its formats, and what to write instead."""
+    numerics = [
+        n for s in steps if s.format for n in (*s.format.weight, *((s.format.input,) if s.format.input else ()))
+    ]
+    if any(n.scale_dtype == "float8_e8m0fnu" for n in numerics) or any(n.dynamic for n in numerics):
+        return ["the graph has TensorRT's own ops, which ONNX Runtime does not load; for it write fp8 or int4_wo"]
+    if any(n.dtype == "float4_e2m1fn" for n in numerics):
+        return ["ONNX Runtime has no kernels for FP4 and does not load this graph; for it write int4_wo or fp8"]
+    return []
 
 
 def _why_no_graph(draft: Draft) -> str:

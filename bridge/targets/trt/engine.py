@@ -19,6 +19,7 @@ from bridge.core.errors import UsageError, WriteError
 from bridge.core.output.temporary import write_whole
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers, fold_problems, nearest
+from bridge.targets.generation import context_length
 
 INSTALL = 'pip install --extra-index-url https://pypi.nvidia.com "tensorrt>=10.15"'
 OLDEST = 10  # older versions have no strongly typed network
@@ -51,8 +52,8 @@ class Profile:
 
 def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:
     """The engine's default shapes, limited by the model's positions, which past and sequence share."""
-    limit = config.get("max_position_embeddings") or config.get("n_positions")
-    if not isinstance(limit, int):
+    limit = context_length(config)
+    if limit is None:
         return Profile()
     most = min(512, max(limit // 2, 1) if cache else limit)
     past = min(1024, limit - most)

@@ -21,6 +21,9 @@ from bridge.core.values import Numeric
 from bridge.planning.plan import Output, Step
 
 TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
+# ONNX Runtime moves a QuantizeLinear back over these and inserts a DequantizeLinear without its `output_dtype`
+# (qdq_propagation.cc), which makes them float32: a half graph then fails to load.
+MOVED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,10 @@ class Inserter:
             nodes.append(outer)
             scale = outer.outputs[0]
         axis = {"tensor": None, "channel": out_axis, "block": in_axis}[first.per]
+        if axis is not None and half != scale.dtype and codes.shape is not None:
+            # ONNX Runtime 1.32 fuses DequantizeLinear and MatMul into MatMulNBits also if their types differ, and then
+            # refuses the node. It fuses axes 0 and 1 only (ValidateDQForMatMulNBits); counted from the end is the same.
+            axis -= len(codes.shape)
         block = first.block[-1] if first.per == "block" else 0
         inner = half if len(numerics) == 1 else ir.DataType.FLOAT
         nodes.append(self._dequantize(f"{module}/weight", codes, scale, axis, block, inner))
@@ -198,11 +205,17 @@ class Inserter:
         self, base: str, value: ir.Value, scale: ir.Value, codes: str, back: ir.DataType | None
     ) -> tuple[list[ir.Node], ir.Value]:
         kind = ir.DataType(DTYPES[codes].onnx)
+        before: list[ir.Node] = []
+        producer, wide = value.producer(), ir.DataType.FLOAT
+        if producer is not None and producer.op_type in MOVED and scale.dtype == wide != value.dtype:
+            # QuantizeLinear computes in its scale's type: the codes are the same.
+            before = [self._node("", "Cast", [value], {"to": int(wide)}, f"{base}/cast", wide, value.shape)]
+            value = before[0].outputs[0]
         quantize = self._node(
             "", "QuantizeLinear", [value, scale, self._zero(kind)], {}, f"{base}/quantize", kind, value.shape
         )
         dequantize = self._dequantize(base, quantize.outputs[0], scale, None, 0, back or ir.DataType.FLOAT)
-        return [quantize, dequantize], dequantize.outputs[0]
+        return [*before, quantize, dequantize], dequantize.outputs[0]
 
     def _zero(self, kind: ir.DataType) -> ir.Value:
         """The zero point of a QuantizeLinear, one per type of codes, stored in the .onnx itself."""

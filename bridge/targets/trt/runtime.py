@@ -1,8 +1,8 @@
 """Run a written model in ONNX Runtime on the CPU.
 
-Graph optimizations are off: with them ONNX Runtime rewrites FP8 Q/DQ into integer kernels that fail to load, and
-weight-only INT8 / INT4 into kernels with quantized activations (1e-2 error). Graphs that its CPU kernels lack (half
-graphs, FP4, float32 scales with half data) run as a float32 copy: the same codes and scales, float32 everywhere else.
+`Runtime` turns graph optimizations off: with them FP8 and INT8 codes flip at ties, and weight-only INT8 / INT4 get
+kernels with quantized activations (1e-2 error). Graphs that lack CPU kernels (bfloat16, FP4), and float16 graphs, run
+as a float32 copy: the same codes and scales, float32 everywhere else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.core.errors import CannotRun, VerifyError
 
+PAST, PRESENT = "past_key_values.", "present."
 FEEDS = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
 
@@ -27,30 +28,16 @@ class Runtime:
 
     def __init__(self, path: str | Path, *, taps: Sequence[str] = ()) -> None:
         """Load `model.onnx` of a directory, or an .onnx file; `taps`: inner values to return as well."""
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise CannotRun("running a model needs onnxruntime: pip install 'qbridge[trt]'") from error
         file = Path(path)
         file = file / "model.onnx" if file.is_dir() else file
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 3
-        model, self.substitute = _runnable(file, taps)
-        if model is not None:
-            folder = "session.model_external_initializers_file_folder_path"
-            options.add_session_config_entry(folder, str(file.parent))
-        try:
-            self.session = onnxruntime.InferenceSession(model or str(file), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime raises its own unrelated classes
-            raise VerifyError(f"{file}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+        self.session, self.substitute = open_session(file, taps)
         self.inputs = {i.name: i for i in self.session.get_inputs()}
         self.outputs = [o.name for o in self.session.get_outputs()]
 
     @property
     def cached(self) -> bool:
         """True if the model is a decoder with `past_key_values` inputs."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
+        return any(name.startswith(PAST) for name in self.inputs)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run once. Decoders get empty caches, full masks and consecutive positions if `feeds` lacks them."""
@@ -76,9 +63,7 @@ class Runtime:
             if stop is not None and (new == stop).all():
                 break
             if self.cached:
-                past = {
-                    n.replace("present.", "past_key_values."): a for n, a in out.items() if n.startswith("present.")
-                }
+                past = {n.replace(PRESENT, PAST): a for n, a in out.items() if n.startswith(PRESENT)}
                 feeds = {"input_ids": new, **past, "attention_mask": np.ones_like(tokens)}
                 feeds["position_ids"] = np.full_like(new, tokens.shape[1] - 1)
             else:
@@ -89,7 +74,7 @@ class Runtime:
         if "input_ids" not in feeds:
             return
         batch, length = feeds["input_ids"].shape
-        past = next((a.shape[2] for name, a in feeds.items() if name.startswith("past_key_values.")), 0)
+        past = next((a.shape[2] for name, a in feeds.items() if name.startswith(PAST)), 0)
         for name, entry in self.inputs.items():
             if name in feeds:
                 continue
@@ -99,9 +84,35 @@ class Runtime:
                 feeds[name] = _positions(feeds.get("attention_mask"), batch, past, length)
             elif name == "token_type_ids":
                 feeds[name] = np.zeros((batch, length), np.int64)
-            elif name.startswith("past_key_values."):
+            elif name.startswith(PAST):
                 _, heads, _, width = entry.shape
                 feeds[name] = np.zeros((batch, heads, 0, width), np.float32)
+
+
+def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False) -> tuple[Any, str]:
+    """Open an .onnx file, or a float32 copy of it; also return why it is a copy ("" if it is the file).
+
+    `optimize`: with ONNX Runtime's default optimizations, but activations stay unquantized if the file has them so.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise CannotRun("running a model needs onnxruntime: pip install 'qbridge[trt]'") from error
+    options = onnxruntime.SessionOptions()
+    if optimize:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    else:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    model, substitute = _runnable(file, taps, ("BFLOAT16",) if optimize else ("BFLOAT16", "FLOAT16"))
+    if model is not None:
+        folder = "session.model_external_initializers_file_folder_path"
+        options.add_session_config_entry(folder, str(file.parent))
+    try:
+        session = onnxruntime.InferenceSession(model or str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises its own unrelated classes
+        raise VerifyError(f"{file}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+    return session, substitute
 
 
 def _positions(mask: np.ndarray | None, batch: int, past: int, length: int) -> np.ndarray:
@@ -112,15 +123,18 @@ def _positions(mask: np.ndarray | None, batch: int, past: int, length: int) -> n
     return positions.astype(np.int64)
 
 
-def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
-    """The bytes to load instead of the file and why; (None, "") if the file itself runs."""
+def _runnable(file: Path, taps: Sequence[str], halves: Sequence[str]) -> tuple[bytes | None, str]:
+    """The bytes to load instead of the file and why; (None, "") if the file itself runs.
+
+    `halves`: dtypes whose graphs are widened.
+    """
     import onnx_ir as ir
 
     try:
         model = ir.load(file)
     except Exception as error:  # protobuf's and onnx_ir's errors have no common base
         raise VerifyError(f"{file}: not a readable ONNX file: {str(error).splitlines()[0]}") from error
-    reason = _reason(model)
+    reason = _reason(model, halves)
     if not reason and not taps:
         return None, ""
     if reason:
@@ -131,13 +145,13 @@ def _runnable(file: Path, taps: Sequence[str]) -> tuple[bytes | None, str]:
     return ir.to_proto(model).SerializeToString(), reason
 
 
-def _reason(model: Any) -> str:
+def _reason(model: Any, halves: Sequence[str]) -> str:
     if any(node.domain not in ("", "ai.onnx") for node in model.graph):
         raise CannotRun(
             "the graph has TensorRT's own ops, which ONNX Runtime cannot run; its weights are compared instead"
         )
     kinds = {v.dtype.name for v in model.graph.initializers.values() if v.dtype is not None}
-    if kinds & {"FLOAT16", "BFLOAT16"}:
+    if kinds & set(halves):
         return "half-precision graph"
     return "FP4 codes" if "FLOAT4E2M1" in kinds else ""
 

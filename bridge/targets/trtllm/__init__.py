@@ -116,6 +116,12 @@ class Trtllm(StreamedTarget):
     def runtime(self, directory: Path) -> Any:
         raise CannotRun("TensorRT-LLM's engine builder needs a GPU")
 
+    def why_no_generator(self, directory: Path) -> str:
+        return (
+            f"TensorRT-LLM up to 1.2 generates text from it, on a GPU: trtllm-build --checkpoint_dir {directory} "
+            f"--output_dir {directory}-engine, then its examples/run.py"
+        )
+
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect

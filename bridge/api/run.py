@@ -1,0 +1,214 @@
+"""The verb run: let a written language model continue a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
+from bridge.core.formats.safetensors import SafetensorsFile, stored_shape
+from bridge.core.output.names import MANIFEST
+from bridge.core.remote.opening import written_at
+from bridge.core.text import SHOWN, fold_layers, number
+from bridge.core.values import TensorSpec
+from bridge.sources.config_json import read_json
+from bridge.sources.configs.token_ids import GENERATION, TOKENIZER, TOKENIZER_CONFIG, token_ids
+from bridge.streaming.written import OutputReader
+from bridge.targets import load_target
+from bridge.targets.generation import Settings, check_decoder, context_length
+from bridge.targets.manifest import load_manifest, manifest_data
+from bridge.verification.verify import check_fits, check_on_disk
+
+if TYPE_CHECKING:
+    from bridge.planning.plan import Plan
+    from bridge.targets.generation import Generator
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A continued text. Seconds of the prompt end with the first token; `end` is "stop", "tokens" or "context"."""
+
+    text: str
+    ids: tuple[int, ...]
+    prompt_tokens: int
+    prompt_seconds: float
+    seconds: float
+    end: str
+    runs: str
+
+    @property
+    def prompt_rate(self) -> float:
+        """Tokens of the prompt read per second."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens generated per second, without the first, which belongs to the prompt; 0 if there is no other."""
+        return (len(self.ids) - 1) / self.seconds if self.seconds and len(self.ids) > 1 else 0.0
+
+    def __str__(self) -> str:
+        """The speeds, and with what it ran, in one line."""
+        generated = f"{number(len(self.ids), 'token')}, {self.rate:,.0f} tokens/s"
+        prompt = f"prompt of {number(self.prompt_tokens, 'token')}, {self.prompt_rate:,.0f} tokens/s"
+        return f"{generated}; {prompt}; {self.runs}"
+
+    def to_json(self) -> str:
+        rates = {"prompt_tokens_per_second": self.prompt_rate, "tokens_per_second": self.rate}
+        return json.dumps({**asdict(self), **rates}, indent=2)
+
+
+def run(
+    out: str | Path,
+    text: str,
+    *,
+    tokens: int = 64,
+    chat: bool = False,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stream: Callable[[str], object] | None = None,
+) -> Generation:
+    """Let a written language model continue `text`, and measure tokens per second.
+
+    Args:
+        out: a directory that `convert` wrote, of a target that a program here can run: "trt" in ONNX Runtime, "hf" in
+            transformers, with its weights dequantized.
+        tokens: how many tokens to generate at most; fewer if the model ends its text, or its context is full.
+        chat: put `text` into the model's chat template, as what a user says.
+        temperature: 0 takes the most likely token each time; above 0, tokens are drawn.
+        seed: of the random numbers, for a temperature above 0.
+        stream: called with each piece of text as soon as it is known.
+
+    Raises:
+        CannotRun: no program here runs it, or it is not a language model; the message names what does.
+        VerifyError: bridge did not write `out`, or its files are not those that it wrote.
+
+    >>> report = bridge.convert("examples/models/tiny-llama", "trt", "int8_wo", "to-run", verify=False)
+    >>> bridge.run("to-run", "The value of the", tokens=8).prompt_tokens
+    4
+    """
+    settings = _settings(text, tokens, temperature, seed)
+    directory = written_at(out)
+    manifest = load_manifest(directory)
+    target = load_target(manifest.plan.target)
+    check_decoder(manifest.plan.architecture)
+    if why := target.why_no_generator(directory):
+        raise CannotRun(why)
+    check_on_disk(directory)
+    check_fits(manifest.plan, "run it on a larger machine")
+    _check_unaltered(manifest.plan, directory)
+    clock = time.perf_counter
+    words = _Tokens(directory)
+    ids = words.chat(text) if chat else words.encode(text)
+    settings, limited = _limited(settings, directory, ids)
+    generator: Generator = target.generator(directory)
+    pieces: list[str] = []
+    new: list[int] = []
+    times = [clock()]
+    for token in generator.generate(ids, settings):
+        times.append(clock())
+        new.append(token)
+        pieces.append(words.step(token))
+        if stream and pieces[-1]:
+            stream(pieces[-1])
+    end = "stop" if new and new[-1] in settings.stop else "context" if limited else "tokens"
+    first = times[min(1, len(new))]
+    return Generation("".join(pieces), tuple(new), len(ids), first - times[0], times[-1] - first, end, generator.runs)
+
+
+def _settings(text: str, tokens: int, temperature: float, seed: int) -> Settings:
+    """The arguments, checked; UsageError names the wrong one."""
+    if not isinstance(text, str) or not text:
+        raise UsageError("text is empty; give the model something to continue")
+    for name, value, least in (("tokens", tokens, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name}={value!r} must be a whole number, at least {least}")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise UsageError(f"temperature={temperature!r} must be a number, 0 or above")
+    return Settings(tokens, float(temperature), seed)
+
+
+def _limited(settings: Settings, directory: Path, ids: list[int]) -> tuple[Settings, bool]:
+    """The settings with the model's end tokens and within its context, and whether the context is what limits it."""
+    config = read_json(directory / "config.json", f"{directory}/config.json")
+    files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER)}
+    ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
+    stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
+    room = None if (context := context_length(config)) is None else context - len(ids)
+    if room is not None and room < 1:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, and the model's context {context}: none is left to generate; shorten it"
+        )
+    limited = room is not None and room < settings.tokens
+    most = room if room is not None and limited else settings.tokens
+    return dataclasses.replace(settings, tokens=most, stop=frozenset(stop)), limited
+
+
+def _check_unaltered(plan: Plan, directory: Path) -> None:
+    """VerifyError if a weight file has other tensors, or a tensor another shape or dtype, than the plan."""
+    digest = manifest_data(directory).get("plan_digest")
+    if digest != plan.digest:
+        raise VerifyError(f"{directory / MANIFEST} was altered: its plan does not have its plan_digest; convert again")
+    OutputReader(plan, directory)
+    for name, planned in plan.files.items():
+        specs = SafetensorsFile(directory / name).specs
+        altered = [
+            s.name for s in planned if _stored(s) != (DTYPES[specs[s.name].dtype].safetensors, specs[s.name].shape)
+        ]
+        if altered:
+            names = ", ".join(fold_layers(altered)[:SHOWN])
+            raise VerifyError(f"{directory / name}: {names} have another shape or dtype than planned; convert again")
+
+
+def _stored(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
+    return DTYPES[spec.dtype].safetensors, stored_shape(spec)
+
+
+class _Tokens:
+    """The tokenizer of an output, without its framework; `step` decodes new tokens one after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+            from tokenizers.decoders import DecodeStream
+        except ImportError as error:
+            raise CannotRun("running a model needs tokenizers: pip install 'qbridge[trt]'") from error
+        self._directory = directory
+        try:
+            self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise SourceError(
+                f"{directory / TOKENIZER} cannot be read as a tokenizer ({str(error).splitlines()[0]}); copy the "
+                "model's there, or convert again with tokenizer= (--tokenizer)"
+            ) from error
+        self._decoded = DecodeStream(skip_special_tokens=True)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        if not ids:
+            raise UsageError("the tokenizer makes no tokens of the text; give a longer one")
+        return ids
+
+    def chat(self, text: str) -> list[int]:
+        """The ids of a chat in which a user said `text`, up to where the answer begins."""
+        from bridge.sources.live_models.loading import load_tokenizer  # transformers renders templates in a sandbox
+
+        tokenizer = load_tokenizer(None, self._directory, str(self._directory))
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError(f"{self._directory}: the tokenizer has no chat template; leave out chat (--chat)")
+        said = [{"role": "user", "content": text}]
+        try:
+            rendered = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise errors of their own
+            raise SourceError(f"{self._directory}: the chat template refused the text: {error}") from error
+        return self.encode(str(rendered), special=False)
+
+    def step(self, token: int) -> str:
+        """The text that a token completes; "" inside of a character."""
+        return self._decoded.step(self._tokenizer, token) or ""

@@ -1,0 +1,73 @@
+"""How a written language model continues a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bridge.core.errors import CannotRun
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DECODERS = ("ForCausalLM", "LMHeadModel")  # endings of the classes of language models
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to continue a prompt: at most `tokens` tokens; greedily at temperature 0; until a token of `stop`."""
+
+    tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    stop: frozenset[int] = frozenset()
+
+
+class Generator(Protocol):
+    """A written language model, loaded; `runs` says what runs and in which program."""
+
+    runs: str
+
+    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+        """Continue the prompt `ids`; a token of `settings.stop` is the last that is yielded."""
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The positions that a model was made for; None if its config does not say."""
+    limit = config.get("max_position_embeddings") or config.get("n_positions")
+    return limit if isinstance(limit, int) else None
+
+
+def check_decoder(architecture: str) -> None:
+    """CannotRun if models of this class generate no text."""
+    if not architecture.endswith(DECODERS):
+        raise CannotRun(
+            f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
+            "compares its outputs with those of its source"
+        )
+
+
+class Chooser:
+    """Choose tokens from logits with the temperature and the random numbers of some settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        import numpy as np
+
+        self.temperature = settings.temperature
+        self.random = np.random.default_rng(settings.seed)
+
+    def choose(self, logits: np.ndarray) -> int:
+        """The next token from the logits (vocabulary,) of the last position.
+
+        >>> import numpy as np
+        >>> Chooser(Settings()).choose(np.array([0.1, 2.0, 1.9]))
+        1
+        """
+        import numpy as np
+
+        if not self.temperature:
+            return int(logits.argmax())
+        scaled = logits.astype(np.float64) / self.temperature
+        weights = np.exp(scaled - scaled.max())
+        return int(self.random.choice(len(weights), p=weights / weights.sum()))
