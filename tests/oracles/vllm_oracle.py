@@ -6,7 +6,6 @@ vLLM runs in an environment of its own (`make oracles`), its compiled kernels re
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import os
 import socket
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from safetensors.numpy import load_file
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.prefix) / "vllm" / "bin" / "python"
 VERSION = "0.33.0"
+LOGGED = 2000  # characters that are shown of what a process printed before it ended
 STAMP = Path(sys.prefix) / f".vllm-{VERSION}"
 # Parameters that vLLM makes for any checkpoint and fills itself where the file has none.
 OWN = ("q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
@@ -36,6 +36,7 @@ class Answer:
     """One checkpoint as vLLM loaded it, or the error by which it refused."""
 
     error: str = ""
+    trace: str = field(default="", repr=False)  # where in vLLM it was raised
     quantization: str = ""
     unread: tuple[str, ...] = ()  # tensors of the files that nothing was made of
     unset: tuple[str, ...] = ()  # parameters of vLLM's model that the files did not set, or not whole
@@ -62,10 +63,10 @@ def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto") -
         out = Path(work) / "logits.safetensors"
         request = {"directory": str(directory.resolve()), "ids": list(ids), "out": str(out), "kv": kv}
         replies = _processes(ranks).ask(request)
-        if error := next((reply["error"] for reply in replies if "error" in reply), ""):
+        if failed := next((reply for reply in replies if "error" in reply), None):
             if ranks > 1:
-                _processes(ranks).close()  # a group that failed half-way is not used again
-            return Answer(error)
+                RUNNING.pop(ranks).close()  # a group that failed half-way is not used again
+            return Answer(failed["error"], failed["trace"])
         unread, unset = (
             tuple(sorted({name for reply in replies for name in reply[kind]})) for kind in ("unread", "unset")
         )
@@ -73,7 +74,7 @@ def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto") -
         for reply in replies:
             for name, count in reply["changed"].items():
                 changed[name] = changed.get(name, 0) + count
-        return Answer("", replies[0]["quantization"], unread, unset, changed, load_file(out)["logits"])
+        return Answer("", "", replies[0]["quantization"], unread, unset, changed, load_file(out)["logits"])
 
 
 class Processes:
@@ -85,10 +86,11 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [PYTHON, "-m", "tests.oracles.vllm_runtime.process"]
+        self.log = TemporaryFile()  # noqa: SIM115  # as long as the processes
         self.ranks = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks), str(port)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment,
             )
             for rank in range(ranks)
         ]  # fmt: skip
@@ -104,20 +106,23 @@ class Processes:
         for process in self.ranks:
             process.kill()
             process.wait()
-        _processes.cache_clear()
 
-    @staticmethod
-    def _reply(process: subprocess.Popen[str]) -> dict[str, Any]:
+    def _reply(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         assert process.stdout
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM's process ended with code {process.wait()}")
+            self.log.seek(0)
+            last = self.log.read().decode(errors="replace")[-LOGGED:]
+            raise RuntimeError(f"vLLM's process ended with code {process.wait()}: {last}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
 
-@functools.cache
+RUNNING: dict[int, Processes] = {}
+
+
 def _processes(ranks: int) -> Processes:
-    processes = Processes(ranks)
-    atexit.register(processes.close)
-    return processes
+    if ranks not in RUNNING:
+        RUNNING[ranks] = Processes(ranks)
+        atexit.register(RUNNING[ranks].close)
+    return RUNNING[ranks]

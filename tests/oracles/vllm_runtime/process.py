@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 os.environ |= {
@@ -43,7 +42,8 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def start(rank: int, ranks: int, port: int) -> list[loading.Facts]:
+def start() -> list[loading.Facts]:
+    """Replace the kernels; what each load shows is appended to the list."""
     torch.set_num_threads(1)
     activations.install()
     matrices.install()
@@ -90,14 +90,13 @@ def main() -> None:
     rank, ranks, port = map(int, sys.argv[1:])
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    seen = start(rank, ranks, port)
+    seen = start()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             reply = answer(request, seen, rank, ranks, port)
         except Exception as error:  # a refusal is an answer; the test says which one it expects
-            Path(f"{request['out']}.trace").write_text(traceback.format_exc())
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         lines.write(json.dumps(reply) + "\n")
 
 
