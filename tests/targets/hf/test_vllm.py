@@ -49,9 +49,10 @@ class Cell:
     tolerance: float = ROUNDING  # `weights`: largest difference; else root mean square, of the logits' spread
     experts: str = ""  # how vLLM refuses a model with experts
     refused: str = ""  # how it refuses any model
+    options: tuple[tuple[str, Any], ...] = ()  # of target hf
 
     def __str__(self) -> str:
-        return f"{self.scheme}-{self.format}"
+        return "-".join([self.scheme, self.format, *(f"{name}={value}" for name, value in self.options)])
 
     def refusal(self, family: str) -> str:
         return self.refused or (self.experts if family in EXPERT_FAMILIES else "")
@@ -105,7 +106,7 @@ def write(family: str, cell: Cell, out: Path, kv: str | None = None, **options: 
         calib = calibrated(family, cell.scheme, kv)[0].calibration
     elif cell.scheme in NEEDS_DATA:
         calib = [*tokens(), tokens()[0]]  # the last is held out
-    options |= {"format": cell.format, "verify": False}
+    options |= {"format": cell.format, "verify": False} | dict(cell.options)
     bridge.convert(source, "hf", cell.scheme, out, calib=calib, kv=kv, progress=False, **options)
     return out
 
