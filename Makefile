@@ -4,11 +4,13 @@ PYTHON ?= python3
 BIN    := .venv/bin
 DEMO   := .venv/.demo
 STAMP  := .venv/.stamp
+VLLM   := 0.33.0
+ORACLES := .venv/.vllm-$(VLLM)
 
 # One worker a core (a third on two cores is slower); files stay on one worker, the longest begin first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo check oracles test test-all mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
+.PHONY: demo check test test-all oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
@@ -22,9 +24,12 @@ test: lint browser
 	$(PYTEST) -m "not product" -rfEs
 
 # Before a release: the whole product of every grid, and the long runs of attacks and faults.
-test-all: lint browser
+test-all: lint browser oracles
 	$(PYTEST) -m "" -rfEs
 	$(MAKE) fuzz faults mutants
+
+# vLLM's own loader and models read what we write: 1.5 GB, once. Without them, tests/targets/hf/test_vllm.py is skipped.
+oracles: $(ORACLES)
 
 # Strangers' files, 100,000 of them and new ones each time (CI has 2,000, always the same), then the malicious ones. It
 # prints the seed: `make fuzz SEED=7` runs the same again.
@@ -110,4 +115,26 @@ $(STAMP): $(DEMO)
 	    einops==0.8.2 spmd_types==0.3.1 tyro==1.0.17 docstring_parser==0.18.0
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/torchtitan-0.2 torchtitan==0.2.2
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/transformers-4.45 transformers==4.45.2
+	touch $@
+
+# vLLM's wheel is for CUDA, but its Python runs on a CPU. Its shared objects stay out, 65 MB remain, and what they compute has
+# stand-ins in tests/oracles/vllm_runtime. It wants transformers <5.21, hence an environment of its own; it names torch 2.14 and
+# works with 2.13, of which there is a CPU wheel. The second list comes without its requirements, which pull CUDA builds.
+# Order-only: a change of this file does not bring 1.5 GB again, a change of the version does.
+$(ORACLES): | $(DEMO)
+	@echo "Installing vLLM's Python into .venv/vllm; this takes some minutes."
+	rm -rf .venv/vllm
+	$(BIN)/python -m venv .venv/vllm
+	.venv/vllm/bin/python -m pip install --quiet torch==2.13.0
+	.venv/vllm/bin/python -m pip install --quiet 'transformers>=5.16.1,<5.21' safetensors numpy cachetools psutil \
+	    sentencepiece requests blake3 py-cpuinfo protobuf 'fastapi<0.137' pydantic orjson prometheus_client pillow \
+	    prometheus-fastapi-instrumentator tiktoken lark==1.2.2 partial-json-parser jsonschema pyzmq msgspec einops \
+	    cloudpickle watchfiles python-json-logger pybase64 cbor2 setproctitle loguru openai ijson aiohttp \
+	    opentelemetry-api uvloop
+	.venv/vllm/bin/python -m pip install --quiet --no-deps compressed-tensors==0.17.0 depyf==0.20.0 astor dill \
+	    lm-format-enforcer==0.11.3 interegular outlines_core==0.2.14 oss-harmony mistral_common llguidance==1.7.6 \
+	    pycountry jinja2 xgrammar==0.2.8 apache-tvm-ffi
+	.venv/vllm/bin/python -m pip download --quiet --no-deps --only-binary :all: -d .venv/vllm/wheel vllm==$(VLLM)
+	.venv/vllm/bin/python -m tests.oracles.vllm_runtime.unpack .venv/vllm/wheel
+	rm -rf .venv/vllm/wheel
 	touch $@

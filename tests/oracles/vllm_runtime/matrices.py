@@ -1,0 +1,165 @@
+"""Stand-ins for vLLM's matrix kernels: each dequantizes what vLLM's layer holds and multiplies in float32.
+
+A kernel of vLLM repacks the weight for its device; these keep the layout of the file, so that what is read from the
+layer is what its loader made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.kernels.linear as kernels
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
+from vllm.platforms import PlatformEnum
+
+from tests.oracles.vllm_runtime import activations
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+yes = classmethod(lambda cls, *_: (True, None))
+
+
+def unpacked(words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
+    """Codes of 32-bit words, lowest bits first, along an axis."""
+    words = words.movedim(axis, -1)
+    codes = (words.unsqueeze(-1) >> (torch.arange(32 // bits, dtype=torch.int32) * bits)) & (2**bits - 1)
+    return codes.reshape(*words.shape[:-1], -1).movedim(-1, axis)
+
+
+def fp4(codes: torch.Tensor) -> torch.Tensor:
+    """Values of bytes that hold two e2m1 codes each, the low one first."""
+    both = torch.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1).long()
+    return E2M1[both & 7] * torch.where(both & 8 > 0, -1.0, 1.0)
+
+
+def blocks(values: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
+    """Values in blocks along the last axis, times one scale a block."""
+    return (values.unflatten(-1, (-1, size)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def tiles(values: torch.Tensor, scale: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Values in tiles of the last two axes, times one scale a tile; the last of each may be smaller."""
+    spread = scale.float().repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)
+    return values.float() * spread[..., : values.shape[-2], : values.shape[-1]]
+
+
+def times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+class WNA16(MPLinearKernel):
+    """INT4 and INT8 weights of compressed-tensors (packed along in, [out, in]), GPTQ and AWQ ([in, out])."""
+
+    get_min_capability = classmethod(lambda cls: 0)
+    can_implement = yes
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed, scale, zeros = self._get_weight_params(layer)
+        config, bits = self.config, self.config.weight_type.size_bits
+        rows, columns = config.partition_weight_shape[1], config.partition_weight_shape[0]
+        assert packed.input_dim == packed.packed_dim, "the kernels of vLLM want codes packed along the inputs"
+        codes = unpacked(packed.data, bits, packed.packed_dim)
+        codes = codes if packed.input_dim == 1 else codes.t()
+        scales = scale.data if scale.output_dim == 0 else scale.data.t()
+        values = codes[:rows, :columns].float()
+        group = config.group_size if config.group_size > 0 else columns
+        if config.zero_points:
+            offsets = unpacked(zeros.data, bits, zeros.packed_dim)
+            offsets = offsets if zeros.output_dim == 0 else offsets.t()
+            values = values - offsets.float().repeat_interleave(group, 1)[:, :columns]
+        else:
+            values = values - config.weight_type.bias
+        return times(x, blocks(values, scales.float(), group), bias)
+
+
+class Int8(kernels.Int8ScaledMMLinearKernel):
+    """INT8 weights and activations, static or one scale a token, symmetric."""
+
+    is_supported = yes
+    can_implement = classmethod(lambda cls, c: (c.input_symmetric, "asymmetric inputs have no stand-in"))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """As `CPUInt8ScaledMMLinearKernel`: one scale a channel, and the largest input scale of fused parts."""
+        _, scale_name, input_name, _, _ = self.layer_param_names
+        scale = getattr(layer, scale_name)
+        if len(layer.logical_widths) > 1 and not self.config.is_channelwise:
+            scale = convert_to_channelwise(scale, layer.logical_widths)
+        setattr(layer, scale_name, torch.nn.Parameter(scale.data, requires_grad=False))
+        if self.config.is_static_input_scheme:
+            largest = getattr(layer, input_name).max()
+            setattr(layer, input_name, torch.nn.Parameter(largest, requires_grad=False))
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, scale, input_scale, _, _ = self._get_layer_params(layer)
+        codes, input_scale = activations.int8(x, input_scale)
+        return times(codes * input_scale, weight.float() * scale.reshape(-1, 1), bias)
+
+
+class FP8(kernels.FP8ScaledMMLinearKernel):
+    """FP8 weights, one scale a tensor or a channel, which vLLM's layer holds as [in, out]."""
+
+    is_supported = yes
+    can_implement = yes
+
+    def apply_scaled_mm(self, *, A: Any, B: Any, out_dtype: Any, As: Any, Bs: Any, bias: Any, output_shape: Any) -> Any:
+        scale = Bs.float().reshape(1, -1)
+        return times(A.float() * As.float(), (B.float() * scale).t(), bias).to(out_dtype).view(*output_shape)
+
+
+class FP8WeightOnly(FP8):
+    """FP8 weights in tiles or channels of a compressed-tensors checkpoint that says nothing of activations."""
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.weight_block_size:
+            return times(x, tiles(layer.weight.data, layer.weight_scale_inv.data, tuple(layer.weight_block_size)), bias)
+        return times(x, layer.weight.data.float().t() * layer.weight_scale.data.reshape(-1, 1), bias)
+
+
+class FP8Blocks(kernels.Fp8BlockScaledMMLinearKernel):
+    """FP8 weights in tiles, activations unquantized: the kernel for a weight-only check."""
+
+    apply_input_quant = False
+    is_supported = yes
+
+    def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:
+        return times(A.float(), tiles(B, Bs, tuple(self.weight_group_shape)), None)
+
+
+class MXFP4(kernels.EmulationMxfp4LinearKernel):
+    """MXFP4 weights, as Marlin multiplies them: inputs stay; vLLM's own emulation needs AMD's quark."""
+
+    is_supported = yes
+    can_implement = yes
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight = blocks(fp4(layer.weight.data), torch.exp2(layer.weight_scale.data.float() - 127), 32)
+        return times(x, weight, bias)
+
+
+def _nvfp4_weight_only(_: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    scale = layer.weight_scale.data.float() * layer.weight_global_scale.data.float()
+    return times(x, blocks(fp4(layer.weight.data), scale, 16), bias)
+
+
+def install() -> None:
+    """Make these the only kernels of the CPU platform; MXFP8 and NVFP4 have emulations of vLLM's own."""
+    cpu = PlatformEnum.CPU
+    kernels._POSSIBLE_KERNELS[cpu] = [WNA16]
+    kernels._POSSIBLE_INT8_KERNELS[cpu] = [Int8]
+    kernels._POSSIBLE_FP8_KERNELS[cpu] = [FP8]
+    kernels._POSSIBLE_FP8_BLOCK_KERNELS[cpu] = [FP8Blocks]
+    kernels._POSSIBLE_WFP8A16_KERNELS[cpu] = [FP8WeightOnly]
+    kernels._POSSIBLE_MXFP8_KERNELS[cpu] = [kernels.EmulationMxfp8LinearKernel]
+    kernels._POSSIBLE_NVFP4_KERNELS[cpu] = [kernels.EmulationNvFp4LinearKernel]
+    kernels._POSSIBLE_MXFP4_KERNELS[cpu] = [MXFP4]
+    marlin = kernels.MarlinNvFp4LinearKernel  # the only kernel vLLM takes for W4A16_NVFP4
+    marlin.is_supported = marlin.can_implement = yes
+    marlin.process_weights_after_loading = lambda *_: None
+    marlin.apply_weights = _nvfp4_weight_only
