@@ -17,12 +17,15 @@ from bridge.core.text import nearest
 from bridge.targets.target import Target as Target
 
 if TYPE_CHECKING:
+    from bridge.planning.plan import Plan
+    from bridge.sources.source import Source
     from bridge.streaming.context import FileSettings
 
-BUILT_IN = ("hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
+BUILT_IN = ("gguf", "hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
 # Programs that users name -> the target whose output they load.
 ALIASES = {
     "vllm": "hf", "sglang": "hf", "transformers": "hf", "huggingface": "hf",
+    "llama.cpp": "gguf", "llamacpp": "gguf", "llama-cpp": "gguf",
     "onnx": "trt", "onnxruntime": "trt", "ort": "trt", "tensorrt": "trt",
 }  # fmt: skip
 
@@ -61,12 +64,12 @@ def load_target(name: str) -> Target:
     return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]
 
 
-def file_settings(name: str) -> FileSettings:
-    """Header metadata and alignment of the files that target `name` writes."""
+def file_settings(plan: Plan, source: Source) -> FileSettings:
+    """Header metadata and alignment of the files of a plan."""
     from bridge.streaming.context import FileSettings  # loads numpy
 
-    target = load_target(name)
-    return FileSettings(target.metadata, target.align)
+    target = load_target(plan.target)
+    return FileSettings(target.file_metadata(plan, source), target.align)
 
 
 def make_options(target: Target, arguments: dict[str, Any]) -> Any:
