@@ -82,7 +82,10 @@ def fours(bits, scale, codes):
 
 @kernel
 def join_bytes(codes, scale, size, out):
-    """Blocks of one-byte codes.  codes: (rows, cols) uint8; scale: (rows, blocks * size) uint8, `size` bytes a block."""
+    """Blocks of one-byte codes.
+
+    codes: (rows, cols) uint8.  scale: (rows, blocks * size) uint8, `size` bytes a block.
+    """
     blocks = scale.shape[1] // size
     block = codes.shape[1] // blocks
     width = size + block

@@ -15,8 +15,8 @@ import numpy as np
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
-from bridge.core.files.span import span_of
 from bridge.core.files.handles import read_into
+from bridge.core.files.span import span_of
 from bridge.core.pages import paged
 from bridge.core.values import TensorSpec, shape_problem
 
@@ -182,7 +182,7 @@ class GgufFile:
         if not isinstance(align, int) or align < 1:
             raise SourceError(f"{path}: general.alignment is {align!r}")
         start = -(-reader.at // align) * align
-        self.specs: dict[str, TensorSpec] = {spec.name: spec for spec, _ in infos}
+        self.specs: Mapping[str, TensorSpec] = {spec.name: spec for spec, _ in infos}
         self.offsets = {spec.name: start + at for spec, at in infos}
         self._check(infos, start, size, align)
 

@@ -59,11 +59,9 @@ def decode(
     packed = packing(first, layout, transpose, coding)
     if packed in BLOCKS:
         codes, factor = split_blocks(stored["codes"][start:stop], packed, blocks.cols)
-        inner = Grid(*codes.shape, 1, ggml.TYPES[packed].group)
+        inner = Grid(len(codes), blocks.cols, 1, ggml.TYPES[packed].group)
         return scaled(codes, numeric, factor, stored.get("scale_2"), inner, coding.reciprocal)
-    codes = _stored_rows(
-        stored["codes"], first, blocks.cols, packed, transpose, start, stop
-    )
+    codes = _stored_rows(stored["codes"], first, blocks.cols, packed, transpose, start, stop)
     factor = stored["scale"].reshape(blocks.shape[::-1] if transpose else blocks.shape)
     factor = _scales((factor.T if transpose else factor)[start // blocks.down : -(-stop // blocks.down)], first, coding)
     out = scaled(codes, numeric, factor, stored.get("scale_2"), blocks, coding.reciprocal)

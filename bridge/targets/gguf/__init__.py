@@ -98,15 +98,16 @@ class Gguf(StreamedTarget):
 
         matched = match_table(source.config, source.specs)
         vocab = int(str(matched.names["vocab"]))
+        tokens = tokenizer_keys(source.side_files, vocab, source.config)
         return {
             "general.architecture": GRAPHS[plan.architecture].name,
             "general.type": "model",
-            "general.name": source.name,
+            **({} if _misread(source.name, tokens) else {"general.name": source.name}),
             "general.quantization_version": u32(QUANTIZATION_VERSION),
             "general.alignment": u32(self.align),
             "general.file_type": u32(_file_type(plan)),
             **hyperparameters(source.config, matched),
-            **tokenizer_keys(source.side_files, vocab, source.config),
+            **tokens,
         }
 
     def next_command(self, plan: Plan) -> str:
@@ -124,6 +125,13 @@ class Gguf(StreamedTarget):
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         return write_checkpoint(context, directory, {})
+
+
+def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
+    """Whether llama.cpp would take the model for another by its name, and ask for tokens that it has not."""
+    listed = tokens.get("tokenizer.ggml.tokens")
+    named = any(word in name.lower() for word in ("phi-3", "phi3"))
+    return named and (listed is None or not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(listed.value))
 
 
 def _file_type(plan: Plan) -> int:

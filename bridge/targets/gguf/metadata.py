@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.formats.gguf import Typed, f32, u32
+from bridge.core.formats.gguf import f32, u32
 from bridge.tables.architectures.match import Matched
 
 GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -52,8 +52,12 @@ GRAPHS = {
     "Qwen3ForCausalLM": Graph("qwen3"),
     "Qwen3MoeForCausalLM": Graph("qwen3moe"),
     "GemmaForCausalLM": Graph("gemma", activations=("gelu", *GELU)),
-    "Gemma2ForCausalLM": Graph("gemma2", activation="hidden_activation", activations=GELU, every=2, scaled=True, largest=46),
-    "Gemma3ForCausalLM": Graph("gemma3", activation="hidden_activation", activations=GELU, every=6, scaled=True, largest=62),
+    "Gemma2ForCausalLM": Graph(
+        "gemma2", activation="hidden_activation", activations=GELU, every=2, scaled=True, largest=46,
+    ),
+    "Gemma3ForCausalLM": Graph(
+        "gemma3", activation="hidden_activation", activations=GELU, every=6, scaled=True, largest=62,
+    ),
     "Phi3ForCausalLM": Graph("phi3"),
     "Starcoder2ForCausalLM": Graph(
         "starcoder2", "norm_epsilon", False, activations=GELU,
@@ -107,21 +111,20 @@ def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
     if config.get(graph.eps) is None:
         yield f"config.json does not give {graph.eps}, which llama.cpp needs; add it"
     roles = {role for entry, _, _ in matched.placed.values() for role in entry.roles}
-    if more := sorted(role for role in roles if role.endswith(".bias") and _of_layer(role) and role not in graph.biases):
+    biases = {role for role in roles if role.endswith(".bias") and "norm" not in role}
+    if more := sorted(biases.difference(graph.biases)):
         yield f"llama.cpp's {graph.name} has no {', '.join(more)}"
     if "moe.gate.weight" in roles and "mlp.gate.weight" in roles:
         yield f"some layers have no experts; llama.cpp's {graph.name} wants them in all"
+    hidden, heads, head_dim = (int(str(matched.names.get(name, 0))) for name in ("hidden", "heads", "head_dim"))
+    if graph.name == "nemotron" and heads * head_dim != hidden:
+        yield "heads * head_dim is not hidden, which llama.cpp's nemotron wants"
     if graph.name == "qwen3moe" and not config.get("norm_topk_prob", False):
         yield "norm_topk_prob is false; llama.cpp's qwen3moe divides the experts' shares by their sum"
-    for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
-        if config.get(name) and name.startswith("scale"):
-            yield f"{name} is true, which llama.cpp does not compute"
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        yield "scale_attn_by_inverse_layer_idx is true, which llama.cpp does not compute"
     yield from _rope_problems(rope_of(config, graph), graph)
     yield from _window_problems(config, matched, graph)
-
-
-def _of_layer(role: str) -> bool:
-    return not role.startswith(("final", "embed")) and "norm" not in role
 
 
 def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
@@ -184,7 +187,7 @@ def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, An
         "context_length": u32(_context(config, matched)),
         "embedding_length": u32(hidden),
         "block_count": u32(count("layers")),
-        "feed_forward_length": u32(count("ffn")),
+        "feed_forward_length": u32(count("ffn" if "ffn" in names else "moe_ffn")),
         "attention.head_count": u32(heads),
         "attention.head_count_kv": u32(int(str(names.get("kv_heads", heads)))),
         "attention.key_length": u32(head_dim),
@@ -214,7 +217,7 @@ def _experts(config: Mapping[str, Any], names: Mapping[str, object]) -> dict[str
         return {}
     used = config.get("num_experts_per_tok") or 2
     keys = {"expert_count": u32(int(str(names["experts"]))), "expert_used_count": u32(int(used))}
-    if "moe_ffn" in names:
+    if "ffn" in names and "moe_ffn" in names:
         keys["expert_feed_forward_length"] = u32(int(str(names["moe_ffn"])))
     return keys
 
@@ -247,7 +250,3 @@ def llama3_factors(rope: Rope, head_dim: int, context: int) -> np.ndarray:
         else:
             factors.append(1 / ((1 - smooth) / factor + smooth))
     return np.array(factors, np.float32)
-
-
-def strings(values: list[str]) -> Typed:
-    return Typed("str", tuple(values))

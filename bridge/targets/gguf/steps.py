@@ -91,6 +91,11 @@ class Drafting(DialectDrafting):
             self._notes[note] = None
         self._drafted.steps.append(Step(placed.slices, tuple(outputs), sites[0], format_, coding=coding(format_)))
 
+    def _biased(self, placed: Placed) -> bool:
+        """Whether it is a matrix of an MLP with biases."""
+        biases = (role.replace(".weight", ".bias") for role in placed.row.roles if role.startswith("mlp."))
+        return any((bias, placed.layer, None) in self._roles for bias in biases)
+
     def _incompatibilities(
         self, placed: Placed, spec: TensorSpec, shape: tuple[int, ...], format_: Format
     ) -> list[str]:
@@ -105,6 +110,8 @@ class Drafting(DialectDrafting):
             problems.append(f"in = {shape[-1]} is no multiple of {kind.upper()}'s {unit};{near} {keep}")
         if self._experts(placed.row) and has_tensor_scale(format_):
             problems.append(f"llama.cpp wants a scale per expert, and this stack has one; use mxfp4_wo, {keep}")
+        if kind == "nvfp4" and self._biased(placed):
+            problems.append(f"llama.cpp ends where an MLP has NVFP4 weights and biases; use mxfp4_wo, {keep}")
         if spec.dtype not in FLOATS:
             problems.append(f"a weight of dtype {spec.dtype} cannot be quantized")
         if len(placed.name) > MAX_NAME:

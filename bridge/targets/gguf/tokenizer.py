@@ -37,7 +37,8 @@ def tokenizer_keys(files: Mapping[str, Path | bytes], vocab: int, config: Mappin
     if model.get("type") != "BPE":
         raise PlanError(f"tokenizer.json has a {model.get('type')} model; target gguf writes BPE, with bytes or spaces")
     pieces = model.get("byte_fallback", False)
-    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"} if pieces else _bytes_keys(content)
+    keys: dict[str, Any] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+    keys |= {} if pieces else _bytes_keys(content)
     tokens, types = _tokens(content, vocab)
     keys["tokenizer.ggml.tokens"] = Typed("str", tuple(tokens))
     keys["tokenizer.ggml.token_type"] = Typed("i32", tuple(types))
