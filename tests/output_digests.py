@@ -20,7 +20,7 @@ import bridge
 ROOT = Path(__file__).parent.parent
 MODELS = ("tiny-llama", "tiny-gpt2")
 TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("hf", {}), ("hf", {"format": "compressed-tensors"}), ("megatron", {}), ("torchtitan", {}), ("tripy", {}),
+    ("hf", {}), ("hf", {"format": "compressed-tensors"}), ("gguf", {}), ("megatron", {}), ("torchtitan", {}), ("tripy", {}),
     ("trt", {}), ("trtllm", {}), ("trtllm", {"tp": 2}),
 )  # fmt: skip
 SCHEMES = (

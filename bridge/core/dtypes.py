@@ -56,7 +56,7 @@ _TABLE = (
     DType("bool",              8,    "BOOL",      9,    "bool",    False),
 )  # fmt: skip
 
-# ggml's block types: codes and scales of consecutive values of a row in one piece; `bits` of a code. GGUF alone has them.
+# ggml's block types, in GGUF only: codes and scales of consecutive values of a row in one piece; `bits` of a code.
 _BLOCKS = (
     #      name     bits  safetensors  onnx  storage  floating  block  size
     DType("q8_0",    8,    "",          0,    "uint8", False,    32,    34),

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from bridge.streaming.context import ConversionContext, WriteResult
 
 
+LOG_PROBABILITIES = "log probabilities"  # the name of an output that is the logits less a number for each position
+
+
 class Runnable(Protocol):
     """A written model, loaded: `run` returns outputs by name; `substitute` says what runs if not the file itself."""
 

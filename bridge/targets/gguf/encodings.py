@@ -20,7 +20,7 @@ def block_type(format_: Format) -> str:
     if first.dtype == "float4_e2m1fn":
         known = {(32, "float8_e8m0fnu"): "mxfp4", (16, "float8_e4m3fn"): "nvfp4"}
         return known.get((across, first.scale_dtype), "")
-    if first.scale_dtype != "float32" or not (first.per in ("tensor", "channel") or (across and across % 32 == 0)):
+    if first.scale_dtype != "float32" or not (first.per == "channel" or (across and across % 32 == 0)):
         return ""
     return {"int8": "q8_0", "int4": "q4_0"}.get(first.dtype, "")
 

@@ -28,7 +28,8 @@ class Graph:
     `eps`: the config's names of the norms' epsilon; `rms`: whether norms are RMS norms. `activations`: of the MLP, with
     the field that names it first. `every`: each such layer attends to everything, the others to a window; 0 if all do.
     `biases`: roles of biases that its loader reads. `largest`: layers of the one size whose attention is divided by
-    the root of hidden / heads instead of head_dim.
+    the root of hidden / heads instead of head_dim. `second_scale`: whether it multiplies by NVFP4's scale of the whole
+    tensor; other graphs load it and leave it out.
     """
 
     name: str
@@ -41,15 +42,18 @@ class Graph:
     rotary: bool = True
     scaled: bool = False
     largest: int = 0
+    second_scale: bool = False
 
 
 QKV = ("attn.q.bias", "attn.k.bias", "attn.v.bias")
 GRAPHS = {
-    "LlamaForCausalLM": Graph("llama", biases=(*QKV, "attn.o.bias", "mlp.gate.bias", "mlp.up.bias", "mlp.down.bias")),
-    "MistralForCausalLM": Graph("llama"),
+    "LlamaForCausalLM": Graph(
+        "llama", biases=(*QKV, "attn.o.bias", "mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"), second_scale=True
+    ),
+    "MistralForCausalLM": Graph("llama", second_scale=True),
     "MixtralForCausalLM": Graph("llama"),
     "Qwen2ForCausalLM": Graph("qwen2", biases=QKV),
-    "Qwen3ForCausalLM": Graph("qwen3"),
+    "Qwen3ForCausalLM": Graph("qwen3", second_scale=True),
     "Qwen3MoeForCausalLM": Graph("qwen3moe"),
     "GemmaForCausalLM": Graph("gemma", activations=("gelu", *GELU)),
     "Gemma2ForCausalLM": Graph(

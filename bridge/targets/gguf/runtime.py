@@ -11,6 +11,7 @@ import numpy as np
 
 from bridge.core.errors import CannotRun
 from bridge.core.formats.gguf import GgufFile
+from bridge.targets.target import LOG_PROBABILITIES
 
 INSTALL = 'running a GGUF file needs llama.cpp: pip install "qbridge[gguf]"'
 LEAST = -1e4  # log probability of a token that llama.cpp does not list
@@ -37,32 +38,43 @@ class LlamaCpp:
         params.n_parallel, params.warmup, params.fit_params = 1, False, False
         params.n_ctx = 0  # as long as the model's
         params.verbosity = -1
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to float16
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         try:
             self._server: Any = xllamacpp.Server(params)
         except (RuntimeError, ValueError) as error:
             raise CannotRun(f"llama.cpp does not load {path}: {error}") from error
 
-    def log_probabilities(self, tokens: list[int], vocab: int) -> np.ndarray:
-        """Of the token after `tokens`, float64."""
+    def log_probabilities(self, tokens: list[int] | str, vocab: int) -> np.ndarray:
+        """Of the token after `tokens`, or after a text, float64."""
         asked = {
             "prompt": tokens, "n_predict": 1, "n_probs": vocab, "temperature": 0, "logit_bias": [[self._taken, 1e6]],
         }  # fmt: skip
-        answer = self._server.handle_completions(asked)
-        data = answer if isinstance(answer, Mapping) else json.loads(answer)
-        if "error" in data:
-            raise CannotRun(f"llama.cpp does not answer: {data['error']}")
+        data = self._answer(asked)
         listed = data.get("completion_probabilities") or data["choices"][0]["logprobs"]["content"]
         values = np.full(vocab, LEAST)
         for entry in listed[0]["top_logprobs"]:
             values[entry["id"]] = entry["logprob"]
         return values
 
+    def prompt_tokens(self, text: str) -> int:
+        """How many tokens llama.cpp makes of a text, with those that it adds."""
+        data = self._answer({"prompt": text, "n_predict": 1, "temperature": 0, "cache_prompt": False})
+        return int(data["usage"]["prompt_tokens"] if "usage" in data else data["tokens_evaluated"])
+
+    def _answer(self, asked: dict[str, Any]) -> Mapping[str, Any]:
+        answer = self._server.handle_completions(asked)
+        data: Mapping[str, Any] = answer if isinstance(answer, Mapping) else json.loads(answer)
+        if "error" in data:
+            raise CannotRun(f"llama.cpp does not answer: {data['error']}")
+        return data
+
 
 class Runtime:
     """See `bridge.targets.target.Runnable`; its output is log probabilities, position by position."""
 
     def __init__(self, path: Path) -> None:
-        self.outputs, self.substitute = ["log probabilities"], ""
+        self.outputs, self.substitute = [LOG_PROBABILITIES], ""
         self._vocab = GgufFile(path).specs["token_embd.weight"].shape[0]
         self._engine = LlamaCpp(path)
 
