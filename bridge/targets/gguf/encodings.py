@@ -1,4 +1,4 @@
-"""Which ggml block type holds a scheme's codes, and why others have none."""
+"""Which of ggml's block types holds the codes of a scheme."""
 
 from __future__ import annotations
 

@@ -139,7 +139,9 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dense layers": ("qwen3moe", {"mlp_only_layers": [1]}, "some layers have no experts"),
     "attention's divisor": ("gemma3", {"query_pre_attn_scalar": 48}, "query_pre_attn_scalar is 48"),
     "pattern": ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types is not llama.cpp's pattern"),
-    "scaling": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'"),
+    "scaling": (
+        "qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'",
+    ),
     "heads": ("nemotron", {"head_dim": 64}, "heads \\* head_dim is not hidden"),
 }  # fmt: skip
 
@@ -156,8 +158,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("gemma", "leaves out NVFP4's scale"), ("llama", "NVFP4 weights and biases"), ("mixtral", "scale per expert")]
-)  # fmt: skip
+    ("family", "words"),
+    [("gemma", "leaves out NVFP4's scale"), ("llama", "NVFP4 weights and biases"), ("mixtral", "scale per expert")],
+)
 def test_nvfp4_is_refused_where_llama_cpp_misreads_it(family: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=words):
         bridge.plan(str(save(family, tmp_path / family)), target="gguf", quant="nvfp4_wo")
