@@ -1,6 +1,6 @@
 """Codes and scales as ggml's blocks: one tensor has both.
 
-`tests/oracles/ggml_reference.py` gives the same bits in plain NumPy.
+gguf-py gives the same bits in plain NumPy: tests/targets/gguf/test_blocks.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps of a GGUF file: rows of the dialect in ggml's types."""
+"""The steps of a GGUF file."""
 
 from __future__ import annotations
 

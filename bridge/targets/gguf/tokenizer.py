@@ -1,4 +1,4 @@
-"""The tokenizer's keys of a GGUF file, from tokenizer.json and the files beside it, which are read as data."""
+"""The tokenizer's keys of a GGUF file, from files read as data."""
 
 from __future__ import annotations
 

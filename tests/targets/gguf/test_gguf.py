@@ -15,6 +15,7 @@ import transformers
 import bridge
 from bridge.core.errors import PlanError, SchemeError, SourceError, VerifyError
 from bridge.core.formats.gguf import GgufFile
+from bridge.core.progress import BYTES
 from bridge.sources.opening import open_source
 from bridge.targets import load_target
 from bridge.targets.gguf.metadata import GRAPHS
@@ -112,6 +113,21 @@ def test_a_file_that_is_cut_off_is_told(written: Path, tmp_path: Path) -> None:
     assert any("truncated" in finding for finding in load_target("gguf").lint(copy, load_manifest(copy).plan))
     with pytest.raises((SourceError, VerifyError)):
         bridge.verify(copy, against=str(LLAMA))
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bytes(written: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def cut_off(done: int, total: int, what: str) -> None:
+        seen.append(done)
+        if what == BYTES[0] and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bridge.convert(str(LLAMA), target="gguf", quant=MXFP4, out=tmp_path / "out", progress=cut_off)
+    assert seen and not (tmp_path / "out").exists()
+    assert bridge.convert(str(LLAMA), target="gguf", quant=MXFP4, out=tmp_path / "out").passed
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == (written / "model.gguf").read_bytes()
 
 
 def test_a_sound_file_has_no_findings(written: Path) -> None:
