@@ -20,8 +20,8 @@ import bridge
 ROOT = Path(__file__).parent.parent
 MODELS = ("tiny-llama", "tiny-gpt2")
 TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("hf", {}), ("hf", {"format": "compressed-tensors"}), ("megatron", {}), ("torchtitan", {}), ("tripy", {}),
-    ("trt", {}), ("trtllm", {}), ("trtllm", {"tp": 2}),
+    ("hf", {}), ("hf", {"format": "compressed-tensors"}), ("gguf", {}), ("megatron", {}), ("torchtitan", {}),
+    ("tripy", {}), ("trt", {}), ("trtllm", {}), ("trtllm", {"tp": 2}),
 )  # fmt: skip
 SCHEMES = (
     "none", "fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq",

@@ -140,7 +140,7 @@ def _run(request: Request, options: RunOptions) -> Report:
         calibration = _calibration(prepared, work.directory, clock)
         context = ConversionContext(
             resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
-            file_settings(resolved.plan.target), progress=request.progress, executor=options.executor,
+            file_settings(resolved.plan, resolved.source), progress=request.progress, executor=options.executor,
         )  # fmt: skip
         with clock.stage("write"):
             manifest = write(context)

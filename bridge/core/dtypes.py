@@ -26,6 +26,12 @@ class DType:
     onnx: int  # TensorProto.DataType
     storage: str  # NumPy dtype that holds the bits
     floating: bool
+    block: int = 1  # values that are stored together, with their scales
+    size: int = 0  # bytes of a block; 0 without blocks
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of `count` values."""
+        return count // self.block * self.size if self.size else (count * self.bits + 7) // 8
 
 
 _TABLE = (
@@ -50,7 +56,17 @@ _TABLE = (
     DType("bool",              8,    "BOOL",      9,    "bool",    False),
 )  # fmt: skip
 
-DTYPES = {d.name: d for d in _TABLE}
+# ggml's block types, in GGUF only: codes and scales of consecutive values of a row in one piece; `bits` of a code.
+_BLOCKS = (
+    #      name     bits  safetensors  onnx  storage  floating  block  size
+    DType("q8_0",    8,    "",          0,    "uint8", False,    32,    34),
+    DType("q4_0",    4,    "",          0,    "uint8", False,    32,    18),
+    DType("mxfp4",   4,    "",          0,    "uint8", False,    32,    17),
+    DType("nvfp4",   4,    "",          0,    "uint8", False,    64,    36),
+)  # fmt: skip
+
+DTYPES = {d.name: d for d in (*_TABLE, *_BLOCKS)}
+BLOCKS = tuple(d.name for d in _BLOCKS)
 FLOATING = tuple(d.name for d in _TABLE if d.floating)
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes that models compute in
 FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}

@@ -89,11 +89,12 @@ def extent(part: Slice, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
 
 def row_unit(step: Step) -> int:
     """The number that a piece's rows are a multiple of: tiles, pairs of rows, heads whose rows are reordered."""
+    heads = math.lcm(*(abs(part.rope) for part in step.inputs if part.rope))
     if step.format is None:
-        return math.lcm(*(abs(part.rope) for part in step.inputs if part.rope))
+        return heads
     first = step.format.weight[0]
     down = first.block[0] if len(first.block) == 2 else 1
-    return math.lcm(down, 2 if step.coding.packed == "out" else 1)
+    return math.lcm(heads, down, 2 if step.coding.packed == "out" else 1)
 
 
 def _storage(spec: TensorSpec) -> int:

@@ -48,9 +48,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Layout of the target's safetensors files: the metadata of their headers, and the alignment of data in bytes."""
+    """Layout of the target's files: the metadata of their headers, and the alignment of data in bytes."""
 
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, Any]
     align: int
 
 

@@ -1,7 +1,7 @@
 """One file of tensors under construction, written in any order.
 
 Its layout is known before its first byte. The suffix of its name decides the format: `.distcp` holds items of a
-distributed checkpoint, everything else is safetensors.
+distributed checkpoint, `.gguf` is GGUF, everything else is safetensors.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bridge.core.errors import WriteError
+from bridge.core.formats import gguf
 from bridge.core.formats.safetensors import layout
-from bridge.core.output.names import DISTCP
+from bridge.core.output.names import DISTCP, GGUF
 from bridge.core.values import TensorSpec
 
 
@@ -24,7 +26,7 @@ class TensorFile:
     """Creates the file with its header and takes bytes of tensors; threads, and processes, may write at once."""
 
     def __init__(
-        self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int, *, create: bool = True
+        self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, Any], align: int, *, create: bool = True
     ) -> None:
         """Write everything except the tensors and reserve all bytes, so that a full disk is found before the work.
 
@@ -33,7 +35,7 @@ class TensorFile:
         """
         self.specs = {spec.name: spec for spec in specs}
         self._path = path
-        around, self.offsets, size = _laid_out(self.specs.values(), metadata, align, path.suffix == DISTCP)
+        around, self.offsets, size = _laid_out(self.specs.values(), metadata, align, path.suffix)
         if create:
             with _opened(path, os.O_CREAT) as fd:
                 _reserve(fd, size)
@@ -51,11 +53,11 @@ class TensorFile:
 
 
 def _laid_out(
-    specs: Iterable[TensorSpec], metadata: Mapping[str, str], align: int, items: bool
+    specs: Iterable[TensorSpec], metadata: Mapping[str, Any], align: int, suffix: str
 ) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
     """The bytes around the tensors with their offsets, the offset of each tensor, and the size of the file."""
-    if not items:
-        header, offsets, size = layout(specs, metadata, align)
+    if suffix != DISTCP:
+        header, offsets, size = (gguf.layout if suffix == GGUF else layout)(specs, metadata, align)
         return [(0, header)], offsets, size
     from bridge.core.formats.dcp_items import laid_out
 

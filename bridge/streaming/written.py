@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.core.errors import VerifyError
+from bridge.core.formats.gguf import COMPUTED, GgufFile
 from bridge.core.formats.safetensors import SafetensorsFile
-from bridge.core.output.names import DISTCP
+from bridge.core.output.names import DISTCP, GGUF
 from bridge.core.pages import Buffers
 from bridge.core.text import fold_layers
 from bridge.planning.plan import Output, Plan
@@ -27,7 +28,7 @@ class OutputReader:
         for name, file in self._files.items():
             planned = {spec.name: spec for spec in plan.files[name]}
             missing = [tensor for tensor in planned if tensor not in file.specs]
-            more = [tensor for tensor in file.specs if tensor not in planned]
+            more = [tensor for tensor in file.specs if tensor not in planned and tensor not in COMPUTED]
             if missing or more:
                 both = {"lacks": missing, "also holds": more}
                 problems = [f"{verb} {', '.join(fold_layers(names)[:8])}" for verb, names in both.items() if names]
@@ -44,8 +45,10 @@ class OutputReader:
         return self._files[output.file].read_bytes(output.spec.name, begin, end, out)
 
 
-def open_written(path: Path, plan: Plan) -> SafetensorsFile | Checkpoint:
+def open_written(path: Path, plan: Plan) -> SafetensorsFile | GgufFile | Checkpoint:
     """Open one weight file of a plan to read its tensors by name."""
+    if path.suffix == GGUF:
+        return GgufFile(path)
     if path.suffix != DISTCP:
         return SafetensorsFile(path)
     from bridge.streaming.written_dcp import Checkpoint  # and with it the readers of foreign checkpoints

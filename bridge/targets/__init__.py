@@ -19,9 +19,11 @@ from bridge.planning.contracts import Runtime
 from bridge.targets.target import Target as Target
 
 if TYPE_CHECKING:
+    from bridge.planning.plan import Plan
+    from bridge.sources.source import Source
     from bridge.streaming.context import FileSettings
 
-BUILT_IN = ("hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
+BUILT_IN = ("gguf", "hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
 # Other words for a target; the names of programs are those of their contracts, in mappings/runtimes.
 ALIASES = {"huggingface": "hf", "onnx": "trt", "tensorrt": "trt"}
 
@@ -69,12 +71,12 @@ def load_target(name: str) -> Target:
     return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]
 
 
-def file_settings(name: str) -> FileSettings:
-    """Header metadata and alignment of the files that target `name` writes."""
+def file_settings(plan: Plan, source: Source) -> FileSettings:
+    """Header metadata and alignment of the files of a plan."""
     from bridge.streaming.context import FileSettings  # loads numpy
 
-    target = load_target(name)
-    return FileSettings(target.metadata, target.align)
+    target = load_target(plan.target)
+    return FileSettings(target.file_metadata(plan, source), target.align)
 
 
 def make_options(target: Target, arguments: dict[str, Any]) -> Any:

@@ -44,6 +44,9 @@ class StreamedTarget:
     def why_stack_unsupported(self, format_: Format, site: Site, options: Any) -> str:
         return STACKED
 
+    def file_metadata(self, plan: Plan, source: Source) -> Mapping[str, Any]:
+        return self.metadata
+
     def audit(self, directory: Path) -> list[str]:
         return []
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from bridge.streaming.context import ConversionContext, WriteResult
 
 
+LOG_PROBABILITIES = "log probabilities"  # the name of an output that is the logits less a number for each position
+
+
 class Runnable(Protocol):
     """A written model, loaded: `run` returns outputs by name; `substitute` says what runs if not the file itself."""
 
@@ -32,14 +35,15 @@ class Target(Planner, Protocol):
 
     loads: tuple[str, ...]
     """Globs of the files that the runtime loads; the others are for people and for `verify`."""
-    metadata: Mapping[str, str]
-    """Metadata in the header of its safetensors files."""
     align: int
-    """The data of its safetensors files begin at a multiple of this many bytes."""
+    """The data of its files begin at a multiple of this many bytes."""
     runs: bool
     """True if `convert` runs the output; otherwise only `verify` does, and only calibration loads a framework."""
     loaded_by: tuple[Program, ...]
     """Programs and their versions that load the output, and how that is known."""
+
+    def file_metadata(self, plan: Plan, source: Source) -> Mapping[str, Any]:
+        """Metadata in the header of its files; the same for the same plan and source."""
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         """Check a written model against the runtime's rules; return a message for each violation."""

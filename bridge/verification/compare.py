@@ -69,8 +69,8 @@ def _compare_rows(
         roundings=smoother.roundings,
         take=buffers.take,
     )
-    down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs["scale"]
-    every = None if down else output.read(scale)
+    down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs.get("scale")
+    every = np.empty(0, np.uint8) if scale is None else None if down else output.read(scale)  # none beside the codes
     total = ErrorSums()
     for first, parts in rows.pieces(math.lcm(down or 1, 2)):
         stop = parts[-1].stop
@@ -79,6 +79,7 @@ def _compare_rows(
         stored = stored.reshape(-1, codes.spec.nbytes // (rows.rows // 2 if packed == "out" else rows.rows))
         factor = every
         if factor is None:
+            assert scale
             factor = output.rows(scale, first // down, -(-stop // down), blocks.shape[0], buffers)
         total += comparer.rows(bits, stored, factor)
     return total

@@ -14,7 +14,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
-from bridge.targets.target import Runnable
+from bridge.targets.target import LOG_PROBABILITIES, Runnable
 from bridge.verification.parity import OutputParity
 
 # float32 sums of a few thousand products in another order: the largest relative L2 error of an unquantized graph.
@@ -65,6 +65,9 @@ def output_parity(
         if references.source_perplexity is not None:
             losses.append(next_token_loss(first, batch))
         progress(at + 1, len(references.inputs), "run in ONNX Runtime")
+    if runtime.outputs[0] == LOG_PROBABILITIES:
+        answers = [_centered(answers[0])]
+        references = replace(references, source=_centered(references.source), quantized=_centered(references.quantized))
     perplexity = mean_perplexity(losses)
     ours = _outputs("source", answers[0], references.source, gate, perplexity, references.source_perplexity)
     if not quantized:
@@ -75,6 +78,11 @@ def output_parity(
     own_error = relative_l2(references.quantized, references.source)
     most = max(own_error, FLOAT_ERROR) * (2 if departs else 1)
     return ours, _judged(theirs, theirs.why or ("" if theirs.relative_l2 <= most else _above(theirs.relative_l2, most)))
+
+
+def _centered(rows: np.ndarray) -> np.ndarray:
+    """Rows less their mean, in which logits and log probabilities are equal."""
+    return rows - rows.mean(axis=-1, keepdims=True) if rows.size else rows
 
 
 def _judged(row: OutputParity, why: str) -> OutputParity:

@@ -20,13 +20,16 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, Grid, grid, packing
-from bridge.quant.codec.decode import values
+from bridge.quant.codec.decode import split_blocks, values
 from bridge.quant.codec.fake_quant import runtime_codes
+from bridge.quant.codec.ggml import TYPES, own_rounding
 from bridge.verification.scale_range import ScaleStats, scale_stats
 
 KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float4_e2m1fn": E2M1}
 FLIP = {"int4": 0x88, "int8": 0x80}  # words of 32 bits hold codes plus half of their range
 E4M3_UNIT = 2.0**-4 * 1.07  # of block scales, as a part of the larger number that may have been rounded
+# Q4_0 has codes -8 to 7 times a scale of either sign, so a value near the other extreme may be half a step too far.
+SATURATED = 0.5 / 7.5
 HALF_LEAST = 2.0**-24  # float16 has no smaller number
 
 
@@ -106,6 +109,12 @@ class Comparer:
         self._counted = False  # the scales that cover all rows come with every piece
         in_row = COLUMNS if packed and first.dtype in FOUR_BITS else BYTES
         self._how = int(ROWS if packed == "out" else in_row)
+        self._zeros = own_rounding(first, packed)  # llama.cpp's scale of a block of zeros is zero
+        self._blocks_of = packed if packed in TYPES else ""
+        self._kind = KINDS[first.dtype]
+        if self._blocks_of:  # split before they are compared
+            self._blocks, self._how = Grid(blocks.rows, blocks.cols, 1, TYPES[packed].group), BYTES
+            self._kind = INT8 if first.dtype == "int4" else self._kind
         self._flip = np.uint8(FLIP[first.dtype] if packed == "int32" else 0)
         self._second = float(above.reshape(())) if len(numeric) == 2 and above is not None else 0.0
         casts = roundings * UNIT[dtype] + (UNIT[wide] if wide != dtype else 0)
@@ -114,6 +123,10 @@ class Comparer:
         self._slack = casts + quotient + scale + E4M3_UNIT * (first.scale_dtype == "float8_e4m3fn")
         halves = (wide, dtype) if casts else ()
         self._least = HALF_LEAST * ("float16" in (*halves, coding.values))  # e4m3 codes of a small scale become others
+        if self._blocks_of and coding.scale_is == "float16":
+            self._least = HALF_LEAST / 2 * 2 ** (DTYPES[first.dtype].bits - 1)  # of the largest code, if subnormal
+        if own_rounding(first, packed) and packed == "q4_0":
+            self._slack = SATURATED
         if math.isinf(roundings):  # how the rows were smoothed is not known
             self._slack, self._least = 0.0, math.inf
 
@@ -124,9 +137,12 @@ class Comparer:
         coded first, as a runtime does.  scale: the bytes of their scales, as stored.
         """
         n, blocks = len(bits), self._blocks
+        if self._blocks_of:
+            stored, scale = self._split(stored.reshape(n, -1))
         down = min(blocks.down, max(n, 1))
-        factor = self._factor(scale).reshape(-(-n // down), blocks.shape[1])
-        scales = ScaleStats() if self._counted else scale_stats(factor)
+        factor = (scale if self._blocks_of else self._factor(scale)).reshape(-(-n // down), blocks.shape[1])
+        used = factor[factor > 0] if self._zeros else factor
+        scales = ScaleStats() if self._counted else scale_stats(used)
         self._counted = blocks.down >= blocks.rows
         if self._coding.values:
             stored = self._coded(stored, factor, down)
@@ -138,7 +154,7 @@ class Comparer:
             _compare(
                 _bits.readable(bits[part], self._dtype, scratch),
                 codes[of],
-                KINDS[self._first.dtype],
+                self._kind,
                 self._how,
                 self._flip,
                 factor[part.start // down : -(-part.stop // down)],
@@ -152,6 +168,17 @@ class Comparer:
         source, decoded, error = (float(v) for v in sums[:, :3].sum(axis=0))
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
         return ErrorSums((source + decoded - error) / 2, source, decoded, error, worst, not_nearest, bits.size, scales)
+
+    def _split(self, stored: Array) -> tuple[Array, Array]:
+        """One-byte codes of ggml's blocks and their factors, none negative: the codes change their sign instead."""
+        codes, factor = split_blocks(stored, self._blocks_of, self._blocks.cols)
+        if self._above is not None:
+            return codes, factor * self._above
+        negative = factor < 0
+        if negative.any():
+            grouped = codes.reshape(*factor.shape, -1)
+            grouped[negative] = np.negative(grouped[negative].view(np.int8)).view(np.uint8)
+        return codes, np.abs(factor)
 
     def _coded(self, stored: Array, factor: Array, down: int) -> Array:
         kind, dtype = np.dtype(DTYPES[self._coding.values].storage), self._coding.values

@@ -11,3 +11,4 @@ CALIBRATION = "bridge/calibration.safetensors"
 WRITES = (MANIFEST, CALIBRATION, "report.json", "report.html", JOURNAL)
 
 DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint
+GGUF = ".gguf"  # the suffix of llama.cpp's files

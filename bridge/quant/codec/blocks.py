@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bridge.core.dtypes import BLOCKS, DTYPES
 from bridge.core.errors import SchemeError
 from bridge.core.values import Encoding, Numeric
 
@@ -57,6 +58,8 @@ def packing(numeric: Numeric, layout: str, transpose: bool, coding: Encoding) ->
     if coding.values:
         return ""
     turned = transpose != (layout == "in_out")
+    if coding.packed in BLOCKS:
+        return coding.packed
     if coding.packed == "int32" and not turned and numeric.dtype in IN_INT32:
         return "int32"
     if numeric.dtype not in FOUR_BITS:
@@ -76,7 +79,7 @@ def stored_shapes(
 
     4-bit codes packed along the last stored axis keep their dtype and a shape that counts values: the storage array has
     half as many bytes along it. With another packing they are uint8 or int32 of the stored shape. With `coding.values`
-    "codes" are floats.
+    "codes" are floats. ggml's blocks have their own dtype and no "scale" beside them.
     """
     first = numeric[0]
     blocks = grid(first, shape, layout, name)
@@ -87,6 +90,8 @@ def stored_shapes(
     if packed == "int32" and first.dtype not in IN_INT32:
         raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
     codes = (coding.values or first.dtype, stored)
+    if packed in BLOCKS:
+        return _of_blocks(first, packed, stored, layout, transpose, name)
     if packed == "int32":
         codes = ("int32", (stored[0], -(-stored[1] // IN_INT32[first.dtype])))
     elif packed == "out" and transpose == (layout == "in_out"):
@@ -101,6 +106,17 @@ def stored_shapes(
     if len(numeric) == 2 or first.scale_dtype == "float8_e4m3fn":
         shapes["scale_2"] = ("float32", ())
     return shapes
+
+
+def _of_blocks(
+    numeric: Numeric, packed: str, shape: tuple[int, ...], layout: str, transpose: bool, name: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """`stored_shapes` of one of ggml's block types, which has its scales between its codes."""
+    block = DTYPES[packed].block
+    if layout == "conv" or transpose != (layout == "in_out") or shape[-1] % block:
+        raise SchemeError(f"{name}: a weight of stored shape {shape} has no rows of whole blocks of {block}")
+    above = {"scale_2": ("float32", ())} if numeric.scale_dtype == "float8_e4m3fn" else {}
+    return {"codes": (packed, shape), **above}
 
 
 def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> int:

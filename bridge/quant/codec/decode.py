@@ -9,9 +9,10 @@ import numpy as np
 
 from bridge._kernels.decode import floats, integers, powers
 from bridge._kernels.fp8 import fp8
-from bridge.core.dtypes import DTYPES, UNIT, to_float32
+from bridge.core.dtypes import BLOCKS, DTYPES, UNIT, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec import ggml
 from bridge.quant.codec.arrays import Array, transpose_into, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.packing import unpacked_codes
@@ -21,6 +22,8 @@ ONE = np.ones((1, 1), np.float32)
 
 def storage(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """Return shape and NumPy dtype of the storage array of an entry of `stored_shapes`."""
+    if dtype in BLOCKS:
+        return (*shape[:-1], DTYPES[dtype].nbytes(shape[-1])), DTYPES[dtype].storage
     four = dtype in FOUR_BITS
     return ((*shape[:-1], shape[-1] // 2) if four else shape), DTYPES[dtype].storage
 
@@ -53,13 +56,26 @@ def decode(
         part: np.ascontiguousarray(arrays[part]).reshape(-1).view(np.uint8).view(kind).reshape(of)
         for part, (of, kind) in kinds.items()
     }
-    codes = _stored_rows(
-        stored["codes"], first, blocks.cols, packing(first, layout, transpose, coding), transpose, start, stop
-    )
+    packed = packing(first, layout, transpose, coding)
+    if packed in BLOCKS:
+        codes, factor = split_blocks(stored["codes"][start:stop], packed, blocks.cols)
+        inner = Grid(len(codes), blocks.cols, 1, ggml.TYPES[packed].group)
+        return scaled(codes, numeric, factor, stored.get("scale_2"), inner, coding.reciprocal)
+    codes = _stored_rows(stored["codes"], first, blocks.cols, packed, transpose, start, stop)
     factor = stored["scale"].reshape(blocks.shape[::-1] if transpose else blocks.shape)
     factor = _scales((factor.T if transpose else factor)[start // blocks.down : -(-stop // blocks.down)], first, coding)
     out = scaled(codes, numeric, factor, stored.get("scale_2"), blocks, coding.reciprocal)
     return out.reshape(stop - start, *shape[1:])
+
+
+def split_blocks(stored: Array, packed: str, cols: int) -> tuple[Array, Array]:
+    """Return one-byte codes (rows, cols) and float32 scales (rows, groups) of rows of ggml's blocks.
+
+    A scale of Q4_0 may be negative, and zero where all values are.
+    """
+    codes, scale = ggml.split(stored, packed, cols)
+    kind = ggml.TYPES[packed].scale
+    return codes, to_float32(scale, kind) if kind == "float16" else values(scale, kind)
 
 
 def scaled(

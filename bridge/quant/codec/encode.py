@@ -16,7 +16,7 @@ from bridge.core.dtypes import DTYPES, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric
-from bridge.quant.codec import arrays
+from bridge.quant.codec import arrays, ggml
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, grid, packing, stored_shapes
 from bridge.quant.codec.decode import ONE, storage
@@ -70,6 +70,7 @@ class Encoder:
         self._cast, self._values = coding.cast or dtype, coding.values
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
         self._scales = Scales(numeric, dtype, coding, amax)
+        self._own = ggml.own_rounding(first, self._packed)
         self._take = take or Buffers().take
         self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, 2 if self._packed == "out" else 1)
 
@@ -89,6 +90,9 @@ class Encoder:
         down = n if self._numeric.per == "tensor" else blocks.down
         own = arrays.amax(flat, self._dtype, down, blocks.across)
         arrays.check_finite(own, self._name, f"rows {first} to {first + n}")
+        if self._own:
+            words, _ = self._readable(flat, ONE, n)
+            return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
         parts, divisor = self._scales.of(own if largest is None else largest)
         codes = self._take("codes", (n, blocks.cols), np.uint8)
         for part in self._chunks(n):
@@ -99,6 +103,8 @@ class Encoder:
             make_codes(dividends, by, height, blocks.across, self._numeric.dtype, codes[part])
         if self._values:
             stored = self._fake_quantized(codes, parts.get("scale"), down)
+        elif self._packed in ggml.TYPES:
+            return {"codes": ggml.joined(codes, parts["scale"], self._packed, self._take)}
         else:
             packed = packed_codes(codes, self._numeric.dtype, self._packed, self._take)
             stored = packed.view(np.int8) if self._plain_int8 else packed

@@ -153,7 +153,7 @@ def write_partition(offer: Offer, partition: Partition) -> Mapping[str, StepResu
         load_kernels()
         work = Work(offer.directory, partition.done, io.StringIO(), offer.identity)
         context = ConversionContext(
-            offer.plan, source, offer.calibration, offer.scheme, offer.memory, work, file_settings(offer.plan.target)
+            offer.plan, source, offer.calibration, offer.scheme, offer.memory, work, file_settings(offer.plan, source)
         )
         results = run_partition(context, offer.directory, partition)
         release_memory()

@@ -1,0 +1,146 @@
+"""Target `gguf`: the file that llama.cpp loads.
+
+Names and layouts are rows of `mappings/dialects/gguf.toml`; what llama.cpp's graphs fix is in `metadata.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.core.errors import PlanError
+from bridge.core.text import nearest
+from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.planning.plan import Plan
+from bridge.planning.target import Draft, Drafted
+from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
+from bridge.targets.gguf.encodings import FILE_TYPES, block_type, why_unsupported
+
+if TYPE_CHECKING:
+    from bridge.quant.schemes.scheme import Scheme
+    from bridge.sources.source import Source
+    from bridge.streaming.context import ConversionContext, WriteResult
+
+QUANTIZATION_VERSION = 2  # of ggml's block types
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """Options of target `gguf`."""
+
+    dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized matrices; default: source's")
+
+
+class Gguf(StreamedTarget):
+    """See `bridge.targets.Target`."""
+
+    name = "gguf"
+    writes = ("model.gguf",)
+    loads = writes
+    align = 32
+    Options = GgufOptions
+    loaded_by = (
+        Program(
+            "llama.cpp",
+            "of xllamacpp 2026.10 (CPU)",
+            "loads every architecture, and its log probabilities are those of the written weights; tokens are those "
+            "of the model's tokenizer",
+            ("tests/targets/gguf/test_llama_cpp.py", "tests/targets/gguf/test_gguf.py"),
+        ),
+    )
+
+    def resolve(
+        self, options: GgufOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
+    ) -> GgufOptions:
+        from bridge.tables.dialects.dialect import load_dialect
+        from bridge.targets.gguf.metadata import REFUSED
+
+        dialect = load_dialect(self.name)
+        if structure.architecture not in dialect.architectures:
+            why = REFUSED.get(structure.architecture, nearest(structure.architecture, dialect.architectures))
+            raise PlanError(f"{dialect.file.name} has no layout for {structure.architecture}: {why}")
+        return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that GGUF has"))
+
+    def why_unsupported(self, format_: Format, options: GgufOptions) -> str:
+        return why_unsupported(format_)
+
+    def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: GgufOptions) -> str:
+        return "llama.cpp chooses the type of its cache when it runs (--cache-type-k, --cache-type-v); leave out kv"
+
+    def why_kept(self, format_: Format, site: Site) -> str:
+        return "convolution: ggml's blocks are of matrices" if site.layout == "conv" else ""
+
+    def draft(self, draft: Draft) -> Drafted:
+        from bridge.tables.architectures.structure import match_table
+        from bridge.tables.dialects.dialect import load_dialect
+        from bridge.targets.gguf.metadata import problems, window_notes
+        from bridge.targets.gguf.steps import Drafting
+
+        matched = match_table(draft.config, draft.specs)
+        drafted = Drafting(draft, load_dialect(self.name), matched).drafted()
+        drafted.problems += [("", text) for text in problems(draft.config, matched)]
+        drafted.notes += window_notes(draft.config, matched)
+        return drafted
+
+    def notes(self, structure: Structure, options: GgufOptions) -> tuple[str, ...]:
+        return ("norms and biases are float32, as llama.cpp computes them",)
+
+    def file_metadata(self, plan: Plan, source: Source) -> Mapping[str, Any]:
+        """The header's keys; PlanError if the tokenizer cannot be described."""
+        from bridge.core.formats.gguf import u32
+        from bridge.tables.architectures.structure import match_table
+        from bridge.targets.gguf.metadata import GRAPHS, hyperparameters
+        from bridge.targets.gguf.tokenizer import tokenizer_keys
+
+        matched = match_table(source.config, source.specs)
+        vocab = int(str(matched.names["vocab"]))
+        tokens = tokenizer_keys(source.side_files, vocab, source.config)
+        return {
+            "general.architecture": GRAPHS[plan.architecture].name,
+            "general.type": "model",
+            **({} if _misread(source.name, tokens) else {"general.name": source.name}),
+            "general.quantization_version": u32(QUANTIZATION_VERSION),
+            "general.alignment": u32(self.align),
+            "general.file_type": u32(_file_type(plan)),
+            **hyperparameters(source.config, matched),
+            **tokens,
+        }
+
+    def next_command(self, plan: Plan) -> str:
+        return "llama-server -m {out}/model.gguf"
+
+    def lint(self, directory: Path, plan: Plan) -> list[str]:
+        from bridge.targets.gguf.lint import lint
+
+        return lint(directory / "model.gguf")
+
+    def runtime(self, directory: Path) -> Any:
+        from bridge.targets.gguf.runtime import Runtime
+
+        return Runtime(directory / "model.gguf")
+
+    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        return write_checkpoint(context, directory, {})
+
+
+def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
+    """Whether llama.cpp would take the model for another by its name, and ask for tokens that it has not."""
+    listed = tokens.get("tokenizer.ggml.tokens")
+    named = any(word in name.lower() for word in ("phi-3", "phi3"))
+    return named and (listed is None or not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(listed.value))
+
+
+def _file_type(plan: Plan) -> int:
+    """llama.cpp's number of the dtype of most quantized values, of most values if none are quantized."""
+    sizes: Counter[str] = Counter()
+    for step in plan.quantized or plan.steps:
+        kind = block_type(step.format) if step.format else step.outputs[0].spec.dtype
+        sizes[kind] += step.outputs[0].spec.size
+    return FILE_TYPES[max(sizes, key=lambda kind: sizes[kind])]
+
+
+TARGET = Gguf()

@@ -1,0 +1,67 @@
+"""Which of ggml's block types holds the codes of a scheme."""
+
+from __future__ import annotations
+
+from bridge.core.values import Encoding, Format, Numeric
+from bridge.quant.codec.ggml import OWN_BLOCK
+from bridge.quant.schemes.scheme import is_static
+
+# General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
+FILE_TYPES = {"float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "bfloat16": 32, "mxfp4": 38, "nvfp4": 39}
+ALL = "int8_wo (Q8_0), q8_0, int4_wo and q4_0 (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4)"
+
+
+def block_type(format_: Format) -> str:
+    """The ggml type whose blocks hold the codes of a format; "" if none does."""
+    if len(format_.weight) > 1:
+        return ""
+    first = format_.weight[0]
+    across = first.block[0] if first.per == "block" and len(first.block) == 1 else 0
+    if first.dtype == "float4_e2m1fn":
+        known = {(32, "float8_e8m0fnu"): "mxfp4", (16, "float8_e4m3fn"): "nvfp4"}
+        return known.get((across, first.scale_dtype), "")
+    if first.scale_dtype != "float32" or not (first.per == "channel" or (across and across % 32 == 0)):
+        return ""
+    return {"int8": "q8_0", "int4": "q4_0"}.get(first.dtype, "")
+
+
+def why_unsupported(format_: Format) -> str:
+    """Why llama.cpp has no place for a format, with the nearest scheme; "" if it has."""
+    if format_.prescales:
+        near = "int4_wo or q4_0" if format_.weight[0].dtype == "int4" else "int8_wo or q8_0"
+        return f"llama.cpp divides no input by a pre-scale, as {format_.algorithm} needs; use {near}"
+    if format_.input is not None and (is_static(format_.input) or block_type(format_) or _is_integer(format_)):
+        return f"llama.cpp rounds activations by itself, to 8 bits in blocks; use {_nearest(format_.weight[0])}"
+    if not block_type(format_):
+        first = format_.weight[0]
+        per = f"blocks of {'×'.join(map(str, first.block))}" if first.block else f"a scale per {first.per}"
+        return f"ggml has no block type for {first.dtype} in {per}; use {_nearest(first)}; known: {ALL}"
+    return ""
+
+
+def _is_integer(format_: Format) -> bool:
+    return format_.weight[0].dtype in ("int8", "int4")
+
+
+def _nearest(first: Numeric) -> str:
+    if first.dtype == "float4_e2m1fn":
+        return "nvfp4_wo" if first.block == (16,) else "mxfp4_wo"
+    return "int4_wo or q4_0" if first.dtype == "int4" else "int8_wo or q8_0"
+
+
+def coding(format_: Format) -> Encoding:
+    """How codes and scales are stored; integers are coded under scales that are rounded to float16 first."""
+    packed = block_type(format_)
+    return Encoding(packed=packed, scale_dtype="float16" if packed in ("q8_0", "q4_0") else "float32")
+
+
+def rounding_note(format_: Format) -> str:
+    """What changes beside the scheme's codes in other targets, for the plan; "" if nothing does."""
+    first = format_.weight[0]
+    if first.dtype not in ("int8", "int4") or first.block == OWN_BLOCK:
+        return ""
+    of = f"block of {first.block[0]}" if first.block else first.per
+    return (
+        f"each {of} becomes {block_type(format_).upper()} blocks of 32 that repeat its scale, rounded to float16; "
+        f"{'q8_0' if first.dtype == 'int8' else 'q4_0'} gives each of them its own"
+    )

@@ -1,0 +1,256 @@
+"""Hyperparameters of a GGUF file, from config.json, as llama.cpp's loader reads them.
+
+What its graph of an architecture fixes (the activation, which layers slide, what attention is divided by) must be so in
+the config; `problems` says where it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bridge.core.formats.gguf import f32, u32
+from bridge.tables.architectures.match import Matched
+
+GELU = ("gelu_pytorch_tanh", "gelu_new")
+ROPE_FREQS = "rope_freqs.weight"
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What llama.cpp calls an architecture, and what its graph fixes.
+
+    `eps`: the config's names of the norms' epsilon; `rms`: whether norms are RMS norms. `activations`: of the MLP, with
+    the field that names it first. `every`: each such layer attends to everything, the others to a window; 0 if all do.
+    `biases`: roles of biases that its loader reads. `largest`: layers of the one size whose attention is divided by
+    the root of hidden / heads instead of head_dim. `second_scale`: whether it multiplies by NVFP4's scale of the whole
+    tensor; other graphs load it and leave it out.
+    """
+
+    name: str
+    eps: str = "rms_norm_eps"
+    rms: bool = True
+    activation: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu",)
+    every: int = 0
+    biases: tuple[str, ...] = ()
+    rotary: bool = True
+    scaled: bool = False
+    largest: int = 0
+    second_scale: bool = False
+
+
+QKV = ("attn.q.bias", "attn.k.bias", "attn.v.bias")
+GRAPHS = {
+    "LlamaForCausalLM": Graph(
+        "llama", biases=(*QKV, "attn.o.bias", "mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"), second_scale=True
+    ),
+    "MistralForCausalLM": Graph("llama", second_scale=True),
+    "MixtralForCausalLM": Graph("llama"),
+    "Qwen2ForCausalLM": Graph("qwen2", biases=QKV),
+    "Qwen3ForCausalLM": Graph("qwen3", second_scale=True),
+    "Qwen3MoeForCausalLM": Graph("qwen3moe"),
+    "GemmaForCausalLM": Graph("gemma", activations=("gelu", *GELU)),
+    "Gemma2ForCausalLM": Graph(
+        "gemma2", activation="hidden_activation", activations=GELU, every=2, scaled=True, largest=46,
+    ),
+    "Gemma3ForCausalLM": Graph(
+        "gemma3", activation="hidden_activation", activations=GELU, every=6, scaled=True, largest=62,
+    ),
+    "Phi3ForCausalLM": Graph("phi3"),
+    "Starcoder2ForCausalLM": Graph(
+        "starcoder2", "norm_epsilon", False, activations=GELU,
+        biases=(*QKV, "attn.o.bias", "mlp.fc1.bias", "mlp.fc2.bias"),
+    ),
+    "NemotronForCausalLM": Graph(
+        "nemotron", "norm_eps", False, activations=("relu2",),
+        biases=(*QKV, "attn.o.bias", "mlp.fc1.bias", "mlp.fc2.bias"),
+    ),
+    "GPT2LMHeadModel": Graph(
+        "gpt2", "layer_norm_epsilon", False, "activation_function", GELU, rotary=False,
+        biases=(*QKV, "attn.o.bias", "mlp.fc1.bias", "mlp.fc2.bias"),
+    ),
+}  # fmt: skip
+# Architectures with a table that llama.cpp has a graph for, but that this program does not write.
+REFUSED = {
+    "DeepseekV3ForCausalLM": "llama.cpp stores each head's part of kv_b transposed, which no op of the tables does",
+    "GptOssForCausalLM": "llama.cpp wants its MXFP4 experts as they were published; convert those with llama.cpp",
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary settings of a config, in the form of transformers 5."""
+
+    theta: float
+    kind: str
+    scaling: Mapping[str, Any]
+    local: float  # theta of the layers with a window
+    share: float  # part of a head that is turned
+
+
+def rope_of(config: Mapping[str, Any], graph: Graph) -> Rope:
+    """Rotary settings, from `rope_parameters`, or `rope_theta` and `rope_scaling` of older versions."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    full = given.get(FULL, given) if isinstance(given, Mapping) else {}
+    local = given.get(SLIDING, {}) if isinstance(given, Mapping) else {}
+    theta = float(full.get("rope_theta") or config.get("rope_theta") or (1e6 if graph.name == "gemma3" else 1e4))
+    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    default = 0.5 if graph.name == "nemotron" else 1.0
+    near = local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4
+    return Rope(theta, str(full.get("rope_type") or full.get("type") or "default"), full, float(near), share or default)
+
+
+def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
+    """What llama.cpp would compute differently from the model, each with what to do."""
+    graph = GRAPHS[matched.architecture]
+    act = config.get(graph.activation, graph.activations[-1])
+    if act is not None and act not in graph.activations:
+        yield f"{graph.activation} is {act!r}; llama.cpp's {graph.name} computes {graph.activations[0]}"
+    if config.get(graph.eps) is None:
+        yield f"config.json does not give {graph.eps}, which llama.cpp needs; add it"
+    roles = {role for entry, _, _ in matched.placed.values() for role in entry.roles}
+    biases = {role for role in roles if role.endswith(".bias") and "norm" not in role}
+    if more := sorted(biases.difference(graph.biases)):
+        yield f"llama.cpp's {graph.name} has no {', '.join(more)}"
+    if "moe.gate.weight" in roles and "mlp.gate.weight" in roles:
+        yield f"some layers have no experts; llama.cpp's {graph.name} wants them in all"
+    hidden, heads, head_dim = (int(str(matched.names.get(name, 0))) for name in ("hidden", "heads", "head_dim"))
+    if graph.name == "nemotron" and heads * head_dim != hidden:
+        yield "heads * head_dim is not hidden, which llama.cpp's nemotron wants"
+    if graph.name == "qwen3moe" and not config.get("norm_topk_prob", False):
+        yield "norm_topk_prob is false; llama.cpp's qwen3moe divides the experts' shares by their sum"
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        yield "scale_attn_by_inverse_layer_idx is true, which llama.cpp does not compute"
+    yield from _rope_problems(rope_of(config, graph), graph)
+    yield from _window_problems(config, matched, graph)
+
+
+def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
+    known = ("default", "linear", "llama3") if graph.name == "llama" else ("default", "linear")
+    if graph.rotary and rope.kind not in known:
+        yield (
+            f"rope_type {rope.kind!r} is not written for llama.cpp's {graph.name}; known: {', '.join(known)}. Take "
+            'config={"rope_parameters": ...} without scaling, and give llama.cpp --rope-scaling when it runs'
+        )
+    if graph.name == "gemma3" and rope.local != 1e4:
+        yield f"layers with a window turn with theta {rope.local:g}; llama.cpp's gemma3 takes 10000"
+
+
+def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) -> Iterator[str]:
+    if not graph.every:
+        return
+    layers = int(str(matched.names["layers"]))
+    want = [FULL if (layer + 1) % graph.every == 0 else SLIDING for layer in range(layers)]
+    given = config.get("layer_types")
+    if given is not None and list(given) != want:
+        yield f"layer_types is not llama.cpp's pattern, in which every layer number {graph.every} attends to everything"
+    if not config.get("sliding_window"):
+        yield f"config.json gives no sliding_window, which llama.cpp's {graph.name} needs"
+    hidden, heads = int(str(matched.names["hidden"])), int(str(matched.names["heads"]))
+    scalar = hidden / heads if layers == graph.largest else int(str(matched.names["head_dim"]))
+    if graph.scaled and config.get("query_pre_attn_scalar", 256) != scalar:
+        yield (
+            f"query_pre_attn_scalar is {config.get('query_pre_attn_scalar', 256)}; with {layers} layers llama.cpp's "
+            f"{graph.name} divides attention by the root of {scalar:g}"
+        )
+    if graph.name == "gemma3" and (config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")):
+        yield "logits are soft-capped, which llama.cpp's gemma3 does not compute"
+
+
+def window_notes(config: Mapping[str, Any], matched: Matched) -> list[str]:
+    """Sentences on windows that llama.cpp's graph does not have."""
+    graph, window = GRAPHS[matched.architecture], config.get("sliding_window")
+    uses = config.get("use_sliding_window", graph.name not in ("qwen2", "qwen3", "qwen3moe"))
+    if graph.every or not window or not uses or window >= _context(config, matched):
+        return []
+    return [f"attention has a window of {window}; llama.cpp attends to every token, so longer prompts differ"]
+
+
+def _context(config: Mapping[str, Any], matched: Matched) -> int:
+    given = config.get("max_position_embeddings") or config.get("n_positions") or matched.names.get("positions")
+    return int(str(given or 2048))
+
+
+def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, Any]:
+    """The keys of the architecture; an array is a tensor that follows from the config."""
+    graph, names = GRAPHS[matched.architecture], matched.names
+
+    def count(name: str) -> int:
+        return int(str(names[name]))
+
+    hidden, heads = count("hidden"), count("heads")
+    head_dim = int(str(names.get("head_dim", hidden // heads)))
+    keys: dict[str, Any] = {
+        "vocab_size": u32(count("vocab")),
+        "context_length": u32(_context(config, matched)),
+        "embedding_length": u32(hidden),
+        "block_count": u32(count("layers")),
+        "feed_forward_length": u32(count("ffn" if "ffn" in names else "moe_ffn")),
+        "attention.head_count": u32(heads),
+        "attention.head_count_kv": u32(int(str(names.get("kv_heads", heads)))),
+        "attention.key_length": u32(head_dim),
+        "attention.value_length": u32(head_dim),
+        f"attention.layer_norm_{'rms_' if graph.rms else ''}epsilon": f32(float(config[graph.eps])),
+    }
+    keys |= _experts(config, names) | _windows(config, graph)
+    keys = {f"{graph.name}.{key}": value for key, value in keys.items()}
+    if not graph.rotary:
+        return keys
+    rope = rope_of(config, graph)
+    keys[f"{graph.name}.rope.dimension_count"] = u32(int(head_dim * rope.share))
+    keys[f"{graph.name}.rope.freq_base"] = f32(rope.theta)
+    if rope.kind == "linear":
+        keys[f"{graph.name}.rope.scaling.type"] = "linear"
+        keys[f"{graph.name}.rope.scaling.factor"] = f32(float(rope.scaling["factor"]))
+    if graph.name == "phi3":
+        original = config.get("original_max_position_embeddings") or _context(config, matched)
+        keys[f"{graph.name}.rope.scaling.original_context_length"] = u32(int(original))
+    if rope.kind == "llama3":
+        keys[ROPE_FREQS] = llama3_factors(rope, head_dim, _context(config, matched))
+    return keys
+
+
+def _experts(config: Mapping[str, Any], names: Mapping[str, object]) -> dict[str, Any]:
+    if "experts" not in names:
+        return {}
+    used = config.get("num_experts_per_tok") or 2
+    keys = {"expert_count": u32(int(str(names["experts"]))), "expert_used_count": u32(int(used))}
+    if "ffn" in names and "moe_ffn" in names:
+        keys["expert_feed_forward_length"] = u32(int(str(names["moe_ffn"])))
+    return keys
+
+
+def _windows(config: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    if graph.every:
+        keys["attention.sliding_window"] = u32(int(config["sliding_window"]))
+    if graph.name == "phi3":
+        keys["attention.sliding_window"] = u32(0)  # llama.cpp reads the key and has no window in this graph
+    if graph.name == "gemma2":
+        keys["attn_logit_softcapping"] = f32(float(config.get("attn_logit_softcapping") or 50.0))
+        keys["final_logit_softcapping"] = f32(float(config.get("final_logit_softcapping") or 30.0))
+    return keys
+
+
+def llama3_factors(rope: Rope, head_dim: int, context: int) -> np.ndarray:
+    """What each frequency is divided by, float32, as `_compute_llama3_parameters` of transformers scales them."""
+    given = rope.scaling
+    factor, low, high = (float(given[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = int(given.get("original_max_position_embeddings") or context)
+    factors = []
+    for at in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope.theta ** (at / head_dim)
+        smooth = (original / wavelength - low) / (high - low)
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(factor)
+        else:
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)

@@ -1,0 +1,87 @@
+"""Run a GGUF file in llama.cpp, as the wheel `xllamacpp` has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.core.errors import CannotRun
+from bridge.core.formats.gguf import GgufFile
+from bridge.targets.target import LOG_PROBABILITIES
+
+INSTALL = 'running a GGUF file needs llama.cpp: pip install "qbridge[gguf]"'
+LEAST = -1e4  # log probability of a token that llama.cpp does not list
+
+
+class LlamaCpp:
+    """One loaded model: asked for one token, it gives the log probability of each."""
+
+    def __init__(self, path: Path) -> None:
+        """CannotRun without xllamacpp, or if llama.cpp does not load the file."""
+        try:
+            import xllamacpp
+        except ImportError as error:
+            raise CannotRun(INSTALL) from error
+        metadata = GgufFile(path).metadata
+        if metadata.get("tokenizer.ggml.model") == "no_vocab":
+            raise CannotRun("llama.cpp's server ends the process if a model has no tokenizer; add tokenizer.json")
+        # A token that is half a character, or the end, gets no list of probabilities, so this one is always taken; the
+        # list is of the model's own logits.
+        pieces = enumerate(metadata["tokenizer.ggml.tokens"])
+        self._taken = next((number for number, piece in pieces if piece.isascii() and piece.isalpha()), 0)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_parallel, params.warmup, params.fit_params = 1, False, False
+        params.n_ctx = 0  # as long as the model's
+        params.verbosity = -1
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to float16
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        try:
+            self._server: Any = xllamacpp.Server(params)
+        except (RuntimeError, ValueError) as error:
+            raise CannotRun(f"llama.cpp does not load {path}: {error}") from error
+
+    def log_probabilities(self, tokens: list[int] | str, vocab: int) -> np.ndarray:
+        """Of the token after `tokens`, or after a text, float64."""
+        asked = {
+            "prompt": tokens, "n_predict": 1, "n_probs": vocab, "temperature": 0, "logit_bias": [[self._taken, 1e6]],
+        }  # fmt: skip
+        data = self._answer(asked)
+        listed = data.get("completion_probabilities") or data["choices"][0]["logprobs"]["content"]
+        values = np.full(vocab, LEAST)
+        for entry in listed[0]["top_logprobs"]:
+            values[entry["id"]] = entry["logprob"]
+        return values
+
+    def prompt_tokens(self, text: str) -> int:
+        """How many tokens llama.cpp makes of a text, with those that it adds."""
+        data = self._answer({"prompt": text, "n_predict": 1, "temperature": 0, "cache_prompt": False})
+        return int(data["usage"]["prompt_tokens"] if "usage" in data else data["tokens_evaluated"])
+
+    def _answer(self, asked: dict[str, Any]) -> Mapping[str, Any]:
+        answer = self._server.handle_completions(asked)
+        data: Mapping[str, Any] = answer if isinstance(answer, Mapping) else json.loads(answer)
+        if "error" in data:
+            raise CannotRun(f"llama.cpp does not answer: {data['error']}")
+        return data
+
+
+class Runtime:
+    """See `bridge.targets.target.Runnable`; its output is log probabilities, position by position."""
+
+    def __init__(self, path: Path) -> None:
+        self.outputs, self.substitute = [LOG_PROBABILITIES], ""
+        self._vocab = GgufFile(path).specs["token_embd.weight"].shape[0]
+        self._engine = LlamaCpp(path)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run one sequence; llama.cpp keeps what it has computed, so each position costs one token."""
+        rows = []
+        for sequence in feeds["input_ids"]:
+            ids = [int(token) for token in sequence]
+            rows.append([self._engine.log_probabilities(ids[: at + 1], self._vocab) for at in range(len(ids))])
+        return {self.outputs[0]: np.array(rows, np.float32)}

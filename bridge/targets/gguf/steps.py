@@ -1,0 +1,123 @@
+"""The steps of a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bridge.core.dtypes import DTYPES, FLOATS
+from bridge.core.formats.gguf import MAX_NAME
+from bridge.core.text import pattern
+from bridge.core.values import Format, Site, TensorSpec
+from bridge.planning.plan import Output, Step
+from bridge.planning.target import Drafted
+from bridge.quant.schemes.scheme import has_tensor_scale
+from bridge.tables.dialects.dialect import DialectRow
+from bridge.tables.expressions.ops import Rank
+from bridge.targets.dialect_steps import DialectDrafting, Placed
+from bridge.targets.gguf.encodings import block_type, coding, rounding_note
+from bridge.targets.gguf.metadata import GRAPHS
+
+FILE = "model.gguf"
+# llama.cpp adds and multiplies in float32 only, and finds the experts in float32.
+SINGLE = ("norm", "bias", "router")
+
+
+@dataclass
+class Drafting(DialectDrafting):
+    """Steps of one file; call `drafted` once."""
+
+    _notes: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sites = {site.module: site for site in self.draft.structure.sites}
+
+    def drafted(self) -> Drafted:
+        """Make the steps; problems name the row."""
+        tied = self.dialect.shares_head(self.matched)
+        if tied and ("head.weight", None, None) in self._roles:
+            module = self._roles["head.weight", None, None][0].module
+            if module in self.draft.quantized:
+                why = "is the embedding here, which is not quantized; keep the head in a recipe"
+                self._drafted.problems.append((module, why))
+        for row, layer in self._rows(head=not tied):
+            self._add(row, layer)
+        self._drafted.notes += self._notes
+        return self._drafted
+
+    def _add(self, row: DialectRow, layer: int | None) -> None:
+        placed = self._place(row, layer, self.matched.names, Rank())
+        if placed is None:
+            return
+        modules = tuple(dict.fromkeys(block.module for block in placed.blocks if block.module))
+        sites = [self._sites[module] for module in modules if module in self._sites]
+        formats = {self.draft.formats.get(site.weight) for site in sites}
+        quantized = [format_ for format_ in formats if isinstance(format_, Format)]
+        if quantized and len(formats) > 1:
+            joined = ", ".join(dict.fromkeys(map(pattern, modules)))  # without numbers, so that layers fold
+            self._problem(row, layer, f"{joined} are one matrix here and need one format; name all in one rule")
+        elif quantized:
+            self._add_quantized(placed, sites, quantized[0])
+        else:
+            self._add_plain(placed, sites[0] if sites else None)
+
+    def _add_plain(self, placed: Placed, site: Site | None) -> None:
+        spec = self.draft.specs[placed.blocks[0].source]
+        if not DTYPES[spec.dtype].floating or DTYPES[spec.dtype].bits < 16:
+            self._problem(placed.row, placed.layer, f"is {spec.dtype} in the source; save it as bf16")
+            return
+        kinds = {self.matched.table.roles.roles[role].kind for role in placed.row.roles}
+        dtype = "float32" if kinds.intersection(SINGLE) or self._positions(placed) else self.draft.options.dtype
+        output = Output(TensorSpec(placed.name, self._shape(placed), dtype), "weight", str(placed.row.expr), FILE)
+        kept = self.draft.why_plain(spec, site)
+        self._drafted.steps.append(Step(placed.slices, (output,), site, kept=kept, shift=placed.shift))
+
+    def _positions(self, placed: Placed) -> bool:
+        """Learned positions, which llama.cpp adds to the embedding."""
+        return placed.row.roles == ("embed.positions.weight",)
+
+    def _add_quantized(self, placed: Placed, sites: list[Site], format_: Format) -> None:
+        spec, shape = self.draft.specs[placed.blocks[0].source], self._shape(placed)
+        problems = self._incompatibilities(placed, spec, shape, format_)
+        for problem in problems:
+            self._problem(placed.row, placed.layer, problem)
+        if problems:
+            return
+        kind, text = block_type(format_), str(placed.row.expr)
+        outputs = [Output(TensorSpec(placed.name, shape, kind), "weight", f"blocks({text})", FILE)]
+        if kind == "nvfp4":
+            name = f"{placed.name.removesuffix('.weight')}.scale"
+            outputs.append(Output(TensorSpec(name, (1,), "float32"), "scale_2", f"amax({text}) / {6 * 448}", FILE))
+        if note := rounding_note(format_):
+            self._notes[note] = None
+        self._drafted.steps.append(Step(placed.slices, tuple(outputs), sites[0], format_, coding=coding(format_)))
+
+    def _biased(self, placed: Placed) -> bool:
+        """Whether it is a matrix of an MLP with biases."""
+        biases = (role.replace(".weight", ".bias") for role in placed.row.roles if role.startswith("mlp."))
+        return any((bias, placed.layer, None) in self._roles for bias in biases)
+
+    def _incompatibilities(
+        self, placed: Placed, spec: TensorSpec, shape: tuple[int, ...], format_: Format
+    ) -> list[str]:
+        """Why a matrix does not fit its block type, each reason with its remedy."""
+        keep = 'or keep these modules with a recipe (quant = "none")'
+        kind, first = block_type(format_), format_.weight[0]
+        block = DTYPES[kind].block
+        problems = []
+        if shape[-1] % block or (first.block and shape[-1] % first.block[0] and shape[-1] > first.block[0]):
+            unit = max(block, first.block[0] if first.block else 0)
+            near = "" if unit == 32 else " use q4_0, whose blocks have 32,"
+            problems.append(f"in = {shape[-1]} is no multiple of {kind.upper()}'s {unit};{near} {keep}")
+        if self._experts(placed.row) and has_tensor_scale(format_):
+            problems.append(f"llama.cpp wants a scale per expert, and this stack has one; use mxfp4_wo, {keep}")
+        graph = GRAPHS[self.matched.architecture]
+        if kind == "nvfp4" and not graph.second_scale:
+            problems.append(f"llama.cpp's {graph.name} leaves out NVFP4's scale of the tensor; use mxfp4_wo, {keep}")
+        elif kind == "nvfp4" and self._biased(placed):
+            problems.append(f"llama.cpp ends where an MLP has NVFP4 weights and biases; use mxfp4_wo, {keep}")
+        if spec.dtype not in FLOATS:
+            problems.append(f"a weight of dtype {spec.dtype} cannot be quantized")
+        if len(placed.name) > MAX_NAME:
+            problems.append(f"its name is longer than the {MAX_NAME} bytes of ggml")
+        return problems

@@ -1,0 +1,78 @@
+"""Configs of tiny models that llama.cpp runs, by the name of the transformers class; extents differ pairwise.
+
+Rows have whole blocks: `in` is a multiple of 64, which NVFP4 needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SAMPLE = "the theory of the other thing is that there are three of them, and nothing further than those " * 3
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+_SQUARE = {key: value for key, value in _TEXT.items() if key != "head_dim"}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_GEMMA = {"query_pre_attn_scalar": 64, "sliding_window": 16, "num_hidden_layers": 7}
+
+# Name of the family -> transformers' class and its config.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _TEXT | {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralForCausalLM", _TEXT | {"sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", _TEXT | {"num_local_experts": 5, "sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", _SQUARE | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", _TEXT),
+    "qwen3moe": (
+        "Qwen3MoeForCausalLM",
+        _TEXT | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "gemma": ("GemmaForCausalLM", _TEXT),
+    "gemma2": ("Gemma2ForCausalLM", _TEXT | _GEMMA),
+    "gemma3": ("Gemma3ForCausalLM", _TEXT | _GEMMA),
+    "phi3": ("Phi3ForCausalLM", _SQUARE),
+    "starcoder2": ("Starcoder2ForCausalLM", _SQUARE | {"sliding_window": None}),
+    "nemotron": ("NemotronForCausalLM", _SQUARE | {"head_dim": 32}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 300, "n_embd": 192, "n_layer": 3, "n_head": 6, "n_positions": 256, "bos_token_id": 1,
+         "eos_token_id": 2},
+    ),
+}  # fmt: skip
+
+
+def byte_tokenizer(size: int = 300) -> Tokenizer:
+    """A tokenizer of bytes as GPT-2's, with as many merges as fit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([SAMPLE], trainer)
+    return tokenizer
+
+
+def save(family: str, directory: Path) -> Path:
+    """A random model of the family in float32; nothing in it stays at a constant that hides a mix-up."""
+    name, config = FAMILIES[family]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**config)).float().eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            spread = 1.0 / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 0.1
+            tensor.copy_(torch.randn(tensor.shape) * spread + (tensor if tensor.ndim == 1 else 0))
+    model.save_pretrained(directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory

@@ -1,0 +1,69 @@
+"""llama.cpp, compiled for the CPU in the wheel `xllamacpp`, as an oracle of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+from bridge.planning.plan import Plan, Step
+from bridge.tables.expressions.regions import reordered
+from bridge.targets.gguf.runtime import LlamaCpp
+
+
+def log_probabilities(path: Path, prompts: Sequence[list[int]], vocab: int) -> list[np.ndarray]:
+    """What llama.cpp says of the token after each prompt."""
+    engine = LlamaCpp(path)
+    return [engine.log_probabilities(prompt, vocab) for prompt in prompts]
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    """The float32 values of every tensor, by gguf-py; a second scale of NVFP4 is multiplied in."""
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    values = {name: gguf.quants.dequantize(t.data, t.tensor_type) for name, t in stored.items()}
+    for name in [name for name in values if name.endswith(".scale")]:
+        values[name.removesuffix(".scale") + ".weight"] *= values[name]
+    return values
+
+
+def dequantized(directory: Path, source: Path, plan: Plan) -> Any:
+    """The transformers model with the values of the written file instead of its weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    stored = _source_tensors(source)
+    written = tensors(directory / "model.gguf")
+    for step in plan.steps:
+        _undo(step, written[step.outputs[0].spec.name], stored)
+    save = source.parent / f"{source.name}-dequantized"
+    from safetensors.torch import save_file
+
+    model.config.save_pretrained(save)
+    save_file({name: torch.from_numpy(array) for name, array in stored.items()}, save / "model.safetensors")
+    return transformers.AutoModelForCausalLM.from_pretrained(save, dtype=torch.float32).eval()
+
+
+def _source_tensors(source: Path) -> dict[str, np.ndarray]:
+    from safetensors.torch import load_file
+
+    return {name: t.float().numpy().copy() for name, t in load_file(source / "model.safetensors").items()}
+
+
+def _undo(step: Step, values: np.ndarray, stored: Mapping[str, np.ndarray]) -> None:
+    """Put the values of one written tensor back to where the source has them."""
+    values = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
+    at = 0
+    for part in step.inputs:
+        target = stored[part.source]
+        target = target[part.expert] if part.expert is not None else target
+        whole = target.reshape(len(target), -1)
+        view = whole[slice(*(part.rows or (None,))), slice(*(part.cols or (None,)))]
+        rows = view.shape[1] if part.transposed else view.shape[0]
+        piece = values[at : at + rows] - step.shift
+        piece = reordered(np.ascontiguousarray(piece), -part.rope) if part.rope else piece
+        view[:] = piece.T if part.transposed else piece
+        at += rows
+    assert at == len(values), step.outputs[0].spec.name

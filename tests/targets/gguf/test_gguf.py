@@ -1,0 +1,182 @@
+"""Written GGUF files against gguf-py: container, names, keys, refusals."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import bridge
+from bridge.core.errors import PlanError, SchemeError, SourceError, VerifyError
+from bridge.core.formats.gguf import GgufFile
+from bridge.core.progress import BYTES
+from bridge.sources.opening import open_source
+from bridge.targets import load_target
+from bridge.targets.gguf.metadata import GRAPHS
+from bridge.targets.manifest import load_manifest
+from tests.blocks import ROOT
+from tests.models.gguf_families import FAMILIES, save
+from tests.oracles.llama_cpp import tensors
+
+LLAMA = ROOT / "examples" / "models" / "tiny-llama"
+MXFP4 = "mxfp4_wo"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gguf") / "out"
+    assert bridge.convert(str(LLAMA), target="gguf", quant=MXFP4, out=out).passed
+    return out
+
+
+def test_gguf_py_reads_every_tensor_and_key(written: Path) -> None:
+    theirs, ours = gguf.GGUFReader(written / "model.gguf"), GgufFile(written / "model.gguf")
+    assert [tensor.name for tensor in theirs.tensors] == list(ours.specs)
+    for tensor in theirs.tensors:
+        spec = ours.specs[tensor.name]
+        assert tuple(int(n) for n in tensor.shape[::-1]) == spec.shape
+        assert tensor.data.tobytes() == ours.read(tensor.name).tobytes()
+        assert tensor.data_offset == ours.offsets[tensor.name] and tensor.data_offset % 32 == 0
+    for key, value in ours.metadata.items():
+        assert theirs.fields[key].contents() == value, key
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_names_are_those_of_gguf_py(family: str, tmp_path: Path) -> None:
+    plan = bridge.plan(str(save(family, tmp_path / family)), target="gguf")
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == GRAPHS[plan.architecture].name)
+    names = gguf.get_tensor_name_map(arch, 16)
+    for step in plan.steps:
+        name = step.outputs[0].spec.name
+        stem, _, suffix = name.rpartition(".")
+        base = step.source.removesuffix(f".{suffix}")
+        if len(step.inputs) == 1 and step.inputs[0].rows is None and ".experts." not in base:
+            assert names.get_name(base, try_suffixes=(".weight", ".bias")) == stem, (base, name)
+        assert stem in {names.mapping[key][1] for key in names.mapping}, name
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_plain_values_are_the_sources(family: str, tmp_path: Path) -> None:
+    source, out = save(family, tmp_path / family), tmp_path / "out"
+    assert bridge.convert(str(source), target="gguf", out=out).passed
+    total = sum(float(np.abs(array).sum(dtype=np.float64)) for array in tensors(out / "model.gguf").values())
+    plan = load_manifest(out).plan
+    read = open_source(str(source))
+    want = sum(
+        float(np.abs(read.read(part.source).astype(np.float64) + step.shift).sum()) * (part.rows is None)
+        for step in plan.steps for part in step.inputs
+    )  # fmt: skip
+    fused = any(part.rows for step in plan.steps for part in step.inputs)
+    computed = float(np.abs(tensors(out / "model.gguf").get("rope_freqs.weight", np.zeros(1))).sum())
+    assert fused or total == pytest.approx(want + computed, rel=1e-9)
+    assert GgufFile(out / "model.gguf").metadata["general.architecture"] == GRAPHS[plan.architecture].name
+
+
+def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
+    source, out = save("llama", tmp_path / "llama"), tmp_path / "out"
+    bridge.convert(str(source), target="gguf", out=out)
+    factors = GgufFile(out / "model.gguf").read("rope_freqs.weight")
+    rotary = transformers.AutoModelForCausalLM.from_pretrained(source).model.rotary_emb
+    plain = 1 / 5000.0 ** (torch.arange(0, 64, 2).double() / 64)
+    np.testing.assert_allclose(factors, (plain / rotary.inv_freq.double()).numpy(), rtol=1e-6)
+
+
+def test_verify_finds_a_changed_byte(written: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(written, copy)
+    assert bridge.verify(copy, against=str(LLAMA)).passed
+    file = GgufFile(copy / "model.gguf")
+    at = file.offsets["blk.2.ffn_up.weight"] + 5
+    with (copy / "model.gguf").open("r+b") as data:
+        data.seek(at)
+        byte = data.read(1)
+        data.seek(at)
+        data.write(bytes([byte[0] ^ 0x77]))
+    assert not bridge.verify(copy, against=str(LLAMA)).passed
+
+
+def test_a_file_that_is_cut_off_is_told(written: Path, tmp_path: Path) -> None:
+    data = (written / "model.gguf").read_bytes()
+    for size in (2, 20, 3000, len(data) - 1000):
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
+        with pytest.raises(SourceError):
+            GgufFile(tmp_path / "cut.gguf")
+    copy = tmp_path / "copy"
+    shutil.copytree(written, copy)
+    (copy / "model.gguf").write_bytes(data[:-1000])
+    assert any("truncated" in finding for finding in load_target("gguf").lint(copy, load_manifest(copy).plan))
+    with pytest.raises((SourceError, VerifyError)):
+        bridge.verify(copy, against=str(LLAMA))
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bytes(written: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def cut_off(done: int, total: int, what: str) -> None:
+        seen.append(done)
+        if what == BYTES[0] and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bridge.convert(str(LLAMA), target="gguf", quant=MXFP4, out=tmp_path / "out", progress=cut_off)
+    assert seen and not (tmp_path / "out").exists()
+    assert bridge.convert(str(LLAMA), target="gguf", quant=MXFP4, out=tmp_path / "out").passed
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == (written / "model.gguf").read_bytes()
+
+
+def test_a_sound_file_has_no_findings(written: Path) -> None:
+    assert not load_target("gguf").lint(written, load_manifest(written).plan)
+
+
+@pytest.mark.parametrize(
+    ("quant", "nearest"),
+    [("fp8", "int8_wo"), ("int4_awq", "int4_wo"), ("int8_sq", "int8_wo"), ("nvfp4", "nvfp4_wo"), ("mxfp8", "int8_wo")],
+)
+def test_other_schemes_are_refused_with_the_nearest(quant: str, nearest: str) -> None:
+    with pytest.raises(SchemeError, match=f"use {nearest}"):
+        bridge.plan(str(LLAMA), target="llama.cpp", quant=quant)
+
+
+def test_rounded_scales_are_told() -> None:
+    plan = bridge.plan(str(LLAMA), target="gguf", quant="int4_wo")
+    assert any("repeat its scale, rounded to float16" in note for note in plan.notes)
+    assert not any("rounded" in note for note in bridge.plan(str(LLAMA), target="gguf", quant=MXFP4).notes)
+
+
+CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "shares": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+    "dense layers": ("qwen3moe", {"mlp_only_layers": [1]}, "some layers have no experts"),
+    "attention's divisor": ("gemma3", {"query_pre_attn_scalar": 48}, "query_pre_attn_scalar is 48"),
+    "pattern": ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types is not llama.cpp's pattern"),
+    "scaling": (
+        "qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'",
+    ),
+    "heads": ("nemotron", {"head_dim": 64}, "heads \\* head_dim is not hidden"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(CONTRADICTIONS))
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, changed, words = CONTRADICTIONS[what]
+    name, config = FAMILIES[family]
+    monkeypatch.setitem(FAMILIES, family, (name, config | changed))
+    with pytest.raises(PlanError, match=words):
+        bridge.plan(str(save(family, tmp_path / family)), target="gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("gemma", "leaves out NVFP4's scale"), ("llama", "NVFP4 weights and biases"), ("mixtral", "scale per expert")],
+)
+def test_nvfp4_is_refused_where_llama_cpp_misreads_it(family: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=words):
+        bridge.plan(str(save(family, tmp_path / family)), target="gguf", quant="nvfp4_wo")
