@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 with FP8 scales, MXFP8 blocks of 32.
 INT4_BLOCKS = (64, 128)
+# ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
+FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 UNREAD = "holds all experts of a layer in one tensor, but the graph reads each by itself; use target hf"
 
 
@@ -51,7 +53,7 @@ class Trt(StreamedTarget):
     """See `bridge.targets.Target`."""
 
     name = "trt"
-    writes = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt")
+    writes = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt", "genai_config.json")
     loads = ("model.onnx", "model.safetensors")
     align = 64  # a cache line
     runs = True  # the export has loaded torch anyway
@@ -71,6 +73,12 @@ class Trt(StreamedTarget):
             "runs the written file on the CPU; codes equal those of ModelOpt's fake-quantized model node by node, "
             "except ties",
             ("tests/targets/trt/test_trt_oracle.py",),
+        ),
+        Program(
+            "onnxruntime-genai",
+            "0.18",
+            "generates on the CPU from a float32 decoder with its cache; logits equal ONNX Runtime's to 1e-4",
+            ("tests/targets/trt/test_genai.py",),
         ),
     )
 
@@ -236,15 +244,24 @@ class Trt(StreamedTarget):
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line
+        from bridge.targets.trt.genai_config import write_genai_config
         from bridge.targets.trt.writer import write_onnx
 
         written = write_onnx(context, directory)
+        if _generates(context.plan.options):
+            why_not = write_genai_config(context.source, directory, FLOAT_ACTIVATIONS)
+            written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
         onnx = directory / "model.onnx"
         profile = profile_of(context.source.config, bool(context.plan.options["cache"]))
         (directory / "trtexec.txt").write_text(trtexec_line(onnx, profile) + "\n")
         if context.plan.options["engine"]:
             build_engine(onnx, directory / "model.engine", profile, context.progress)
         return written
+
+
+def _generates(options: Mapping[str, Any]) -> bool:
+    """True if onnxruntime-genai can generate from the graph: a decoder with a cache, in standard ONNX."""
+    return TASKS[options["task"]].cached and options["cache"] and not options["custom_ops"]
 
 
 def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bool, text: str) -> list[Output]:
