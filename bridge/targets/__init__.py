@@ -19,11 +19,11 @@ from bridge.targets.target import Target as Target
 if TYPE_CHECKING:
     from bridge.streaming.context import FileSettings
 
-BUILT_IN = ("hf", "megatron", "torchtitan", "tripy", "trt", "trtllm")
+BUILT_IN = ("hf", "megatron", "ort", "torchtitan", "tripy", "trt", "trtllm")
 # Programs that users name -> the target whose output they load.
 ALIASES = {
     "vllm": "hf", "sglang": "hf", "transformers": "hf", "huggingface": "hf",
-    "onnx": "trt", "onnxruntime": "trt", "ort": "trt", "tensorrt": "trt",
+    "onnx": "trt", "tensorrt": "trt", "onnxruntime": "ort", "genai": "ort", "onnxruntime-genai": "ort",
 }  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from bridge.core.errors import ExportError
 from bridge.core.text import fold_layers
 from bridge.core.values import Numeric
 from bridge.planning.plan import Output, Step
-
-TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
+from bridge.targets.trt.runtime import TRT
 
 
 @dataclass(frozen=True)
