@@ -185,7 +185,8 @@ class Trt(StreamedTarget):
         """Why no graph of the model can be made, as far as config and structure tell; "" if they do not."""
         architecture = draft.structure.architecture
         if draft.config.get("is_encoder_decoder") and not architecture.endswith("EncoderModel"):
-            return f"{architecture} has an encoder and a decoder, and target trt writes a graph of one of them; use target hf"
+            parts = "an encoder and a decoder, and target trt writes a graph of one of them"
+            return f"{architecture} has {parts}; use target hf"
         if TASKS[draft.options.task].cached and draft.options.cache and not draft.structure.attention:
             return f"{architecture} keeps no keys and values, which a graph with a cache takes; use target hf"
         return ""
