@@ -26,6 +26,12 @@ LLAMA_1B: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 2048,
 }  # fmt: skip
+INT4 = """base = "int4_wo"
+[[rule]]
+roles = ["head.weight"]
+quant = "int4_wo"
+override = true
+"""
 
 
 def main() -> None:
@@ -64,14 +70,16 @@ def random_llama(path: Path) -> Path:
 
 
 def written(source: Path, root: Path, precision: str) -> dict[str, Path]:
-    """Name -> directory, with the head quantized as the builder does it."""
+    """Name -> directory, with the head quantized too, as the builder does it."""
     builder = root / f"builder-{precision}"
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", source, "-o", builder]
     subprocess.run([*command, "-p", precision, "-e", "cpu", "-c", root / "cache"], check=True, capture_output=True)
     outputs = {"builder": builder, "trt": root / f"trt-{precision}", "ort": root / f"ort-{precision}"}
     if precision == "int4":
         outputs["ort exact"] = root / f"exact-{precision}"
-    scheme = {"fp32": "none", "int4": "int4_wo"}[precision]
+    recipe = root / "int4.toml"
+    recipe.write_text(INT4)
+    scheme = {"fp32": "none", "int4": str(recipe)}[precision]
     for name, directory in outputs.items():
         if name != "builder":
             options = {"exact": True} if name == "ort exact" else {}

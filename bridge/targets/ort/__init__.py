@@ -1,4 +1,4 @@
-"""Target `ort`: decoders for ONNX Runtime's CPU kernels, with fused attention over a shared cache.
+"""Target `ort`: decoders with fused attention for ONNX Runtime on a CPU.
 
 The graph is that of target `trt`, rewritten before it is quantized; steps, files and weights are the same.
 """
@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from bridge.core.dtypes import dtype_word
-from bridge.core.errors import UsageError
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft
@@ -43,8 +41,8 @@ class OrtOptions:
     """Options of target `ort`."""
 
     exact: bool = option(False, "INT4 products of float activations, not of 8-bit blocks: slower")
-    dtype: str | None = option(None, "fp32, which ONNX Runtime's CPU kernels compute in")
     stamp: bool = option(True, "export a few layers and stamp the identical rest")
+    dtype: ClassVar[str] = "float32"  # what ONNX Runtime's CPU kernels of these operators compute in
 
 
 class Ort(Trt):
@@ -73,9 +71,7 @@ class Ort(Trt):
     def resolve(
         self, options: Any, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> Any:
-        if options.dtype is not None and dtype_word(options.dtype) not in ("float32", "fp32"):
-            raise UsageError(f"dtype {options.dtype!r}: ONNX Runtime's CPU kernels compute in fp32; use trt")
-        return dataclasses.replace(options, dtype="float32")
+        return options
 
     def why_unsupported(self, format_: Format, options: Any) -> str:
         if format_.input:
@@ -118,7 +114,7 @@ class Ort(Trt):
 
         options, windows = context.plan.options, _windows(context.source.config)
         rewrite = partial(fuse, windows=windows)
-        chosen = GraphOptions("causal-lm", options["dtype"], OPSET, cache=True, stamp=options["stamp"], rewrite=rewrite)
+        chosen = GraphOptions("causal-lm", OrtOptions.dtype, OPSET, cache=True, stamp=options["stamp"], rewrite=rewrite)
         written = write_onnx(context, directory, chosen)
         session = FLOAT_ACTIVATIONS if options["exact"] else {}
         why_not = write_genai_config(context.source, directory, session, shared=True)

@@ -1,6 +1,7 @@
-"""Fuse attention over a cache into GroupQueryAttention, whose past and present may be one buffer.
+"""Fuse attention over a cache into GroupQueryAttention.
 
-The mask is an input of the operator, so that padding on the left and sliding windows hold as in the exported graph.
+Past and present may be one buffer. The mask is an input of the operator, so that padding on the left and sliding
+windows hold as in the exported graph.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _fuse(node: ir.Node, lengths: _Lengths, biases: dict[ir.Value, ir.Value], pa
         biases[mask] = padding or _bias(mask, node)
     heads, width = extents(query)[1], extents(query)[3]
     assert isinstance(width, int)
-    scale, softcap = (node.attributes.get_float(key, 0.0) for key in ("scale", "softcap"))
+    scale, softcap = (node.attributes.get_float(word, 0.0) for word in ("scale", "softcap"))
     attributes = {
         "num_heads": heads, "kv_num_heads": extents(new_key)[1], "do_rotary": 0,
         "scale": scale or width**-0.5, "softcap": softcap,

@@ -1,6 +1,7 @@
-"""Fuse RMS norms into RMSNormalization, and with the residual sum before one into SkipSimplifiedLayerNormalization.
+"""Fuse RMS norms, with the residual sum before one if there is any.
 
-The first is standard since opset 23, the second is what ONNX Runtime makes of the sum and the norm itself.
+RMSNormalization is standard since opset 23; SkipSimplifiedLayerNormalization is what ONNX Runtime itself makes of a sum
+and a norm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewrite an exported decoder to the fused operators of ONNX Runtime's CPU kernels.
+"""Rewrite an exported decoder to fused operators of ONNX Runtime.
 
 Rotation comes first: attention then reads rotated queries and keys whose heads are not split.
 """

@@ -1,6 +1,7 @@
-"""Fuse `x * cos + rotate_half(x) * sin` into RotaryEmbedding, on projections whose heads are not split yet.
+"""Fuse `x * cos + rotate_half(x) * sin` into RotaryEmbedding.
 
-Cosines and sines stay those of the exported graph, so that every scaling of RoPE holds.
+It reads projections whose heads are not split yet. Cosines and sines stay those of the exported graph, so that every
+scaling of RoPE holds.
 """
 
 from __future__ import annotations
