@@ -151,7 +151,7 @@ def convert(
     Args:
         model: a `transformers` model in memory (left as it is), a directory (local, or at https://, s3://, gs://, az://,
             hf://), a hub id, or a `Source`.
-        target: "hf", "trt", "tripy", "trtllm", "megatron", "torchtitan", or a name that an entry point adds.
+        target: "hf", "trt", "ort", "tripy", "trtllm", "megatron", "torchtitan", or a name that an entry point adds.
         quant: a scheme name, the path of a recipe, or a `Scheme`; None converts without quantizing. For a quantized
             source, None copies its codes, "none" dequantizes, and a scheme dequantizes and re-quantizes.
         out: the directory to write, local or at s3://, gs:// or az://; None names it after model, scheme and target.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-TargetName = Literal["gguf", "hf", "megatron", "torchtitan", "tripy", "trt", "trtllm"]
+TargetName = Literal["gguf", "hf", "megatron", "ort", "torchtitan", "tripy", "trt", "trtllm"]
 SchemeName = Literal[
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
     "nvfp4_wo", "w4a8_awq",
@@ -21,6 +21,7 @@ class TargetOptions(TypedDict, total=False):
     dtype: str | None
     engine: bool
     era: str
+    exact: bool
     format: str
     linear: bool
     opset: int | None

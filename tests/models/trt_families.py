@@ -61,11 +61,13 @@ UNNAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", _SQUARE),
     "granite": ("Granite", _SQUARE),
 }  # fmt: skip
+# What target `ort` is tested with besides.
+ORT: dict[str, tuple[str, dict[str, Any]]] = {"gemma": ("Gemma", _LLAMA)}
 
 
 def decoder(family: str, seed: int = 0, width: float | None = None) -> Any:
     """A causal LM of `family`, float32, every parameter random; weights wide enough that quantizing them shows."""
-    kind, fields = {**DECODERS, **UNNAMED}[family]
+    kind, fields = {**DECODERS, **UNNAMED, **ORT}[family]
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     torch.manual_seed(seed)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 with FP8 scales, MXFP8 blocks of 32.
 INT4_BLOCKS = (64, 128)
+# ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
+FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 UNREAD = "holds all experts of a layer in one tensor, but the graph reads each by itself; use target hf"
 
 
@@ -52,13 +54,15 @@ class Trt(StreamedTarget):
     """See `bridge.targets.Target`."""
 
     name = "trt"
-    writes = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt")
+    writes: tuple[str, ...] = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt", "genai_config.json")
     loads = ("model.onnx", "model.safetensors")
     align = 64  # a cache line
     runs = True  # the export has loaded torch anyway
     base_memory = 800 << 20  # exporting and stamping, measured on the 1.1 B Llama shape (benchmarks/trt.py)
-    Options = TrtOptions
-    loaded_by = (
+    Options: type[Any] = TrtOptions
+    reader = "TensorRT"
+    int4_blocks: tuple[int, ...] = INT4_BLOCKS
+    loaded_by: tuple[Program, ...] = (
         Program(
             "TensorRT",
             "10.15 (its documented rules), opsets 21 to 24",
@@ -80,6 +84,12 @@ class Trt(StreamedTarget):
             "1e-2 with INT8 activations, if INFERENCE_PRECISION_HINT is f32 and DYNAMIC_QUANTIZATION_GROUP_SIZE 0; it "
             "rounds FP8 activations through float16",
             ("tests/targets/trt/test_other_runtimes.py",),
+        ),
+        Program(
+            "onnxruntime-genai",
+            "0.18",
+            "generates on the CPU from a float32 decoder with its cache; logits equal ONNX Runtime's to 1e-4",
+            ("tests/targets/trt/test_genai.py",),
         ),
     )
 
@@ -155,10 +165,10 @@ class Trt(StreamedTarget):
         for numeric in format_.weight:
             block = numeric.block[-1] if numeric.per == "block" else 1
             if in_ % block:
-                divisors = [b for b in INT4_BLOCKS if in_ % b == 0 and numeric.dtype == "int4"]
+                divisors = [b for b in self.int4_blocks if in_ % b == 0 and numeric.dtype == "int4"]
                 remedy = f"a recipe with block = {divisors[0]}" if divisors else "a recipe that keeps these modules"
                 problems.append(
-                    f"in = {in_} does not divide into blocks of {block}: TensorRT pads nothing; write {remedy}"
+                    f"in = {in_} does not divide into blocks of {block}: {self.reader} pads nothing; write {remedy}"
                 )
             if DTYPES[numeric.dtype].bits == 4 and out % 2:
                 why = f"{numeric.dtype} codes are packed in pairs along `out`; keep it in a recipe"
@@ -166,7 +176,7 @@ class Trt(StreamedTarget):
         return problems
 
     def draft(self, draft: Draft) -> Drafted:
-        drafted = Drafted(problems=[("", why) for why in [_why_no_graph(draft)] if why])
+        drafted = Drafted(problems=[("", why) for why in [self.why_no_graph(draft)] if why])
         for spec, site in draft.copied():
             if site and site.stacked:
                 drafted.problems.append((site.module, UNREAD))
@@ -180,6 +190,16 @@ class Trt(StreamedTarget):
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
         drafted.notes += _not_in_onnx_runtime(drafted.steps)
         return drafted
+
+    def why_no_graph(self, draft: Draft) -> str:
+        """Why no graph of the model can be made, as far as config and structure tell; "" if they do not."""
+        architecture = draft.structure.architecture
+        if draft.config.get("is_encoder_decoder") and not architecture.endswith("EncoderModel"):
+            parts = "an encoder and a decoder, and target trt writes a graph of one of them"
+            return f"{architecture} has {parts}; use target hf"
+        if TASKS[draft.options.task].cached and draft.options.cache and not draft.structure.attention:
+            return f"{architecture} keeps no keys and values, which a graph with a cache takes; use target hf"
+        return ""
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:
         dtype = options.dtype if options.dtype and DTYPES[spec.dtype].floating else spec.dtype
@@ -257,15 +277,26 @@ class Trt(StreamedTarget):
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line
-        from bridge.targets.trt.writer import write_onnx
+        from bridge.targets.trt.genai_config import write_genai_config
+        from bridge.targets.trt.writer import GraphOptions, write_onnx
 
-        written = write_onnx(context, directory)
+        options = context.plan.options
+        chosen = GraphOptions(**{key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")})
+        written = write_onnx(context, directory, chosen)
+        if _generates(options):
+            why_not = write_genai_config(context.source, directory, FLOAT_ACTIVATIONS)
+            written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
         onnx = directory / "model.onnx"
-        profile = profile_of(context.source.config, bool(context.plan.options["cache"]))
+        profile = profile_of(context.source.config, bool(options["cache"]))
         (directory / "trtexec.txt").write_text(trtexec_line(onnx, profile) + "\n")
-        if context.plan.options["engine"]:
+        if options["engine"]:
             build_engine(onnx, directory / "model.engine", profile, context.progress)
         return written
+
+
+def _generates(options: Mapping[str, Any]) -> bool:
+    """True if onnxruntime-genai can generate from the graph: a decoder with a cache, in standard ONNX."""
+    return TASKS[options["task"]].cached and options["cache"] and not options["custom_ops"]
 
 
 def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bool, text: str) -> list[Output]:
@@ -298,18 +329,6 @@ def _not_in_onnx_runtime(steps: list[Step]) -> list[str]:
     if any(n.dtype == "float4_e2m1fn" for n in numerics):
         return ["ONNX Runtime has no kernels for FP4 and does not load this graph; for it write int4_wo or fp8"]
     return []
-
-
-def _why_no_graph(draft: Draft) -> str:
-    """Why no graph of the model can be made, as far as config and structure tell; "" if they do not."""
-    architecture = draft.structure.architecture
-    if draft.config.get("is_encoder_decoder") and not architecture.endswith("EncoderModel"):
-        return (
-            f"{architecture} has an encoder and a decoder, and target trt writes a graph of one of them; use target hf"
-        )
-    if TASKS[draft.options.task].cached and draft.options.cache and not draft.structure.attention:
-        return f"{architecture} keeps no keys and values, which a graph with a cache takes; use target hf"
-    return ""
 
 
 TARGET = Trt()

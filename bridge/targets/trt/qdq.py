@@ -19,8 +19,8 @@ from bridge.core.errors import ExportError
 from bridge.core.text import fold_layers
 from bridge.core.values import Numeric
 from bridge.planning.plan import Output, Step
+from bridge.targets.trt.runtime import TRT
 
-TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
 # ONNX Runtime moves a QuantizeLinear back over these and inserts a DequantizeLinear without its `output_dtype`
 # (qdq_propagation.cc), which makes them float32: a half graph then fails to load.
 MOVED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")

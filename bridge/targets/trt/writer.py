@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,19 @@ WEIGHTS = "model.safetensors"
 MODEL = "model.onnx"
 
 
-def write_onnx(context: ConversionContext, directory: Path) -> WriteResult:
+@dataclass(frozen=True)
+class GraphOptions:
+    """What is exported; `rewrite` edits the float graph in place before it is quantized."""
+
+    task: str
+    dtype: str
+    opset: int
+    cache: bool
+    stamp: bool
+    rewrite: Callable[[Graph], None] | None = None
+
+
+def write_onnx(context: ConversionContext, directory: Path, options: GraphOptions) -> WriteResult:
     """Write both files into `directory`; if the graph or the stream fails, the other stops."""
     from bridge.streaming.run import run
 
@@ -38,18 +50,18 @@ def write_onnx(context: ConversionContext, directory: Path) -> WriteResult:
     with readers(1, context.source, name="weights") as pool:
         weights: Future[Summary] = pool.submit(run, spare, directory, stop)
         try:
-            graph, unused = make_graph(context, directory)
+            graph, unused = make_graph(context, directory, options)
             summary = weights.result()
         except BaseException:
             stop.set()
             raise
     save(graph.model, directory / MODEL)
     notes = ((f"all layers were exported, none stamped: {graph.note}",) if graph.note else ()) + summary.notes()
-    skipped = {name: f"not read by the {context.plan.options['task']} graph; kept in {WEIGHTS}" for name in unused}
+    skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in unused}
     return WriteResult(summary.policies, skipped, notes)
 
 
-def make_graph(context: ConversionContext, directory: Path) -> tuple[Graph, list[str]]:
+def make_graph(context: ConversionContext, directory: Path, options: GraphOptions) -> tuple[Graph, list[str]]:
     """Export the float graph, insert Q/DQ, attach the weights; also return planned tensors that it does not read."""
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -57,17 +69,19 @@ def make_graph(context: ConversionContext, directory: Path) -> tuple[Graph, list
     from bridge.targets.trt.qdq import Inserter, WeightsFile, attach
     from bridge.targets.trt.sites import find_kv, find_sites
 
-    plan, options = context.plan, context.plan.options
+    plan = context.plan
     graph = export_graph(
         dict(context.source.config),
-        task=options["task"],
-        dtype=options["dtype"],
-        opset=options["opset"],
-        cache=options["cache"],
-        stamp=options["stamp"],
+        task=options.task,
+        dtype=options.dtype,
+        opset=options.opset,
+        cache=options.cache,
+        stamp=options.stamp,
         progress=lambda text: context.progress(0, 0, text),
     )
-    names = _checkpoint_names(graph, context)
+    if options.rewrite:
+        options.rewrite(graph)
+    names = _checkpoint_names(graph, context, options.task)
     specs = {output.spec.name: output for output in plan.outputs}
     _, offsets, _ = layout((output.spec for output in plan.outputs), context.files.metadata, context.files.align)
     weights_file = WeightsFile(directory, WEIGHTS, offsets, specs)
@@ -135,7 +149,7 @@ def _constants(context: ConversionContext) -> dict[str, bytes]:
     return constants
 
 
-def _checkpoint_names(graph: Graph, context: ConversionContext) -> dict[str, str]:
+def _checkpoint_names(graph: Graph, context: ConversionContext, task: str) -> dict[str, str]:
     """Initializer -> checkpoint tensor; the model's own conversion is used only if live names differ."""
     plan, source = context.plan, context.source
     known = {*plan.sources, *plan.tied}
@@ -147,7 +161,7 @@ def _checkpoint_names(graph: Graph, context: ConversionContext) -> dict[str, str
     from bridge.sources.live_models.meta_device import build_meta, resolve_config
     from bridge.targets.trt.graph.tasks import model_class
 
-    task, config = plan.options["task"], resolve_config(dict(source.config))
+    config = resolve_config(dict(source.config))
     parts = live_parts(live_names(build_meta(config, model_class(config, task), torch.float32), plan.sources))
     names: dict[str, str] = {}
     missing: list[str] = []

@@ -75,7 +75,7 @@ def _run(directory: Path, plan: Plan, feeds: Mapping[str, np.ndarray]) -> tuple[
     model = getattr(runtime, "model", None)
     if model is not None:
         inner, out = _run_with_hooks(runtime, model, list(steps), feeds)
-    elif plan.target == "trt":
+    elif plan.target in ("trt", "ort"):
         inner, out = _run_with_taps(directory, steps, feeds)
     else:
         inner, out = {}, runtime.run(feeds)[runtime.outputs[0]]

@@ -209,9 +209,9 @@ def _verify(out: str | Path, against: Any, progress: Progress) -> None:
 def _versions(reader: SnapshotReader, ran: Reference) -> dict[str, str]:
     """Versions of the packages that affect the bytes or the run."""
     names = {*ALWAYS}
-    if ran.values or reader.plan.traced or reader.plan.target == "trt":
+    if ran.values or reader.plan.traced or reader.plan.target in ("trt", "ort"):
         names |= {"torch", "transformers"}
-    if reader.plan.target == "trt":
+    if reader.plan.target in ("trt", "ort"):
         names |= {"onnx", "onnx-ir", "onnxruntime"}
     return {name: version for name, version in versions().items() if name in names}
 

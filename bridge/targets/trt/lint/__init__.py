@@ -5,6 +5,7 @@ No rule was tried in TensorRT: each names its document. Only the values of scale
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.targets.trt.lint import files as f
@@ -66,8 +67,8 @@ RULES = (
 )  # fmt: skip
 
 
-def lint(path: Path | str, *, custom_ops: bool | None = None) -> list[Finding]:
-    """Check `path` (an .onnx file or the directory of one) against every rule; return the findings.
+def lint(path: Path | str, *, custom_ops: bool | None = None, rules: Sequence[Rule] = RULES) -> list[Finding]:
+    """Check `path` (an .onnx file or the directory of one) against the rules; return the findings.
 
     TensorRT's own ops (domain `trt`) pass with `custom_ops=True`, are errors with False and warnings with None.
 
@@ -78,7 +79,7 @@ def lint(path: Path | str, *, custom_ops: bool | None = None) -> list[Finding]:
     malformed = any(True for _ in o.checker(model))
     return [
         Finding(rule.id, problem.severity, problem.where, problem.message)
-        for rule in RULES
+        for rule in rules
         for problem in _run(rule, model, malformed)
     ]
 

@@ -1,0 +1,131 @@
+"""Target `ort`: decoders with fused attention for ONNX Runtime on a CPU.
+
+The graph is that of target `trt`, rewritten before it is quantized; steps, files and weights are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
+from bridge.planning.plan import Plan
+from bridge.planning.target import Draft
+from bridge.targets.checkpoint import option
+from bridge.targets.trt import FLOAT_ACTIVATIONS, Trt
+
+if TYPE_CHECKING:
+    from bridge.quant.schemes.scheme import Scheme
+    from bridge.streaming.context import ConversionContext, WriteResult
+
+OPSET = 23  # the first with Attention, RotaryEmbedding and RMSNormalization, which fusing starts from
+# Whose rewritten graphs the tests compare with transformers, padding and caches included.
+DECODERS = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM",
+    "Gemma3ForCausalLM", "Phi3ForCausalLM",
+)  # fmt: skip
+# Rules of `trt`'s lint that hold for every reader of ONNX with external data; the others are TensorRT's own.
+RULES = (
+    "scale-constant", "scale-positive", "scale-axis", "block-scale", "opset", "ir-version", "border", "missing-value",
+    "external-path", "external-file", "external-bounds", "external-overlap", "initializer-data", "safetensors",
+    "unused", "checker",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OrtOptions:
+    """Options of target `ort`."""
+
+    exact: bool = option(False, "INT4 products of float activations, not of 8-bit blocks: slower")
+    stamp: bool = option(True, "export a few layers and stamp the identical rest")
+    dtype: ClassVar[str] = "float32"  # what ONNX Runtime's CPU kernels of these operators compute in
+
+
+class Ort(Trt):
+    """See `bridge.targets.Target`."""
+
+    name = "ort"
+    writes = ("model.onnx", "model.safetensors", "genai_config.json")
+    Options = OrtOptions
+    reader = "ONNX Runtime"
+    int4_blocks = (32, 64, 128)
+    loaded_by = (
+        Program(
+            "ONNX Runtime",
+            "1.32",
+            "runs the written file on the CPU; logits equal transformers' to 2e-5, with padding and a cache",
+            ("tests/targets/ort/test_ort.py",),
+        ),
+        Program(
+            "onnxruntime-genai",
+            "0.18",
+            "generates from the directory with one buffer for past and present; tokens equal ONNX Runtime's",
+            ("tests/targets/ort/test_ort.py",),
+        ),
+    )
+
+    def resolve(
+        self, options: Any, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
+    ) -> Any:
+        return options
+
+    def why_unsupported(self, format_: Format, options: Any) -> str:
+        if format_.input:
+            return "target ort quantizes weights only; use int4_wo, int8_wo, or target trt"
+        for numeric in format_.weight:
+            if numeric.dtype == "int4" and numeric.block not in [(b,) for b in self.int4_blocks]:
+                return (
+                    f"ONNX Runtime's INT4 has blocks of 32, 64 or 128 along `in`, not {numeric.block}; use block = 128"
+                )
+            if numeric.dtype not in ("int4", "int8"):
+                return f"ONNX Runtime has no CPU kernel of {numeric.dtype} weights; use int4_wo or int8_wo"
+        return ""
+
+    def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: Any) -> str:
+        return "target ort keeps a float32 cache, as its attention reads; leave out kv, or use target trt"
+
+    def why_no_graph(self, draft: Draft) -> str:
+        architecture = draft.structure.architecture
+        if architecture in DECODERS:
+            return ""
+        known = ", ".join(DECODERS)
+        return f"{architecture}: no test shows that its graph fuses; use target trt, or one of {known}"
+
+    def notes(self, structure: Structure, options: Any) -> tuple[str, ...]:
+        return ()
+
+    def next_command(self, plan: Plan) -> str:
+        return ""
+
+    def lint(self, directory: Path, plan: Plan) -> list[str]:
+        from bridge.targets.trt.lint import RULES as ALL
+        from bridge.targets.trt.lint import lint
+
+        return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
+
+    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        from bridge.targets.ort.rewrite import fuse
+        from bridge.targets.trt.genai_config import write_genai_config
+        from bridge.targets.trt.writer import GraphOptions, write_onnx
+
+        options, windows = context.plan.options, _windows(context.source.config)
+        rewrite = partial(fuse, windows=windows)
+        chosen = GraphOptions("causal-lm", OrtOptions.dtype, OPSET, cache=True, stamp=options["stamp"], rewrite=rewrite)
+        written = write_onnx(context, directory, chosen)
+        session = FLOAT_ACTIVATIONS if options["exact"] else {}
+        why_not = write_genai_config(context.source, directory, session, shared=True)
+        return dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
+
+
+def _windows(config: Mapping[str, Any]) -> bool:
+    """True unless every layer attends to everything before it."""
+    text = config.get("text_config") or config
+    kinds = text.get("layer_types")
+    return set(kinds) != {"full_attention"} if kinds else bool(text.get("sliding_window"))
+
+
+TARGET = Ort()

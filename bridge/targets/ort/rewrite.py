@@ -1,0 +1,34 @@
+"""Rewrite an exported decoder to fused operators of ONNX Runtime.
+
+Rotation comes first: attention then reads rotated queries and keys whose heads are not split.
+"""
+
+from __future__ import annotations
+
+from bridge.core.errors import ExportError
+from bridge.targets.ort.attention import fuse_attention
+from bridge.targets.ort.norms import fuse_norms
+from bridge.targets.ort.rotary import fuse_rotary
+from bridge.targets.trt.graph.export import Graph
+from bridge.targets.trt.sites import find_kv
+
+
+def fuse(graph: Graph, windows: bool) -> None:
+    """Put GroupQueryAttention, RotaryEmbedding and fused RMS norms into the graph, in place.
+
+    windows: some layers see only the nearest positions. ExportError if a layer's attention has another form; rotation
+    and norms of another form stay as they are, which is slower and no less exact.
+    """
+    from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass, TopologicalSortPass
+
+    layers = len(find_kv(graph))
+    fuse_rotary(graph.model)
+    fused = fuse_attention(graph.model, windows)
+    if fused != layers:
+        raise ExportError(
+            f"{fused} of {layers} attention layers have the form that GroupQueryAttention computes\n"
+            "  hint   use target `trt`, whose graph ONNX Runtime runs too"
+        )
+    fuse_norms(graph.model)
+    for tidy in (RemoveUnusedNodesPass(), TopologicalSortPass(), CommonSubexpressionEliminationPass()):
+        tidy(graph.model)

@@ -1,0 +1,96 @@
+"""Write `genai_config.json`, from which onnxruntime-genai generates with a decoder's graph.
+
+Extents of the cache come from the graph, token ids and sampling from generation_config.json, else from config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.core.text import fold_layers
+from bridge.sources.source import Source
+from bridge.targets.trt.writer import MODEL
+
+GENAI = "genai_config.json"
+_GENERATION = "generation_config.json"
+# Its generic decoder. Names of model types add work for graphs of its own builder: `phi3` computes the cache of long
+# RoPE again where the second table of angles begins, which is a part of our graphs.
+_TYPE = "decoder"
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+_CACHE_INPUTS = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
+_CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
+
+
+def write_genai_config(
+    source: Source, directory: Path, session: Mapping[str, str] | None = None, *, shared: bool = False
+) -> str:
+    """Write the file beside `model.onnx`; return why onnxruntime-genai cannot run the graph ("" if it was written).
+
+    session: entries of ONNX Runtime's session. shared: past and present of the cache are one buffer.
+    """
+    inputs = _inputs(directory / MODEL)
+    caches = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
+    extents = {(shape[1], shape[3]) for shape in caches.values()}
+    if len(extents) != 1:
+        several = fold_layers([f"{name} {list(shape)}" for name, shape in caches.items()])
+        return f"no {GENAI}: onnxruntime-genai takes caches of one shape, and the graph has {', '.join(several)}"
+    heads, width = extents.pop()
+    text = _text_config(source)
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        return f"no {GENAI}: onnxruntime-genai needs max_position_embeddings, which config.json does not have"
+    decoder = {
+        "filename": MODEL,
+        "head_size": width,
+        "hidden_size": text.hidden_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_hidden_layers": len(caches) // 2,
+        "num_key_value_heads": heads,
+        "inputs": {name: name for name in _INPUTS if name in inputs} | _CACHE_INPUTS,
+        "outputs": {"logits": "logits"} | _CACHE_OUTPUTS,
+        "session_options": {**(session or {}), "provider_options": []},
+    }
+    settings = _generation(source)
+    model = {"type": _TYPE, **_token_ids(settings, text), "context_length": context, "vocab_size": text.vocab_size}
+    search = {key: settings[key] for key in _SEARCH if settings.get(key) is not None}
+    search |= {"max_length": context, "past_present_share_buffer": shared}
+    content = {"model": {**model, "decoder": decoder}, "search": search}
+    (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
+    return ""
+
+
+def _inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
+    """Input -> its axes."""
+    import onnx
+
+    from bridge.targets.trt.lint.model import axes
+
+    graph = onnx.load(path, load_external_data=False).graph
+    return {value.name: axes(value.type.tensor_type) or () for value in graph.input}
+
+
+def _text_config(source: Source) -> Any:
+    """The config with transformers' own names of its entries (`n_embd` is `hidden_size`) and its defaults."""
+    from bridge.sources.live_models.meta_device import resolve_config
+
+    return resolve_config(dict(source.config)).get_text_config()
+
+
+def _generation(source: Source) -> dict[str, Any]:
+    content = source.side_files.get(_GENERATION, b"{}")
+    settings = json.loads(content if isinstance(content, bytes) else content.read_bytes())
+    return settings if isinstance(settings, dict) else {}
+
+
+def _token_ids(settings: Mapping[str, Any], text: Any) -> dict[str, Any]:
+    """Ids that begin, end and fill a text; `eos_token_id` may be a list. The runtime needs one to fill with."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: settings.get(name, getattr(text, name, None)) for name in names}
+    ends = ids["eos_token_id"]
+    if ids["pad_token_id"] is None:
+        ids["pad_token_id"] = ends[0] if isinstance(ends, list) and ends else ends
+    return {name: value for name, value in ids.items() if value is not None}

@@ -1,0 +1,171 @@
+"""Decoders of target `ort` against transformers: padding on the left, a cache, a cache in one shared buffer.
+
+2e-5 of the largest logit: fused operators sum in another order than torch; 5e-5 is what two correct float32 graphs of a
+few random layers differ by (tests/targets/trt/test_trt_oracle.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+import bridge
+from bridge.core.errors import BridgeError
+from bridge.targets.ort import DECODERS
+from bridge.targets.trt.runtime import Runtime
+from tests.models.trt_families import VOCAB, decoder
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
+LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3")
+CLOSE = 2e-5
+PADDING = 5
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    model = decoder(family)
+    for config in (model.config, model.generation_config):  # their defaults lie beyond this vocabulary
+        config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return functools.cache(functools.partial(_write, tmp_path_factory.mktemp("ort")))
+
+
+def _write(root: Path, family: str) -> Path:
+    bridge.convert(model_of(family), "ort", "none", root / family, verify=False)
+    return root / family
+
+
+def inputs(rows: int = 2, length: int = 24) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, longer than the window of 7, and a mask whose first row begins with padding."""
+    ids = np.random.default_rng(5).integers(3, VOCAB, (rows, length))
+    mask = np.ones_like(ids)
+    mask[0, :PADDING] = 0
+    return ids, mask
+
+
+def theirs(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    positions = np.maximum(mask.cumsum(-1) - 1, 0)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        out = model(**{name: torch.as_tensor(array) for name, array in given.items()}, use_cache=False)
+    return out.logits.numpy()
+
+
+def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
+    assert np.isfinite(ours).all()
+    np.testing.assert_allclose(ours, expected, atol=CLOSE * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_is_not_seen(family: str, written: Any) -> None:
+    ids, mask = inputs()
+    ours = Runtime(written(family)).run({"input_ids": ids, "attention_mask": mask})["logits"]
+    seen = mask > 0
+    assert_close(ours[seen], theirs(model_of(family), ids, mask)[seen])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_and_tokens_after_it_equal_the_whole(family: str, written: Any) -> None:
+    """The cache of each part goes to the next. The operator takes several tokens after a past for one row only."""
+    runtime = Runtime(written(family))
+    singles = [(n, n + 1) for n in range(19, 24)]
+    for rows, cuts in ((2, [(0, 19), *singles]), (1, [(0, 15), (15, 19), *singles])):
+        ids, mask = (array[:rows] for array in inputs())
+        past: dict[str, np.ndarray] = {}
+        parts = []
+        for begin, end in cuts:
+            feeds = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end], **past}
+            out = runtime.run(feeds)
+            parts.append(out["logits"])
+            past = {n.replace("present.", "past_key_values."): a for n, a in out.items() if n.startswith("present.")}
+        seen = mask > 0
+        assert_close(np.concatenate(parts, 1)[seen], theirs(model_of(family), ids, mask)[seen])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_genai_decodes_through_one_shared_buffer(family: str, written: Any) -> None:
+    og = pytest.importorskip("onnxruntime_genai")
+    directory, (ids, _), steps = written(family), inputs(), 8
+    assert json.loads((directory / "genai_config.json").read_text())["search"]["past_present_share_buffer"] is True
+    model = og.Model(str(directory))
+    params = og.GeneratorParams(model)
+    params.set_search_options(max_length=64, batch_size=len(ids), do_sample=False)
+    generator = og.Generator(model, params)
+    generator.append_tokens(ids.astype(np.int32))
+    logits = []
+    for _ in range(steps):
+        generator.generate_next_token()
+        logits.append(generator.get_output("logits")[:, -1].copy())
+    tokens = np.array([generator.get_sequence(row) for row in range(len(ids))])
+    expected = theirs(model_of(family), tokens[:, :-1], np.ones_like(tokens[:, :-1]))[:, ids.shape[1] - 1 :]
+    assert_close(np.array(logits).swapaxes(0, 1), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_fused(family: str, written: Any) -> None:
+    graph = ir.load(written(family) / "model.onnx").graph
+    kinds = [node.op_type for node in graph]
+    layers = model_of(family).config.num_hidden_layers
+    assert kinds.count("GroupQueryAttention") == layers
+    assert kinds.count("RotaryEmbedding") == 2 * layers
+    assert "ReduceMean" not in kinds and "Attention" not in kinds
+    assert "Pow" not in kinds and "Neg" not in kinds
+
+
+def test_every_family_that_is_named_is_tested() -> None:
+    assert {type(model_of(family)).__name__ for family in FAMILIES} == set(DECODERS)
+
+
+@pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo"])
+def test_quantized_weights_are_those_of_target_trt(scheme: str, tmp_path: Path) -> None:
+    """The same codes in the same file, so the same logits without optimizations."""
+    report = bridge.convert(LLAMA, "ort", scheme, tmp_path / "ort")
+    assert report.passed and not report.findings
+    bridge.convert(LLAMA, "trt", scheme, tmp_path / "trt", verify=False)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ort", "trt")]
+    assert weights[0] == weights[1]
+    ids, mask = inputs()
+    feeds = {"input_ids": ids, "attention_mask": mask}
+    ours, plain = (Runtime(tmp_path / name).run(feeds)["logits"][mask > 0] for name in ("ort", "trt"))
+    assert_close(ours, plain)
+
+
+def test_pre_scales_of_awq_are_in_the_graph(tmp_path: Path) -> None:
+    report = bridge.convert(LLAMA, "ort", "int4_awq", tmp_path / "out", samples=4, sequence=32)
+    assert report.passed and not report.findings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quant": "fp8"}, "target ort quantizes weights only"),
+        ({"quant": "nvfp4_wo"}, "no CPU kernel of float4_e2m1fn weights; use int4_wo or int8_wo"),
+        ({"quant": "int4_wo", "kv": "fp8"}, "keeps a float32 cache"),
+        ({"quant": "none", "dtype": "bf16"}, "target ort has no option 'dtype'"),
+        ({"quant": "none", "cache": False}, "target ort has no option 'cache'"),
+    ],
+)
+def test_what_the_kernels_lack_is_refused_by_name(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match=message):
+        bridge.plan(LLAMA, "ort", **given)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral"])
+def test_other_architectures_are_refused_with_the_target_to_use(family: str) -> None:
+    model = decoder(family)
+    with pytest.raises(
+        BridgeError, match=rf"{type(model).__name__}: no test shows that its graph fuses; use target trt"
+    ):
+        bridge.plan(model, "ort", "none")
