@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.targets.hf.runtime import Runtime
 from tests.covering import grid
+from tests.models import served_checkpoints
 from tests.models.export_families import EXPERT_FAMILIES, GQA, tokens
 from tests.oracles import export_oracle, vllm_oracle
 from tests.oracles.modelopt_oracle import Answer
@@ -271,3 +272,14 @@ def test_the_oracle_sees_a_tensor_that_is_not_read_and_one_that_lacks(tmp_path: 
     else:
         assert answer.unread == ("model.layers.0.mlp.down_proj.pre_quant_scale",)
     assert answer.missing() == ["model.layers.1.mlp.down_proj.weight_scale"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", served_checkpoints.FORMATS)
+def test_formats_of_others_give_the_values_of_their_codes(name: str, tmp_path: Path) -> None:
+    """Stand-ins and loaders of spellings that servers prefer, on checkpoints written from the definitions."""
+    model = served_checkpoints.write(export_oracle.source("llama", "fp32"), name, tmp_path / "out")
+    answer = vllm_oracle.ask(tmp_path / "out", IDS.tolist())
+    assert (answer.error, answer.unread, answer.missing()) == ("", (), [])
+    with torch.no_grad():
+        assert np.abs(answer.logits - model(IDS[None]).logits[0].numpy()).max() <= ROUNDING
