@@ -240,7 +240,7 @@ def test_the_shell_completes_a_target() -> None:
 def test_help_has_sections_and_one_line_for_the_dtype_of_each_target() -> None:
     said = run("convert", "--help", COLUMNS="80").stdout
     assert re.findall(r"^(\w[\w ]*):$", said, re.MULTILINE) == ["Model", "Output", "Quantization", "Run and print"]
-    assert said.count("--dtype <str>") == 6
+    assert said.count("--dtype <str>") == 7
     for at in re.finditer(r"--dtype <str> +(.*)\n(.*)", said):
         assert at[1].endswith(("source's", "own", "fp16")) and not at[2].startswith("        "), at[0]
 

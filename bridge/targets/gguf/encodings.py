@@ -8,7 +8,7 @@ from bridge.quant.schemes.scheme import is_static
 
 # General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
 FILE_TYPES = {"float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "bfloat16": 32, "mxfp4": 38, "nvfp4": 39}
-ALL = "int8_wo (Q8_0), q8_0, int4_wo and q4_0 (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4)"
+ALL = "int8_wo (Q8_0), int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4)"
 
 
 def block_type(format_: Format) -> str:
@@ -28,7 +28,7 @@ def block_type(format_: Format) -> str:
 def why_unsupported(format_: Format) -> str:
     """Why llama.cpp has no place for a format, with the nearest scheme; "" if it has."""
     if format_.prescales:
-        near = "int4_wo or q4_0" if format_.weight[0].dtype == "int4" else "int8_wo or q8_0"
+        near = _nearest(format_.weight[0])
         return f"llama.cpp divides no input by a pre-scale, as {format_.algorithm} needs; use {near}"
     if format_.input is not None and (is_static(format_.input) or block_type(format_) or _is_integer(format_)):
         return f"llama.cpp rounds activations by itself, to 8 bits in blocks; use {_nearest(format_.weight[0])}"
@@ -46,7 +46,7 @@ def _is_integer(format_: Format) -> bool:
 def _nearest(first: Numeric) -> str:
     if first.dtype == "float4_e2m1fn":
         return "nvfp4_wo" if first.block == (16,) else "mxfp4_wo"
-    return "int4_wo or q4_0" if first.dtype == "int4" else "int8_wo or q8_0"
+    return "int4_wo" if first.dtype == "int4" else "int8_wo"
 
 
 def coding(format_: Format) -> Encoding:
@@ -61,7 +61,4 @@ def rounding_note(format_: Format) -> str:
     if first.dtype not in ("int8", "int4") or first.block == OWN_BLOCK:
         return ""
     of = f"block of {first.block[0]}" if first.block else first.per
-    return (
-        f"each {of} becomes {block_type(format_).upper()} blocks of 32 that repeat its scale, rounded to float16; "
-        f"{'q8_0' if first.dtype == 'int8' else 'q4_0'} gives each of them its own"
-    )
+    return f"each {of} becomes {block_type(format_).upper()} blocks of 32 that repeat its scale, rounded to float16"
