@@ -3,13 +3,15 @@
     python -m benchmarks.ort                                   # the tiny Llama
     python -m benchmarks.ort --shape 1b --tokens 24 --rounds 3 # random weights of Llama 3.2 1B's shape (5 GB of disk)
 
-Each round times every directory once, in turn, so that a busy machine slows all alike; the best round counts.
+Each round times every directory once, in turn, so that a busy machine slows all alike; medians of the rounds and of
+their ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,10 +107,10 @@ def print_row(precision: str, outputs: dict[str, Path], given: argparse.Namespac
     for _ in range(given.rounds):
         for name, model in models.items():
             rates[name].append(rate(model, given.prompt, given.tokens))
-    best = {name: max(values) for name, values in rates.items()}
-    for name, value in best.items():
-        share = value / best["builder"]
-        print(f"{precision}  {name:10} {value:9.1f} tokens/s  {share:.2f} of the builder's", flush=True)
+    for name, values in rates.items():
+        share = statistics.median(ours / theirs for ours, theirs in zip(values, rates["builder"], strict=True))
+        typical = statistics.median(values)
+        print(f"{precision}  {name:10} {typical:9.1f} tokens/s  {share:.2f} of the builder's", flush=True)
 
 
 def rate(model: Any, prompt: int, tokens: int) -> float:

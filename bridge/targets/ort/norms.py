@@ -1,4 +1,4 @@
-"""Fuse RMS norms, with the residual sum before one if there is any.
+"""Fuse RMS norms, and the residual sums before them.
 
 RMSNormalization is standard since opset 23; SkipSimplifiedLayerNormalization is what ONNX Runtime itself makes of a sum
 and a norm.
