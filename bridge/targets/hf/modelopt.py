@@ -16,7 +16,7 @@ from bridge.core.version import __version__
 from bridge.planning.plan import STACKED, Plan, Step
 from bridge.quant.schemes.scheme import is_static
 from bridge.targets.config_json import config_json
-from bridge.targets.hf.spelling import Part
+from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.modelopt_format import (
     ALGORITHMS,
     PRODUCER,
@@ -27,6 +27,7 @@ from bridge.targets.modelopt_format import (
     setting,
 )
 
+TRAITS = Traits(prescales=True, mixes=True)
 PACKED = ("int4", "float4_e2m1fn")
 TILE = 128
 TILE_AXES = 4  # of the scales of tiles, two of them of extent 1
