@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SPELLINGS = {
     "modelopt": "bridge.targets.hf.modelopt",
     "compressed-tensors": "bridge.targets.hf.compressed_tensors",
+    "awq": "bridge.targets.hf.awq",
+    "gptq": "bridge.targets.hf.gptq",
+    "deepseek": "bridge.targets.hf.deepseek",
 }
 
 
