@@ -85,6 +85,8 @@ def stored_shapes(
         raise SchemeError(f"{name}: a convolution of shape {shape} cannot be stored transposed")
     stored = shape[::-1] if transpose else shape
     packed = packing(first, layout, transpose, coding)
+    if packed in WORDS and first.dtype not in IN_INT32:
+        raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
     codes = (coding.values or first.dtype, stored)
     if packed in WORDS:
         codes = ("int32", _words(first, stored, (packed == "int32") == (transpose == (layout == "in_out"))))
