@@ -127,8 +127,9 @@ class Encoding:
 
     `cast`: the weight is rounded to this dtype before it is quantized ("" leaves it); its amax is taken before that.
     `packed`: two 4-bit codes share a byte along this axis, "in" or "out", the even one in the low nibble; "int32":
-    eight share an int32 along `in`, each plus 8, the first in the lowest bits (compressed-tensors); "q8_0", "q4_0",
-    "mxfp4", "nvfp4": ggml's blocks, where codes and scales of a row are one tensor.
+    eight share an int32 along `in`, each plus 8, the first in the lowest bits (compressed-tensors, GPTQ); "awq": eight
+    share an int32 along `out`, each plus 8, in the order of AutoAWQ's kernels; "q8_0", "q4_0", "mxfp4", "nvfp4": ggml's
+    blocks, where codes and scales of a row are one tensor.
     `quotient`: "float32", or "weight" if weight / scale is rounded to the weight's dtype before it is quantized.
     `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by the rounded scale.
     `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded
@@ -221,6 +222,22 @@ class InputGroup:
 
 
 @dataclass(frozen=True)
+class Feed:
+    """Rows of one matrix that are, one by one, the input of another: a factor of that input may multiply the rows.
+
+    `writer`, `reader`: modules. `rows`: of the writer's `out`. `repeat`: how many heads of `width` inputs read the same
+    rows (grouped-query attention). `format`: the reader's, in a plan that multiplies its pre-scale into the rows.
+    """
+
+    writer: str
+    rows: tuple[int, int]
+    reader: str
+    repeat: int = 1
+    width: int = 1
+    format: Format | None = None
+
+
+@dataclass(frozen=True)
 class Structure:
     """An architecture for the plan: from its table, or traced with torch if it has none.
 
@@ -228,7 +245,9 @@ class Structure:
     `ignored`: source tensor -> why it is not copied. `roles`: source tensor -> its roles, empty without a table.
     `groups`: modules of `sites` with the same input. `order`: every tensor of the checkpoint (tied aliases too) in the
     order of the model's modules. `embeddings`: modules whose weight is looked up, not multiplied. `ungrouped`: why
-    `groups` are unknown, "" if they are known. `traced`: whether torch was needed.
+    `groups` are unknown, "" if they are known. `traced`: whether torch was needed. `singles`: groups of one module, for
+    the norm that it reads. `feeds`: matrices between which nothing but attention or a gate stands; both are empty
+    without a table.
     """
 
     architecture: str
@@ -242,6 +261,8 @@ class Structure:
     embeddings: tuple[str, ...] = ()
     ungrouped: str = ""
     traced: bool = False
+    singles: tuple[InputGroup, ...] = ()
+    feeds: tuple[Feed, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def ungrouped(structure: Structure, scheme: Scheme | None) -> Structure:
     if not isinstance(scheme, PassthroughScheme):
         return structure
     sites = tuple(dataclasses.replace(site, shares="") for site in structure.sites)
-    return dataclasses.replace(structure, sites=sites, groups=(), ungrouped="")
+    return dataclasses.replace(structure, sites=sites, groups=(), ungrouped="", singles=(), feeds=())
 
 
 def copied(
@@ -171,7 +171,7 @@ def _unequal_scales(step: Step, members: Sequence[QuantizedWeight]) -> list[str]
 def _companions(step: Step, members: Sequence[QuantizedWeight]) -> list[str]:
     """The target must write every companion tensor that the source has, and the source must have those it writes."""
     wanted = {output.part for output in step.outputs}
-    problems = []
+    problems = ["codes are not copied into the words of AWQ and GPTQ"] if "zeros" in wanted else []
     for part, word in (("input_scale", "scale of its input"), ("pre_quant_scale", "pre-scale")):
         lacking = [stored.module for stored in members if part not in stored.parts]
         if part in wanted and lacking:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.core.display import Displayed, Table
 from bridge.core.text import fold, grouped, pattern, shape_text, size
-from bridge.core.values import Encoding, Format, Numeric, Site, Slice, TensorSpec, plain
+from bridge.core.values import Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, plain
 from bridge.quant.describe import format_name
 
 DEFAULT_FILE = "model.safetensors"
@@ -43,8 +43,8 @@ class Output:
     """One tensor to write: its part of the step, the expression that makes it, and its file.
 
     `part`: "weight" (codes, or the plain tensor), "scale", "scale_2", "input_scale", "pre_quant_scale", "k_scale",
-    "v_scale", "kv_scale" (the larger of the two), "shape" (of the weight, int64). `spec` has the stored shape, to which
-    computed values are reshaped.
+    "v_scale", "kv_scale" (the larger of the two), "shape" (of the weight, int64), "zeros" (zero points), "order" (the
+    block of each `in`). `spec` has the stored shape, to which computed values are reshaped.
     """
 
     spec: TensorSpec
@@ -66,8 +66,9 @@ class Step:
     `transpose` turns `[out, in]` into `[in, out]`. `shares`: steps with the same name share their per-tensor amax.
     `unified`: modules whose pre-scales are averaged and whose input amax is the largest of all, this step's included.
     `folded`: modules whose pre-scale is multiplied into this norm, which multiplies by 1 + weight if `plus_one`.
-    `shift` is added to a plain tensor. `attention`: the module whose K and V scales the step writes, for a
-    cache in the numeric `kv`.
+    `feeds`: pairs of a matrix whose rows take a pre-scale and the one whose pre-scale it is; the step makes one of the
+    two, or the writer's bias. `shift` is added to a plain tensor. `attention`: the module whose K and V scales the step
+    writes, for a cache in the numeric `kv`.
     """
 
     inputs: tuple[Slice, ...]
@@ -81,6 +82,7 @@ class Step:
     unified: tuple[str, ...] = ()
     folded: tuple[str, ...] = ()
     plus_one: bool = False
+    feeds: tuple[Feed, ...] = ()
     shift: int = 0
     attention: str = ""
     kv: Numeric | None = None
@@ -89,6 +91,17 @@ class Step:
     def source(self) -> str:
         """The first source tensor; "" for zeros and for statistics."""
         return next((part.source for part in self.inputs if part.source), "")
+
+    @property
+    def taken(self) -> tuple[Feed, ...]:
+        """The pairs whose pre-scale multiplies rows of this step."""
+        module = self.site.module if self.site else self.source.rpartition(".")[0]
+        return tuple(feed for feed in self.feeds if feed.writer == module)
+
+    @property
+    def given(self) -> Feed | None:
+        """The pair whose other matrix takes the pre-scale of this step."""
+        return next((feed for feed in self.feeds if self.site and feed.reader == self.site.module), None)
 
     @property
     def nbytes(self) -> int:

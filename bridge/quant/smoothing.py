@@ -13,9 +13,10 @@ import numpy as np
 
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import CalibrationError
-from bridge.core.values import Format
+from bridge.core.values import Feed, Format
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast, rounded, smooth
+from bridge.quant.schemes.scheme import is_static
 
 # ModelOpt's guards, unchanged: a channel that is always zero gets the largest scale, not one
 DEAD = 2.0**-31
@@ -27,7 +28,7 @@ class Smoothing:
     """Pre-scales of the modules that a step joins, and their division out of the weight.
 
     `dtype`: of the stored weight. `unified`: the modules that share one mean pre-scale. `inner`: the part of `in` that
-    the step takes, None for all of it.
+    the step takes, None for all of it. `given`: the pair whose other matrix takes the pre-scale in its rows.
     """
 
     calibration: Calibration
@@ -35,10 +36,15 @@ class Smoothing:
     dtype: str
     unified: tuple[str, ...]
     inner: tuple[int, int] | None = None
+    given: Feed | None = None
 
     def scale(self) -> Array:
         """The float32 factor (in,) of the step's input."""
-        return self._cut(mean_scale(self.calibration, self.unified, self.format, self.dtype))
+        scale = mean_scale(self.calibration, self.unified, self.format, self.dtype)
+        if self.given and self.given.repeat > 1:
+            by_head = _by_row(scale, self.given, self.format, self.dtype).reshape(-1, 1, self.given.width)
+            scale = by_head.repeat(self.given.repeat, axis=1).reshape(-1)
+        return self._cut(scale)
 
     def apply(self, module: str, bits: Array, layout: str = "out_in") -> Array:
         """Rows of a module, divided by its pre-scale and, if modules share a mean, multiplied back to that mean.
@@ -47,7 +53,7 @@ class Smoothing:
         """
         own = pre_scale(self.calibration, module, self.format)
         bits = smooth(bits, self.dtype, self._cut(own), layout=layout)
-        if len(self.unified) < 2:
+        if len(self.unified) < 2 and not (self.given and self.given.repeat > 1):
             return bits
         old, new = self._cut(rounded(own, self.dtype)), self.scale()
         if np.array_equal(old, new):
@@ -95,3 +101,33 @@ def mean_scale(calibration: Calibration, modules: Sequence[str], format_: Format
     for scale in scales[1:]:
         total += scale
     return rounded(total / np.float32(len(scales)), dtype)
+
+
+def row_factor(calibration: Calibration, feeds: Sequence[Feed], rows: int, dtype: str) -> Array:
+    """Return the float32 factors of a writer's rows: the pre-scales of its readers, 1 for other rows."""
+    factor = np.ones(rows, np.float32)
+    for feed in feeds:
+        assert feed.format, "a plan's feeds have the format of their reader"
+        scale = mean_scale(calibration, (feed.reader,), feed.format, dtype)
+        factor[slice(*feed.rows)] *= _by_row(scale, feed, feed.format, dtype)
+    return factor
+
+
+def multiplied(bits: Array, dtype: str, factor: Array) -> Array:
+    """Return rows of a weight, or values of a bias, times the factor of each, rounded once."""
+    along = factor.reshape(-1, *(1,) * (bits.ndim - 1))
+    return cast(np.ascontiguousarray(to_float32(bits, dtype) * along), "float32", dtype)
+
+
+def _by_row(scale: Array, feed: Feed, format_: Format, dtype: str) -> Array:
+    """The pre-scale of a reader for each row that it reads; heads that read the same rows must have the same.
+
+    ModelOpt's `fuse_prequant_to_linear` (nvidia-modelopt 0.47, torch/export/quant_utils.py) takes their mean. Under a
+    static input scale the least is taken: with a larger factor, inputs would exceed the amax that was calibrated.
+    """
+    if feed.repeat == 1:
+        return scale
+    heads = scale.reshape(-1, feed.repeat, feed.width)
+    if format_.input is not None and is_static(format_.input):
+        return np.ascontiguousarray(heads.min(axis=1).reshape(-1))
+    return rounded(np.ascontiguousarray(heads.mean(axis=1, dtype=np.float32).reshape(-1)), dtype)

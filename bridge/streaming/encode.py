@@ -6,7 +6,7 @@ written.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,24 +18,24 @@ from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.arrays import amax as amax_by_block
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.quant.codec.scales import TINY
-from bridge.quant.smoothing import RANGE, Smoothing
+from bridge.quant.smoothing import RANGE, Smoothing, multiplied
 from bridge.streaming.context import ConversionContext, Sink, StepResult
 from bridge.streaming.experts import write_experts
 from bridge.streaming.passthrough import copy_step
 from bridge.streaming.plain import finite_amax, write_plain
 from bridge.streaming.rows import Part, Rows, join
-from bridge.streaming.scales import smoothing_of, write_constants, write_scales
+from bridge.streaming.scales import row_factor_of, smoothing_of, write_constants, write_scales
 
 
 def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> float:
     """max |x| of a quantized step's weight as it will be coded, before it is cast; 0 if its codes are copied."""
     if context.plan.copies(step):
         return 0.0
-    spec, rows, smoothing = _weight(step, context, buffers)
+    spec, rows, prepared = prepared_weight(step, context, buffers)
     if step.layout is Layout.WHOLE:
-        return finite_amax(_smoothed_whole(step, rows, smoothing), spec)
+        return finite_amax(prepared.whole(step, rows), spec)
     pieces = (part for _, parts in rows.pieces() for part in parts)
-    return max((finite_amax(_smoothed(part, smoothing), spec) for part in pieces), default=0.0)
+    return max((finite_amax(prepared.rows(part), spec) for part in pieces), default=0.0)
 
 
 def write_step(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None, sink: Sink) -> StepResult:
@@ -83,7 +83,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     assert step.format
     outputs = {output.part: output for output in step.outputs}
     wide, cut = _widened(step)
-    spec, rows, smoothing = _weight(wide, context, buffers)
+    spec, rows, prepared = prepared_weight(wide, context, buffers)
     encoder = Encoder(
         step.format.weight,
         spec.dtype,
@@ -98,7 +98,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     written = dict.fromkeys(("codes", "scale"), 0)
     nonzero = False
     for first, parts in rows.pieces(encoder.unit):
-        bits = join([(part, _smoothed(part, smoothing)) for part in parts], buffers)
+        bits = join([(part, prepared.rows(part)) for part in parts], buffers)
         maxima = amax_by_block(bits, spec.dtype, 1, rows.cols) if cut else None
         bits = np.ascontiguousarray(bits[:, cut]) if cut else bits
         nonzero = nonzero or bool(bits.any())
@@ -112,8 +112,8 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
     """Code a weight that is stored across its source's rows; True if all of it is zero."""
     assert step.site and step.format
     outputs = {output.part: output for output in step.outputs}
-    spec, rows, smoothing = _weight(step, context, buffers)
-    bits = _smoothed_whole(step, rows, smoothing)
+    spec, rows, prepared = prepared_weight(step, context, buffers)
+    bits = prepared.whole(step, rows)
     arrays = encode(
         bits,
         spec.dtype,
@@ -133,20 +133,37 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
     return not bits.any()
 
 
-def _weight(step: Step, context: ConversionContext, buffers: Buffers) -> tuple[TensorSpec, Rows, Smoothing | None]:
-    """The stored weight of a quantized step, its rows, and how they are smoothed."""
-    spec = context.plan.sources[step.source]
-    return spec, Rows(step, context.source, buffers), smoothing_of(step, spec.dtype, context.calibration)
+@dataclass(frozen=True)
+class Prepared:
+    """What happens to the rows of a weight before they are coded.
+
+    `factor`: of each row, that of another matrix's pre-scale. `smoothing`: of the weight's own input.
+    """
+
+    dtype: str
+    factor: Array | None
+    smoothing: Smoothing | None
+
+    def rows(self, part: Part) -> Array:
+        bits = part.bits
+        if self.factor is not None:
+            bits = multiplied(bits, self.dtype, self.factor[part.first : part.stop])
+        return self.smoothing.apply(part.slice.module, bits) if self.smoothing else bits
+
+    def whole(self, step: Step, rows: Rows) -> Array:
+        """The weight in its stored axes."""
+        assert step.site
+        (only,), bits = step.inputs, rows.whole()
+        if self.factor is not None:
+            bits = multiplied(bits, self.dtype, self.factor)
+        return self.smoothing.apply(only.module, bits, step.site.layout) if self.smoothing else bits
 
 
-def _smoothed(part: Part, smoothing: Smoothing | None) -> Array:
-    return smoothing.apply(part.slice.module, part.bits) if smoothing else part.bits
-
-
-def _smoothed_whole(step: Step, rows: Rows, smoothing: Smoothing | None) -> Array:
-    assert step.site
-    (only,) = step.inputs
-    return smoothing.apply(only.module, rows.whole(), step.site.layout) if smoothing else rows.whole()
+def prepared_weight(step: Step, context: ConversionContext, buffers: Buffers) -> tuple[TensorSpec, Rows, Prepared]:
+    """The stored weight of a quantized step, its rows, and how they are prepared."""
+    spec, rows = context.plan.sources[step.source], Rows(step, context.source, buffers)
+    factor = row_factor_of(step, spec.dtype, rows.rows, context.calibration)
+    return spec, rows, Prepared(spec.dtype, factor, smoothing_of(step, spec.dtype, context.calibration))
 
 
 def _policy(step: Step, context: ConversionContext, zero: bool, subnormal: int) -> str:

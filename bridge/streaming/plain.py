@@ -13,9 +13,10 @@ from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Step
 from bridge.quant.codec.arrays import Array, amax_of, cast
-from bridge.quant.smoothing import mean_scale
+from bridge.quant.smoothing import mean_scale, multiplied
 from bridge.streaming.context import ConversionContext, Sink
 from bridge.streaming.rows import Part, Rows
+from bridge.streaming.scales import row_factor_of
 
 # The least number that rounds to infinity: halfway between the largest number and the one that would follow it.
 OVERFLOW = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}
@@ -25,9 +26,10 @@ def write_plain(step: Step, context: ConversionContext, buffers: Buffers, sink: 
     """Write a tensor in pieces of rows, in the dtype of its output."""
     (output,) = step.outputs
     rows, at = Rows(step, context.source, buffers), 0
+    factor = row_factor_of(step, rows.spec.dtype, rows.rows, context.calibration)
     for _, parts in rows.pieces():
         for part in parts:
-            bits = _converted(step, context, part, rows.spec, output.spec.dtype)
+            bits = _converted(step, context, part, rows.spec, output.spec.dtype, factor)
             sink(output, bits, at)
             at += bits.nbytes
 
@@ -45,16 +47,22 @@ def finite_amax(bits: Array, spec: TensorSpec) -> float:
     return amax
 
 
-def _converted(step: Step, context: ConversionContext, part: Part, spec: TensorSpec, dtype: str) -> Array:
+def _converted(
+    step: Step, context: ConversionContext, part: Part, spec: TensorSpec, dtype: str, factor: Array | None
+) -> Array:
     """One piece as it is written; SourceError if a value is not finite or does not fit."""
     bits, stored, floating = part.bits, spec.dtype, DTYPES[spec.dtype].floating
     largest = finite_amax(bits, spec) if floating else None
-    if step.folded:
-        bits = _folded(step, context, part, spec)
+    if step.folded or factor is not None:
+        if factor is None:
+            bits = _folded(step, context, part, spec)
+        else:
+            bits = multiplied(bits, spec.dtype, factor[part.first : part.stop])
         largest = float(np.abs(to_float32(bits, spec.dtype)).max())
         if not np.isfinite(largest):
+            reader = step.folded[0] if step.folded else step.taken[0].reader
             raise SourceError(
-                f"{spec.name}: times the pre-scale of {step.folded[0]} it does not fit {spec.dtype}; convert from "
+                f"{spec.name}: times the pre-scale of {reader} it does not fit {spec.dtype}; convert from "
                 "another dtype, or keep these modules with a recipe"
             )
     if step.shift:

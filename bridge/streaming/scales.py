@@ -16,8 +16,9 @@ from bridge.core.values import Encoding, Numeric
 from bridge.planning.plan import Output, Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.packing import zero_word
 from bridge.quant.codec.scales import reciprocal, round_up_subnormals
-from bridge.quant.smoothing import Smoothing
+from bridge.quant.smoothing import Smoothing, row_factor
 from bridge.streaming.context import ConversionContext, Sink
 from bridge.streaming.rows import Rows
 
@@ -47,6 +48,14 @@ def write_constants(step: Step, context: ConversionContext, buffers: Buffers, si
     if "shape" in outputs:
         rows = Rows(step, context.source, buffers)
         constants["shape"] = np.array([rows.rows, rows.cols], np.int64)
+    if "zeros" in outputs:
+        assert step.format
+        zeros = outputs["zeros"].spec
+        constants["zeros"] = np.full(zeros.shape, zero_word(step.format.weight[0].dtype, step.coding.packed), np.int32)
+    if "order" in outputs:
+        assert step.format
+        (in_,) = outputs["order"].spec.shape
+        constants["order"] = np.arange(in_, dtype=np.int32) // np.int32((step.format.weight[0].block or (in_,))[-1])
     for part, array in constants.items():
         sink(outputs[part], array, 0)
 
@@ -62,7 +71,15 @@ def smoothing_of(step: Step, dtype: str, calibration: Calibration | None) -> Smo
     if not (step.format and step.format.prescales):
         return None
     assert calibration, "a format with pre-scales is calibrated"
-    return Smoothing(calibration, step.format, dtype, input_modules(step), step.inputs[0].inner)
+    return Smoothing(calibration, step.format, dtype, input_modules(step), step.inputs[0].inner, step.given)
+
+
+def row_factor_of(step: Step, dtype: str, rows: int, calibration: Calibration | None) -> Array | None:
+    """The factors of a step's rows that take another matrix's pre-scale; None if they take none."""
+    if not step.taken:
+        return None
+    assert calibration, "a format with pre-scales is calibrated"
+    return row_factor(calibration, step.taken, rows, dtype)
 
 
 def _calibrated(step: Step, context: ConversionContext, outputs: Mapping[str, Output]) -> dict[str, Array]:

@@ -12,10 +12,11 @@ import numpy as np
 
 from bridge.core.dtypes import to_float32
 from bridge.core.pages import Buffers
+from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Step
 from bridge.quant.codec.arrays import Array, cast, smooth, transposed
 from bridge.quant.codec.blocks import grid, packing
-from bridge.quant.smoothing import Smoothing
+from bridge.quant.smoothing import Smoothing, multiplied
 from bridge.sources.source import Source, lazy
 from bridge.streaming.experts import PARTS, expert
 from bridge.streaming.rows import Rows, join
@@ -74,7 +75,7 @@ def _compare_rows(
     total = ErrorSums()
     for first, parts in rows.pieces(math.lcm(down or 1, 2)):
         stop = parts[-1].stop
-        bits = join([(part, smoother(part.slice.module, part.bits)) for part in parts], buffers)
+        bits = join([(part, smoother(part.slice.module, part.bits, part.first)) for part in parts], buffers)
         stored = output.rows(codes, first, stop, rows.rows, buffers)
         stored = stored.reshape(-1, codes.spec.nbytes // (rows.rows // 2 if packed == "out" else rows.rows))
         factor = every
@@ -94,7 +95,7 @@ def _compare_whole(
     rows = Rows(step, source, buffers)
     arrays = {("codes" if o.part == "weight" else o.part): output.read(o) for o in step.outputs}
     smoother = _smoother(step, rows.spec.dtype, source, output, scales)
-    bits = smoother(step.inputs[0].module, rows.whole(), layout)
+    bits = smoother(step.inputs[0].module, rows.whole(), layout=layout)
     block = step.format.weight[0].block
     if len(block) == 2:  # written once per `out`, see `streaming.encode.encode_whole`
         arrays["scale"] = arrays["scale"][:, :: block[0]]
@@ -128,15 +129,19 @@ def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: 
 class _Smoother:
     """Divides rows by their pre-scale: bit-exact if a calibration has it, else by the written one.
 
-    `roundings`: how often the written values may have been rounded differently.
+    `factor`: of each row, that of another matrix's pre-scale. `roundings`: how often the written values may have been
+    rounded differently.
     """
 
     dtype: str
     smoothing: Smoothing | None
     scale: Array | None
     roundings: float
+    factor: Array | None = None
 
-    def __call__(self, module: str, bits: Array, layout: str = "out_in") -> Array:
+    def __call__(self, module: str, bits: Array, first: int = 0, layout: str = "out_in") -> Array:
+        if self.factor is not None:
+            bits = multiplied(bits, self.dtype, self.factor[first : first + len(bits)])
         if self.smoothing:
             return self.smoothing.apply(module, bits, layout)
         return bits if self.scale is None else smooth(bits, self.dtype, self.scale, layout=layout)
@@ -148,7 +153,8 @@ def _smoother(step: Step, dtype: str, source: Source, output: OutputReader, scal
     roundings = 0.0 if scale is None else ROUNDINGS
     if scale is not None and not any(o.part == "pre_quant_scale" for o in step.outputs):
         roundings = math.inf  # a pre-scale that was folded into a norm is lost where the norm is zero
-    return _Smoother(dtype, smoothing, scale, roundings + scales.copies(step))
+    factor = scales.row_factor(step, extent(step.inputs[0], source.specs)[0])
+    return _Smoother(dtype, smoothing, scale, roundings + scales.copies(step), factor)
 
 
 def _written_pre_scale(step: Step, source: Source, output: OutputReader, scales: ExpectedScales) -> Array | None:

@@ -59,7 +59,7 @@ class Counts:
 
     def constant(self, output: Output, values: Array) -> None:
         """Count one tensor that calibration or a quantized source decides: a scale, a shape, a folded norm."""
-        finite, scale = bool(np.isfinite(values).all()), output.part not in ("weight", "shape")
+        finite, scale = bool(np.isfinite(values).all()), output.part not in ("weight", "shape", "zeros", "order")
         with self._lock:
             self._add(COMPARED, 1, 1)
             self._add(FINITE, finite, 1)

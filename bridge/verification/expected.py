@@ -6,6 +6,7 @@ Pre-scales have ModelOpt's roundings, which are part of their value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,10 +19,10 @@ from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
 from bridge.quant.codec.decode import as_values
-from bridge.quant.smoothing import Smoothing, mean_scale
+from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
 from bridge.streaming.passthrough import copied_constants
-from bridge.streaming.scales import input_modules, smoothing_of
+from bridge.streaming.scales import input_modules, row_factor_of, smoothing_of
 
 KV = ("k_scale", "v_scale", "kv_scale")
 E4M3_MAX = 448.0
@@ -61,6 +62,7 @@ class ExpectedScales:
         if "shape" in outputs:
             sizes = [extent(part, self._plan.sources) for part in step.inputs]
             expected["shape"] = Expected(np.array([sum(rows for rows, _ in sizes), sizes[0][1]], np.float64))
+        expected |= _grid_parts(step, outputs)
         if self._calibration is None:
             return expected
         if step.layout is Layout.SCALES:
@@ -79,7 +81,16 @@ class ExpectedScales:
         known = self.expected(step)
         constants = ("input_scale", "pre_quant_scale", *KV)
         parts = [output.part for output in step.outputs if output.part in constants and output.part not in known]
-        return (*parts, "folded norm") if step.folded and self._calibration is None else tuple(parts)
+        parts += ["folded norm"] if step.folded and self._calibration is None else []
+        return (*parts, "weight with a folded pre-scale") if self.hidden(step) else tuple(parts)
+
+    def hidden(self, step: Step) -> bool:
+        """Whether a pre-scale that only the calibration knows is in the step's weight, so that nothing compares it."""
+        return bool(step.feeds) and self._calibration is None
+
+    def row_factor(self, step: Step, rows: int) -> Array | None:
+        """The factors of rows that take another matrix's pre-scale."""
+        return row_factor_of(step, self._plan.sources[step.source].dtype, rows, self._calibration)
 
     def smoothing(self, step: Step) -> Smoothing | None:
         """How the weight of a step was smoothed; None if it was not, or if no calibration says how."""
@@ -88,12 +99,15 @@ class ExpectedScales:
         return smoothing_of(step, self._plan.sources[step.source].dtype, self._calibration)
 
     def folded(self, step: Step, before: Array) -> Expected | None:
-        """A norm's weights (float32) times the pre-scale of its readers, within the roundings of their dtype."""
+        """A norm's weights, or what another matrix reads (float32), times a pre-scale, within the dtype's roundings."""
         if self._calibration is None:
             return None
         dtype, one = step.outputs[0].spec.dtype, np.float64(step.plus_one)
         stored = self._plan.sources[step.source].dtype
-        scale = mean_scale(self._calibration, step.folded, self._formats[step.folded[0]], stored)
+        if step.folded:
+            scale = mean_scale(self._calibration, step.folded, self._formats[step.folded[0]], stored)
+        else:
+            scale = row_factor(self._calibration, step.taken, len(before), stored).repeat(before[0].size)
         whole = (before.reshape(-1) + one) * scale
         # 1 + w, the product, the difference and a cast are rounded, each by its own size
         within = (np.abs(whole) * 2 + np.abs(whole - one) * 2) * max(UNIT[dtype], UNIT[stored]) * 1.01
@@ -124,6 +138,23 @@ class ExpectedScales:
         amax = max(largest.values()) if output.part == "kv_scale" else largest[output.part]
         assert step.kv
         return _scalar(max(float(amax) / step.kv.maxbound, step.coding.least), output.spec.dtype, UNIT["float32"])
+
+
+def _grid_parts(step: Step, outputs: Mapping[str, Output]) -> dict[str, Expected]:
+    """Zero points of symmetric codes (AutoAWQ stores 8, GPTQ one less than 8 or 128), and the group of each input."""
+    expected: dict[str, Expected] = {}
+    if "zeros" in outputs:
+        assert step.format
+        word = {"awq": 0x88888888, "int4": 0x77777777, "int8": 0x7F7F7F7F}
+        kind = "awq" if step.coding.packed == "awq" else step.format.weight[0].dtype
+        zero = float(np.array(word[kind], np.uint32).view(np.int32))
+        expected["zeros"] = Expected(np.full(outputs["zeros"].spec.shape, zero))
+    if "order" in outputs:
+        assert step.format
+        (in_,) = outputs["order"].spec.shape
+        block = step.format.weight[0].block or (in_,)
+        expected["order"] = Expected(np.floor(np.arange(in_) / block[0]))
+    return expected
 
 
 def _scalar(value: float, dtype: str, roundings: float) -> Expected:

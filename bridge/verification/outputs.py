@@ -11,7 +11,7 @@ from bridge.calibration.reference_outputs import mean_perplexity, next_token_los
 from bridge.core.dtypes import UNIT
 from bridge.core.errors import CannotRun
 from bridge.core.progress import Progress, no_progress
-from bridge.planning.plan import Plan
+from bridge.planning.plan import Plan, Step
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
 from bridge.targets.target import LOG_PROBABILITIES, Runnable
@@ -37,6 +37,24 @@ def float_error(plan: Plan) -> float:
     return FLOAT_ERROR + 4 * max(rounded, default=0.0)
 
 
+def apart(plan: Plan) -> float:
+    """How far a written model may lie from ModelOpt's fake-quantized one, as a multiple of the latter's own error.
+
+    Once; or, if codes are rounded under other scales than ModelOpt's, the length of two independent errors of its size.
+    """
+    return math.sqrt(2) if any(map(_other_scales, plan.quantized)) else 1.0
+
+
+def _other_scales(step: Step) -> bool:
+    """Whether a weight has other scales than ModelOpt gives it.
+
+    It takes the pre-scale of a matrix that reads it, has another bound, or shares the FP8 scale of a fused matrix.
+    """
+    assert step.site and step.format
+    fused = step.shares and step.shares != step.site.shares and not step.unified
+    return bool(step.feeds or step.coding.bound or (fused and step.format.weight[0].per == "tensor"))
+
+
 def output_parity(
     runtime: Runnable,
     references: HeldOut,
@@ -44,14 +62,14 @@ def output_parity(
     quantized: bool,
     progress: Progress = no_progress,
     within: float = FLOAT_ERROR,
-    departs: bool = False,
+    errors: float = 1.0,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
     Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
-    the difference must also stay below the scheme's own error: one code that flips at a tie (6 of 98,304 in the first
-    layer of a BERT in fp8) changes every later layer and token, so only single nodes can be compared for equality.
-    `departs`: its codes are others than ModelOpt's on purpose; both lie within that error of the source then.
+    the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
+    of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
+    compared for equality.
     """
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
@@ -76,7 +94,7 @@ def output_parity(
         return (ours,)
     theirs = _outputs("modelopt", answers[0], references.quantized, gate, perplexity, references.quantized_perplexity)
     own_error = relative_l2(references.quantized, references.source)
-    most = max(own_error, FLOAT_ERROR) * (2 if departs else 1)
+    most = max(own_error * errors, FLOAT_ERROR)
     return ours, _judged(theirs, theirs.why or ("" if theirs.relative_l2 <= most else _above(theirs.relative_l2, most)))
 
 

@@ -88,9 +88,10 @@ class _Check:
         rows: list[TensorParity | None] = []
         match step.layout:
             case Layout.ROWS | Layout.WHOLE | Layout.EXPERTS:
-                rows.append(self._quantized(step, buffers))
+                rows += [] if self.scales.hidden(step) else [self._quantized(step, buffers)]
             case Layout.PLAIN:
-                return [row for row in (self._folded(step) if step.folded else self._plain(step, buffers)) if row]
+                folded = step.folded or step.taken
+                return [row for row in (self._folded(step) if folded else self._plain(step, buffers)) if row]
             case Layout.SCALES:
                 pass
         expected = self.scales.expected(step)
@@ -132,7 +133,7 @@ class _Check:
         return []
 
     def _folded(self, step: Step) -> list[TensorParity | None]:
-        """A norm that a pre-scale was multiplied into."""
+        """A norm, or a tensor that another matrix reads, that a pre-scale was multiplied into."""
         output, dtype = step.outputs[0], self.plan.sources[step.source].dtype
         values = to_float32(self.output.read(output), output.spec.dtype)
         expected = self.scales.folded(step, to_float32(lazy(self.source, step.source).read(), dtype))

@@ -17,7 +17,7 @@ from bridge.quant.calibration import Calibration, HeldOut
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
-from bridge.verification.outputs import float_error, output_parity
+from bridge.verification.outputs import apart, float_error, output_parity
 from bridge.verification.parity import OutputParity, Parity
 from bridge.verification.tensors import tensor_parity
 
@@ -68,8 +68,7 @@ def prove(
         references = _held_out(source, plan, calibration, data, ask_again)
         runtime = target.runtime(directory)
         gate, quantized = manifest.output_gate, bool(plan.quantized)
-        within = float_error(plan)
-        outputs = output_parity(runtime, references, gate, quantized, progress, within, _departs(plan))
+        outputs = output_parity(runtime, references, gate, quantized, progress, float_error(plan), apart(plan))
         substitute = runtime.substitute
         layers = target.layer_errors(directory, plan, source, references.inputs[0]) if plan.quantized else ()
         not_run += _reservations(outputs, bool(plan.quantized), substitute)
@@ -79,15 +78,6 @@ def prove(
         findings.append(f"error [runtime] {error}")
     parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
     return Proof(parity, tuple(findings))
-
-
-def _departs(plan: Plan) -> bool:
-    """Whether fused FP8 weights share the largest of their scales, where ModelOpt gives each its own."""
-    return any(
-        step.shares and step.site and step.shares != step.site.shares and step.format.weight[0].per == "tensor"
-        for step in plan.quantized
-        if step.format and step.scheme_format == step.format
-    )
 
 
 def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, substitute: str) -> list[str]:

@@ -19,8 +19,8 @@ from bridge.core.dtypes import DTYPES, UNIT, to_float32
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, Grid, grid, packing
-from bridge.quant.codec.decode import split_blocks, values
+from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.decode import by_row, split_blocks, values
 from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
 from bridge.verification.scale_range import ScaleStats, scale_stats
@@ -218,6 +218,9 @@ def compare(
     layout = "out_in" if across else layout
     blocks, turned = grid(numeric[0], shape, layout), transpose != across
     packed = packing(numeric[0], layout, turned, coding)
+    if turned and packed in WORDS:
+        arrays = by_row(arrays, numeric[0], stored_shapes(numeric, shape, layout, True, coding=coding), packed)
+        turned, packed = False, "int32"
     codes, scale = arrays["codes"], arrays["scale"]
     codes = codes if coding.values else codes.view(np.uint8)
     if turned:

@@ -71,8 +71,11 @@ def encode(
     else:
         codes = (fp8 if first.dtype == "float8_e4m3fn" else fp4)(x, torch.ones(()))
     codes = codes.T.contiguous() if transpose else codes.reshape(w.shape)
-    if _in_int32(first, layout, transpose, coding):
-        codes = pack_int32(codes, BITS[first.dtype])
+    if _in_int32(first, coding):
+        turned = transpose != (layout == "in_out")  # words lie along `in`
+        codes = (
+            pack_int32(codes.T, BITS[first.dtype]).T.contiguous() if turned else pack_int32(codes, BITS[first.dtype])
+        )
     elif first.dtype in FOUR_BITS:
         codes = pack(codes, _axis(layout, transpose, coding))
     parts["codes"] = codes
@@ -99,8 +102,11 @@ def decode(
     """Return the float32 values of `encode`'s tensors, in the checkpoint's layout."""
     first, blocks = numeric[0], grid(numeric[0], shape, layout)
     codes, factor = arrays["codes"], arrays["scale"]
-    if _in_int32(first, layout, transpose, coding):
-        codes = unpack_int32(codes, BITS[first.dtype], shape[0 if transpose else 1])
+    if _in_int32(first, coding):
+        in_ = shape[0 if layout == "in_out" else 1]
+        turned = transpose != (layout == "in_out")
+        codes = unpack_int32(codes.T if turned else codes, BITS[first.dtype], in_)
+        codes = codes.T.contiguous() if turned else codes
     elif first.dtype in FOUR_BITS:
         codes = unpack(codes, _axis(layout, transpose, coding))
     factor = factor.float() if first.scale_dtype == "float32" else values(factor, first.scale_dtype)
@@ -115,9 +121,8 @@ def decode(
     return w.reshape(shape)
 
 
-def _in_int32(numeric: Numeric, layout: str, transpose: bool, coding: Encoding) -> bool:
-    turned = transpose != (layout == "in_out")
-    return coding.packed == "int32" and numeric.dtype in BITS and not turned
+def _in_int32(numeric: Numeric, coding: Encoding) -> bool:
+    return coding.packed == "int32" and numeric.dtype in BITS
 
 
 def _axis(layout: str, transpose: bool, coding: Encoding) -> str:

@@ -12,6 +12,7 @@ from bridge.core.values import Encoding, Numeric
 LAYOUTS = ("out_in", "in_out", "conv")
 FOUR_BITS = ("int4", "float4_e2m1fn")
 IN_INT32 = {"int4": 8, "int8": 4}  # codes in an int32
+WORDS = ("int32", "awq")  # packings in words of 32 bits
 PLAIN = Encoding()
 
 
@@ -60,8 +61,8 @@ def packing(numeric: Numeric, layout: str, transpose: bool, coding: Encoding) ->
     turned = transpose != (layout == "in_out")
     if coding.packed in BLOCKS:
         return coding.packed
-    if coding.packed == "int32" and not turned and numeric.dtype in IN_INT32:
-        return "int32"
+    if coding.packed in WORDS and numeric.dtype in IN_INT32:
+        return coding.packed
     if numeric.dtype not in FOUR_BITS:
         return ""
     return "out" if turned else coding.packed
@@ -87,13 +88,13 @@ def stored_shapes(
         raise SchemeError(f"{name}: a convolution of shape {shape} cannot be stored transposed")
     stored = shape[::-1] if transpose else shape
     packed = packing(first, layout, transpose, coding)
-    if packed == "int32" and first.dtype not in IN_INT32:
+    if packed in WORDS and first.dtype not in IN_INT32:
         raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
     codes = (coding.values or first.dtype, stored)
     if packed in BLOCKS:
         return _of_blocks(first, packed, stored, layout, transpose, name)
-    if packed == "int32":
-        codes = ("int32", (stored[0], -(-stored[1] // IN_INT32[first.dtype])))
+    if packed in WORDS:
+        codes = ("int32", _words(first, stored, (packed == "int32") == (transpose == (layout == "in_out"))))
     elif packed == "out" and transpose == (layout == "in_out"):
         codes = ("uint8", (_half(first, stored, 0, name), stored[1]))
     elif packed:
@@ -117,6 +118,14 @@ def _of_blocks(
         raise SchemeError(f"{name}: a weight of stored shape {shape} has no rows of whole blocks of {block}")
     above = {"scale_2": ("float32", ())} if numeric.scale_dtype == "float8_e4m3fn" else {}
     return {"codes": (packed, shape), **above}
+
+
+def _words(numeric: Numeric, stored: tuple[int, ...], last: bool) -> tuple[int, int]:
+    """The shape of int32 words, which hold codes along the last stored axis or the first."""
+    count, (rows, cols) = IN_INT32[numeric.dtype], stored
+    if last:
+        return rows, -(-cols // count)
+    return -(-rows // count), cols
 
 
 def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> int:

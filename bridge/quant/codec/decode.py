@@ -5,6 +5,8 @@ The meaning of the arrays follows from the formats and the encoding that they we
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from bridge._kernels.decode import floats, integers, powers
@@ -14,8 +16,8 @@ from bridge.core.errors import SchemeError
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import ggml
 from bridge.quant.codec.arrays import Array, transpose_into, transposed
-from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, Grid, grid, packing, stored_shapes
-from bridge.quant.codec.packing import unpacked_codes
+from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.packing import unpacked_codes, words_by_row
 
 ONE = np.ones((1, 1), np.float32)
 
@@ -50,6 +52,10 @@ def decode(
         whole = to_float32(np.asarray(arrays["codes"]).reshape(shape[::-1] if transpose else shape), coding.values)
         return (transposed(whole) if transpose else whole)[slice(*(rows or (None, None)))]
     first, blocks = numeric[0], grid(numeric[0], shape, layout)
+    if transpose and packing(first, layout, transpose, coding) in WORDS:
+        shapes = stored_shapes(numeric, shape, layout, transpose, coding=coding)
+        arrays = by_row(arrays, first, shapes, coding.packed)
+        transpose, coding = False, dataclasses.replace(coding, packed="int32")
     start, stop = rows or (0, blocks.rows)
     kinds = {part: storage(*of) for part, of in stored_shapes(numeric, shape, layout, transpose, coding=coding).items()}
     stored = {
@@ -76,6 +82,19 @@ def split_blocks(stored: Array, packed: str, cols: int) -> tuple[Array, Array]:
     codes, scale = ggml.split(stored, packed, cols)
     kind = ggml.TYPES[packed].scale
     return codes, to_float32(scale, kind) if kind == "float16" else values(scale, kind)
+
+
+def by_row(
+    arrays: dict[str, Array], numeric: Numeric, kinds: dict[str, tuple[str, tuple[int, ...]]], packed: str
+) -> dict[str, Array]:
+    """Return words and scales that are stored [in, out] as [out, in], packed "int32".
+
+    kinds: what `stored_shapes` says of them.
+    """
+    codes = np.asarray(arrays["codes"]).reshape(kinds["codes"][1])
+    scale = np.asarray(arrays["scale"]).reshape(kinds["scale"][1])
+    turned = {"codes": words_by_row(codes, numeric.dtype, packed)}
+    return arrays | turned | {"scale": transposed(scale) if scale.ndim > 1 else scale}
 
 
 def scaled(

@@ -18,7 +18,7 @@ from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays, ggml
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import PLAIN, grid, packing, stored_shapes
+from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.decode import ONE, storage
 from bridge.quant.codec.fake_quant import fake_quantized
 from bridge.quant.codec.kernels import make_codes
@@ -72,7 +72,8 @@ class Encoder:
         self._scales = Scales(numeric, dtype, coding, amax)
         self._own = ggml.own_rounding(first, self._packed)
         self._take = take or Buffers().take
-        self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, 2 if self._packed == "out" else 1)
+        packed_rows = {"out": 2, "awq": 8}.get(self._packed, 1)
+        self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, packed_rows)
 
     def constants(self) -> dict[str, Array]:
         """Return the parts that do not depend on rows: a scale of the whole tensor, the second scale."""
@@ -184,7 +185,7 @@ def encode(
         arrays.check_finite(largest, name, "weight")
         amax = float(largest[0, 0])
     turned = transpose != across  # stored [in, out]
-    if turned:
+    if turned and coding.packed not in WORDS:
         coding = dataclasses.replace(coding, packed="out")
     shape = flat.shape[::-1] if across else bits.shape
     encoder = Encoder(numeric, dtype, shape, layout="out_in" if across else layout, coding=coding, amax=amax, name=name)

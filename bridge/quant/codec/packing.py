@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge._kernels.layout import pack, pack_rows, unpack, unpack_rows
-from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.arrays import Array, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32
 
 # Returns an uninitialized array for a purpose, in memory that the next call for the same purpose may reuse.
@@ -19,6 +19,8 @@ Take = Callable[[str, tuple[int, ...], Any], Array]
 
 # Added modulo its range, it turns two's complement codes (int4: two to a byte) into unsigned ones.
 HALF_RANGE = {"int4": np.uint8(0x88), "int8": np.uint8(0x80)}
+# The rows of `out` in a word of AutoAWQ, lowest bits first: its kernels read the even ones, then the odd ones.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def fresh(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -52,6 +54,8 @@ def packed_codes(codes: Array, dtype: str, packed: str, take: Take = fresh) -> A
     rows, cols = codes.shape
     if packed == "int32":
         return _words(codes, dtype, take)
+    if packed == "awq":
+        return _awq_words(codes, take)
     if dtype not in FOUR_BITS or not packed:
         return codes
     out = take("packed", (rows // 2, cols) if packed == "out" else (rows, cols // 2), np.uint8)
@@ -72,3 +76,35 @@ def _words(codes: Array, dtype: str, take: Take) -> Array:
         pack(codes, out)
         codes = out
     return np.bitwise_xor(codes, half, out=out).view(np.int32)
+
+
+def _awq_words(codes: Array, take: Take) -> Array:
+    """int4 codes plus 8, eight rows to a word in the order of AutoAWQ."""
+    rows, cols = codes.shape
+    ordered = codes.reshape(-1, len(AWQ_ORDER), cols)[:, AWQ_ORDER].reshape(rows, cols)
+    halves = take("packed", (rows // 2, cols), np.uint8)
+    pack_rows(ordered, halves)
+    by_word = np.ascontiguousarray(halves.reshape(-1, 4, cols).transpose(0, 2, 1)) ^ HALF_RANGE["int4"]
+    return by_word.view(np.int32)[..., 0]
+
+
+def words_by_row(stored: Array, dtype: str, packed: str) -> Array:
+    """Return words that are stored [in, out] as [out, in] words of "int32".
+
+    stored: (in / 8, out) of "int32" (int8: in / 4), as GPTQ has them; (in, out / 8) of "awq".
+    """
+    if packed == "int32":
+        return transposed(stored)
+    count = len(AWQ_ORDER)
+    shifts = 4 * np.argsort(AWQ_ORDER).astype(np.uint32)
+    unsigned = (stored.view(np.uint32)[..., None] >> shifts & np.uint32(15)).astype(np.uint8)
+    codes = transposed(unsigned.reshape(len(stored), stored.shape[1] * count)) - np.uint8(8)
+    return _words(codes, dtype, fresh)
+
+
+def zero_word(dtype: str, packed: str) -> np.int32:
+    """A word of the zero points of symmetric codes: half of their range; GPTQ's readers add one to what is stored."""
+    half = 8 if dtype == "int4" else 128
+    zero = half if packed == "awq" else half - 1
+    byte = zero * 17 if dtype == "int4" else zero
+    return np.int32(int.from_bytes(bytes([byte]) * 4, "little", signed=True))

@@ -18,7 +18,7 @@ from bridge.core.values import Numeric, TensorSpec, main_dtype
 from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
-from bridge.sources.quantized import modelopt
+from bridge.sources.quantized import modelopt, words
 from bridge.sources.quantized.parts import Array, QuantizedTensors, QuantizedWeight, Reader, take
 from bridge.sources.weights.shards import Shard, Weights
 from bridge.tables.architectures.structure import turned_weights
@@ -130,6 +130,8 @@ def _take(root: Path, config: Mapping[str, Any], weights: Weights) -> tuple[Quan
     dtype = _dtype(config, weights.specs)
     if method == "mxfp4":
         return mxfp4.take(weights, dtype), None
+    if method in ("awq", "gptq"):
+        return words.tensors_of(section, method, weights, dtype), None
     reader: Reader
     match method:
         case "modelopt":

@@ -34,6 +34,16 @@ def problems_of_inputs(table: ArchTable) -> Iterator[str]:
 
 def groups_of(matched: Matched) -> tuple[InputGroup, ...]:
     """Return the groups of two or more modules that read one tensor, layer by layer."""
+    return tuple(group for group in readings_of(matched) if len(group.modules) > 1)
+
+
+def singles_of(matched: Matched) -> tuple[InputGroup, ...]:
+    """Return the modules that read a norm's output alone, each as a group, layer by layer."""
+    return tuple(group for group in readings_of(matched) if len(group.modules) == 1 and group.norm)
+
+
+def readings_of(matched: Matched) -> tuple[InputGroup, ...]:
+    """Return the groups of modules that read one tensor, layer by layer."""
     at: dict[tuple[str, int | None], str] = {}
     for name, (entry, layer, expert) in matched.placed.items():
         if expert is None:
@@ -47,7 +57,7 @@ def groups_of(matched: Matched) -> tuple[InputGroup, ...]:
         for row in rows:
             readers = [at[reader, layer] for reader in row.readers if (reader, layer) in at]
             modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in readers))
-            if len(modules) < 2:
+            if not modules:
                 continue
             role, where = row.norm, layer - 1 if row.first else layer
             if row.first and layer == 0:

@@ -126,7 +126,7 @@ def check_counts(table: ArchTable, names: Mapping[str, object]) -> None:
 
 def entries_of(table: ArchTable, architecture: str, names: Mapping[str, object], strip: str = "") -> Iterator[Entry]:
     """Yield every row under one config, names without the prefix `strip`; TableError if a row has no shape."""
-    shapes = {name: _shape(table, name, names) for row in table.rows if row.expr for name in roles_in(row.expr)}
+    shapes = {name: role_shape(table, name, names) for row in table.rows if row.expr for name in roles_in(row.expr)}
     symbols = {role: ", ".join(map(str, table.roles.roles[role].shape)) for role in shapes}
     for row in (*table.rows, *table.ignored):
         layers = _layers(row, architecture, names)
@@ -136,7 +136,8 @@ def entries_of(table: ArchTable, architecture: str, names: Mapping[str, object],
         yield Entry(row.name.removeprefix(strip), row, shape, roles, extents, layers)
 
 
-def _shape(table: ArchTable, role: str, names: Mapping[str, object]) -> Shape:
+def role_shape(table: ArchTable, role: str, names: Mapping[str, object]) -> Shape:
+    """Return the shape of a role under one config; TableError if a dim of it is missing."""
     shape = []
     for formula in table.roles.roles[role].shape:
         lacking = sorted(formula.names - names.keys())

@@ -12,7 +12,8 @@ from bridge.core.errors import PlanError
 from bridge.core.text import number
 from bridge.core.values import Site, Structure, TensorSpec
 from bridge.tables.architectures.arch import ArchTable, load_arch
-from bridge.tables.architectures.input_groups import groups_of
+from bridge.tables.architectures.feeds import feeds_of
+from bridge.tables.architectures.input_groups import groups_of, singles_of
 from bridge.tables.architectures.match import Entry, Matched, architecture_of, match
 from bridge.tables.architectures.mismatches import problems
 from bridge.tables.architectures.module_order import module_order
@@ -45,6 +46,8 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
         groups=groups_of(matched),
         order=order,
         embeddings=_embeddings(matched),
+        singles=singles_of(matched),
+        feeds=feeds_of(matched),
     )
 
 

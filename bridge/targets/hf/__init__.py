@@ -71,7 +71,14 @@ class Hf(StreamedTarget):
             "compressed-tensors 0.20, transformers 5.20 and later",
             "tensors and config equal llm-compressor 0.14's; transformers loads them and gives the logits of the "
             "written weights; vLLM was not run",
-            ("tests/targets/hf/test_compressed.py",),
+            ("tests/targets/hf/test_compressed.py", "tests/targets/hf/test_folding.py"),
+        ),
+        Program(
+            "vLLM (`--format awq`, `--format gptq`, `--format deepseek`)",
+            "vLLM 0.33",
+            "words equal those of vLLM's own packing functions; its kernels' arithmetic, written out in torch, and "
+            "transformers' dequantization of FP8 blocks give the weights that are read back; the engine was not run",
+            ("tests/targets/hf/test_words.py",),
         ),
     )
 

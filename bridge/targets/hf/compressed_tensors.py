@@ -14,8 +14,9 @@ from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.planning.plan import STACKED, Plan
 from bridge.quant.schemes.scheme import is_static
 from bridge.targets.config_json import config_json
-from bridge.targets.hf.spelling import Part
+from bridge.targets.hf.spelling import Part, Traits
 
+TRAITS = Traits(mixes=True)
 VERSION = "0.20.0"
 # amax / bound is a scale: (largest code - smallest code) / 2. Other dtypes are symmetric.
 BOUNDS = {"int8": 127.5, "int4": 7.5}
@@ -27,13 +28,11 @@ KV = Numeric("float8_e4m3fn", "tensor")
 def why_unsupported(format_: Format) -> str:
     """Why no compressed-tensors checkpoint can hold this format ("" if one can)."""
     first, entry = format_.weight[0], format_.input
-    if format_.prescales:
-        return (
-            f"compressed-tensors cannot hold the pre-scales of {format_.algorithm}; use a scheme without them, or "
-            "format='modelopt'"
-        )
     if len(format_.weight) > 1:
-        return "compressed-tensors has one level of weight quantization; use format='modelopt'"
+        return (
+            "compressed-tensors has one level of weight quantization, and vLLM's INT4 weights with FP8 activations "
+            "(CompressedTensorsW4A8Fp8) have other scales: one for each token; use int4_awq, or format='modelopt'"
+        )
     if first.dtype == "float4_e2m1fn" and (first.block, first.scale_dtype) not in (((16,), NV), ((32,), MX)):
         return (
             "compressed-tensors has FP4 in blocks of 16 with FP8 scales, or of 32 with power-of-two scales; use nvfp4 "
@@ -113,8 +112,12 @@ def kv_parts(attention: str, dtype: str) -> list[Part]:
 
 
 def unifies(format_: Format) -> bool:
-    """NVFP4 only, as llm-compressor's FUSED_LAYER_NAMES: q, k and v have one global scale."""
-    return format_.weight[0].scale_dtype == NV
+    """Formats that need it: runtimes fuse q, k and v, which then have one global scale (NVFP4) or one input scale.
+
+    A pre-scale that goes into a norm is that of all its readers.
+    """
+    static = format_.input is not None and format_.input.dtype == "int8" and is_static(format_.input)
+    return format_.weight[0].scale_dtype == NV or format_.prescales or static
 
 
 def joins(format_: Format) -> bool:

@@ -16,7 +16,7 @@ from bridge.planning.plan import STACKED, TILE, Plan
 from bridge.quant.describe import numeric_words
 from bridge.quant.schemes.scheme import is_static
 from bridge.targets.config_json import config_json
-from bridge.targets.hf.spelling import Part
+from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.modelopt_format import (
     ALGORITHMS,
     PRODUCER,
@@ -26,6 +26,7 @@ from bridge.targets.modelopt_format import (
     setting,
 )
 
+TRAITS = Traits(prescales=True, mixes=True)
 PACKED = ("int4", "float4_e2m1fn")
 
 

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from bridge.planning.plan import Plan
 
 # Value of `--format` -> the module with the functions of `Spelling`.
-SPELLINGS = {"modelopt": "bridge.targets.hf.modelopt", "compressed-tensors": "bridge.targets.hf.compressed_tensors"}
+SPELLINGS = {
+    "modelopt": "bridge.targets.hf.modelopt",
+    "compressed-tensors": "bridge.targets.hf.compressed_tensors",
+    "awq": "bridge.targets.hf.awq",
+    "gptq": "bridge.targets.hf.gptq",
+    "deepseek": "bridge.targets.hf.deepseek",
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,22 @@ class Part:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a spelling can hold. `prescales`: pre-scales beside the weights; else norms and other matrices take them.
+
+    `mixes`: modules in different formats. `transposed`: codes and block scales are stored [in, out].
+    """
+
+    prescales: bool = False
+    mixes: bool = False
+    transposed: bool = False
+
+
 class Spelling(Protocol):
     """The interface of a spelling; a module satisfies it."""
+
+    TRAITS: Traits
 
     def why_unsupported(self, format_: Format) -> str:
         """Why no checkpoint in this spelling can hold the format ("" if one can)."""

@@ -8,19 +8,23 @@ from dataclasses import replace
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
-from bridge.core.values import Format, InputGroup, Numeric, Site, Slice, TensorSpec
+from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
+from bridge.targets.hf.folding import MIN_GROUP, Folding
 from bridge.targets.hf.shards import divide
 from bridge.targets.hf.spelling import Part, Spelling
 from bridge.targets.modelopt_format import routers
 
-MIN_GROUP = 2  # a group of one shares nothing
 MIXED = (
     "these read the same input but differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one "
     "rule, or pass allow_split=True (--allow-split)"
+)
+MIXES = (
+    "has another format than most modules, and this spelling names one for all; use format='compressed-tensors' "
+    "(--format compressed-tensors)"
 )
 
 
@@ -36,14 +40,16 @@ class Drafting:
             for spec, site in draft.copied()
         }
         self._shapes = {site.module: out_in(spec, site) for spec, site in self._copied.values() if site}
-        self._groups = {module: group for group in self._shared() for module in group.modules}
-        self._folded = {group.norm: group for group in self._folding()}
+        self._folding = Folding(draft, spelling.TRAITS)
+        self._groups = {module: group for group in self._folding.groups for module in group.modules}
+        self._folded = self._folding.norms
         self._routers = routers(draft.specs)
 
     def drafted(self) -> Drafted:
         """Make the steps, with outputs assigned to files, and collect every problem."""
         scheme = self._draft.scheme
-        self._drafted.problems += self._ungrouped()
+        self._drafted.problems += [*self._ungrouped(), *self._folding.problems(), *self._mixes()]
+        self._drafted.notes += self._folding.notes()
         steps = [self._step(name) for name in self._order()]
         if scheme and scheme.kv:
             steps += [self._kv_step(module, scheme.kv) for module in self._draft.structure.attention]
@@ -77,6 +83,13 @@ class Drafting:
                     f"shares scales with the modules that read the same input, which are unknown: {why}; use fp8, "
                     "fp8_pc_pt or int8_wo, which share none",
                 )
+
+    def _mixes(self) -> Iterator[tuple[str, str]]:
+        """Modules in another format than the most, for spellings that name one format for the checkpoint."""
+        kinds = Counter((format_.weight, format_.input) for format_ in self._formats.values())
+        for module, format_ in self._formats.items() if not self._spelling.TRAITS.mixes and len(kinds) > 1 else ():
+            if (format_.weight, format_.input) != kinds.most_common(1)[0][0]:
+                yield module, MIXES
 
     def _order(self) -> list[str]:
         """The written tensors in the order of the model's modules; those outside the structure come last."""
@@ -126,8 +139,10 @@ class Drafting:
             site,
             format_,
             coding=coding,
+            transpose=self._spelling.TRAITS.transposed,
             shares=shares,
             unified=unified,
+            feeds=self._folding.feeds_at(site.module),
         )
 
     def _refits(self, format_: Format) -> bool:
@@ -158,7 +173,9 @@ class Drafting:
             elif module in self._routers:
                 site = Site(module, spec.name, "out_in", keep="router")
             kept = site.keep if site else kept
-        text = f"{spec.name} * pre_quant_scale" if group else spec.name
+        feeds = self._folding.feeds_at(module) if spec.name.endswith((".weight", ".bias")) else ()
+        feeds = tuple(feed for feed in feeds if feed.writer == module)
+        text = f"{spec.name} * pre_quant_scale" if group or feeds else spec.name
         return Step(
             (Slice(spec.name),),
             (Output(spec, "weight", text),),
@@ -166,6 +183,7 @@ class Drafting:
             kept=kept,
             folded=group.modules if group else (),
             plus_one=bool(group and group.plus_one and spec.name.endswith(".weight")),
+            feeds=feeds,
         )
 
     def _kv_step(self, attention: str, kv: Numeric) -> Step:
@@ -174,29 +192,6 @@ class Drafting:
             text = f"calibration: {part.part[0]} amax / {kv.maxbound:g}"
             outputs.append(Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text))
         return Step((), tuple(outputs), attention=attention, kv=kv)
-
-    def _shared(self) -> Iterator[InputGroup]:
-        """Groups reduced to their quantized members, if two or more are left."""
-        readings = Counter(module for group in self._draft.structure.groups for module in dict.fromkeys(group.modules))
-        for group in self._draft.structure.groups:
-            members = tuple(dict.fromkeys(module for module in group.modules if module in self._formats))
-            if len(members) >= MIN_GROUP:
-                # an unquantized member reads the plain norm; a module that runs twice has only one pre_quant_scale
-                alone = group.alone and all(m in members and readings[m] == 1 for m in group.modules)
-                yield replace(group, modules=members, alone=alone)
-
-    def _folding(self) -> Iterator[InputGroup]:
-        """Groups whose pre_quant_scale goes into their norm, which nothing else reads and no second group has.
-
-        Only AWQ's does: ModelOpt leaves SmoothQuant's beside the weights.
-        """
-        norms = [group.norm for group in self._draft.structure.groups]
-        for group in dict.fromkeys(self._groups.values()):
-            formats = {self._formats[module] for module in group.modules}
-            folds = len(formats) == 1 and all(format_.algorithm == "awq" for format_ in formats)
-            weighted = f"{group.norm}.weight" in self._copied  # a norm may have no weight
-            if group.norm and weighted and group.alone and folds and norms.count(group.norm) == 1:
-                yield group
 
     def _assign_files(self, steps: Sequence[Step]) -> list[Step]:
         """Assign every output to its shard, in the order of the model's state dict."""

@@ -1,0 +1,151 @@
+"""AutoAWQ and GPTQ: integer codes in 32-bit words, stored [in, out].
+
+They are shown to the other readers as compressed-tensors stores them, [out, in]: reading any row reads the whole
+tensor. Asymmetric weights and activation order are refused; whether zero points are symmetric is read when it opens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.core.values import Format, Numeric, TensorSpec
+from bridge.quant.codec.blocks import IN_INT32
+from bridge.sources.quantized import fields as words
+from bridge.sources.quantized.parts import Array, QuantizedTensors, StorageLayout, take
+from bridge.sources.weights.shards import Shard, Weights
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+NAMES = dict(zip(("codes", "zeros", "scale", "order"), SUFFIXES, strict=True))
+DTYPES = {4: "int4", 8: "int8"}
+HELD = 4  # turned tensors that are kept: codes and scales of a weight, for two threads
+REMEDY = "every format here is symmetric; quantize the unquantized model again"
+
+
+@dataclass(frozen=True)
+class Words:
+    """The `Reader` of a `quantization_config`. `refused`: module -> why its tensors do not fit."""
+
+    section: Mapping[str, Any]
+    method: str
+    refused: Mapping[str, str]
+    companions: tuple[str, ...] = SUFFIXES
+    kv: Numeric | None = None
+
+    def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
+        if module in self.refused:
+            return self.refused[module]
+        numeric = _numeric(self.section, self.method)
+        if isinstance(numeric, str):
+            return numeric
+        return StorageLayout(Format((numeric,)), NAMES, "int32")
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A tensor of words or scales as a shard of [out, in]. `turned`: reads it whole, and keeps the last ones."""
+
+    inner: Shard
+    turned: Callable[[str], Array]
+
+    @property
+    def path(self) -> Path:
+        return self.inner.path
+
+    def offset(self, name: str) -> int:
+        return self.inner.offset(name)
+
+    def read(self, name: str) -> Array:
+        return self.turned(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
+        return self.turned(name)[begin:end]
+
+
+def tensors_of(section: Mapping[str, Any], method: str, weights: Weights, dtype: str) -> QuantizedTensors:
+    """Give every module its parts, of weights in `dtype`."""
+    numeric = _numeric(section, method)
+    shown, refused = _shown(weights, numeric, method) if isinstance(numeric, Numeric) else (weights, {})
+    tensors = take(Words(section, method, refused), shown, dtype)
+    across = {
+        module: dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, across=True))
+        for module, stored in tensors.stored.items()
+    }
+    return dataclasses.replace(tensors, stored=across)
+
+
+def _numeric(section: Mapping[str, Any], method: str) -> Numeric | str:
+    where = "quantization_config"
+    bits = words.whole(section.get("bits", section.get("w_bit")), f"{where}: bits", 4)
+    size = words.whole(section.get("group_size", section.get("q_group_size")), f"{where}: group_size", 128)
+    if bits not in ((4,) if method == "awq" else DTYPES):
+        return f"{bits} bits of {method} are not supported; known: 4{'' if method == 'awq' else ' or 8'}"
+    if method == "gptq" and not section.get("sym", True):
+        return f"asymmetric (sym is false), and {REMEDY}"
+    if section.get("desc_act"):
+        return "its columns are permuted (desc_act), which no target supports"
+    if str(section.get("version", "gemm")).lower() != "gemm":
+        return f"version {section['version']!r} of AutoAWQ is not supported; known: gemm"
+    if size <= 0:
+        return Numeric(DTYPES[bits], "channel")
+    return Numeric(DTYPES[bits], "block", (size,))
+
+
+def _shown(weights: Weights, numeric: Numeric, method: str) -> tuple[Weights, dict[str, str]]:
+    """The weights with words and scales as [out, in], and the modules that cannot be."""
+    specs, holder = dict(weights.specs), dict(weights.holder)
+    refused: dict[str, str] = {}
+    packed = "awq" if method == "awq" else "int32"
+    turned = lru_cache(maxsize=HELD)(partial(_turn, weights, numeric.dtype, packed))
+    for name in [name for name in specs if name.endswith(".qweight")]:
+        module = name.removesuffix(".qweight")
+        own = {suffix: weights.specs.get(f"{module}.{suffix}") for suffix in SUFFIXES}
+        refused |= _misfit(module, own, numeric, packed, weights)
+        if module in refused:
+            continue
+        for suffix in ("qweight", "scales"):
+            before = own[suffix]
+            assert before
+            shape = _by_row(before.shape, numeric, packed) if suffix == "qweight" else before.shape[::-1]
+            spec = dataclasses.replace(before, shape=shape, across=True)
+            specs[before.name], holder[before.name] = spec, Turned(weights.holder[before.name], turned)
+    return dataclasses.replace(weights, specs=specs, holder=holder), refused
+
+
+def _misfit(
+    module: str, own: Mapping[str, TensorSpec | None], numeric: Numeric, packed: str, weights: Weights
+) -> dict[str, str]:
+    codes, scale, zeros, order = own["qweight"], own["scales"], own["qzeros"], own["g_idx"]
+    if codes is None or scale is None or len(codes.shape) != 2 or codes.dtype != "int32" or len(scale.shape) != 2:
+        return {module: "qweight must be int32 [.., ..], and scales a matrix beside it"}
+    in_ = codes.shape[0] * (1 if packed == "awq" else IN_INT32[numeric.dtype])
+    if zeros is not None:
+        from bridge.quant.codec.packing import zero_word
+
+        if zeros.dtype != "int32" or (weights.read(zeros.name) != zero_word(numeric.dtype, packed)).any():
+            return {module: f"asymmetric: its zero points (qzeros) are not the middle of the range, and {REMEDY}"}
+    if order is not None:
+        block = (numeric.block or (in_,))[0]
+        if order.shape != (in_,) or (weights.read(order.name) != np.arange(in_) // block).any():
+            return {module: "its columns are permuted (activation order: g_idx), which no target supports"}
+    return {}
+
+
+def _by_row(shape: tuple[int, ...], numeric: Numeric, packed: str) -> tuple[int, int]:
+    """The shape of int32 words [out, in / 8] for those of the file."""
+    count = IN_INT32[numeric.dtype]
+    return (shape[1] * count, -(-shape[0] // count)) if packed == "awq" else (shape[1], shape[0])
+
+
+def _turn(weights: Weights, dtype: str, packed: str, name: str) -> Array:
+    from bridge.quant.codec.arrays import transposed
+    from bridge.quant.codec.packing import words_by_row
+
+    stored = np.ascontiguousarray(weights.read(name))
+    return words_by_row(stored, dtype, packed) if name.endswith(".qweight") else transposed(stored)

@@ -1,0 +1,143 @@
+"""Pre-scales that go into norms and previous matrices: the folded model is the function that the source is."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import bridge  # noqa: E402
+from bridge.core.dtypes import to_float32  # noqa: E402
+from bridge.core.errors import BridgeError  # noqa: E402
+from bridge.core.pages import Buffers  # noqa: E402
+from bridge.core.values import Numeric  # noqa: E402
+from bridge.planning.plan import Plan  # noqa: E402
+from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.quant.schemes.scheme import Scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from bridge.streaming.context import ConversionContext, FileSettings  # noqa: E402
+from bridge.streaming.encode import prepared_weight  # noqa: E402
+from bridge.streaming.plain import write_plain  # noqa: E402
+from bridge.streaming.scales import smoothing_of  # noqa: E402
+from tests.models.decoder_families import build  # noqa: E402
+
+AWQ = dataclasses.replace(load_scheme("int4_awq"), weight=(Numeric("int4", "block", (20,)),))
+SCHEMES: dict[str, Scheme] = {"awq": AWQ, "smoothquant": load_scheme("int8")}
+FOLDED = {
+    "LlamaForCausalLM": 4,
+    "Qwen2ForCausalLM": 4,
+    "Qwen3ForCausalLM": 4,
+    "Gemma2ForCausalLM": 4,
+    "Gemma3ForCausalLM": 4,
+    "MistralForCausalLM": 4,
+    "Phi3ForCausalLM": 4,
+    "MixtralForCausalLM": 2,  # experts are not smoothed
+}
+IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def source_of(family: str, root: Path) -> Path:
+    model = build(family, torch.float32)
+    random = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # both are constants in a new model
+            parameter.data += torch.randn(parameter.shape, generator=random) * 0.3
+    model.save_pretrained(root)
+    return root
+
+
+def calibration(plan: Plan) -> Calibration:
+    """Pre-scales between 1/4 and 4, another for each channel and module."""
+    random = np.random.Generator(np.random.Philox(3))
+    amax, scales = {}, {}
+    for step in plan.quantized:
+        assert step.site
+        in_ = plan.sources[step.source].shape[1]
+        amax[step.site.module] = np.array(2.5, np.float32)
+        scales[step.site.module] = np.exp2(random.uniform(-2, 2, in_)).astype(np.float32)
+    return Calibration(Provenance("", "", "", "", "", "", 0, 0), amax, pre_scale=scales)
+
+
+def folded_state(source: Path, plan: Plan, calib: Calibration) -> dict[str, Any]:
+    """The weights of a plan as they are before they are coded."""
+    opened, buffers, state = open_source(source), Buffers(), {}
+    context = ConversionContext(plan, opened, calib, None, 1 << 30, None, FileSettings({}, 8))  # type: ignore[arg-type]
+    for step in plan.steps:
+        if step.format:
+            _, rows, prepared = prepared_weight(step, context, buffers)
+            parts = [prepared.rows(part).copy() for _, pieces in rows.pieces() for part in pieces]
+            state[step.source] = torch.from_numpy(np.concatenate(parts))
+            continue
+        pieces: list[Any] = []
+        write_plain(step, context, buffers, lambda _, array, __, into=pieces: into.append(array.copy()))
+        spec = step.outputs[0].spec
+        flat = np.concatenate([to_float32(piece.reshape(-1), spec.dtype) for piece in pieces])
+        state[spec.name] = torch.from_numpy(flat.reshape(spec.shape))
+    return state
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FOLDED)
+def test_a_folded_model_computes_what_its_source_does(tmp_path: Path, family: str, scheme: str) -> None:
+    source = source_of(family, tmp_path)
+    plan = bridge.plan(source, target="hf", quant=SCHEMES[scheme], format="compressed-tensors")
+    assert sum(bool(step.feeds and step.given) for step in plan.quantized) == FOLDED[family]
+    state = folded_state(source, plan, calibration(plan))
+    plain = load_file(source / "model.safetensors")
+    changed = [name for name in state if not torch.equal(state[name], plain[name])]
+    folded = tmp_path / "folded"
+    folded.mkdir()
+    save_file(state, folded / "model.safetensors", {"format": "pt"})
+    shutil.copy(source / "config.json", folded)
+    with torch.no_grad():
+        before, after = (open_source(root).load_model()(IDS).logits for root in (source, folded))
+    assert len(changed) >= 3 * FOLDED[family]  # or nothing was folded, and equality says nothing
+    assert (after - before).abs().max() < 2e-5 * before.abs().max()
+
+
+def test_an_activation_between_two_matrices_is_refused_with_the_rule_that_helps(tmp_path: Path) -> None:
+    source = source_of("Starcoder2ForCausalLM", tmp_path)
+    with pytest.raises(BridgeError, match=r"mlp\.c_proj: no place for its pre-scales \(awq\).*modules = \[.*c_proj"):
+        bridge.plan(source, target="hf", quant=AWQ, format="compressed-tensors")
+
+
+def test_an_architecture_without_table_is_refused_since_nothing_says_what_feeds_what(tmp_path: Path) -> None:
+    source = source_of("Olmo2ForCausalLM", tmp_path)
+    with pytest.raises(BridgeError, match="no table that says which matrix makes its input"):
+        bridge.plan(source, target="hf", quant=AWQ, format="compressed-tensors")
+
+
+def test_the_rule_of_the_message_is_enough(tmp_path: Path) -> None:
+    source, recipe = source_of("Starcoder2ForCausalLM", tmp_path / "source"), tmp_path / "recipe.toml"
+    recipe.write_text('base = "int8"\n[[rule]]\nmodules = ["*.mlp.c_proj", "*.mlp.c_fc"]\nquant = "int8_wo"\n')
+    plan = bridge.plan(source, target="hf", quant=recipe, format="compressed-tensors")
+    assert len(plan.quantized) == 12 and not any(o.part == "pre_quant_scale" for o in plan.outputs)
+
+
+def test_heads_that_share_rows_share_a_scale_and_the_plan_says_so(tmp_path: Path) -> None:
+    source = source_of("LlamaForCausalLM", tmp_path)
+    awq, smooth = (bridge.plan(source, target="hf", quant=q, format="compressed-tensors") for q in SCHEMES.values())
+    assert any("the mean of the pre-scales of 3 query heads" in note for note in awq.notes)
+    assert any("the least of the pre-scales of 3 query heads" in note for note in smooth.notes)
+
+
+def test_a_smaller_factor_never_leaves_the_calibrated_range(tmp_path: Path) -> None:
+    """The input scale was measured with each head's own factor: with a larger one inputs would saturate."""
+    source = source_of("LlamaForCausalLM", tmp_path)
+    plan = bridge.plan(source, target="hf", quant="int8", format="compressed-tensors")
+    calib = calibration(plan)
+    for step in plan.quantized:
+        if step.given and step.given.repeat > 1:
+            smoothing = smoothing_of(step, "float32", calib)
+            assert smoothing and step.site
+            assert (smoothing.scale() <= calib.pre_scale[step.site.module]).all()
+            assert len({*smoothing.scale().tolist()}) == plan.sources[step.source].shape[1] // step.given.repeat

@@ -1,0 +1,165 @@
+"""`format="awq"`, `"gptq"` and `"deepseek"`: words as vLLM packs them, values as they are read back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
+
+import bridge  # noqa: E402
+from bridge.core.dtypes import to_float32  # noqa: E402
+from bridge.core.errors import BridgeError  # noqa: E402
+from bridge.core.values import Encoding, Numeric  # noqa: E402
+from bridge.quant.codec.encode import encode  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests.oracles import llm_compressor_golden, packing_golden  # noqa: E402
+
+WRITTEN = (("awq", "int4_wo"), ("gptq", "int4_wo"), ("gptq", "int8_wo"), ("deepseek", "fp8_block"))
+NIBBLES = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def converted(root: Path, form: str, quant: Any, dtype: str = "bfloat16", **options: Any) -> Path:
+    source = llm_compressor_golden.write_source(root / "source", dtype)
+    bridge.convert(source, target="hf", quant=quant, out=root / "out", format=form, **({"verify": False} | options))
+    return root / "out"
+
+
+@pytest.mark.parametrize("kind", packing_golden.KINDS)
+def test_words_are_those_of_vllm(kind: str) -> None:
+    """Weights that are their own codes: the largest of each row makes the scale 1."""
+    unsigned, bits = packing_golden.codes(kind), packing_golden.KINDS[kind]
+    half = 1 << (bits - 1)
+    signed = (unsigned - half).astype(np.float32).T
+    numeric = Numeric("int4" if bits == 4 else "int8", "channel")
+    coding = Encoding(packed="awq" if kind == "awq" else "int32", bound=float(half))
+    assert (np.abs(signed).max(axis=1) == half).all()
+    words = encode(signed, "float32", (numeric,), transpose=True, coding=coding)["codes"]
+    assert packing_golden.digest(words) == json.loads(packing_golden.GOLDEN.read_text())[kind]
+
+
+def awq_values(tensors: dict[str, Any], module: str) -> Any:
+    """(codes - zeros) * scales as AutoAWQ's documentation of its GEMM kernel has it."""
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    codes, zeros = (
+        ((tensors[f"{module}.{part}"].unsqueeze(-1) >> NIBBLES) & 15)[..., order].flatten(1)
+        for part in ("qweight", "qzeros")
+    )
+    block = len(codes) // len(zeros)
+    wide = [part.repeat_interleave(block, 0) for part in (zeros, tensors[f"{module}.scales"].float())]
+    return ((codes - wide[0]) * wide[1]).T
+
+
+def gptq_values(tensors: dict[str, Any], module: str, bits: int) -> Any:
+    """(codes - (zeros + 1)) * scales, by the group that g_idx names, as GPTQ's kernels compute it."""
+    shifts, mask = torch.arange(0, 32, bits, dtype=torch.int32), (1 << bits) - 1
+    codes = ((tensors[f"{module}.qweight"].unsqueeze(1) >> shifts[:, None]) & mask).flatten(0, 1)
+    zeros = ((tensors[f"{module}.qzeros"].unsqueeze(-1) >> shifts) & mask).flatten(1) + 1
+    group = tensors[f"{module}.g_idx"].long()
+    return ((codes - zeros[group]) * tensors[f"{module}.scales"].float()[group]).T
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("form", "quant"), WRITTEN[:3])
+def test_kernels_compute_the_values_that_we_read(tmp_path: Path, form: str, quant: str, dtype: str) -> None:
+    out = converted(tmp_path, form, quant, dtype)
+    tensors, source = load_file(out / "model.safetensors"), open_source(out)
+    plain = load_file(tmp_path / "source" / "model.safetensors")
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    assert len(modules) == 14
+    for module in modules:
+        bits = 8 if quant == "int8_wo" else 4
+        theirs = awq_values(tensors, module) if form == "awq" else gptq_values(tensors, module, bits)
+        stored = np.ascontiguousarray(source.read(f"{module}.weight"))
+        ours = torch.from_numpy(to_float32(stored, dtype))
+        assert torch.equal(theirs.to(getattr(torch, dtype)).float(), ours)
+        weight = plain[f"{module}.weight"].float()
+        assert (
+            torch.nn.functional.cosine_similarity(theirs.flatten(), weight.flatten(), 0) > 0.96
+        )  # the gate of int4_wo
+        assert tensors[f"{module}.scales"].dtype == (torch.float16 if dtype == "float32" else torch.bfloat16)
+
+
+@pytest.mark.parametrize(("form", "quant"), WRITTEN)
+def test_the_report_of_a_conversion_passes(tmp_path: Path, form: str, quant: str) -> None:
+    source = llm_compressor_golden.write_source(tmp_path / "source")
+    report = bridge.convert(source, target="hf", quant=quant, out=tmp_path / "out", format=form)
+    assert report.passed and len(report.parity.tensors) == 14
+
+
+def test_blocks_of_deepseek_are_dequantized_by_transformers(tmp_path: Path) -> None:
+    """Its loader needs accelerate; the operation that it runs on each weight does not."""
+    out = converted(tmp_path, "deepseek", "fp8_block")
+    tensors, source = load_file(out / "model.safetensors"), open_source(out)
+    names = [name for name in tensors if name.endswith("weight_scale_inv")]
+    assert len(names) == 14
+    for name in names:
+        weight = name.removesuffix("_scale_inv")
+        theirs = Fp8Dequantize(None)._dequantize_one(tensors[weight], tensors[name])
+        ours = torch.from_numpy(to_float32(np.ascontiguousarray(source.read(weight)), "bfloat16"))
+        assert torch.equal(theirs.to(torch.bfloat16).float(), ours)
+
+
+def test_configs_have_the_fields_that_loaders_read(tmp_path: Path) -> None:
+    from transformers import AwqConfig, GPTQConfig
+
+    for form, quant in WRITTEN:
+        section = json.loads((converted(tmp_path / form / quant, form, quant) / "config.json").read_text())
+        section = section["quantization_config"]
+        assert section["quant_method"] == {"deepseek": "fp8"}.get(form, form)
+        if form == "deepseek":
+            assert section["weight_block_size"] == [128, 128] and section["activation_scheme"] == "dynamic"
+            continue
+        kind: Any = AwqConfig if form == "awq" else GPTQConfig
+        read = kind.from_dict(section)
+        assert (read.bits, read.group_size) == ((8, -1) if quant == "int8_wo" else (4, 128))
+        needed = {"awq": ("zero_point",), "gptq": ("desc_act", "sym")}[form]  # vLLM's `get_from_keys` has no default
+        assert all(key in section for key in needed)
+
+
+def test_zero_points_that_are_not_the_middle_are_refused(tmp_path: Path) -> None:
+    out = converted(tmp_path, "awq", "int4_wo")
+    state = load_file(out / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.qzeros"][0, 0] += 1
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BridgeError, match="up_proj: asymmetric: its zero points"):
+        open_source(out)
+
+
+def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
+    out = converted(tmp_path, "gptq", "int4_wo")
+    state = load_file(out / "model.safetensors")
+    state["model.layers.0.mlp.down_proj.g_idx"] = state["model.layers.0.mlp.down_proj.g_idx"].flip(0)
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BridgeError, match="down_proj: its columns are permuted"):
+        open_source(out)
+
+
+@pytest.mark.parametrize(
+    ("form", "quant", "words"),
+    [
+        ("awq", "int8_wo", "AutoAWQ's format holds INT4 weights, not int8"),
+        ("gptq", "fp8_block", "GPTQ's format holds INT4 or INT8 weights"),
+        ("gptq", "int8", "activations stay floats"),
+        ("deepseek", "fp8", "FP8 weights in tiles of 128 x 128 only"),
+    ],
+)
+def test_other_formats_are_refused_before_work(tmp_path: Path, form: str, quant: str, words: str) -> None:
+    source = llm_compressor_golden.write_source(tmp_path / "source")
+    with pytest.raises(BridgeError, match=re.escape(words)):
+        bridge.plan(source, target="hf", quant=quant, format=form)
+
+
+def test_one_format_for_all_modules_or_none(tmp_path: Path) -> None:
+    source, recipe = llm_compressor_golden.write_source(tmp_path / "source"), tmp_path / "mixed.toml"
+    recipe.write_text('base = "int4_wo"\n[[rule]]\nroles = ["mlp.down.weight"]\nquant = "int8_wo"\n')
+    with pytest.raises(BridgeError, match="has another format than most modules"):
+        bridge.plan(source, target="hf", quant=recipe, format="gptq")
