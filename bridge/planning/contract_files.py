@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import Contract, Evidence, Row, Runtime
 
 KEYS = ("program", "version", "aliases", "fused", "writes")
-CONTRACT_KEYS = ("target", "options", "kv", "mixed", "plain", "loads")
+CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "loads")
 CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list}
 HOW = ("run", "read")
 _VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*(?P<version>\d[\w.]*)")
@@ -97,6 +97,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         {key: _row(file, f"{section}.loads", key, value) for key, value in rows.items()},
         tuple(words.get("kv", ())),
         bool(words.get("mixed", False)),
+        bool(words.get("prescales", True)),
         _evidence(file, section, "plain", plain) if plain is not None else None,
     )
 

@@ -1,4 +1,4 @@
-"""Contracts of runtimes: what each program, in one version, loads of what the targets write.
+"""Contracts: what a program, in one version, loads of our outputs.
 
 A contract is one file of `mappings/runtimes`, which `bridge.planning.contract_files` reads; here it is held against a
 plan. It is a closed list: what no row names is refused, since no run and no source shows that it loads.
@@ -45,7 +45,8 @@ class Contract:
     """What a program loads of one target's output, written with `options`.
 
     `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: formats of the KV cache. `mixed`:
-    whether modules may differ in format. `plain`: the evidence for unquantized output; None if there is none.
+    whether modules may differ in format. `prescales`: whether formats with pre-scales may be written for it.
+    `plain`: the evidence for unquantized output; None if there is none.
     """
 
     target: str
@@ -53,21 +54,31 @@ class Contract:
     loads: Mapping[str, Row]
     kv: tuple[str, ...] = ()
     mixed: bool = False
+    prescales: bool = True
     plain: Evidence | None = None
 
     def flags(self, target: str = "") -> str:
         """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""
-        flags = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()]
+        flags = [_flag(name.replace("_", "-"), value) for name, value in self.options.items()]
         return " ".join(flags if flags and target == self.target else [f"--target {self.target}", *flags])
 
     def has(self, formats: Iterable[Format]) -> bool:
         """Whether there is a row for each of the formats, and they may stand together."""
+        formats = list(formats)
+        if not self.prescales and any(format_.prescales for format_ in formats):
+            return False
         words = {contract_words(format_) for format_ in formats}
         return words <= self.loads.keys() and (self.mixed or len(words) < 2)
 
     def written_by(self, plan: Plan) -> bool:
         """Whether the plan is for this target and these options."""
         return plan.target == self.target and all(plan.options.get(n) == value for n, value in self.options.items())
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"
 
 
 @dataclass(frozen=True)

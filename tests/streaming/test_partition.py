@@ -67,7 +67,7 @@ def conversion_of(source: MadeSource, target: str, quant: str | None, options: d
     modules = [s.site.module for s in plan.quantized if s.site]
     calibration = Calibration(Provenance("", "", "", "", "", "", 0, 0), dict.fromkeys(modules, np.array(4, np.float32)))
     return ConversionContext(
-        plan, source, calibration, scheme, 1 << 30, Work(Path(), {}, io.StringIO()), file_settings(target)
+        plan, source, calibration, scheme, 1 << 30, Work(Path(), {}, io.StringIO()), file_settings(plan, source)
     )
 
 

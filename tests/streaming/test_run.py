@@ -42,7 +42,9 @@ def stream(
     wide = {n: np.linspace(1, 3, source.specs[site.weight].shape[1], dtype=np.float32) for n, site in modules.items()}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)), wide, wide)
     with output_directory(out, plan.digest) as work:
-        context = ConversionContext(plan, source, calibration, scheme, memory, work, file_settings("trt"), workers)
+        context = ConversionContext(
+            plan, source, calibration, scheme, memory, work, file_settings(plan, source), workers
+        )
         run(context, work.directory, threading.Event())
     return SafetensorsFile(out / "model.safetensors")
 
@@ -128,7 +130,7 @@ def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: 
     modules = {part.module for step in plan.quantized for part in step.inputs}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)))
     work = Work(Path(), {}, io.StringIO())
-    context = ConversionContext(plan, source, calibration, scheme, 1, work, file_settings(target))
+    context = ConversionContext(plan, source, calibration, scheme, 1, work, file_settings(plan, source))
     for step in plan.steps:
         write_step(step, context, Buffers(), 1.0, lambda output, array, at: None)  # compiles
         tracemalloc.start()
@@ -148,7 +150,9 @@ def test_copying_int4_takes_no_more_memory_than_the_plan_says(tmp_path: Path, ta
     structure = opening.structure_of(source)
     scheme = opening.passthrough_of(None, source)
     plan = opening.plan_of(source, structure, target, scheme, {"dtype": "fp16"})
-    context = ConversionContext(plan, source, None, scheme, 1, Work(Path(), {}, io.StringIO()), file_settings(target))
+    context = ConversionContext(
+        plan, source, None, scheme, 1, Work(Path(), {}, io.StringIO()), file_settings(plan, source)
+    )
     for step in plan.quantized:
         write_step(step, context, Buffers(), None, lambda output, array, at: None)  # compiles
         tracemalloc.start()

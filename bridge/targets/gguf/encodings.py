@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bridge.core.dtypes import DTYPES
 from bridge.core.values import Encoding, Format, Numeric
-from bridge.quant.codec.ggml import OWN_BLOCK
 from bridge.quant.schemes.scheme import is_static
 
 # General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
@@ -58,7 +58,7 @@ def coding(format_: Format) -> Encoding:
 def rounding_note(format_: Format) -> str:
     """What changes beside the scheme's codes in other targets, for the plan; "" if nothing does."""
     first = format_.weight[0]
-    if first.dtype not in ("int8", "int4") or first.block == OWN_BLOCK:
+    if first.dtype not in ("int8", "int4") or first.block == (DTYPES["q8_0"].block,):
         return ""
     of = f"block of {first.block[0]}" if first.block else first.per
     return f"each {of} becomes {block_type(format_).upper()} blocks of 32 that repeat its scale, rounded to float16"

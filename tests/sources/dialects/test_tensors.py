@@ -141,7 +141,7 @@ def test_a_step_takes_no_more_memory_than_it_says(quant: str | None, tmp_path: P
         source = open_source(checkpoint, config=config)
         plan = bridge.plan(source, "hf", quant)
         scheme = load_scheme(quant) if quant else None
-        context = ConversionContext(plan, source, None, scheme, 0, None, file_settings("hf"))  # type: ignore[arg-type]
+        context = ConversionContext(plan, source, None, scheme, 0, None, file_settings(plan, source))  # type: ignore[arg-type]
         tracemalloc.start()
         try:
             for step in plan.steps:

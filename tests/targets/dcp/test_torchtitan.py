@@ -183,7 +183,7 @@ def test_reordered_rows_stay_in_the_memory_that_the_plan_says() -> None:
     plan = bridge.plan(source, "torchtitan")
     (step,) = (step for step in plan.steps if step.outputs[0].spec.name.endswith("wq.weight"))
     context = ConversionContext(
-        plan, source, None, None, 1, Work(Path(), {}, io.StringIO()), file_settings("torchtitan")
+        plan, source, None, None, 1, Work(Path(), {}, io.StringIO()), file_settings(plan, source)
     )
     write_step(step, context, Buffers(), None, lambda output, array, at: None)  # compiles
     tracemalloc.start()
@@ -204,7 +204,9 @@ def test_stacked_experts_pass_one_after_the_other(target: str, tmp_path: Path) -
     for root, way in ((tmp_path / "hf", target), (tmp_path / target, "hf")):
         opened = open_source(root)
         plan = bridge.plan(opened, way)
-        context = ConversionContext(plan, opened, None, None, 1, Work(Path(), {}, io.StringIO()), file_settings(way))
+        context = ConversionContext(
+            plan, opened, None, None, 1, Work(Path(), {}, io.StringIO()), file_settings(plan, opened)
+        )
         for step in plan.steps:
             write_step(step, context, Buffers(), None, lambda output, array, at: None)  # compiles
             tracemalloc.start()

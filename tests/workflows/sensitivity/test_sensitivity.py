@@ -322,8 +322,8 @@ def test_the_command_writes_a_recipe_once(tmp_path: Path) -> None:
 
 
 def narrow(n_inner: int) -> Any:
-    """A GPT-2 whose matrices have in = 96, but for `mlp.c_proj`."""
-    model = GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_embd": 96, "n_inner": n_inner}))
+    """A GPT-2 whose matrices have in = 80, but for `mlp.c_proj`."""
+    model = GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_embd": 80, "n_inner": n_inner}))
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -334,18 +334,18 @@ def test_what_no_target_takes_is_told_and_kept_out_of_a_recipe_that_plans(tmp_pa
     fits = {f"transformer.h.{n}.mlp.c_proj" for n in (0, 1)}
     assert {name for layer in found.layers for name in layer.modules} == fits
     assert found.notes[0] == "6 more stay unquantized: target hf does not support them in int4_wo"
-    assert "transformer.h.{0..1}.mlp.c_fc: in = 96 does not divide into blocks of 128" in found.notes[1]
+    assert "transformer.h.{0..1}.mlp.c_fc: in = 80 does not divide into blocks of 128" in found.notes[1]
     plan = bridge.plan(model, "hf", quant=found.save(tmp_path / "recipe.toml"))
     assert {step.site.module for step in plan.quantized if step.site} == fits
 
 
 def test_a_scheme_that_no_target_takes_at_all_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SchemeError, match=r"no target supports GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 96 does"):
+    with pytest.raises(SchemeError, match=r"no target supports GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 80 does"):
         make_job(narrow(200), "int4_wo", None, None, "kl", None, None, None)
 
 
 def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SchemeError, match=r"fallback int4_wo does not fit target hf; choose another:\n.*in = 96 does"):
+    with pytest.raises(SchemeError, match=r"fallback int4_wo does not fit target hf; choose another:\n.*in = 80 does"):
         make_job(narrow(384), "int8_wo", None, "int4_wo", "kl", None, None, None)
 
 
@@ -353,5 +353,5 @@ def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bridge.workflows.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
-    with pytest.raises(PlanError, match="in = 96 does not divide"):
+    with pytest.raises(PlanError, match="in = 80 does not divide"):
         bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")
