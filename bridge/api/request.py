@@ -65,34 +65,42 @@ def plan_of(
     written = None if program_of(target) else load_target(target).name
     contracts = [contract for contract in program.contracts if written in (None, contract.target)]
     contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
-    refused: list[str] = []
+    refused: dict[str, list[str]] = {}
     for contract in contracts:
+        if scheme and (lacks := contract.lacks(scheme.formats)):
+            refused.setdefault(lacks, []).append(contract.flags(contract.target))
+            continue
         inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
         try:
             plan = make_plan(inputs)
         except (PlanError, SchemeError) as error:
             if len(contracts) == 1:
                 raise
-            refused.append(f"{contract.flags()}: {error}")
+            refused.setdefault(str(error), []).append(contract.flags(contract.target))
             continue
         answer = verdict(program, plan)
         if not answer.why_not:
             return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
-        refused.append(f"{contract.flags()}: {answer.why_not}")
+        refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, options, refused))
 
 
 def _refusal(
-    program: Runtime, target: str, scheme: Scheme | None, options: Mapping[str, Any], refused: Sequence[str]
+    program: Runtime,
+    target: str,
+    scheme: Scheme | None,
+    options: Mapping[str, Any],
+    refused: Mapping[str, Sequence[str]],
 ) -> str:
     """What a program loads instead, if no output that it loads can be written."""
     if not refused:
         given = " ".join([f"--target {target}", *(f"--{name} {value}" for name, value in options.items())])
         return f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
     known = (load_scheme(name) for name in scheme_names())
-    loaded = [scheme_.name for scheme_ in known if any(c.has(scheme_.formats) for c in program.contracts)]
+    loaded = [scheme_.name for scheme_ in known if not all(c.lacks(scheme_.formats) for c in program.contracts)]
     what = f"{program.title} loads no output of scheme {scheme.name if scheme else 'none'} here"
-    return "\n  ".join([what + ":", *refused, f"schemes that it loads: {', '.join(loaded)}"])
+    lines = [f"{', '.join(flags)}: {why}" for why, flags in refused.items()]
+    return "\n  ".join([what + ":", *lines, f"schemes that it loads: {', '.join(loaded)}"])
 
 
 def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:

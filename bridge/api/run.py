@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
-from bridge.core.formats.safetensors import SafetensorsFile, stored_shape
+from bridge.core.formats.safetensors import stored_shape
 from bridge.core.output.names import MANIFEST
 from bridge.core.remote.opening import written_at
 from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.token_ids import GENERATION, TOKENIZER, TOKENIZER_CONFIG, token_ids
-from bridge.streaming.written import OutputReader
+from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
 from bridge.targets.generation import Settings, check_decoder, context_length
 from bridge.targets.manifest import load_manifest, manifest_data
@@ -77,8 +77,8 @@ def run(
     """Let a written language model continue `text`, and measure tokens per second.
 
     Args:
-        out: a directory that `convert` wrote, of a target that a program here can run: "trt" in ONNX Runtime, "hf" in
-            transformers, with its weights dequantized.
+        out: a directory that `convert` wrote, of a target that a program here can run: "trt" and "ort" in ONNX Runtime,
+            "gguf" in llama.cpp, "hf" in transformers, with its weights dequantized.
         tokens: how many tokens to generate at most; fewer if the model ends its text, or its context is full.
         chat: put `text` into the model's chat template, as what a user says.
         temperature: 0 takes the most likely token each time; above 0, tokens are drawn.
@@ -157,17 +157,18 @@ def _check_unaltered(plan: Plan, directory: Path) -> None:
         raise VerifyError(f"{directory / MANIFEST} was altered: its plan does not have its plan_digest; convert again")
     OutputReader(plan, directory)
     for name, planned in plan.files.items():
-        specs = SafetensorsFile(directory / name).specs
-        altered = [
-            s.name for s in planned if _stored(s) != (DTYPES[specs[s.name].dtype].safetensors, specs[s.name].shape)
-        ]
+        specs = open_written(directory / name, plan).specs
+        found = {s.name: (DTYPES[s.dtype].safetensors or s.dtype, s.shape) for s in specs.values()}
+        altered = [spec.name for spec in planned if _stored(spec) != found[spec.name]]
         if altered:
             names = ", ".join(fold_layers(altered)[:SHOWN])
             raise VerifyError(f"{directory / name}: {names} have another shape or dtype than planned; convert again")
 
 
 def _stored(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
-    return DTYPES[spec.dtype].safetensors, stored_shape(spec)
+    """The dtype and shape of a planned tensor in a file's header; ggml's block types are those of the plan."""
+    name = DTYPES[spec.dtype].safetensors
+    return (name, stored_shape(spec)) if name else (spec.dtype, spec.shape)
 
 
 class _Tokens:

@@ -87,7 +87,7 @@ def _runtimes() -> Description:
     rows, data = [], []
     for runtime in runtimes():
         for contract in runtime.contracts:
-            schemes = [name for name in scheme_names() if contract.has(load_scheme(name).formats)]
+            schemes = [name for name in scheme_names() if not contract.lacks(load_scheme(name).formats)]
             rows.append((runtime.name, runtime.title, contract.flags(), ", ".join(schemes)))
         data.append(plain(runtime))
     note = "Each is a file of mappings/runtimes, which names the run or the source that shows it."

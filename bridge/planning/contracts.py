@@ -6,7 +6,6 @@ plan. It is a closed list: what no row names is refused, since no run and no sou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,13 +61,18 @@ class Contract:
         flags = [_flag(name.replace("_", "-"), value) for name, value in self.options.items()]
         return " ".join(flags if flags and target == self.target else [f"--target {self.target}", *flags])
 
-    def has(self, formats: Iterable[Format]) -> bool:
-        """Whether there is a row for each of the formats, and they may stand together."""
+    def lacks(self, formats: Iterable[Format]) -> str:
+        """Why the formats of a model are not loaded: one has no row, or they may not stand together; "" if they are."""
         formats = list(formats)
+        words = sorted({contract_words(format_) for format_ in formats})
+        for missing in (words for words in words if words not in self.loads):
+            weights, _, inputs = missing.partition(" | ")
+            with_inputs = f"inputs in {inputs}" if inputs != "none" else "unquantized inputs"
+            return f"loads no weights in {weights} with {with_inputs} there"
         if not self.prescales and any(format_.prescales for format_ in formats):
-            return False
-        words = {contract_words(format_) for format_ in formats}
-        return words <= self.loads.keys() and (self.mixed or len(words) < 2)
+            return "loads no formats with pre-scales there"
+        alike = self.mixed or len(words) < 2
+        return "" if alike else f"reads one format for all modules there, not {' and '.join(words)}"
 
     def written_by(self, plan: Plan) -> bool:
         """Whether the plan is for this target and these options."""
@@ -143,20 +147,16 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
 
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
     """What of a plan the contract does not have: the module, "" for none, and why."""
-    formats = Counter(_words(step) for step in plan.quantized)
-    for words in formats.keys() - contract.loads.keys():
-        weights, _, inputs = words.partition(" | ")
-        with_inputs = f"inputs in {inputs}" if inputs != "none" else "unquantized inputs"
-        yield "", f"loads no weights in {weights} with {with_inputs} there"
+    formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
+    if lacks := contract.lacks(formats):
+        yield "", lacks
     if not formats and contract.plain is None:
         yield "", "reads quantized weights only there"
-    if len(formats) > 1 and not contract.mixed:
-        yield "", f"reads one format for all modules there, not {', '.join(sorted(formats))} together"
     for kv in dict.fromkeys(numeric_words(step.kv) for step in plan.steps if step.kv):
         if kv not in contract.kv:
             yield "", f"reads no KV cache in {kv} there"
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
-    for words in sorted(formats.keys() & contract.loads.keys()):
+    for words in sorted({contract_words(format_) for format_ in formats} & contract.loads.keys()):
         if (dtypes := contract.loads[words].dtypes) and dtype not in dtypes:
             yield "", f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}: pass --dtype bf16"
     fused = _fused(runtime, plan)
@@ -193,7 +193,7 @@ def _instead(runtime: Runtime, contract: Contract | None, plan: Plan) -> str:
     """The flags of another contract that has every format of the plan; "" without one."""
     formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
     others = (other for other in runtime.contracts if other is not contract)
-    fits = (other for other in others if other.has(formats))
+    fits = (other for other in others if not other.lacks(formats))
     return next((other.flags(plan.target) for other in fits), "")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,6 +33,38 @@ class Generator(Protocol):
 
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         """Continue the prompt `ids`; a token of `settings.stop` is the last that is yielded."""
+
+
+def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int]:
+    """Yield the tokens that `work` hands to its argument, as a thread of its own generates them.
+
+    The argument returns True once nobody takes more; the thread ends with the iterator. What `work` raises is raised
+    here.
+    """
+    items: queue.Queue[int | BaseException | None] = queue.Queue()
+    stop = threading.Event()
+
+    def hand(token: int) -> bool:
+        items.put(token)
+        return stop.is_set()
+
+    def run() -> None:
+        try:
+            work(hand)
+            items.put(None)
+        except BaseException as error:  # raised again where the tokens are read
+            items.put(error)
+
+    worker = threading.Thread(target=run, daemon=True)
+    worker.start()
+    try:
+        while (item := items.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        worker.join()
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge.planning.contract_files import runtimes
-from bridge.planning.contracts import Runtime
+from bridge.planning.contracts import Contract, Runtime
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
@@ -12,26 +12,30 @@ from docs.generate.matrix import table
 
 
 def schemes() -> str:
-    """A row per scheme, a column per program: `run` or `read`, and the flags of the output; `no` if it is refused."""
+    """A row per scheme, a column per program: `run`, `read`, or `no` if it is refused."""
     known = runtimes()
     rows = [[f"`{name}`", *(_cell(runtime, load_scheme(name)) for runtime in known)] for name in scheme_names()]
-    return table(["scheme", *(runtime.title for runtime in known)], rows)
+    return table(["scheme", *(f"`{runtime.name}`" for runtime in known)], rows)
 
 
 def _cell(runtime: Runtime, scheme: Scheme) -> str:
-    """The first output of the program's contract that has the scheme."""
+    """How it is known of the first output that has the scheme, which `--for` writes."""
     for contract in runtime.contracts:
-        if contract.has(scheme.formats):
+        if not contract.lacks(scheme.formats):
             evidence = {contract.loads[contract_words(format_)].evidence.how for format_ in scheme.formats}
-            return f"{'run' if evidence == {'run'} else 'read'}: `{contract.flags('hf')}`"
+            return "run" if evidence == {"run"} else "read"
     return "no"
 
 
 def evidence() -> str:
-    """What the rows of each contract rest on."""
+    """What each program loads of each output, and where that is known from."""
     rows = []
     for runtime in runtimes():
         for contract in runtime.contracts:
-            places = dict.fromkeys((row.evidence.how, row.evidence.where) for row in contract.loads.values())
-            rows += [[runtime.title, f"`{contract.flags()}`", how, f"`{where}`"] for how, where in places]
-    return table(["program", "output", "how", "where {: .wide }"], rows)
+            places = dict.fromkeys(f"{row.evidence.how}: `{row.evidence.where}`" for row in contract.loads.values())
+            rows.append([runtime.title, f"`{contract.flags()}`", ", ".join(_names(contract)), "<br>".join(places)])
+    return table(["program", "output", "schemes", "how that is known {: .wide }"], rows)
+
+
+def _names(contract: Contract) -> list[str]:
+    return [f"`{name}`" for name in scheme_names() if not contract.lacks(load_scheme(name).formats)]

@@ -73,6 +73,44 @@ def test_the_float_graph_says_what_transformers_says(options: dict[str, Any]) ->
 
 
 @pytest.mark.slow
+def test_the_fused_graph_of_ort_says_what_transformers_says() -> None:
+    result = bridge.run(written("ort", "none"), TEXT, tokens=24)
+    assert list(result.ids) == theirs(source(), 24)
+    assert result.runs.startswith("the file itself in ONNX Runtime")
+
+
+def test_llama_cpp_says_what_transformers_says() -> None:
+    pytest.importorskip("xllamacpp")
+    pieces: list[str] = []
+    result = bridge.run(written("gguf", "none"), TEXT, tokens=16, stream=pieces.append)
+    assert list(result.ids) == theirs(source(), 16)
+    assert "".join(pieces) == result.text and result.runs.startswith("the file itself in llama.cpp")
+
+
+def test_quantized_tokens_of_llama_cpp_are_the_most_likely_of_each_position() -> None:
+    """llama.cpp rounds activations to 8 bits where weights are quantized: its own probabilities are the reference."""
+    pytest.importorskip("xllamacpp")
+    from bridge.targets.gguf.runtime import LlamaCpp
+
+    directory = written("gguf", "int8_wo")
+    ids, engine = (
+        Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(TEXT).ids,
+        LlamaCpp(directory / "model.gguf"),
+    )
+    for token in bridge.run(directory, TEXT, tokens=8).ids:
+        assert token == engine.log_probabilities(ids, 1536).argmax()
+        ids.append(token)
+
+
+def test_drawn_tokens_of_llama_cpp_repeat_with_their_seed() -> None:
+    pytest.importorskip("xllamacpp")
+    first, again, other = (
+        bridge.run(written("gguf", "none"), TEXT, tokens=12, temperature=1.5, seed=seed).ids for seed in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo", "nvfp4_wo"])
 def test_a_weight_only_graph_says_what_its_dequantized_weights_say_in_transformers(scheme: str) -> None:
     """The same codes in `hf`, dequantized by their own reader, make the reference's weights."""

@@ -128,7 +128,7 @@ def test_a_runtime_chooses_the_first_output_that_it_loads(quant: str | None) -> 
 def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
         bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
-    assert "--format modelopt: loads no weights in fp4 block 32 e8m0" in str(told.value)
+    assert "--format deepseek: loads no weights in fp4 block 32 e8m0" in str(told.value)
     with pytest.raises(BridgeError, match="int4 block 128"):
         bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
     with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
@@ -177,4 +177,4 @@ def test_the_tables_of_the_site_have_every_scheme_and_program() -> None:
 
     lines = make("runtimes").splitlines()
     assert len(lines) == len(scheme_names()) + 2
-    assert all(runtime.title in lines[0] for runtime in runtimes())
+    assert all(f"`{runtime.name}`" in lines[0] for runtime in runtimes())

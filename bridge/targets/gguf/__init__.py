@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.sources.source import Source
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.targets.generation import Generator
 
 QUANTIZATION_VERSION = 2  # of ggml's block types
 
@@ -122,6 +123,14 @@ class Gguf(StreamedTarget):
         from bridge.targets.gguf.runtime import Runtime
 
         return Runtime(directory / "model.gguf")
+
+    def why_no_generator(self, directory: Path) -> str:
+        return ""
+
+    def generator(self, directory: Path) -> Generator:
+        from bridge.targets.gguf.generator import Generator as LlamaCppGenerator
+
+        return LlamaCppGenerator(directory / "model.gguf")
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         return write_checkpoint(context, directory, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class LlamaCpp:
         # list is of the model's own logits.
         pieces = enumerate(metadata["tokenizer.ggml.tokens"])
         self._taken = next((number for number, piece in pieces if piece.isascii() and piece.isalpha()), 0)
+        self._end: int | None = metadata.get("tokenizer.ggml.eos_token_id")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_parallel, params.warmup, params.fit_params = 1, False, False
@@ -56,6 +57,26 @@ class LlamaCpp:
         for entry in listed[0]["top_logprobs"]:
             values[entry["id"]] = entry["logprob"]
         return values
+
+    def generate(
+        self, tokens: list[int], count: int, temperature: float, seed: int, hand: Callable[[int], bool]
+    ) -> None:
+        """Hand over at most `count` new tokens, one by one, until `hand` returns True or llama.cpp ends the text."""
+
+        def take(data: Mapping[str, Any]) -> bool:
+            if "error" in data:
+                raise CannotRun(f"llama.cpp does not answer: {data['error']}")
+            (choice,) = data["choices"]
+            if choice["logprobs"]:
+                return hand(choice["logprobs"]["content"][0]["id"])
+            if choice["finish_reason"] == "stop" and self._end is not None:
+                hand(self._end)  # it ends the text without a probability
+            return False
+
+        asked = {"prompt": tokens, "n_predict": count, "n_probs": 1, "stream": True, "seed": seed}
+        # without these, llama.cpp draws from the most likely tokens only
+        whole = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        self._server.handle_completions(asked | whole, take)
 
     def prompt_tokens(self, text: str) -> int:
         """How many tokens llama.cpp makes of a text, with those that it adds."""
