@@ -27,10 +27,10 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
 PRESCALED = ("int4_awq", "int8", "int8_sq", "w4a8_awq")
 # (spelling, model) -> what it refuses before it reads a weight, and in which words.
 REFUSED: dict[tuple[str, str], dict[str, str]] = {
-    ("compressed-tensors", "tiny-llama"): dict.fromkeys(PRESCALED, "cannot hold the pre-scales"),
+    ("compressed-tensors", "tiny-llama"): {"w4a8_awq": "one level of weight quantization"},
     ("compressed-tensors", "tiny-gpt2"): {
         **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
-        **dict.fromkeys(PRESCALED, "cannot hold the pre-scales"),
+        "w4a8_awq": "one level of weight quantization",
     },
     ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},
 }
