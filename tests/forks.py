@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,15 +82,24 @@ def main() -> None:
 
 
 def _warm() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is not installed here, at length
+        import modelopt.torch.quantization  # noqa: F401
     import onnxruntime  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import bridge.calibration.modelopt  # noqa: F401
     from bridge.quant.codec.warm_up import load_kernels
+    from bridge.sources.opening import open_source
+    from bridge.targets.trt.graph import export
+    from tests.models.graphs import export_once
 
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
     load_kernels()
+    # nearly every page writes the tiny Llama as ONNX; its float graph depends on no weight and no scheme
+    export.export_graph = export_once
+    config = open_source(str(ROOT / "examples/models/tiny-llama")).config
+    export_once(dict(config), task="causal-lm", dtype="float32", opset=21, cache=True, stamp=True)
 
 
 def _served(asked: dict[str, Any]) -> tuple[int, str]:
