@@ -37,8 +37,6 @@ def checked(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "-m",
         "mypy",
         "--strict",
-        "--cache-dir",
-        str(folder / "cache"),
         str(folder / "script.py"),
     ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
