@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,14 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return REPORTS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(params=[(scheme, width) for scheme in SCHEMES for width in WIDTHS], ids=lambda p: f"{p[0]}-{p[1]}")
+LOOKS = list(product(SCHEMES, WIDTHS))
+EACH_ONCE = list(zip(SCHEMES, WIDTHS, strict=True))
+
+
+@pytest.fixture(
+    params=[pytest.param(look, marks=() if look in EACH_ONCE else pytest.mark.product) for look in LOOKS],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def seen(request: pytest.FixtureRequest, browser: Any, page: Path, screenshots: Path) -> Any:
     """The browser with the page open, in one scheme and width, and a screenshot of it written down."""
     scheme, width = request.param

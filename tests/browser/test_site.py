@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.test_report import CONTRAST, SCHEMES, TEXTS, WIDTHS, contrast, shot, show
+from tests.browser.test_report import CONTRAST, LOOKS, TEXTS, contrast, shot, show
 from tests.covering import grid
 from tests.docs.site import built
 
@@ -35,7 +35,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Every page in both schemes and in both widths, and some of them in each scheme of each width.
-LOOKS = [(scheme, width) for scheme in SCHEMES for width in WIDTHS]
 every_page = grid(
     {"name": PAGES, "look": LOOKS}, shows=lambda name, look: {(name, look[0]), (name, look[1])}, indirect=["look"]
 )

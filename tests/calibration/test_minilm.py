@@ -49,7 +49,7 @@ def embeddings(model: Any, texts: list[str]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "least"), [("fp8", 0.99), ("int8", 0.985)])
+@pytest.mark.parametrize(("scheme", "least"), [pytest.param("fp8", 0.99, marks=pytest.mark.product), ("int8", 0.985)])
 def test_sentence_embeddings_keep_a_mean_cosine_of_0995(scheme: str, least: float) -> None:
     texts, source = sentences(), open_source(str(MODEL))
     assert len(texts) == 200

@@ -248,7 +248,7 @@ def test_a_number_for_each_channel_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.product), "mixtral"])
 def test_modelopts_own_checkpoint_calibrates_as_modelopt_does(name: str, tmp_path: Path) -> None:
     """Its run on megatron-core and its run on transformers see the same numbers; on transformers it sends every token
     to every expert, so that their second matrices may see more.
@@ -269,7 +269,7 @@ def test_modelopts_own_checkpoint_calibrates_as_modelopt_does(name: str, tmp_pat
     [
         ("llama", "INT8_SMOOTHQUANT_CFG"),
         pytest.param("llama", "INT4_AWQ_CFG", marks=pytest.mark.product),
-        ("llama", "W4A8_AWQ_BETA_CFG"),
+        pytest.param("llama", "W4A8_AWQ_BETA_CFG", marks=pytest.mark.product),
         ("mixtral", "INT4_AWQ_CFG"),
     ],
 )

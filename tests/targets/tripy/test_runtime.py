@@ -107,7 +107,10 @@ def test_example_continues_from_a_written_directory(tp: Any, tmp_path: Path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "int8-weight-only", "int4-weight-only", "float8"])
+@pytest.mark.parametrize(
+    "mode",
+    [*(pytest.param(m, marks=pytest.mark.product) for m in ("none", "int8-weight-only")), "int4-weight-only", "float8"],
+)
 def test_example_generates_in_every_mode(mode: str, tp: Any, capsys: Capture) -> None:
     said = []
     for _ in range(2):
