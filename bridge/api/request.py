@@ -14,7 +14,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.values import Format, Structure
 from bridge.planning.contract_files import load_runtime
-from bridge.planning.contracts import Runtime, verdict
+from bridge.planning.contracts import Contract, Runtime, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
 from bridge.planning.memory import stream_memory
 from bridge.planning.passthrough import passthrough_scheme
@@ -67,8 +67,10 @@ def plan_of(
     contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
     refused: dict[str, list[str]] = {}
     for contract in contracts:
-        if scheme and (lacks := contract.lacks(scheme.formats)):
-            refused.setdefault(lacks, []).append(contract.flags(contract.target))
+        if scheme and (why := contract.lacks(scheme.formats)):
+            # of several outputs, the remedy of one may be another that is refused too
+            why = (len(contracts) == 1 and _why_unsupported(contract, scheme, options)) or why
+            refused.setdefault(why, []).append(contract.flags(contract.target))
             continue
         inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
         try:
@@ -83,6 +85,13 @@ def plan_of(
             return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, options, refused))
+
+
+def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, Any]) -> str:
+    """Why a contract's target does not write a scheme, with the nearest that it writes; "" if it does."""
+    chosen = load_target(contract.target)
+    given = make_options(chosen, {**contract.options, **options})
+    return next(filter(None, (chosen.why_unsupported(format_, given) for format_ in scheme.formats)), "")
 
 
 def _refusal(

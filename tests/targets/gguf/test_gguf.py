@@ -138,9 +138,12 @@ def test_a_sound_file_has_no_findings(written: Path) -> None:
     ("quant", "nearest"),
     [("fp8", "int8_wo"), ("int4_awq", "int4_wo"), ("int8_sq", "int8_wo"), ("nvfp4", "nvfp4_wo"), ("mxfp8", "int8_wo")],
 )
-def test_other_schemes_are_refused_with_the_nearest(quant: str, nearest: str) -> None:
-    with pytest.raises(SchemeError, match=f"use {nearest}"):
-        bridge.plan(str(LLAMA), target="llama.cpp", quant=quant)
+@pytest.mark.parametrize(
+    "given", [{"target": "gguf"}, {"target": "llama.cpp"}, {"target": "gguf", "runtime": "llama.cpp"}], ids=str
+)
+def test_other_schemes_are_refused_with_the_nearest(quant: str, nearest: str, given: dict[str, str]) -> None:
+    with pytest.raises(SchemeError, match=rf"(llama\.cpp|ggml) (divides|rounds|has) .*use {nearest}\b"):
+        bridge.plan(str(LLAMA), quant=quant, **given)
 
 
 def test_rounded_scales_are_told() -> None:
