@@ -63,7 +63,7 @@ def test_llama_cpp_computes_the_source_in_float32(family: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["int8_wo", "int4_wo", "mxfp4_wo", "nvfp4_wo"])
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "int8_wo", "int4_wo", "mxfp4_wo", "nvfp4_wo"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 def test_llama_cpp_computes_the_written_weights_of_trained_models(name: str, quant: str, tmp_path: Path) -> None:
     if (name, quant) == ("tiny-gpt2", "nvfp4_wo"):
