@@ -61,7 +61,7 @@ def plan_of(
     """
     program = load_runtime(runtime) if runtime else program_of(target)
     if program is None:
-        return make_plan(_plan_inputs(source, structure, target, scheme, options))
+        return _planned(_plan_inputs(source, structure, target, scheme, options))
     written = None if program_of(target) else load_target(target).name
     contracts = [contract for contract in program.contracts if written in (None, contract.target)]
     contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
@@ -74,7 +74,7 @@ def plan_of(
             continue
         inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
         try:
-            plan = make_plan(inputs)
+            plan = _planned(inputs)
         except (PlanError, SchemeError) as error:
             if len(contracts) == 1:
                 raise
@@ -85,6 +85,13 @@ def plan_of(
             return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, options, refused))
+
+
+def _planned(inputs: PlanInputs) -> Plan:
+    """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
+    plan = make_plan(inputs)
+    load_target(plan.target).file_metadata(plan, inputs.source)
+    return plan
 
 
 def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, Any]) -> str:

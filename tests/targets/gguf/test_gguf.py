@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,15 @@ def test_a_scheme_with_the_name_of_a_type_writes_the_bytes_of_gguf_py(quant: str
 def test_types_of_llama_cpps_own_quantizer_name_its_command(quant: str) -> None:
     with pytest.raises(UsageError, match=f"run llama-quantize model.gguf out.gguf {quant.upper()};"):
         bridge.plan(str(LLAMA), target="gguf", quant=quant)
+
+
+def test_a_plan_refuses_a_tokenizer_that_llama_cpp_has_not(tmp_path: Path) -> None:
+    tokenizer = save("qwen2", tmp_path / "qwen2") / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    tokenizer.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=r"cuts text into words in a way that has no name here.*\(Whitespace\)"):
+        bridge.plan(str(tokenizer.parent), target="gguf")
 
 
 def test_rounded_scales_are_told() -> None:
