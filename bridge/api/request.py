@@ -14,7 +14,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.values import Format, Structure
 from bridge.planning.contract_files import load_runtime
-from bridge.planning.contracts import Runtime, verdict
+from bridge.planning.contracts import Contract, Runtime, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
 from bridge.planning.memory import stream_memory
 from bridge.planning.passthrough import passthrough_scheme
@@ -61,18 +61,20 @@ def plan_of(
     """
     program = load_runtime(runtime) if runtime else program_of(target)
     if program is None:
-        return make_plan(_plan_inputs(source, structure, target, scheme, options))
+        return _planned(_plan_inputs(source, structure, target, scheme, options))
     written = None if program_of(target) else load_target(target).name
     contracts = [contract for contract in program.contracts if written in (None, contract.target)]
     contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
     refused: dict[str, list[str]] = {}
     for contract in contracts:
-        if scheme and (lacks := contract.lacks(scheme.formats)):
-            refused.setdefault(lacks, []).append(contract.flags(contract.target))
+        if scheme and (why := contract.lacks(scheme.formats)):
+            # of several outputs, the remedy of one may be another that is refused too
+            why = (len(contracts) == 1 and _why_unsupported(contract, scheme, options)) or why
+            refused.setdefault(why, []).append(contract.flags(contract.target))
             continue
         inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
         try:
-            plan = make_plan(inputs)
+            plan = _planned(inputs)
         except (PlanError, SchemeError) as error:
             if len(contracts) == 1:
                 raise
@@ -83,6 +85,20 @@ def plan_of(
             return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, options, refused))
+
+
+def _planned(inputs: PlanInputs) -> Plan:
+    """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
+    plan = make_plan(inputs)
+    load_target(plan.target).file_metadata(plan, inputs.source)
+    return plan
+
+
+def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, Any]) -> str:
+    """Why a contract's target does not write a scheme, with the nearest that it writes; "" if it does."""
+    chosen = load_target(contract.target)
+    given = make_options(chosen, {**contract.options, **options})
+    return next(filter(None, (chosen.why_unsupported(format_, given) for format_ in scheme.formats)), "")
 
 
 def _refusal(

@@ -86,6 +86,7 @@ COMMANDS = (
     _convert("tripy", 10, "--target", "tripy", "--quant", "int8_wo", model=str(TINY)),
     _convert("megatron", 10, "--target", "megatron", model=str(TINY)),
     _convert("torchtitan", 15, "--target", "torchtitan"),
+    _convert("gguf", 8, "--target", "gguf", "--quant", "q8_0", "--no-verify", model=str(TINY)),
     _convert("trt", 8, "--target", "trt", "--quant", "int8_wo", model=str(TINY)),
     Command("golden record", RECORD, 15),
     Command("golden record over an old one", (*RECORD, "--reason", "int8"), 15, "old golden"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SAMPLE = "the theory of the other thing is that there are three of them, and nothing further than those " * 3
 
@@ -63,9 +63,36 @@ def byte_tokenizer(size: int = 300) -> Tokenizer:
     return tokenizer
 
 
-def save(family: str, directory: Path) -> Path:
+def piece_tokenizer(spaces: str) -> Tokenizer:
+    """A tokenizer as transformers makes them of SentencePiece's models, with bytes for what has no piece.
+
+    spaces: "prepend" writes them by rules of text, as Llama 2's does; "metaspace" by a pre-tokenizer, as Mistral's.
+    """
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    learned.train_from_iterator([SAMPLE, " ".join(SAMPLE)], trainers.BpeTrainer(vocab_size=60))
+    pieces = sorted(learned.get_vocab(), key=learned.get_vocab().__getitem__)
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    known = set(pieces)
+    splits = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
+    merges = [pair for pair in splits if known.issuperset(pair)]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(special)
+    if spaces == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def save(family: str, directory: Path, **changed: Any) -> Path:
     """A random model of the family in float32; nothing in it stays at a constant that hides a mix-up."""
     name, config = FAMILIES[family]
+    config = config | changed
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     model = cls(cls.config_class(**config)).float().eval()

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 from bridge.planning.plan import Plan, Step
 from bridge.tables.expressions.regions import reordered
@@ -43,7 +44,11 @@ def dequantized(directory: Path, source: Path, plan: Plan) -> Any:
 
     model.config.save_pretrained(save)
     save_file({name: torch.from_numpy(array) for name, array in stored.items()}, save / "model.safetensors")
-    return transformers.AutoModelForCausalLM.from_pretrained(save, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        save,
+        dtype=torch.float32,
+        experts_implementation="eager",  # a call of linear each, see RoundedInputs
+    ).eval()
 
 
 def _source_tensors(source: Path) -> dict[str, np.ndarray]:
@@ -67,3 +72,32 @@ def _undo(step: Step, values: np.ndarray, stored: Mapping[str, np.ndarray]) -> N
         view[:] = piece.T if part.transposed else piece
         at += rows
     assert at == len(values), step.outputs[0].spec.name
+
+
+class RoundedInputs(TorchFunctionMode):
+    """Rounds what quantized matrices of a model multiply, as llama.cpp does: to 8 bits in blocks of 32."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+        super().__init__()
+        quantized = {part.source for step in plan.quantized for part in step.inputs}
+        experts = any(".experts." in name for name in quantized)  # one parameter of a model, however they are stored
+        self._weights = {
+            parameter.untyped_storage().data_ptr()
+            for name, parameter in model.named_parameters()
+            if name in quantized or (experts and ".experts." in name)
+        }
+        assert self._weights
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at = {torch.nn.functional.linear: 0, torch.addmm: 1}.get(func)  # transformers' Conv1D calls addmm
+        if at is not None and args[at + 1].untyped_storage().data_ptr() in self._weights:
+            args = (*args[:at], _rounded(args[at]), *args[at + 1 :])
+        return func(*args, **(kwargs or {}))
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    """Q8_0 and back, by gguf-py."""
+    rows = values.detach().reshape(-1, values.shape[-1]).numpy()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    back = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+    return torch.from_numpy(back).reshape(values.shape)

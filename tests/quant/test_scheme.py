@@ -20,7 +20,7 @@ from bridge.verification.weight_error import compare
 
 ALL = [
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_wo", "w4a8_awq",
+    "nvfp4_wo", "q4_0", "q8_0", "w4a8_awq",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 

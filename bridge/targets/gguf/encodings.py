@@ -8,7 +8,7 @@ from bridge.quant.schemes.scheme import is_static
 
 # General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
 FILE_TYPES = {"float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "bfloat16": 32, "mxfp4": 38, "nvfp4": 39}
-ALL = "int8_wo (Q8_0), int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4)"
+ALL = "q8_0 and int8_wo (Q8_0), q4_0 and int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4)"
 
 
 def block_type(format_: Format) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import transformers
 
 import bridge
-from bridge.core.errors import PlanError, SchemeError, SourceError, VerifyError
+from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError, VerifyError
 from bridge.core.formats.gguf import GgufFile
 from bridge.core.progress import BYTES
 from bridge.sources.opening import open_source
@@ -87,10 +88,11 @@ def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(factors, (plain / rotary.inv_freq.double()).numpy(), rtol=1e-6)
 
 
-def test_verify_finds_a_changed_byte(written: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(written, copy)
-    assert bridge.verify(copy, against=str(LLAMA)).passed
+def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
+    source, copy = str(save("qwen2", tmp_path / "qwen2")), tmp_path / "copy"
+    (tmp_path / "qwen2" / "tokenizer.json").unlink()  # so that tensors are compared, and llama.cpp does not run
+    bridge.convert(source, target="gguf", quant=MXFP4, out=copy, verify=False)
+    assert bridge.verify(copy, against=source).passed
     file = GgufFile(copy / "model.gguf")
     at = file.offsets["blk.2.ffn_up.weight"] + 5
     with (copy / "model.gguf").open("r+b") as data:
@@ -98,7 +100,7 @@ def test_verify_finds_a_changed_byte(written: Path, tmp_path: Path) -> None:
         byte = data.read(1)
         data.seek(at)
         data.write(bytes([byte[0] ^ 0x77]))
-    assert not bridge.verify(copy, against=str(LLAMA)).passed
+    assert not bridge.verify(copy, against=source).passed
 
 
 def test_a_file_that_is_cut_off_is_told(written: Path, tmp_path: Path) -> None:
@@ -138,9 +140,39 @@ def test_a_sound_file_has_no_findings(written: Path) -> None:
     ("quant", "nearest"),
     [("fp8", "int8_wo"), ("int4_awq", "int4_wo"), ("int8_sq", "int8_wo"), ("nvfp4", "nvfp4_wo"), ("mxfp8", "int8_wo")],
 )
-def test_other_schemes_are_refused_with_the_nearest(quant: str, nearest: str) -> None:
-    with pytest.raises(SchemeError, match=f"use {nearest}"):
-        bridge.plan(str(LLAMA), target="llama.cpp", quant=quant)
+@pytest.mark.parametrize(
+    "given", [{"target": "gguf"}, {"target": "llama.cpp"}, {"target": "gguf", "runtime": "llama.cpp"}], ids=str
+)
+def test_other_schemes_are_refused_with_the_nearest(quant: str, nearest: str, given: dict[str, str]) -> None:
+    with pytest.raises(SchemeError, match=rf"(llama\.cpp|ggml) (divides|rounds|has) .*use {nearest}\b"):
+        bridge.plan(str(LLAMA), quant=quant, **given)
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
+def test_a_scheme_with_the_name_of_a_type_writes_the_bytes_of_gguf_py(quant: str, tmp_path: Path) -> None:
+    source, kind = str(save("mixtral", tmp_path / "mixtral")), gguf.GGMLQuantizationType[quant.upper()]
+    for out, scheme in (("plain", None), ("codes", quant)):
+        bridge.convert(source, target="gguf", quant=scheme, out=tmp_path / out, verify=False)
+    plain, codes = GgufFile(tmp_path / "plain/model.gguf"), GgufFile(tmp_path / "codes/model.gguf")
+    coded = [name for name, spec in codes.specs.items() if spec.dtype == quant]
+    assert {name.split(".")[2] for name in coded} >= {"attn_q", "attn_output", "ffn_down_exps"}
+    for name in coded:
+        assert np.array_equal(codes.read(name), gguf.quants.quantize(plain.read(name), kind)), name
+
+
+@pytest.mark.parametrize("quant", ["Q4_K_M", "q6_k", "IQ4_XS"])
+def test_types_of_llama_cpps_own_quantizer_name_its_command(quant: str) -> None:
+    with pytest.raises(UsageError, match=f"run llama-quantize model.gguf out.gguf {quant.upper()};"):
+        bridge.plan(str(LLAMA), target="gguf", quant=quant)
+
+
+def test_a_plan_refuses_a_tokenizer_that_llama_cpp_has_not(tmp_path: Path) -> None:
+    tokenizer = save("qwen2", tmp_path / "qwen2") / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    tokenizer.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=r"cuts text into words in a way that has no name here.*\(Whitespace\)"):
+        bridge.plan(str(tokenizer.parent), target="gguf")
 
 
 def test_rounded_scales_are_told() -> None:

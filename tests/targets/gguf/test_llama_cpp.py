@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-import xllamacpp
 
 import bridge
 from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
-from tests.models.gguf_families import FAMILIES, save
-from tests.oracles.llama_cpp import dequantized, log_probabilities
+from tests.models.gguf_families import FAMILIES, piece_tokenizer, save
+from tests.oracles.llama_cpp import RoundedInputs, dequantized, log_probabilities
 
 MODELS = ROOT / "examples" / "models"
 LENGTHS = (3, 17, 60)  # beyond the window of the Gemmas, and beyond twenty positions, where a wrong RoPE shows
 FLOAT = 1e-4  # nats: float32 sums in another order
 GELU = 0.004  # llama.cpp reads GELU from a table of float16 numbers
-# llama.cpp rounds activations to 8 bits in blocks of 32, our reference does not: the trained models lose up to 2.4e-4,
-# random ones up to 7e-4, and squared ReLUs double the error of what they square.
-ROUNDED = {"trained": 4e-4, "nemotron": 5e-3}
-RANDOM = 1e-3
+# llama.cpp rounds what a quantized matrix multiplies to 8 bits in blocks of 32, and so does the reference: without that
+# it is up to 1.5e-3 away. It is 2e-7 away where all values round alike; where a sum in another order rounds one to its
+# neighbour, the rest follows: 1.8e-4 in Gemma 2 was the most.
+ROUNDED = 2.5e-4
 STORY = (
     "Once upon a time there was a little dog who lived near the forest. Every morning he ran to the river, and the old "
     "woman at the mill gave him bread. One day the river was frozen, and the dog went further than he had ever been."
@@ -40,6 +41,7 @@ def _compared(source: Path, quant: str | None, tmp_path: Path) -> tuple[float, f
         work.symlink_to(source)
     model = dequantized(out, work, load_manifest(out).plan)
     vocab = model.config.vocab_size
+    rounded = RoundedInputs(model, load_manifest(out).plan) if quant else nullcontext()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, vocab, length).tolist() for length in LENGTHS]
     if source.parent == MODELS:
@@ -47,7 +49,7 @@ def _compared(source: Path, quant: str | None, tmp_path: Path) -> tuple[float, f
         prompts = [ids[:length] for length in (*LENGTHS, len(ids))]
     differences, divergences = [], []
     for prompt, ours in zip(prompts, log_probabilities(out / "model.gguf", prompts, vocab), strict=True):
-        with torch.no_grad():
+        with torch.no_grad(), rounded:
             theirs = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].double(), -1).numpy()
         assert np.isfinite(ours).all()
         differences.append(float(np.abs(ours - theirs).max()))
@@ -63,7 +65,7 @@ def test_llama_cpp_computes_the_source_in_float32(family: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["int8_wo", "int4_wo", "mxfp4_wo", "nvfp4_wo"])
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "int8_wo", "int4_wo", "mxfp4_wo", "nvfp4_wo"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 def test_llama_cpp_computes_the_written_weights_of_trained_models(name: str, quant: str, tmp_path: Path) -> None:
     if (name, quant) == ("tiny-gpt2", "nvfp4_wo"):
@@ -71,7 +73,7 @@ def test_llama_cpp_computes_the_written_weights_of_trained_models(name: str, qua
             bridge.plan(str(MODELS / name), target="gguf", quant=quant)
         return
     _, divergence = _compared(MODELS / name, quant, tmp_path)
-    assert divergence <= ROUNDED["trained"]
+    assert divergence <= ROUNDED
 
 
 @pytest.mark.product
@@ -84,7 +86,7 @@ def test_llama_cpp_computes_the_written_weights_of_every_family(family: str, qua
             bridge.plan(str(source), target="gguf", quant=quant)
         return
     _, divergence = _compared(source, quant, tmp_path)
-    assert divergence <= ROUNDED.get(family, RANDOM)
+    assert divergence <= ROUNDED
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -96,18 +98,36 @@ def test_llama_cpp_loads_halves(dtype: str, tmp_path: Path) -> None:
 
 TEXTS = (
     "Once upon a time, there was a little dog.", "  two  spaces\n\nand lines\t", "don't we'll I'D", "1234567 + 89",
-    "naïve café — “quotes” … ümlaut", "日本語 and emoji 🙂", "x=[{}];//#!", "",
+    "naïve café — “quotes” … ümlaut", "日本語 and emoji 🙂", "x=[{}];//#!",
 )  # fmt: skip
+
+
+def _reads(file: Path, tokens: Mapping[str, list[int]], vocab: int) -> None:
+    """Check that llama.cpp, which tells no tokens, has as many of a text, and the same answer to it."""
+    engine = LlamaCpp(file)
+    for text, ids in tokens.items():
+        assert engine.prompt_tokens(text) == len(ids), text
+        np.testing.assert_array_equal(engine.log_probabilities(text, vocab), engine.log_probabilities(ids, vocab), text)
 
 
 @pytest.mark.slow
 def test_a_text_becomes_the_tokens_of_transformers(tmp_path: Path) -> None:
     source = MODELS / "tiny-llama"
-    bridge.convert(str(source), target="gguf", quant="mxfp4_wo", out=tmp_path / "out")
+    bridge.convert(str(source), target="gguf", quant="mxfp4_wo", out=tmp_path / "out", verify=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    assert xllamacpp.__version__
-    engine = LlamaCpp(tmp_path / "out" / "model.gguf")
-    for text in TEXTS[:-1]:
-        ids = tokenizer(text)["input_ids"]
-        np.testing.assert_array_equal(engine.log_probabilities(text, 1536), engine.log_probabilities(ids, 1536), text)
-        assert engine.prompt_tokens(text) == len(ids), text
+    _reads(tmp_path / "out" / "model.gguf", {text: tokenizer(text)["input_ids"] for text in TEXTS}, 1536)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spaces", ["prepend", "metaspace"])
+def test_a_text_becomes_the_pieces_of_sentencepiece(spaces: str, tmp_path: Path) -> None:
+    source, tokenizer = save("mistral", tmp_path / "mistral", vocab_size=400), piece_tokenizer(spaces)
+    tokenizer.save(str(source / "tokenizer.json"))
+    bridge.convert(str(source), target="gguf", out=tmp_path / "out", verify=False)
+    # SentencePiece and llama.cpp put a space before every text, this pre-tokenizer none before one that begins with it
+    texts = [text.lstrip(" ") if spaces == "metaspace" else text for text in TEXTS]
+    tokens = {text: tokenizer.encode(text).ids for text in texts}
+    bytes_, pieces = range(3, 259), range(259, tokenizer.get_vocab_size())
+    used = set().union(*tokens.values())
+    assert used.intersection(bytes_) and len(used.intersection(pieces)) > 20
+    _reads(tmp_path / "out" / "model.gguf", tokens, 400)
