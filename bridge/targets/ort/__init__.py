@@ -34,6 +34,11 @@ RULES = (
     "external-path", "external-file", "external-bounds", "external-overlap", "initializer-data", "safetensors",
     "unused", "checker",
 )  # fmt: skip
+# ONNX Runtime 1.32 on a CPU: GroupQueryAttention, MatMulNBits, MatMul take no bfloat16; they take float16.
+WHY_FLOAT32 = {
+    "bfloat16": "ONNX Runtime has no CPU kernels for bfloat16",
+    "float16": "target ort writes float32 graphs only; for float16 use target trt",
+}
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,8 @@ class Ort(Trt):
 
     def draft(self, draft: Draft) -> Drafted:
         drafted = super().draft(draft)
-        halves = sorted({spec.dtype for spec in draft.specs.values()} & {"bfloat16", "float16"})
-        if halves:
-            drafted.notes.append(
-                f"what is not quantized is written as float32, not {' and '.join(halves)}: the graph's kernels and "
-                "cache on a CPU are float32"
-            )
+        for dtype in sorted({spec.dtype for spec in draft.specs.values()} & set(WHY_FLOAT32)):
+            drafted.notes.append(f"what is {dtype} and not quantized is written as float32: {WHY_FLOAT32[dtype]}")
         return drafted
 
     def notes(self, structure: Structure, options: Any) -> tuple[str, ...]:
