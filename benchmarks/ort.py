@@ -3,8 +3,8 @@
     python -m benchmarks.ort                                   # the tiny Llama
     python -m benchmarks.ort --shape 1b --tokens 24 --rounds 3 # random weights of Llama 3.2 1B's shape (5 GB of disk)
 
-Each round times every directory once, in turn, so that a busy machine slows all alike; medians of the rounds and of
-their ratios.
+First it tells the seconds and the peak of memory of making each output, in a process of its own. Then each round times
+every directory once, in turn, so that a busy machine slows all alike; medians of the rounds and of their ratios.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import bridge
+from benchmarks.checkpoint import run, size
 
 TINY = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama"
 LLAMA_1B: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 2048,
 }  # fmt: skip
+INT4_ONLY = ("builder-128", "ort-exact")  # the builder's own blocks are of 32, ours of 128
+NAMES = ("builder", "trt", "ort", *INT4_ONLY)
 INT4 = """base = "int4_wo"
 [[rule]]
 roles = ["head.weight"]
@@ -45,12 +47,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "int4"), default=("fp32", "int4"))
+    parser.add_argument("--outputs", nargs="+", choices=NAMES, default=NAMES)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         source = TINY if given.shape == "tiny" else random_llama(root / "source")
         for precision in given.precisions:
-            outputs = written(source, root, precision)
+            outputs = written(source, root, precision, given.outputs)
             for directory in outputs.values():
                 fix_threads(directory, given.threads)
             print_row(precision, outputs, given)
@@ -71,21 +74,26 @@ def random_llama(path: Path) -> Path:
     return path
 
 
-def written(source: Path, root: Path, precision: str) -> dict[str, Path]:
+def written(source: Path, root: Path, precision: str, names: Sequence[str]) -> dict[str, Path]:
     """Name -> directory, with the head quantized too, as the builder does it."""
-    builder = root / f"builder-{precision}"
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", source, "-o", builder]
-    subprocess.run([*command, "-p", precision, "-e", "cpu", "-c", root / "cache"], check=True, capture_output=True)
-    outputs = {"builder": builder, "trt": root / f"trt-{precision}", "ort": root / f"ort-{precision}"}
-    if precision == "int4":
-        outputs["ort exact"] = root / f"exact-{precision}"
     recipe = root / "int4.toml"
     recipe.write_text(INT4)
     scheme = {"fp32": "none", "int4": str(recipe)}[precision]
+    outputs = {name: root / f"{name}-{precision}" for name in names if name not in INT4_ONLY or precision == "int4"}
     for name, directory in outputs.items():
-        if name != "builder":
-            options = {"exact": True} if name == "ort exact" else {}
-            bridge.convert(source, name.split()[0], scheme, directory, verify=False, progress=False, **options)
+        if name.startswith("builder"):
+            command = ["onnxruntime_genai.models.builder", "-m", source, "-o", directory, "-p", precision]
+            command += ["-e", "cpu", "-c", root / "cache"]
+            command += ["--extra_options", "block_size=128"] if name == "builder-128" else []
+        else:
+            command = ["bridge", "convert", source, "--target", name.partition("-")[0], "--quant", scheme]
+            command += ["--out", directory, "--no-verify", "-q", *(["--exact"] if name == "ort-exact" else [])]
+        seconds, resident, own = run([sys.executable, "-m", *map(str, command)])
+        print(
+            f"{precision}  {name:11} made in {seconds:.1f} s, {own:.2f} GB of memory of its own at most, "
+            f"{resident:.2f} GB with the files it reads; {size(directory):.2f} GB on disk",
+            flush=True,
+        )
     return outputs
 
 
@@ -108,9 +116,12 @@ def print_row(precision: str, outputs: dict[str, Path], given: argparse.Namespac
         for name, model in models.items():
             rates[name].append(rate(model, given.prompt, given.tokens))
     for name, values in rates.items():
+        if "builder" not in rates:
+            print(f"{precision}  {name:11} {statistics.median(values):9.1f} tokens/s", flush=True)
+            continue
         share = statistics.median(ours / theirs for ours, theirs in zip(values, rates["builder"], strict=True))
         typical = statistics.median(values)
-        print(f"{precision}  {name:10} {typical:9.1f} tokens/s  {share:.2f} of the builder's", flush=True)
+        print(f"{precision}  {name:11} {typical:9.1f} tokens/s  {share:.2f} of the builder's", flush=True)
 
 
 def rate(model: Any, prompt: int, tokens: int) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
-from bridge.planning.target import Draft
+from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import option
 from bridge.targets.trt import FLOAT_ACTIVATIONS, Trt
 
@@ -34,6 +34,11 @@ RULES = (
     "external-path", "external-file", "external-bounds", "external-overlap", "initializer-data", "safetensors",
     "unused", "checker",
 )  # fmt: skip
+# ONNX Runtime 1.32 on a CPU: GroupQueryAttention, MatMulNBits, MatMul take no bfloat16; they take float16.
+WHY_FLOAT32 = {
+    "bfloat16": "ONNX Runtime has no CPU kernels for bfloat16",
+    "float16": "target ort writes float32 graphs only; for float16 use target trt",
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,12 @@ class Ort(Trt):
         known = ", ".join(DECODERS)
         return f"{architecture}: no test shows that its graph fuses; use target trt, or one of {known}"
 
+    def draft(self, draft: Draft) -> Drafted:
+        drafted = super().draft(draft)
+        for dtype in sorted({spec.dtype for spec in draft.specs.values()} & set(WHY_FLOAT32)):
+            drafted.notes.append(f"what is {dtype} and not quantized is written as float32: {WHY_FLOAT32[dtype]}")
+        return drafted
+
     def notes(self, structure: Structure, options: Any) -> tuple[str, ...]:
         return ()
 
@@ -108,13 +119,16 @@ class Ort(Trt):
         return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        from bridge.targets.ort.packing import pack_attention
         from bridge.targets.ort.rewrite import fuse
         from bridge.targets.trt.genai_config import write_genai_config
         from bridge.targets.trt.writer import GraphOptions, write_onnx
 
-        options, windows = context.plan.options, _windows(context.source.config)
-        rewrite = partial(fuse, windows=windows)
-        chosen = GraphOptions("causal-lm", OrtOptions.dtype, OPSET, cache=True, stamp=options["stamp"], rewrite=rewrite)
+        options, config = context.plan.options, context.source.config
+        rewrite = partial(fuse, windows=_windows(config), positions=_text(config).get("max_position_embeddings") or 0)
+        chosen = GraphOptions(
+            "causal-lm", OrtOptions.dtype, OPSET, True, options["stamp"], rewrite=rewrite, finish=pack_attention
+        )
         written = write_onnx(context, directory, chosen)
         session = FLOAT_ACTIVATIONS if options["exact"] else {}
         why_not = write_genai_config(context.source, directory, session, shared=True)
@@ -123,9 +137,14 @@ class Ort(Trt):
 
 def _windows(config: Mapping[str, Any]) -> bool:
     """True unless every layer attends to everything before it."""
-    text = config.get("text_config") or config
+    text = _text(config)
     kinds = text.get("layer_types")
     return set(kinds) != {"full_attention"} if kinds else bool(text.get("sliding_window"))
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    part: Mapping[str, Any] = config.get("text_config") or config
+    return part
 
 
 TARGET = Ort()

@@ -28,9 +28,10 @@ def add_node(
     return output
 
 
-def constant(graph: ir.Graph, value: np.ndarray) -> ir.Value:
-    """An initializer of a few numbers; equal ones are one."""
-    name = f"constant.{value.dtype}.{'x'.join(map(str, value.shape))}.{'_'.join(map(str, value.ravel().tolist()))}"
+def constant(graph: ir.Graph, value: np.ndarray, name: str = "") -> ir.Value:
+    """An initializer that is stored in the .onnx itself: by `name`, or a few numbers, of which equal ones are one."""
+    if not name:
+        name = f"constant.{value.dtype}.{'x'.join(map(str, value.shape))}.{'_'.join(map(str, value.ravel().tolist()))}"
     if name not in graph.initializers:
         tensor = ir.tensor(value, name=name)
         graph.register_initializer(

@@ -31,7 +31,7 @@ MODEL = "model.onnx"
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What is exported; `rewrite` edits the float graph in place before it is quantized."""
+    """What is exported; `rewrite` edits the float graph in place before it is quantized, `finish` the quantized one."""
 
     task: str
     dtype: str
@@ -39,6 +39,7 @@ class GraphOptions:
     cache: bool
     stamp: bool
     rewrite: Callable[[Graph], None] | None = None
+    finish: Callable[[ir.Model], object] | None = None
 
 
 def write_onnx(context: ConversionContext, directory: Path, options: GraphOptions) -> WriteResult:
@@ -98,6 +99,8 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     _quantize_kv(inserter, context, kv)
     RemoveUnusedNodesPass()(graph.model)  # transposes and float weights that codes replaced
     attach(graph.model, floats, weights_file)
+    if options.finish:
+        options.finish(graph.model)
     stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}
     return graph, sorted(stored - set(graph.model.graph.initializers))
 

@@ -119,7 +119,10 @@ def test_every_layer_is_fused(family: str, written: Any) -> None:
     kinds = [node.op_type for node in graph]
     layers = model_of(family).config.num_hidden_layers
     assert kinds.count("GroupQueryAttention") == layers
-    assert kinds.count("RotaryEmbedding") == 2 * layers
+    fused = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    assert "RotaryEmbedding" not in kinds and all(node.attributes["do_rotary"].as_int() == 1 for node in fused)
+    packed = [node.inputs[1] is None and node.inputs[2] is None for node in fused]
+    assert packed == [family not in ("qwen3", "gemma3")] * layers  # norms of queries and keys lie between
     assert "ReduceMean" not in kinds and "Attention" not in kinds
     assert "Pow" not in kinds and "Neg" not in kinds
 
@@ -140,6 +143,14 @@ def test_quantized_weights_are_those_of_target_trt(scheme: str, tmp_path: Path) 
     feeds = {"input_ids": ids, "attention_mask": mask}
     ours, plain = (Runtime(tmp_path / name).run(feeds)["logits"][mask > 0] for name in ("ort", "trt"))
     assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "no CPU kernels for bfloat16"), ("float16", "use target trt")])
+def test_the_plan_says_why_halves_become_float32(dtype: str, why: str) -> None:
+    plan = bridge.plan(decoder("llama").to(getattr(torch, dtype)), "ort", "none")
+    assert [note for note in plan.notes if note.startswith(f"what is {dtype}") and why in note]
+    assert {output.spec.dtype for output in plan.outputs} == {"float32"}
+    assert not [note for note in bridge.plan(LLAMA, "ort", "none").notes if "float32" in note]
 
 
 def test_pre_scales_of_awq_are_in_the_graph(tmp_path: Path) -> None:
