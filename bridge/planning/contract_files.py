@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import Contract, Evidence, Row, Runtime
 
 KEYS = ("program", "version", "aliases", "fused", "writes")
-CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "loads")
+CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "ranks", "loads")
 CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list}
 HOW = ("run", "read")
 _VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*(?P<version>\d[\w.]*)")
@@ -90,7 +90,7 @@ def _contract(file: TableFile, name: str) -> Contract:
     if not isinstance(words.get("target"), str):
         raise file.header(section).error("`target` is missing", hint='target = "hf"')
     rows = file.section(f"{section}.loads")
-    plain = words.get("plain")
+    plain, ranks = words.get("plain"), words.get("ranks")
     return Contract(
         words["target"],
         dict(words.get("options", {})),
@@ -99,6 +99,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         bool(words.get("mixed", False)),
         bool(words.get("prescales", True)),
         _evidence(file, section, "plain", plain) if plain is not None else None,
+        _evidence(file, section, "ranks", ranks) if ranks is not None else None,
     )
 
 
