@@ -16,6 +16,7 @@ KEYS = ("program", "version", "aliases", "fused", "writes")
 CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "ranks", "loads")
 CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list}
 HOW = ("run", "read")
+_NAME_END = re.compile(r"[\s=@<>~!]")
 _VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*(?P<version>\d[\w.]*)")
 
 
@@ -47,6 +48,11 @@ def load_runtime(given: str) -> Runtime:
     match = _VERSION.fullmatch(given.strip())
     name, version = (match["name"], match["version"]) if match else (given.strip(), "")
     runtime = find_runtime(name)
+    if runtime is None and (named := find_runtime(_NAME_END.split(name, maxsplit=1)[0])):
+        raise UsageError(
+            f"runtime {given!r} (--for): a version is written {named.name}=={named.version}; that is the one that "
+            f"{named.program} has a contract for, and {named.name!r} alone means it, too"
+        )
     if runtime is None:
         raise UsageError(f"runtime {given!r} (--for) has no contract; {nearest(name.lower(), runtime_names())}")
     if version and not f"{runtime.version}.".startswith(f"{version}."):

@@ -176,8 +176,10 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
         bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
     assert "--format deepseek: loads no weights in fp4 block 32 e8m0" in str(told.value)
-    with pytest.raises(BridgeError, match="int4 block 128"):
+    with pytest.raises(BridgeError, match="int4 block 128") as told:
         bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
+    assert "this scheme it loads from --target hf --format compressed-tensors; or from" in str(told.value)
+    assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]
     with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
         bridge.plan(TINY, "trt", "fp8", runtime="vllm")
 
@@ -187,6 +189,8 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     [
         ("vlm", "has no contract; did you mean 'vllm'|known: "),
         ("vllm==0.20", "no contract was written for version 0.20 of vLLM; there is one for 0.33"),
+        ("vllm==latest", "a version is written vllm==0.33"),
+        ("vllm>=0.33", "a version is written vllm==0.33"),
         ("vllm 0.3", "no contract was written for version 0.3 of vLLM"),
     ],
 )
