@@ -12,7 +12,7 @@ from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
 from bridge.planning.contracts import Contract, Evidence, Row, Runtime
 
-KEYS = ("program", "version", "aliases", "fused", "writes")
+KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
 CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "ranks", "loads")
 CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list}
 HOW = ("run", "read")
@@ -73,7 +73,8 @@ def parse_runtime(name: str, file: TableFile) -> Runtime:
     if not contracts:
         raise file.place("", "writes").error("no [writes.NAME] says what it loads")
     fused = tuple(tuple(words.split()) for words in file.words("fused"))
-    return Runtime(name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused)
+    mistakes = dict(file.section("mistakes"))
+    return Runtime(name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes)
 
 
 def check_runtimes() -> list[str]:

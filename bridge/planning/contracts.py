@@ -95,7 +95,7 @@ def _flag(name: str, value: Any) -> str:
 class Runtime:
     """A program, in one version. `name`: as users type it. `fused`: names of modules that it holds as one matrix.
 
-    `contracts` are in the order of choice.
+    `contracts` are in the order of choice. `mistakes`: format that it takes and does not understand -> what it does.
     """
 
     name: str
@@ -104,6 +104,7 @@ class Runtime:
     contracts: tuple[Contract, ...]
     aliases: tuple[str, ...] = ()
     fused: tuple[tuple[str, ...], ...] = ()
+    mistakes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -123,12 +124,14 @@ class Verdict:
 
     `instead`: the flags of another output that has these formats and that it loads; "" if there is none. `ranks`: the
     most ranks that may share it, if they are fewer than the model itself allows; 0 if not.
+    `mistake`: what the program makes of an output that it takes and does not understand; "" if it refuses.
     """
 
     runtime: Runtime
     why_not: str = ""
     instead: str = ""
     ranks: int = 0
+    mistake: str = ""
     evidence: tuple[Evidence, ...] = field(default=(), compare=False)
 
     @property
@@ -144,7 +147,9 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
     contract = runtime.contract_of(plan)
     if contract is None:
         what = f"format {plan.options['format']}" if "format" in plan.options else f"what target {plan.target} writes"
-        return Verdict(runtime, f"does not load {what}", _instead(runtime, contract, plan))
+        mistake = runtime.mistakes.get(str(plan.options.get("format")), "")
+        why = f"does not load {what}{mistake and ': ' + mistake}"
+        return Verdict(runtime, why, _instead(runtime, contract, plan), mistake=mistake)
     problems = fold_problems(_problems(runtime, contract, plan))
     if problems:
         return Verdict(runtime, "; ".join(problems), _instead(runtime, contract, plan))

@@ -18,13 +18,14 @@ class Loading:
     """Whether one program, in one version, loads an output.
 
     `how`: "run" and "read" say how it is known that it does, "no" that it does not. `where`: the tests or the files of
-    its source; or the reason, and the flags to write with instead. `ranks`: see `Verdict`.
+    its source; or the reason, and the flags to write with instead. `ranks`, `mistake`: see `Verdict`.
     """
 
     program: str
     how: str
     where: str
     ranks: int = 0
+    mistake: str = ""
 
     @property
     def limit(self) -> str:
@@ -42,6 +43,7 @@ def loadings(plan: Plan) -> tuple[Loading, ...]:
             answer.how,
             _why_not(answer) or ", ".join(dict.fromkeys(evidence.where for evidence in answer.evidence)),
             answer.ranks,
+            answer.mistake,
         )
         for answer in verdicts(runtimes(), plan)
     )
@@ -60,4 +62,5 @@ def loading_line(entries: Iterable[Loading]) -> str:
     """The programs that load an output; "" if no contract is about its target."""
     entries = list(entries)
     names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"]
-    return (", ".join(names) or "no program that a contract is about") if entries else ""
+    loaded = ", ".join(names) or "no program that a contract is about"
+    return "; ".join([loaded, *(f"not {e.program}: {e.mistake}" for e in entries if e.mistake)]) if entries else ""

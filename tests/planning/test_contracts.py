@@ -105,6 +105,16 @@ def test_ranks_need_a_contract_that_speaks_of_them_and_a_table() -> None:
         bridge.plan(TINY, "hf", "fp8", tp=0)
 
 
+def test_what_a_program_makes_of_a_format_that_it_does_not_know_is_told() -> None:
+    answer = verdict(load_runtime("transformers"), bridge.plan(TINY, "hf", "fp8"))
+    assert "drops the scales with a warning and computes with wrong weights" in answer.why_not
+    assert answer.instead == "--format compressed-tensors"
+    line = loading_line(loadings(bridge.plan(TINY, "hf", "fp8")))
+    assert "; not transformers 5.23: it drops the scales" in line
+    plain = verdict(load_runtime("transformers"), bridge.plan(TINY, "hf"))
+    assert plain.how != "no"
+
+
 def test_files_do_not_depend_on_ranks(tmp_path: Path) -> None:
     for ranks in (1, 2):
         bridge.convert(TINY, "hf", "int8_wo", tmp_path / str(ranks), verify=False, tp=ranks)
