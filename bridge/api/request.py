@@ -84,7 +84,7 @@ def plan_of(
         if not answer.why_not:
             return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
-    raise SchemeError(_refusal(program, target, scheme, options, refused))
+    raise SchemeError(_refusal(program, target, scheme, options, contracts, refused))
 
 
 def _planned(inputs: PlanInputs) -> Plan:
@@ -106,6 +106,7 @@ def _refusal(
     target: str,
     scheme: Scheme | None,
     options: Mapping[str, Any],
+    contracts: Sequence[Contract],
     refused: Mapping[str, Sequence[str]],
 ) -> str:
     """What a program loads instead, if no output that it loads can be written."""
@@ -113,10 +114,14 @@ def _refusal(
         given = " ".join([f"--target {target}", *(f"--{name} {value}" for name, value in options.items())])
         return f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
     known = (load_scheme(name) for name in scheme_names())
-    loaded = [scheme_.name for scheme_ in known if not all(c.lacks(scheme_.formats) for c in program.contracts)]
+    loaded = [scheme_.name for scheme_ in known if not all(c.lacks(scheme_.formats) for c in contracts)]
     what = f"{program.title} loads no output of scheme {scheme.name if scheme else 'none'} here"
     lines = [f"{', '.join(flags)}: {why}" for why, flags in refused.items()]
-    return "\n  ".join([what + ":", *lines, f"schemes that it loads: {', '.join(loaded)}"])
+    excluded = [contract for contract in program.contracts if contract not in contracts]
+    instead = [c.flags() for c in excluded if scheme and not c.lacks(scheme.formats)]
+    lines += [f"this scheme it loads from {'; or from '.join(instead)}"] if instead else []
+    there = " there" if excluded else ""
+    return "\n  ".join([what + ":", *lines, f"schemes that it loads{there}: {', '.join(loaded)}"])
 
 
 def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:

@@ -238,6 +238,26 @@ class Feed:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How ranks that share a layer cut a matrix: along `axis`, "out" or "in", into `count` units of `size`.
+
+    `unit`: what is counted. `repeats`: where units are fewer than ranks, several ranks have the same one.
+    """
+
+    axis: str
+    unit: str
+    count: int
+    size: int
+    repeats: bool = False
+
+    def share(self, ranks: int) -> int:
+        """The extent of one rank's part; 0 if it would cut a unit."""
+        if self.repeats and ranks % self.count == 0:
+            return self.size
+        return 0 if self.count % ranks else self.count // ranks * self.size
+
+
+@dataclass(frozen=True)
 class Structure:
     """An architecture for the plan: from its table, or traced with torch if it has none.
 
@@ -246,8 +266,8 @@ class Structure:
     `groups`: modules of `sites` with the same input. `order`: every tensor of the checkpoint (tied aliases too) in the
     order of the model's modules. `embeddings`: modules whose weight is looked up, not multiplied. `ungrouped`: why
     `groups` are unknown, "" if they are known. `traced`: whether torch was needed. `singles`: groups of one module, for
-    the norm that it reads. `feeds`: matrices between which nothing but attention or a gate stands; both are empty
-    without a table.
+    the norm that it reads. `feeds`: matrices between which nothing but attention or a gate stands. `cuts`: role of a
+    matrix that ranks share -> how. These three are empty without a table.
     """
 
     architecture: str
@@ -263,6 +283,7 @@ class Structure:
     traced: bool = False
     singles: tuple[InputGroup, ...] = ()
     feeds: tuple[Feed, ...] = ()
+    cuts: dict[str, Cut] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
 from bridge.planning.contracts import Contract, Evidence, Row, Runtime
 
-KEYS = ("program", "version", "aliases", "fused", "writes")
-CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "loads")
+KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
+CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "ranks", "loads")
 CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list}
 HOW = ("run", "read")
+_NAME_END = re.compile(r"[\s=@<>~!]")
 _VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*(?P<version>\d[\w.]*)")
 
 
@@ -47,6 +48,11 @@ def load_runtime(given: str) -> Runtime:
     match = _VERSION.fullmatch(given.strip())
     name, version = (match["name"], match["version"]) if match else (given.strip(), "")
     runtime = find_runtime(name)
+    if runtime is None and (named := find_runtime(_NAME_END.split(name, maxsplit=1)[0])):
+        raise UsageError(
+            f"runtime {given!r} (--for): a version is written {named.name}=={named.version}; that is the one that "
+            f"{named.program} has a contract for, and {named.name!r} alone means it, too"
+        )
     if runtime is None:
         raise UsageError(f"runtime {given!r} (--for) has no contract; {nearest(name.lower(), runtime_names())}")
     if version and not f"{runtime.version}.".startswith(f"{version}."):
@@ -67,7 +73,8 @@ def parse_runtime(name: str, file: TableFile) -> Runtime:
     if not contracts:
         raise file.place("", "writes").error("no [writes.NAME] says what it loads")
     fused = tuple(tuple(words.split()) for words in file.words("fused"))
-    return Runtime(name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused)
+    mistakes = dict(file.section("mistakes"))
+    return Runtime(name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes)
 
 
 def check_runtimes() -> list[str]:
@@ -90,7 +97,7 @@ def _contract(file: TableFile, name: str) -> Contract:
     if not isinstance(words.get("target"), str):
         raise file.header(section).error("`target` is missing", hint='target = "hf"')
     rows = file.section(f"{section}.loads")
-    plain = words.get("plain")
+    plain, ranks = words.get("plain"), words.get("ranks")
     return Contract(
         words["target"],
         dict(words.get("options", {})),
@@ -99,6 +106,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         bool(words.get("mixed", False)),
         bool(words.get("prescales", True)),
         _evidence(file, section, "plain", plain) if plain is not None else None,
+        _evidence(file, section, "ranks", ranks) if ranks is not None else None,
     )
 
 

@@ -13,7 +13,11 @@ from typing import Any
 from bridge.core.text import fold_problems, grouped
 from bridge.core.values import Format, main_dtype
 from bridge.planning.plan import Layout, Plan, Step
+from bridge.planning.ranks import cut_blocks, numbers_of_ranks, uneven
 from bridge.quant.describe import contract_words, numeric_words
+
+# Targets that leave matrices whole: the program that loads them cuts them for its ranks.
+CUT_AT_LOAD = ("hf",)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Row:
     """One pair of formats that a program loads.
 
     `out`: rows of each matrix that it fuses with others are a multiple of this. `inner`: the same of `in` of every
-    matrix. `experts`: whether experts may have it. `dtypes`: of what stays unquantized; empty if any.
+    matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `dtypes`: of what stays
+    unquantized; empty if any.
     """
 
     evidence: Evidence
@@ -45,7 +50,7 @@ class Contract:
 
     `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: formats of the KV cache. `mixed`:
     whether modules may differ in format. `prescales`: whether formats with pre-scales may be written for it.
-    `plain`: the evidence for unquantized output; None if there is none.
+    `plain`: the evidence for unquantized output; `ranks`: that its ranks may share matrices; None if there is none.
     """
 
     target: str
@@ -55,6 +60,7 @@ class Contract:
     mixed: bool = False
     prescales: bool = True
     plain: Evidence | None = None
+    ranks: Evidence | None = None
 
     def flags(self, target: str = "") -> str:
         """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""
@@ -89,7 +95,7 @@ def _flag(name: str, value: Any) -> str:
 class Runtime:
     """A program, in one version. `name`: as users type it. `fused`: names of modules that it holds as one matrix.
 
-    `contracts` are in the order of choice.
+    `contracts` are in the order of choice. `mistakes`: format that it takes and does not understand -> what it does.
     """
 
     name: str
@@ -98,6 +104,7 @@ class Runtime:
     contracts: tuple[Contract, ...]
     aliases: tuple[str, ...] = ()
     fused: tuple[tuple[str, ...], ...] = ()
+    mistakes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -115,12 +122,16 @@ class Runtime:
 class Verdict:
     """Whether a program loads what is planned. `why_not`: "" if it does; `evidence`: how that is known, by row.
 
-    `instead`: the flags of another output that has these formats and that it loads; "" if there is none.
+    `instead`: the flags of another output that has these formats and that it loads; "" if there is none. `ranks`: the
+    most ranks that may share it, if they are fewer than the model itself allows; 0 if not.
+    `mistake`: what the program makes of an output that it takes and does not understand; "" if it refuses.
     """
 
     runtime: Runtime
     why_not: str = ""
     instead: str = ""
+    ranks: int = 0
+    mistake: str = ""
     evidence: tuple[Evidence, ...] = field(default=(), compare=False)
 
     @property
@@ -136,13 +147,17 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
     contract = runtime.contract_of(plan)
     if contract is None:
         what = f"format {plan.options['format']}" if "format" in plan.options else f"what target {plan.target} writes"
-        return Verdict(runtime, f"does not load {what}", _instead(runtime, contract, plan))
+        mistake = runtime.mistakes.get(str(plan.options.get("format")), "")
+        why = f"does not load {what}{mistake and ': ' + mistake}"
+        return Verdict(runtime, why, _instead(runtime, contract, plan), mistake=mistake)
     problems = fold_problems(_problems(runtime, contract, plan))
     if problems:
         return Verdict(runtime, "; ".join(problems), _instead(runtime, contract, plan))
     rows = [contract.loads[words] for words in dict.fromkeys(map(_words, plan.quantized))]
     plain = (contract.plain,) if contract.plain else ()
-    return Verdict(runtime, evidence=tuple(row.evidence for row in rows) or plain)
+    shared = (contract.ranks,) if contract.ranks and _ranks(plan) > 1 else ()
+    evidence = (*(tuple(row.evidence for row in rows) or plain), *shared)
+    return Verdict(runtime, ranks=_fewer_ranks(runtime, contract, plan), evidence=evidence)
 
 
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -164,18 +179,70 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         assert step.site
         if row := contract.loads.get(_words(step)):
             yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in fused))
+    if (ranks := _ranks(plan)) > 1:
+        yield from _unshared(runtime, contract, plan, ranks)
+
+
+def _ranks(plan: Plan) -> int:
+    return int(plan.options.get("tp", 1)) if plan.target in CUT_AT_LOAD else 1
+
+
+def _unshared(runtime: Runtime, contract: Contract, plan: Plan, ranks: int) -> Iterator[tuple[str, str]]:
+    """Why a number of ranks cannot share the matrices of a plan."""
+    if contract.ranks is None:
+        yield "", f"tp={ranks}: no run and no source shows that its ranks share what is written there"
+        return
+    if not plan.cuts:
+        yield "", f"tp={ranks}: no table of {plan.architecture} says what ranks share"
+        return
+    problems = list(_misfits_of_ranks(runtime, contract, plan, ranks))
+    yield from problems
+    if problems:
+        fits = [n for n in numbers_of_ranks(plan) if not any(_misfits_of_ranks(runtime, contract, plan, n))]
+        yield "", f"tp={max((n for n in fits if n < ranks), default=1)} fits"
+
+
+def _misfits_of_ranks(runtime: Runtime, contract: Contract, plan: Plan, ranks: int) -> Iterator[tuple[str, str]]:
+    yield from (("", why) for why in uneven(plan, ranks))
+    fused = _fused(runtime, plan)
+    for step in plan.quantized:
+        assert step.site
+        if row := contract.loads.get(_words(step)):
+            out = row.out if step.site.module in fused else 1
+            yield from ((step.site.module, why) for why in cut_blocks(plan, step, ranks, out, row.inner))
+
+
+def _fewer_ranks(runtime: Runtime, contract: Contract, plan: Plan) -> int:
+    """The most ranks that may share a plan, if the model allows more; 0 if it does not, or if a number was given."""
+    if contract.ranks is None or _ranks(plan) > 1 or plan.target not in CUT_AT_LOAD:
+        return 0
+    most = 1
+    for ranks in numbers_of_ranks(plan):
+        if any(_misfits_of_ranks(runtime, contract, plan, ranks)):
+            return most
+        most = ranks
+    return 0
 
 
 def _misfits(row: Row, step: Step, plan: Plan, fused: bool) -> Iterator[str]:
     assert step.site
-    if step.site.expert is not None and not row.experts:
+    if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
-    shape = plan.sources[step.source].shape
-    out, inner = shape[::-1] if step.inputs[0].transposed or step.site.layout == "in_out" else shape[:2]
+    out, inner = _out_in(step, plan)
     if fused and out % row.out:
         yield f"out = {out} is not a multiple of {row.out}, and it is fused with others"
     if inner % row.inner:
         yield f"in = {inner} is not a multiple of {row.inner}"
+
+
+def _out_in(step: Step, plan: Plan) -> tuple[int, int]:
+    """The extents of a matrix, or of each of a stack, in this order."""
+    assert step.site
+    shape = plan.sources[step.source].shape
+    across = step.inputs[0].transposed or step.site.layout.endswith("in_out")
+    first = 0 if step.site.layout == "conv" else -2
+    out, inner = shape[first], shape[first + 1]
+    return (inner, out) if across else (out, inner)
 
 
 def _fused(runtime: Runtime, plan: Plan) -> set[str]:
@@ -190,10 +257,9 @@ def _fused(runtime: Runtime, plan: Plan) -> set[str]:
 
 
 def _instead(runtime: Runtime, contract: Contract | None, plan: Plan) -> str:
-    """The flags of another contract that has every format of the plan; "" without one."""
-    formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
+    """The flags of another contract that has all of the plan; "" without one."""
     others = (other for other in runtime.contracts if other is not contract)
-    fits = (other for other in others if not other.lacks(formats))
+    fits = (other for other in others if not any(_problems(runtime, other, plan)))
     return next((other.flags(plan.target) for other in fits), "")
 
 

@@ -119,6 +119,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
         disk=sum(step.nbytes for step in steps) + sum(side),
         traced=structure.traced,
         dialect=source.dialect,
+        cuts=structure.cuts,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.core.display import Displayed, Table
 from bridge.core.text import fold, grouped, pattern, shape_text, size
-from bridge.core.values import Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, plain
+from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, plain
 from bridge.quant.describe import format_name
 
 DEFAULT_FILE = "model.safetensors"
@@ -136,6 +136,7 @@ class Plan(Displayed):
 
     `tied` maps an alias to the tensor that is stored for both; `untied`, to the tensor that the alias repeats, if both
     are written. `memory` is for two cores; each further core adds one piece of rows, 20 MB. `dialect`: the source's.
+    `cuts`: role of a matrix -> how ranks that load the output share it.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="trt", quant="fp8")
@@ -159,6 +160,7 @@ class Plan(Displayed):
     disk: int = 0
     traced: bool = False
     dialect: str = "hf"
+    cuts: dict[str, Cut] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -184,9 +186,9 @@ class Plan(Displayed):
     def digest(self) -> str:
         """sha256 of everything that decides the written bytes; equal plans on equal inputs write equal files.
 
-        The place of the source and its dialect do not: reading a remote source takes more memory.
+        The place of the source and its dialect do not: reading a remote source takes more memory. Nor does `cuts`.
         """
-        decides = vars(self) | {"memory": 0, "dialect": ""}
+        decides = {name: value for name, value in vars(self).items() if name != "cuts"} | {"memory": 0, "dialect": ""}
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 
     def lines(self) -> list[str]:

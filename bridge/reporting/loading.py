@@ -18,12 +18,21 @@ class Loading:
     """Whether one program, in one version, loads an output.
 
     `how`: "run" and "read" say how it is known that it does, "no" that it does not. `where`: the tests or the files of
-    its source; or the reason, and the flags to write with instead.
+    its source; or the reason, and the flags to write with instead. `ranks`, `mistake`: see `Verdict`.
     """
 
     program: str
     how: str
     where: str
+    ranks: int = 0
+    mistake: str = ""
+
+    @property
+    def limit(self) -> str:
+        """What stands behind the answer, in brackets: how many ranks may share the output, if that is limited."""
+        if not self.ranks:
+            return ""
+        return f" (tensor parallel up to {self.ranks})" if self.ranks > 1 else " (on one rank: no tensor parallelism)"
 
 
 def loadings(plan: Plan) -> tuple[Loading, ...]:
@@ -33,6 +42,8 @@ def loadings(plan: Plan) -> tuple[Loading, ...]:
             answer.runtime.title,
             answer.how,
             _why_not(answer) or ", ".join(dict.fromkeys(evidence.where for evidence in answer.evidence)),
+            answer.ranks,
+            answer.mistake,
         )
         for answer in verdicts(runtimes(), plan)
     )
@@ -44,11 +55,12 @@ def _why_not(answer: Verdict) -> str:
 
 def loading_rows(entries: Iterable[Loading]) -> list[tuple[str, str, str]]:
     """Rows of a table with the columns `LOADING`."""
-    return [(entry.program, KNOWN[entry.how], entry.where) for entry in entries]
+    return [(entry.program, f"{KNOWN[entry.how]}{entry.limit}", entry.where) for entry in entries]
 
 
 def loading_line(entries: Iterable[Loading]) -> str:
     """The programs that load an output; "" if no contract is about its target."""
     entries = list(entries)
-    names = [entry.program for entry in entries if entry.how != "no"]
-    return (", ".join(names) or "no program that a contract is about") if entries else ""
+    names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"]
+    loaded = ", ".join(names) or "no program that a contract is about"
+    return "; ".join([loaded, *(f"not {e.program}: {e.mistake}" for e in entries if e.mistake)]) if entries else ""

@@ -74,6 +74,13 @@ def float_dtype(given: str | None, specs: Mapping[str, TensorSpec], purpose: str
     return chosen
 
 
+def check_ranks(**given: object) -> None:
+    """UsageError if an option that counts ranks, given by its name, is no whole number of them."""
+    for name, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name}={value!r} must be a whole number of ranks, at least 1")
+
+
 def out_in(spec: TensorSpec, site: Site) -> tuple[int, int]:
     """The extents of a weight, or of each matrix of a stack, in this order whatever its layout."""
     if site.layout in ("out_in", "conv"):

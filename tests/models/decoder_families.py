@@ -129,13 +129,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A random model of the family; nothing in it stays at a constant that hides a mix-up."""
+def build(name: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Any:
+    """A random model of the family, `fields` in its config; nothing in it stays at a constant that hides a mix-up."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    model = (
-        cls._from_config(cls.config_class(**(DECODERS | OTHERS)[name]), attn_implementation="eager").to(dtype).eval()
-    )
+    config = cls.config_class(**(DECODERS | OTHERS)[name] | fields)
+    model = cls._from_config(config, attn_implementation="eager").to(dtype).eval()
     model.config.architectures = [name]
     with torch.no_grad():
         for tensor in model.parameters():

@@ -27,7 +27,7 @@ VERSION = "0.33.0"
 LOGGED = 2000  # characters that are shown of what a process printed before it ended
 STAMP = Path(sys.prefix) / f".vllm-{VERSION}"
 # Parameters that vLLM makes for any checkpoint and fills itself where the file has none.
-OWN = ("q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+OWN = ("q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point", "w13_bias", "w2_bias")
 CACHE = ("k_scale", "v_scale")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
 from bridge.planning.contracts import Verdict, verdict
 from bridge.quant.schemes.catalog import scheme_names
+from bridge.reporting.loading import loading_line, loadings
 from bridge.targets import program_of
 from tests.oracles import export_oracle as oracle
 
@@ -70,6 +72,61 @@ def test_a_condition_of_a_row_refuses_and_names_the_modules(row: str, why: str) 
 def test_conditions_on_fused_rows_leave_the_others_alone() -> None:
     answer = judged(INT8.replace(" }", ", out = 128 }"), "int8_wo")
     assert "o_proj" not in answer.why_not and "down_proj" not in answer.why_not
+
+
+@pytest.mark.parametrize(
+    ("scheme", "format_", "most"),
+    [("int8_wo", "compressed-tensors", 8), ("int4_wo", "compressed-tensors", 1), ("nvfp4_wo", "modelopt", 8)],
+)
+def test_ranks_get_whole_heads_and_whole_blocks(scheme: str, format_: str, most: int) -> None:
+    """`down` is 384 wide: 3 blocks of 128. 2 KV heads are repeated for 4 and 8 ranks; no rank has half a query head."""
+    for ranks in (1, 2, 4, 8, 16):
+        plan = bridge.plan(TINY, "hf", scheme, format=format_, tp=ranks)
+        answer = verdict(load_runtime("vllm"), plan)
+        assert (answer.how != "no") == (ranks <= most)
+        assert ranks <= most or f"tp={most} fits" in answer.why_not
+    with pytest.raises(SchemeError, match=f"8 query heads are not shared evenly by 16 ranks.*tp={most} fits"):
+        bridge.plan(TINY, "hf", scheme, runtime="vllm", format=format_, tp=16)
+
+
+def test_a_limit_of_ranks_is_told_where_the_model_itself_has_a_higher_one() -> None:
+    plans = [bridge.plan(TINY, "hf", scheme, format="compressed-tensors") for scheme in ("int4_wo", "int8_wo")]
+    assert [verdict(load_runtime("vllm"), plan).ranks for plan in plans] == [1, 0]
+    lines = [loading_line(loadings(plan)) for plan in plans]
+    assert "vLLM 0.33 (on one rank: no tensor parallelism)" in lines[0] and lines[1].endswith("vLLM 0.33")
+
+
+def test_ranks_need_a_contract_that_speaks_of_them_and_a_table() -> None:
+    answer = judged(FP8, "fp8", tp=2)
+    assert "tp=2: no run and no source shows that its ranks share" in answer.why_not
+    traced = dataclasses.replace(bridge.plan(TINY, "hf", "fp8", tp=2), cuts={})
+    assert "no table of LlamaForCausalLM says what ranks share" in verdict(load_runtime("vllm"), traced).why_not
+    with pytest.raises(UsageError, match="tp=0 must be a whole number of ranks"):
+        bridge.plan(TINY, "hf", "fp8", tp=0)
+
+
+def test_what_a_program_makes_of_a_format_that_it_does_not_know_is_told() -> None:
+    answer = verdict(load_runtime("transformers"), bridge.plan(TINY, "hf", "fp8"))
+    assert "drops the scales with a warning and computes with wrong weights" in answer.why_not
+    assert answer.instead == "--format compressed-tensors"
+    line = loading_line(loadings(bridge.plan(TINY, "hf", "fp8")))
+    assert "; not transformers 5.23: it drops the scales" in line
+    plain = verdict(load_runtime("transformers"), bridge.plan(TINY, "hf"))
+    assert plain.how != "no"
+
+
+def test_files_do_not_depend_on_ranks(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        bridge.convert(TINY, "hf", "int8_wo", tmp_path / str(ranks), verify=False, tp=ranks)
+    one, two = ((tmp_path / str(ranks) / "model.safetensors").read_bytes() for ranks in (1, 2))
+    assert one == two
+
+
+def test_other_flags_are_named_only_if_they_fit_the_matrices() -> None:
+    """The tiny Llama's k has 64 rows: no format of tiles of 128 fits where q, k and v are one matrix."""
+    answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", "fp8_block"))
+    assert "k_proj: out = 64 is not a multiple of 128" in answer.why_not.replace("self_attn.v_proj", "k_proj")
+    assert answer.instead == ""
 
 
 def test_experts_can_be_excluded() -> None:
@@ -129,8 +186,10 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
         bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
     assert "--format deepseek: loads no weights in fp4 block 32 e8m0" in str(told.value)
-    with pytest.raises(BridgeError, match="int4 block 128"):
+    with pytest.raises(BridgeError, match="int4 block 128") as told:
         bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
+    assert "this scheme it loads from --target hf --format compressed-tensors; or from" in str(told.value)
+    assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]
     with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
         bridge.plan(TINY, "trt", "fp8", runtime="vllm")
 
@@ -140,6 +199,8 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     [
         ("vlm", "has no contract; did you mean 'vllm'|known: "),
         ("vllm==0.20", "no contract was written for version 0.20 of vLLM; there is one for 0.33"),
+        ("vllm==latest", "a version is written vllm==0.33"),
+        ("vllm>=0.33", "a version is written vllm==0.33"),
         ("vllm 0.3", "no contract was written for version 0.3 of vLLM"),
     ],
 )

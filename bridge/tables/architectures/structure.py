@@ -12,6 +12,7 @@ from bridge.core.errors import PlanError
 from bridge.core.text import number
 from bridge.core.values import Site, Structure, TensorSpec
 from bridge.tables.architectures.arch import ArchTable, load_arch
+from bridge.tables.architectures.cuts import cuts_of
 from bridge.tables.architectures.feeds import feeds_of
 from bridge.tables.architectures.input_groups import groups_of, singles_of
 from bridge.tables.architectures.match import Entry, Matched, architecture_of, match
@@ -48,6 +49,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
         embeddings=_embeddings(matched),
         singles=singles_of(matched),
         feeds=feeds_of(matched),
+        cuts=cuts_of(matched),
     )
 
 

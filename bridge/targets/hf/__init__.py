@@ -19,7 +19,7 @@ from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
-from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
+from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config
 from bridge.targets.generation import DECODERS
 from bridge.targets.hf.shards import INDEX, index
@@ -47,6 +47,7 @@ class HfOptions:
     own_scales: bool = option(
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt writes; servers then quantize again"
     )
+    tp: int = option(1, "ranks that will share each layer (tensor parallelism): only checked, files are the same")
     dtype: str | None = option(None, "fp16, bf16, fp32: round weights first; default: source's")
 
 
@@ -88,6 +89,7 @@ class Hf(StreamedTarget):
         if options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
         byte_count(options.shard_size, "shard_size")
+        check_ranks(tp=options.tp)
         return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that weights can be rounded to"))
 
     def why_unsupported(self, format_: Format, options: HfOptions) -> str:

@@ -8,6 +8,7 @@ are amax / half of the code range, the scales above NVFP4's blocks are stored as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bridge.core.values import Encoding, Format, Numeric, Site
@@ -135,7 +136,8 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
     by_format: dict[Format, list[str]] = {}
     for step in plan.quantized:
         assert step.site and step.format
-        by_format.setdefault(step.format, []).append(step.site.module)
+        stored = replace(step.format, algorithm="max")  # experts have no pre-scales, and one group says it for both
+        by_format.setdefault(stored, []).append(step.site.module)
     kv = any(output.part == "k_scale" for output in plan.outputs)
     if not by_format and not kv:
         return None

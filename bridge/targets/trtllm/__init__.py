@@ -19,7 +19,7 @@ from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec, main_dtype
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
-from bridge.targets.checkpoint import StreamedTarget, option, write_checkpoint
+from bridge.targets.checkpoint import StreamedTarget, check_ranks, option, write_checkpoint
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -69,10 +69,7 @@ class Trtllm(StreamedTarget):
                 f"{nearest(structure.architecture, known)}\n"
                 "  hint   target hf: TensorRT-LLM loads unified Hugging Face checkpoints through its PyTorch backend"
             )
-        for name in ("tp", "pp"):
-            value = getattr(options, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name}={value!r} must be a whole number of ranks, at least 1")
+        check_ranks(tp=options.tp, pp=options.pp)
         model_dtype = main_dtype(specs.values())
         chosen = options.dtype or (model_dtype if model_dtype in HALVES else "float16")
         chosen = SHORT.get(word := dtype_word(chosen), word)

@@ -25,6 +25,7 @@ from tests.oracles.vllm_runtime.matrices import blocks, fp4, tiles, unpacked
 
 Weights = Callable[[Any, Any, str], torch.Tensor]  # method, layer, "w13" or "w2" -> float32 [experts, out, in]
 Inputs = Callable[[Any, Any, str, torch.Tensor], torch.Tensor]
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight codes in a word
 COMPRESSED = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
 
 
@@ -90,6 +91,27 @@ def _wna16(method: Any, layer: Any, part: str) -> torch.Tensor:
     return blocks(values, scale, values.shape[-1] if method.group_size < 0 else method.group_size)
 
 
+def _gptq(method: Any, layer: Any, part: str) -> torch.Tensor:
+    """Codes packed along `in`, of [in, out]; symmetric, so that vLLM reads no zero points."""
+    kind, scale = method.quant_config.quant_type, getattr(layer, f"{part}_scales").data.float().transpose(1, 2)
+    packed = getattr(layer, f"{part}_qweight").data
+    values = unpacked(packed, kind.size_bits, 1).float().transpose(1, 2) - kind.bias
+    return blocks(values, scale, values.shape[-1] // scale.shape[-1])
+
+
+def _awq(method: Any, layer: Any, part: str) -> torch.Tensor:
+    """Codes and zero points packed along `out` in AutoAWQ's order, of [in, out]."""
+    codes, zeros = (_awq_codes(getattr(layer, f"{part}_{name}").data) for name in ("qweight", "qzeros"))
+    scale = getattr(layer, f"{part}_scales").data.float()
+    each = codes.shape[1] // scale.shape[1]
+    values = codes - zeros.repeat_interleave(each, 1)
+    return (values * scale.repeat_interleave(each, 1)).transpose(1, 2)
+
+
+def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
+    return unpacked(packed, 4, -1).unflatten(-1, (-1, 8))[..., AWQ_PLACES].flatten(-2).float()
+
+
 def _int8(method: Any, layer: Any, part: str) -> torch.Tensor:
     return getattr(layer, f"{part}_weight").data.float() * getattr(layer, f"{part}_weight_scale").data.float()
 
@@ -123,6 +145,8 @@ METHODS = (
     Method(f"{COMPRESSED}w8a8_mxfp8", "CompressedTensorsW8A8Mxfp8MoEMethod", _mx),
     Method(f"{COMPRESSED}w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod", _mx),
     Method(f"{COMPRESSED}w4a4_nvfp4", "CompressedTensorsW4A4Nvfp4MoEMethod", _nvfp4, _nvfp4_input),
+    Method("auto_awq", "AutoAWQMoEMethod", _awq),
+    Method("auto_gptq", "AutoGPTQMoEMethod", _gptq),
     Method(f"{COMPRESSED}wna16", "CompressedTensorsWNA16MoEMethod", _wna16),
 )
 

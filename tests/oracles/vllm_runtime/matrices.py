@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import vllm.model_executor.kernels.linear as kernels
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
 from vllm.platforms import PlatformEnum
+from vllm.scalar_type import scalar_types
 
 from tests.oracles.vllm_runtime import activations
 
@@ -148,8 +150,15 @@ def _nvfp4_weight_only(_: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor |
     return times(x, blocks(fp4(layer.weight.data), scale, 16), bias)
 
 
+def _integers(has_zp: bool | None = None, *_: Any) -> list[Any]:
+    """The integers that vLLM's checks let pass on a GPU (`query_marlin_supported_quant_types`)."""
+    with_zeros, without = [scalar_types.uint4], [scalar_types.uint4b8, scalar_types.uint8b128]
+    return with_zeros + without if has_zp is None else with_zeros if has_zp else without
+
+
 def install() -> None:
     """Make these the only kernels of the CPU platform; MXFP8 and NVFP4 have emulations of vLLM's own."""
+    marlin_utils._query_cpu_marlin_supported_quant_types = _integers
     cpu = PlatformEnum.CPU
     kernels._POSSIBLE_KERNELS[cpu] = [WNA16]
     kernels._POSSIBLE_INT8_KERNELS[cpu] = [Int8]

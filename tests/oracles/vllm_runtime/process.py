@@ -32,6 +32,7 @@ from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
 
 from tests.oracles.vllm_runtime import activations, experts, loading, matrices  # noqa: E402
 
@@ -48,6 +49,7 @@ def start() -> list[loading.Facts]:
     activations.install()
     matrices.install()
     experts.install()
+    registry._run_in_subprocess = lambda inspect: inspect()  # which imports vLLM once more for each architecture
     for name in CONFIGS:
         __import__(f"vllm.model_executor.layers.quantization.{name}")
     for config in _subclasses(QuantizationConfig):

@@ -28,6 +28,7 @@ from bridge.streaming.context import ConversionContext, FileSettings  # noqa: E4
 from bridge.streaming.encode import prepared_weight  # noqa: E402
 from bridge.streaming.plain import write_plain  # noqa: E402
 from bridge.streaming.scales import smoothing_of  # noqa: E402
+from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 AWQ = dataclasses.replace(load_scheme("int4_awq"), weight=(Numeric("int4", "block", (20,)),))
@@ -45,8 +46,8 @@ FOLDED = {
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def source_of(family: str, root: Path) -> Path:
-    model = build(family, torch.float32)
+def source_of(family: str, root: Path, **fields: int) -> Path:
+    model = build(family, torch.float32, **fields)
     random = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:  # both are constants in a new model
@@ -90,18 +91,63 @@ def folded_state(source: Path, plan: Plan, calib: Calibration) -> dict[str, Any]
 def test_a_folded_model_computes_what_its_source_does(tmp_path: Path, family: str, scheme: str) -> None:
     source = source_of(family, tmp_path)
     plan = bridge.plan(source, target="hf", quant=SCHEMES[scheme], format="compressed-tensors")
-    assert sum(bool(step.feeds and step.given) for step in plan.quantized) == FOLDED[family]
+    assert_same_function(source, plan, FOLDED[family], tmp_path / "folded")
+
+
+def assert_same_function(source: Path, plan: Plan, feeds: int, folded: Path) -> dict[str, Any]:
+    """Hold the model that has a plan's weights, before they are coded, to its source; return those that changed."""
+    assert sum(bool(step.feeds and step.given) for step in plan.quantized) == feeds
     state = folded_state(source, plan, calibration(plan))
     plain = load_file(source / "model.safetensors")
-    changed = [name for name in state if not torch.equal(state[name], plain[name])]
-    folded = tmp_path / "folded"
+    changed = {name: state[name] for name in state if not torch.equal(state[name], plain[name])}
     folded.mkdir()
     save_file(state, folded / "model.safetensors", {"format": "pt"})
     shutil.copy(source / "config.json", folded)
     with torch.no_grad():
         before, after = (open_source(root).load_model()(IDS).logits for root in (source, folded))
-    assert len(changed) >= 3 * FOLDED[family]  # or nothing was folded, and equality says nothing
+    assert len(changed) >= 3 * feeds  # or nothing was folded, and equality says nothing
     assert (after - before).abs().max() < 2e-5 * before.abs().max()
+    return changed
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_grouped_queries_each_row_of_v_takes_a_pre_scale_of_its_own(tmp_path: Path, scheme: str) -> None:
+    """No mean and no least: the pre-scale that o has is the one that v is multiplied by, channel by channel."""
+    source = source_of("LlamaForCausalLM", tmp_path / "source", num_key_value_heads=6)
+    plan = bridge.plan(source, target="hf", quant=SCHEMES[scheme], format="compressed-tensors")
+    assert {step.given.repeat for step in plan.quantized if step.given} == {1}
+    assert not any("query heads" in note for note in plan.notes)
+    changed = assert_same_function(source, plan, 4, tmp_path / "folded")
+    step = next(s for s in plan.quantized if s.site and s.site.module.endswith("0.self_attn.o_proj"))
+    smoothing = smoothing_of(step, "float32", calibration(plan))
+    assert smoothing and len({*smoothing.scale().tolist()}) == 60
+    plain = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.allclose(changed[name] * torch.from_numpy(smoothing.scale()), plain[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "last", "norm"),
+    [
+        ("Starcoder2ForCausalLM", "c_proj", "post_attention_layernorm"),
+        ("NemotronForCausalLM", "down_proj", "post_attention_layernorm"),  # it multiplies by 1 + weight
+    ],
+)
+def test_the_first_matrix_of_a_plain_mlp_folds_into_a_norm_with_a_bias(
+    tmp_path: Path, family: str, last: str, norm: str
+) -> None:
+    source, recipe = source_of(family, tmp_path / "source"), tmp_path / "recipe.toml"
+    recipe.write_text(f'base = "int8"\n[[rule]]\nmodules = ["*.mlp.{last}"]\nquant = "int8_wo"\n')
+    plan = bridge.plan(source, target="hf", quant=recipe, format="compressed-tensors")
+    changed = assert_same_function(source, plan, 2, tmp_path / "folded")
+    assert {f"model.layers.0.{norm}.weight", f"model.layers.0.{norm}.bias"} <= changed.keys()
+
+
+def test_a_matrix_stored_in_out_has_no_place_for_the_pre_scale_of_its_reader(tmp_path: Path) -> None:
+    """GPT-2's c_attn has q, k and v behind each other along `out`, its last axis."""
+    source = source_of("GPT2LMHeadModel", tmp_path)
+    with pytest.raises(BridgeError, match=r"attn\.c_proj.*no place for its pre-scales"):
+        bridge.plan(source, target="hf", quant="int8", format="compressed-tensors")
 
 
 def test_an_activation_between_two_matrices_is_refused_with_the_rule_that_helps(tmp_path: Path) -> None:
@@ -118,9 +164,17 @@ def test_an_architecture_without_table_is_refused_since_nothing_says_what_feeds_
 
 def test_the_rule_of_the_message_is_enough(tmp_path: Path) -> None:
     source, recipe = source_of("Starcoder2ForCausalLM", tmp_path / "source"), tmp_path / "recipe.toml"
-    recipe.write_text('base = "int8"\n[[rule]]\nmodules = ["*.mlp.c_proj", "*.mlp.c_fc"]\nquant = "int8_wo"\n')
+    recipe.write_text('base = "int8"\n[[rule]]\nmodules = ["*.mlp.c_proj"]\nquant = "int8_wo"\n')
     plan = bridge.plan(source, target="hf", quant=recipe, format="compressed-tensors")
     assert len(plan.quantized) == 12 and not any(o.part == "pre_quant_scale" for o in plan.outputs)
+
+
+def test_experts_which_have_no_pre_scales_stand_in_the_group_of_the_others(tmp_path: Path) -> None:
+    """vLLM looks for a fused matrix by the names of its parts only where the model's class lists them: not Qwen3's."""
+    plan = bridge.plan(source_of("MixtralForCausalLM", tmp_path), "hf", AWQ, format="compressed-tensors")
+    assert {step.format.algorithm for step in plan.quantized if step.format} == {"awq", "max"}
+    config = quantization_config(plan)
+    assert config and [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
 
 
 def test_heads_that_share_rows_share_a_scale_and_the_plan_says_so(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_unified_checkpoint_of_conv1d_is_carried_over_byte_for_byte(tmp_path: 
 
 @pytest.mark.usefixtures("graphs_once")
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["int4_wo", pytest.param("int8_wo", marks=pytest.mark.product), "fp8_block"])
 def test_onnx_holds_the_codes_of_conv1d_turned_back(tmp_path: Path, scheme: str) -> None:
     source = exported(modelopt(gpt2(torch.float32), scheme), tmp_path / "source")
     before, after = tensors(source), tensors(carry(source, tmp_path / "out", target="trt", verify=False))
@@ -167,7 +167,8 @@ def test_deepseek_blocks_become_those_of_a_unified_checkpoint(tmp_path: Path) ->
         assert same(after[f"{module}.weight_scale"], scale[:, None, :, None].contiguous())
 
 
-GRAPHS = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "fp8_block", "int8_sq", "int8_wo", "nvfp4_wo")]
+GRAPHS = ["fp8", "nvfp4_wo"]
+GRAPHS += [pytest.param(name, marks=pytest.mark.product) for name in ("fp8_block", "int8_sq", "int8_wo")]
 
 
 @pytest.mark.usefixtures("graphs_once")

@@ -19,6 +19,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import bridge
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import verdict
 from bridge.targets.hf.runtime import Runtime
 from tests.covering import grid
 from tests.models import served_checkpoints
@@ -79,7 +81,8 @@ CELLS = (
     Cell("int4_awq", "compressed-tensors"),
     Cell("int8", "compressed-tensors", reference="modelopt", tolerance=BOUNDS),
     Cell("int8_sq", "compressed-tensors", reference="modelopt", tolerance=BOUNDS),
-    *(Cell(s, f, experts="No WNA16 MoE backend") for s in ("int4_wo", "int4_awq") for f in ("awq", "gptq")),  # on a CPU
+    *(Cell(scheme, format_) for scheme in ("int4_wo", "int4_awq") for format_ in ("awq", "gptq")),
+    Cell("int8_wo", "gptq"),
     Cell("fp8_block", "deepseek"),
     *(
         Cell(scheme, refused=OF_A_SCHEME)
@@ -239,6 +242,7 @@ RANKS = [("llama", Cell("int8_wo", "compressed-tensors")), ("qwen2", Cell("mxfp8
 @pytest.mark.parametrize(("family", "cell"), RANKS, ids=str)
 def test_two_ranks_say_what_one_says(family: str, cell: Cell, tmp_path: Path) -> None:
     directory = write(family, cell, tmp_path / "out")
+    assert shared_by_two(family, cell) == ""
     answer = vllm_oracle.ask(directory, IDS.tolist(), ranks=2)
     assert (answer.error, answer.unread, answer.missing(weight_only=True)) == ("", (), [])
     assert off(cell, family, directory, answer.logits) <= cell.tolerance
@@ -256,6 +260,13 @@ def test_two_ranks_say_what_one_says(family: str, cell: Cell, tmp_path: Path) ->
 )
 def test_ranks_that_cut_a_block_are_refused(cell: Cell, words: str, tmp_path: Path) -> None:
     assert re.search(words, vllm_oracle.ask(write("llama", cell, tmp_path / "out"), IDS.tolist(), ranks=2).error)
+    assert "192 a rank of 2 is not a multiple of 128" in shared_by_two("llama", cell)
+
+
+def shared_by_two(family: str, cell: Cell) -> str:
+    """Why the contract says that two ranks cannot share it."""
+    source = export_oracle.source(family, "fp32")
+    return verdict(load_runtime("vllm"), bridge.plan(source, "hf", cell.scheme, format=cell.format, tp=2)).why_not
 
 
 KV = [
