@@ -29,7 +29,8 @@ class Row:
     """One pair of formats that a program loads.
 
     `out`: rows of each matrix that it fuses with others are a multiple of this. `inner`: the same of `in` of every
-    matrix. `experts`: whether experts may have it. `dtypes`: of what stays unquantized; empty if any.
+    matrix. `experts`: whether experts may have it. `dtypes`: of what stays unquantized; empty if any. `but_not`:
+    architectures, as in config.json, whose classes do not read it.
     """
 
     evidence: Evidence
@@ -37,6 +38,7 @@ class Row:
     inner: int = 1
     experts: bool = True
     dtypes: tuple[str, ...] = ()
+    but_not: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,8 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield "", f"reads no KV cache in {kv} there"
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     for words in sorted({contract_words(format_) for format_ in formats} & contract.loads.keys()):
+        if plan.architecture in contract.loads[words].but_not:
+            yield "", f"reads no {words} in {plan.architecture}"
         if (dtypes := contract.loads[words].dtypes) and dtype not in dtypes:
             yield "", f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}: pass --dtype bf16"
     fused = _fused(runtime, plan)

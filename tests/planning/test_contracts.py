@@ -60,6 +60,7 @@ def test_what_no_row_names_is_refused() -> None:
         (", out = 128", "self_attn.v_proj: out = 64 is not a multiple of 128, and it is fused with others"),
         (", in = 100", "mlp.down_proj: in = 384 is not a multiple of 100"),
         (', dtypes = ["bfloat16"]', "in bfloat16 only, and the model is float32: pass --dtype bf16"),
+        (', but_not = ["LlamaForCausalLM"]', "reads no int8 channel | none in LlamaForCausalLM"),
     ],
 )
 def test_a_condition_of_a_row_refuses_and_names_the_modules(row: str, why: str) -> None:
@@ -70,6 +71,10 @@ def test_a_condition_of_a_row_refuses_and_names_the_modules(row: str, why: str) 
 def test_conditions_on_fused_rows_leave_the_others_alone() -> None:
     answer = judged(INT8.replace(" }", ", out = 128 }"), "int8_wo")
     assert "o_proj" not in answer.why_not and "down_proj" not in answer.why_not
+
+
+def test_other_architectures_than_those_excluded_are_loaded() -> None:
+    assert judged(INT8.replace(" }", ', but_not = ["MistralForCausalLM"] }'), "int8_wo").how == "read"
 
 
 def test_experts_can_be_excluded() -> None:
