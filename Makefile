@@ -5,7 +5,8 @@ BIN    := .venv/bin
 DEMO   := .venv/.demo
 STAMP  := .venv/.stamp
 VLLM   := 0.33.0
-ORACLES := .venv/.vllm-$(VLLM)
+SGLANG := 0.5.23
+ORACLES := .venv/.vllm-$(VLLM) .venv/.sglang-$(SGLANG)
 
 # One worker a core (a third on two cores is slower); files stay on one worker, the longest begin first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
@@ -28,7 +29,8 @@ test-all: lint browser oracles
 	$(PYTEST) -m "" -rfEs
 	$(MAKE) fuzz faults mutants
 
-# vLLM's own loader and models read what we write: 1.5 GB, once. Without them, tests/targets/hf/test_vllm.py is skipped.
+# vLLM's and SGLang's own loaders and models read what we write: 1.7 GB, once. Without them, tests/targets/hf/test_vllm.py
+# and test_sglang.py are skipped.
 oracles: $(ORACLES)
 
 # Strangers' files, 100,000 of them and new ones each time (CI has 2,000, always the same), then the malicious ones. It
@@ -121,7 +123,7 @@ $(STAMP): $(DEMO)
 # stand-ins in tests/oracles/vllm_runtime. It wants transformers <5.21, hence an environment of its own; it names torch 2.14 and
 # works with 2.13, of which there is a CPU wheel. The second list comes without its requirements, which pull CUDA builds.
 # Order-only: a change of this file does not bring 1.5 GB again, a change of the version does.
-$(ORACLES): | $(DEMO)
+.venv/.vllm-$(VLLM): | $(DEMO)
 	@echo "Installing vLLM's Python into .venv/vllm; this takes some minutes."
 	rm -rf .venv/vllm
 	$(BIN)/python -m venv .venv/vllm
@@ -137,4 +139,12 @@ $(ORACLES): | $(DEMO)
 	.venv/vllm/bin/python -m pip download --quiet --no-deps --only-binary :all: -d .venv/vllm/wheel vllm==$(VLLM)
 	.venv/vllm/bin/python -m tests.oracles.vllm_runtime.unpack .venv/vllm/wheel
 	rm -rf .venv/vllm/wheel
+	touch $@
+
+# SGLang's Python, 220 MB in half a minute, runs in vLLM's environment beside it: it names torch 2.14, transformers 5.19 and
+# compressed-tensors 0.18, and works with what vLLM has. What it computes has stand-ins in tests/oracles/sglang_runtime.
+.venv/.sglang-$(SGLANG): | .venv/.vllm-$(VLLM)
+	@echo "Installing SGLang's Python into .venv/sglang."
+	rm -rf .venv/sglang
+	.venv/vllm/bin/python -m pip install --quiet --no-deps --target .venv/sglang sglang==$(SGLANG)
 	touch $@

@@ -14,7 +14,7 @@ from bridge.planning.contracts import Contract, Evidence, Row, Runtime
 
 KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
 CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "ranks", "loads")
-CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list}
+CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list, "but_not": list}
 HOW = ("run", "read")
 _NAME_END = re.compile(r"[\s=@<>~!]")
 _VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*(?P<version>\d[\w.]*)")
@@ -119,7 +119,8 @@ def _row(file: TableFile, section: str, key: str, value: Any) -> Row:
         if name not in CONDITIONS or type(condition) is not CONDITIONS[name]:
             raise file.place(section, key).error(f"{name} = {condition!r}", hint=nearest(name, CONDITIONS))
     conditions = {"inner" if name == "in" else name: condition for name, condition in given.items()}
-    return Row(evidence, **conditions | {"dtypes": tuple(given.get("dtypes", ()))})
+    lists = {name: tuple(words) for name, words in conditions.items() if isinstance(words, list)}
+    return Row(evidence, **conditions | lists)
 
 
 def _evidence(file: TableFile, section: str, key: str, value: Any) -> Evidence:

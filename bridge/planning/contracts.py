@@ -34,7 +34,7 @@ class Row:
 
     `out`: rows of each matrix that it fuses with others are a multiple of this. `inner`: the same of `in` of every
     matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `dtypes`: of what stays
-    unquantized; empty if any.
+    unquantized; empty if any. `but_not`: architectures, as in config.json, whose classes do not read it.
     """
 
     evidence: Evidence
@@ -42,6 +42,7 @@ class Row:
     inner: int = 1
     experts: bool = True
     dtypes: tuple[str, ...] = ()
+    but_not: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield "", f"reads no KV cache in {kv} there"
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     for words in sorted({contract_words(format_) for format_ in formats} & contract.loads.keys()):
+        if plan.architecture in contract.loads[words].but_not:
+            yield "", f"reads no {words} in {plan.architecture}"
         if (dtypes := contract.loads[words].dtypes) and dtype not in dtypes:
             yield "", f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}: pass --dtype bf16"
     fused = _fused(runtime, plan)

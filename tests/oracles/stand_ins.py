@@ -10,15 +10,31 @@ from types import ModuleType
 from typing import Any
 
 
+class _Names(type):
+    """A class whose members are their names, so that enumerations can be read."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
 class _Module(ModuleType):
-    """A module that has whatever is asked of it: capitals name a class, the rest modules. None of it does anything."""
+    """A module that has whatever is asked of it: capitals name a class, the rest modules. None of it does anything.
+
+    It can be called, as a decorator too, which then leaves the function as it is.
+    """
 
     __path__: Sequence[str] = ()
+    __version__ = "0"
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return args[0] if len(args) == 1 and not named and callable(args[0]) else self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {}) if name[0].isupper() else _Module(f"{self.__name__}.{name}")
+        made = _Names(name, (), {}) if name[0].isupper() else _Module(f"{self.__name__}.{name}")
         setattr(self, name, made)
         return made
 

@@ -78,14 +78,17 @@ def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto") -
 
 
 class Processes:
-    """One process a rank; they load checkpoint after checkpoint, since vLLM's import takes ten seconds."""
+    """One process a rank; they load checkpoint after checkpoint, since importing a server takes ten seconds.
 
-    def __init__(self, ranks: int) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    `runtime`: the package of its stand-ins. `path`: where the server is, if not in the environment.
+    """
+
+    def __init__(self, ranks: int, runtime: str = "vllm_runtime", path: Path | None = None) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (ROOT, path))))}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [PYTHON, "-m", "tests.oracles.vllm_runtime.process"]
+        command = [PYTHON, "-m", f"tests.oracles.{runtime}.process"]
         self.log = TemporaryFile()  # noqa: SIM115  # as long as the processes
         self.ranks = [
             subprocess.Popen(
@@ -113,7 +116,7 @@ class Processes:
         if not line:
             self.log.seek(0)
             last = self.log.read().decode(errors="replace")[-LOGGED:]
-            raise RuntimeError(f"vLLM's process ended with code {process.wait()}: {last}")
+            raise RuntimeError(f"the server's process ended with code {process.wait()}: {last}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 

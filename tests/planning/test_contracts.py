@@ -62,6 +62,7 @@ def test_what_no_row_names_is_refused() -> None:
         (", out = 128", "self_attn.v_proj: out = 64 is not a multiple of 128, and it is fused with others"),
         (", in = 100", "mlp.down_proj: in = 384 is not a multiple of 100"),
         (', dtypes = ["bfloat16"]', "in bfloat16 only, and the model is float32: pass --dtype bf16"),
+        (', but_not = ["LlamaForCausalLM"]', "reads no int8 channel | none in LlamaForCausalLM"),
     ],
 )
 def test_a_condition_of_a_row_refuses_and_names_the_modules(row: str, why: str) -> None:
@@ -127,6 +128,10 @@ def test_other_flags_are_named_only_if_they_fit_the_matrices() -> None:
     answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", "fp8_block"))
     assert "k_proj: out = 64 is not a multiple of 128" in answer.why_not.replace("self_attn.v_proj", "k_proj")
     assert answer.instead == ""
+
+
+def test_other_architectures_than_those_excluded_are_loaded() -> None:
+    assert judged(INT8.replace(" }", ', but_not = ["MistralForCausalLM"] }'), "int8_wo").how == "read"
 
 
 def test_experts_can_be_excluded() -> None:

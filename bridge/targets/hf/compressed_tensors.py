@@ -7,8 +7,8 @@ are amax / half of the code range, the scales above NVFP4's blocks are stored as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bridge.core.values import Encoding, Format, Numeric, Site
@@ -133,18 +133,21 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def quantization_config(plan: Plan) -> dict[str, Any] | None:
     """The section that runtimes read; None if nothing is quantized."""
-    by_format: dict[Format, list[str]] = {}
+    # What differs in how it was calibrated or folded is one group: some servers find no experts by their names.
+    alike: dict[str, list[str]] = {}
+    formats: dict[str, Format] = {}
     for step in plan.quantized:
         assert step.site and step.format
-        stored = replace(step.format, algorithm="max")  # experts have no pre-scales, and one group says it for both
-        by_format.setdefault(stored, []).append(step.site.module)
+        words = json.dumps(_group(step.format, []))
+        alike.setdefault(words, []).append(step.site.module)
+        formats[words] = step.format
     kv = any(output.part == "k_scale" for output in plan.outputs)
-    if not by_format and not kv:
+    if not alike and not kv:
         return None
-    names = {compression(format_) for format_ in by_format}
+    names = {compression(format_) for format_ in formats.values()}
     groups = {
-        f"group_{number}": _group(format_, ["Linear"] if len(by_format) == 1 else sorted(modules))
-        for number, (format_, modules) in enumerate(by_format.items())
+        f"group_{number}": _group(formats[words], ["Linear"] if len(alike) == 1 else sorted(modules))
+        for number, (words, modules) in enumerate(alike.items())
     }
     return {
         "config_groups": groups,

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
 from vllm.model_executor.utils import replace_parameter
 
 from tests.oracles.vllm_runtime import activations
-from tests.oracles.vllm_runtime.matrices import blocks, fp4, tiles, unpacked
+from tests.oracles.vllm_runtime.values import blocks, fp4, tiles, unpacked
 
 Weights = Callable[[Any, Any, str], torch.Tensor]  # method, layer, "w13" or "w2" -> float32 [experts, out, in]
 Inputs = Callable[[Any, Any, str, torch.Tensor], torch.Tensor]

@@ -5,7 +5,7 @@ vLLM's loaders skip some names without a word, so both directions are watched he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,31 +66,38 @@ class Facts:
 
 
 def watch(loader_class: Any) -> list[Facts]:
-    """From now on the loader records what it does; the list's last entry belongs to the last load."""
+    """From now on vLLM's loader records what it does; the list's last entry belongs to the last load."""
     seen: list[Facts] = []
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        facts = Facts()
-        seen.append(facts)
-        parameters = dict(model.named_parameters())
-        before = {name: parameter.data.clone() for name, parameter in parameters.items()}
-        loads = []
-        for pattern in PATTERNS:
-            for parameter in parameters.values():
-                _fill(parameter.data, *pattern)
+        def weights() -> Iterable[tuple[str, torch.Tensor]]:
             self._init_ep_weight_filter(model_config)
-            model.load_weights(_watched(self.get_all_weights(model_config, model), facts))
-            loads.append({name: _bytes(parameter).clone() for name, parameter in parameters.items()})
-        for name, parameter in parameters.items():
-            missing = loads[0][name] != loads[1][name]
-            if missing.any():
-                facts.unset.append(name)
-                _bytes(parameter).copy_(torch.where(missing, _bytes(before[name]), loads[1][name]))
-            if parameter.dtype == torch.float8_e4m3fn and parameter.dim() > 1:
-                facts.codes[name] = parameter.data.clone()
+            return self.get_all_weights(model_config, model)
+
+        seen.append(Facts())
+        load(model, weights, seen[-1])
 
     loader_class.load_weights = load_weights
     return seen
+
+
+def load(model: Any, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], facts: Facts) -> None:
+    """Load a model twice over two patterns: what a load leaves of them is what it does not set."""
+    parameters = dict(model.named_parameters())
+    before = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    loads = []
+    for pattern in PATTERNS:
+        for parameter in parameters.values():
+            _fill(parameter.data, *pattern)
+        model.load_weights(_watched(weights(), facts))
+        loads.append({name: _bytes(parameter).clone() for name, parameter in parameters.items()})
+    for name, parameter in parameters.items():
+        missing = loads[0][name] != loads[1][name]
+        if missing.any():
+            facts.unset.append(name)
+            _bytes(parameter).copy_(torch.where(missing, _bytes(before[name]), loads[1][name]))
+        if parameter.dtype == torch.float8_e4m3fn and parameter.dim() > 1:
+            facts.codes[name] = parameter.data.clone()
 
 
 def _watched(weights: Iterable[tuple[str, torch.Tensor]], facts: Facts) -> Iterator[tuple[str, torch.Tensor]]:

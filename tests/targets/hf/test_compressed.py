@@ -23,7 +23,8 @@ from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.quant.schemes.scheme import Scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from tests.oracles import compressed_oracle, llm_compressor_golden  # noqa: E402
+from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E402
+from tests.oracles import compressed_oracle, export_oracle, llm_compressor_golden  # noqa: E402
 
 BASE = load_scheme("int8_wo")
 FP8_BLOCK = load_scheme("fp8_block")
@@ -235,6 +236,14 @@ def test_kv_scales_stand_beside_their_attention_module(tmp_path: Path) -> None:
     assert (scheme["num_bits"], scheme["type"], scheme["strategy"], scheme["dynamic"]) == (8, "float", "tensor", False)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(model.model.layers[1].self_attn.k_scale.detach(), tensors["model.layers.1.self_attn.k_scale"])
+
+
+def test_what_is_spelled_alike_is_one_group(tmp_path: Path) -> None:
+    """INT4 AWQ has formats with and without pre-scales, which are spelled alike once they are folded."""
+    plan = bridge.plan(export_oracle.source("mixtral", "bf16"), "hf", "int4_awq", format="compressed-tensors")
+    assert len({step.format for step in plan.quantized}) > 1
+    groups = quantization_config(plan)["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [["Linear"]]
 
 
 def test_a_mixed_recipe_names_the_modules_of_each_group(tmp_path: Path) -> None:
