@@ -59,15 +59,18 @@ def plan_of(
 
     `runtime`, or a target that is the name of a program: of the outputs that it loads, the first that can be written.
     """
-    program = load_runtime(runtime) if runtime else program_of(target)
+    named = program_of(target)
+    program = named if runtime is None else load_runtime(runtime)
+    if named and program is not named:
+        raise UsageError(f"target {target!r} and runtime {runtime!r} (--for) are two programs; leave one out")
     if program is None:
         return _planned(_plan_inputs(source, structure, target, scheme, options))
-    written = None if program_of(target) else load_target(target).name
+    written = None if named else load_target(target).name
     contracts = [contract for contract in program.contracts if written in (None, contract.target)]
     contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
     refused: dict[str, list[str]] = {}
     for contract in contracts:
-        if scheme and (why := contract.lacks(scheme.formats)):
+        if scheme and (why := contract.lacks(scheme.formats, structure.architecture)):
             # of several outputs, the remedy of one may be another that is refused too
             why = (len(contracts) == 1 and _why_unsupported(contract, scheme, options)) or why
             refused.setdefault(why, []).append(contract.flags(contract.target))
@@ -84,7 +87,7 @@ def plan_of(
         if not answer.why_not:
             return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
-    raise SchemeError(_refusal(program, target, scheme, options, contracts, refused))
+    raise SchemeError(_refusal(program, target, scheme, structure.architecture, options, contracts, refused))
 
 
 def _planned(inputs: PlanInputs) -> Plan:
@@ -105,6 +108,7 @@ def _refusal(
     program: Runtime,
     target: str,
     scheme: Scheme | None,
+    architecture: str,
     options: Mapping[str, Any],
     contracts: Sequence[Contract],
     refused: Mapping[str, Sequence[str]],
@@ -113,12 +117,12 @@ def _refusal(
     if not refused:
         given = " ".join([f"--target {target}", *(f"--{name} {value}" for name, value in options.items())])
         return f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
-    known = (load_scheme(name) for name in scheme_names())
-    loaded = [scheme_.name for scheme_ in known if not all(c.lacks(scheme_.formats) for c in contracts)]
+    others = (load_scheme(name) for name in scheme_names() if not scheme or name != scheme.name)
+    loaded = [other.name for other in others if not all(c.lacks(other.formats, architecture) for c in contracts)]
     what = f"{program.title} loads no output of scheme {scheme.name if scheme else 'none'} here"
-    lines = [f"{', '.join(flags)}: {why}" for why, flags in refused.items()]
+    lines = [f"{', '.join(flags)}: {why}".replace("\n", "\n    ") for why, flags in refused.items()]
     excluded = [contract for contract in program.contracts if contract not in contracts]
-    instead = [c.flags() for c in excluded if scheme and not c.lacks(scheme.formats)]
+    instead = [c.flags() for c in excluded if scheme and not c.lacks(scheme.formats, architecture)]
     lines += [f"this scheme it loads from {'; or from '.join(instead)}"] if instead else []
     there = " there" if excluded else ""
     return "\n  ".join([what + ":", *lines, f"schemes that it loads{there}: {', '.join(loaded)}"])

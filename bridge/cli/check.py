@@ -64,12 +64,15 @@ def check_path(path: str | Path) -> list[Problem]:
     return []
 
 
-def loaded_by(paths: Sequence[str]) -> Iterator[str]:
-    """A line for each written model: the programs whose contract it meets."""
+def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str]:
+    """A line for each written model without an error: the programs whose contract it meets."""
     from bridge.reporting.loading import loading_line, loadings
     from bridge.targets.manifest import load_manifest
 
+    wrong = [problem.text for problem in problems if problem.fatal]
     for path in map(Path, paths):
+        if any(text.startswith(f"{path}: ") for text in wrong):
+            continue
         if (path / MANIFEST).is_file() and (programs := loading_line(loadings(load_manifest(path).plan))):
             yield f"{path}: loads in {programs}"
 

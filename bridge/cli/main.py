@@ -256,7 +256,9 @@ def check(
         else:
             where = ", ".join(map(str, paths or [])) or "tables and schemes"
             count = number(len(problems), "problem") if problems else "all is well"
-            terminal.print(*(problem.text for problem in problems), *loaded_by(paths or []), f"{where}: {count}")
+            terminal.print(
+                *(problem.text for problem in problems), *loaded_by(paths or [], problems), f"{where}: {count}"
+            )
         if any(problem.fatal for problem in problems):
             raise Exit(FAILED)
 

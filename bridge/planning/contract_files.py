@@ -55,7 +55,8 @@ def load_runtime(given: str) -> Runtime:
         )
     if runtime is None:
         raise UsageError(f"runtime {given!r} (--for) has no contract; {nearest(name.lower(), runtime_names())}")
-    if version and not f"{runtime.version}.".startswith(f"{version}."):
+    same = f"{version}.".startswith(f"{runtime.version}.") or f"{runtime.version}.".startswith(f"{version}.")
+    if version and not same:
         raise UsageError(
             f"runtime {given!r} (--for): no contract was written for version {version} of {runtime.program}; there is "
             f"one for {runtime.version}: pass {runtime.name!r} if your version loads the same"

@@ -18,6 +18,8 @@ from bridge.quant.describe import contract_words, numeric_words
 
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
 CUT_AT_LOAD = ("hf",)
+# As `--dtype` takes them.
+FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Evidence:
 class Row:
     """One pair of formats that a program loads.
 
-    `out`: rows of each matrix that it fuses with others are a multiple of this. `inner`: the same of `in` of every
-    matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `dtypes`: of what stays
-    unquantized; empty if any. `but_not`: architectures, as in config.json, whose classes do not read it.
+    `out`: rows of each matrix that it fuses with others, but the last, are a multiple of this. `inner`: the same of
+    `in` of every matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `dtypes`:
+    of what stays unquantized; empty if any. `but_not`: architectures, as in config.json, whose classes do not read it.
     """
 
     evidence: Evidence
@@ -68,7 +70,7 @@ class Contract:
         flags = [_flag(name.replace("_", "-"), value) for name, value in self.options.items()]
         return " ".join(flags if flags and target == self.target else [f"--target {self.target}", *flags])
 
-    def lacks(self, formats: Iterable[Format]) -> str:
+    def lacks(self, formats: Iterable[Format], architecture: str = "") -> str:
         """Why the formats of a model are not loaded: one has no row, or they may not stand together; "" if they are."""
         formats = list(formats)
         words = sorted({contract_words(format_) for format_ in formats})
@@ -76,6 +78,8 @@ class Contract:
             weights, _, inputs = missing.partition(" | ")
             with_inputs = f"inputs in {inputs}" if inputs != "none" else "unquantized inputs"
             return f"loads no weights in {weights} with {with_inputs} there"
+        for known in (words for words in words if architecture in self.loads[words].but_not):
+            return f"reads no {known} in {architecture}"
         if not self.prescales and any(format_.prescales for format_ in formats):
             return "loads no formats with pre-scales there"
         alike = self.mixed or len(words) < 2
@@ -164,7 +168,7 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
     """What of a plan the contract does not have: the module, "" for none, and why."""
     formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
-    if lacks := contract.lacks(formats):
+    if lacks := contract.lacks(formats, plan.architecture):
         yield "", lacks
     if not formats and contract.plain is None:
         yield "", "reads quantized weights only there"
@@ -173,15 +177,14 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield "", f"reads no KV cache in {kv} there"
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     for words in sorted({contract_words(format_) for format_ in formats} & contract.loads.keys()):
-        if plan.architecture in contract.loads[words].but_not:
-            yield "", f"reads no {words} in {plan.architecture}"
         if (dtypes := contract.loads[words].dtypes) and dtype not in dtypes:
-            yield "", f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}: pass --dtype bf16"
-    fused = _fused(runtime, plan)
+            only = f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}"
+            yield "", f"{only}: pass --dtype {FLAGS[dtypes[0]]}"
+    followed = _fused(runtime, plan, followed=True)
     for step in plan.quantized:
         assert step.site
         if row := contract.loads.get(_words(step)):
-            yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in fused))
+            yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in followed))
     if (ranks := _ranks(plan)) > 1:
         yield from _unshared(runtime, contract, plan, ranks)
 
@@ -227,12 +230,13 @@ def _fewer_ranks(runtime: Runtime, contract: Contract, plan: Plan) -> int:
     return 0
 
 
-def _misfits(row: Row, step: Step, plan: Plan, fused: bool) -> Iterator[str]:
+def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
+    """Why a matrix, which others may follow in a fused one, does not fit a row."""
     assert step.site
     if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
     out, inner = _out_in(step, plan)
-    if fused and out % row.out:
+    if followed and out % row.out:
         yield f"out = {out} is not a multiple of {row.out}, and it is fused with others"
     if inner % row.inner:
         yield f"in = {inner} is not a multiple of {row.inner}"
@@ -248,14 +252,19 @@ def _out_in(step: Step, plan: Plan) -> tuple[int, int]:
     return (inner, out) if across else (out, inner)
 
 
-def _fused(runtime: Runtime, plan: Plan) -> set[str]:
-    """The modules that the program joins with others: siblings whose names stand together in `fused`."""
+def _fused(runtime: Runtime, plan: Plan, followed: bool = False) -> set[str]:
+    """The modules that the program joins with others: siblings whose names stand together in `fused`.
+
+    `followed`: without the last of each, whose own last block may be cut short.
+    """
     modules = [step.site.module for step in plan.quantized if step.site]
     joined: set[str] = set()
     for siblings in grouped(modules, lambda module: module.rpartition(".")[0]):
         for names in runtime.fused:
-            members = [module for module in siblings if module.rpartition(".")[2] in names]
-            joined |= set(members) if len(members) > 1 else set()
+            ends = {module.rpartition(".")[2]: module for module in siblings}
+            members = [ends[name] for name in names if name in ends]
+            if len(members) > 1:
+                joined |= set(members[:-1] if followed else members)
     return joined
 
 

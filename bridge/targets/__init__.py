@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.dtypes import dtype_word
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
-from bridge.planning.contract_files import find_runtime, runtime_names
+from bridge.planning.contract_files import find_runtime, load_runtime, runtime_names
 from bridge.planning.contracts import Runtime
 from bridge.targets.target import Target as Target
 
@@ -47,9 +47,9 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def program_of(name: str) -> Runtime | None:
-    """The program that `name` means; None if it is a target's name or unknown."""
+    """The program that `name` means, also with a version; None if it is a target's name or unknown."""
     taken = not isinstance(name, str) or name in _added() or name.lower() in (*BUILT_IN, *ALIASES)
-    return None if taken else find_runtime(name)
+    return None if taken else load_runtime(name) if "==" in name else find_runtime(name)
 
 
 def load_target(name: str) -> Target:

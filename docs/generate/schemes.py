@@ -30,6 +30,7 @@ def page(name: str, named: list[tuple[str, str]]) -> str:
     assert path
     targets = {target: cell(scheme, load_target(target)) for target in target_names()}
     taken = [target for target, said in targets.items() if said != "no"]
+    shown = "hf" if "hf" in taken else taken[0]
     flag = "" if targets[taken[0]] == "yes" else f" {targets[taken[0]].strip('`')}"
     (columns, *_) = describe(name)[1]
     facts = [[label, text] for label, text in columns.rows if label not in ("what it is", "KV cache")]
@@ -42,8 +43,8 @@ def page(name: str, named: list[tuple[str, str]]) -> str:
             table(["", ""], facts),
             _calibration(name),
             "## What is written for a matrix",
-            "For target `hf` and a weight `W` of the tiny Llama, as `qbridge plan` prints it:",
-            _expressions(name),
+            f"For target `{shown}` and a weight `W` of the tiny Llama, as `qbridge plan` prints it:",
+            _expressions(name, shown),
             "## Which targets take it",
             table(["target", "taken"], [[f"[`{t}`](../targets/{t}.md)", said] for t, said in targets.items()]),
             "## How it is tested",
@@ -65,8 +66,8 @@ def _calibration(name: str) -> str:
     return f"{said} Its outputs are compared with ModelOpt's own only with CUDA: {scheme.simulation_needs_cuda}."
 
 
-def _expressions(name: str) -> str:
-    plan = bridge.plan(MODEL, "hf", name)
+def _expressions(name: str, target: str) -> str:
+    plan = bridge.plan(MODEL, target, name)
     step: Step = plan.quantized[0]
     rows = [
         [f"`{o.spec.name.rpartition('q_proj.')[2]}`", "x".join(map(str, o.spec.shape)) or "scalar", o.spec.dtype,

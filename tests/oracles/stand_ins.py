@@ -9,8 +9,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import Protocol
 
-class _Names(type):
+_Metaclass: Any = type(Protocol)  # a stand-in may be a base class beside a protocol
+
+
+class _Names(_Metaclass):
     """A class whose members are their names, so that enumerations can be read."""
 
     def __getattr__(cls, name: str) -> Any:

@@ -59,7 +59,7 @@ def test_what_no_row_names_is_refused() -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (", out = 128", "self_attn.v_proj: out = 64 is not a multiple of 128, and it is fused with others"),
+        (", out = 128", "self_attn.k_proj: out = 64 is not a multiple of 128, and it is fused with others"),
         (", in = 100", "mlp.down_proj: in = 384 is not a multiple of 100"),
         (', dtypes = ["bfloat16"]', "in bfloat16 only, and the model is float32: pass --dtype bf16"),
         (', but_not = ["LlamaForCausalLM"]', "reads no int8 channel | none in LlamaForCausalLM"),
@@ -138,6 +138,47 @@ def test_experts_can_be_excluded() -> None:
     model = oracle.source("mixtral", "bf16")
     runtime = parse_runtime("s", parse_table(CONTRACT + INT8.replace(" }", ", experts = false }"), "s.toml"))
     assert "experts are not read in this format" in verdict(runtime, bridge.plan(model, "hf", "int8_wo")).why_not
+
+
+@pytest.mark.parametrize(("scheme", "loaded"), [("nvfp4_wo", False), ("fp8_block", False), ("int8_wo", True)])
+def test_transformers_loads_experts_of_some_formats(scheme: str, loaded: bool) -> None:
+    model = oracle.source("mixtral", "bf16")
+    answer = verdict(load_runtime("transformers"), bridge.plan(model, "hf", scheme, format="compressed-tensors"))
+    assert ("experts are not read in this format" not in answer.why_not) == loaded == (answer.how != "no")
+
+
+def test_the_last_of_fused_matrices_may_end_within_a_block() -> None:
+    """vLLM's validate_fp8_block_shape leaves out the last; DeepSeek's kv_a_proj_with_mqa has 576 rows."""
+    row = INT8.replace(" }", ", out = 128 }")
+    fused = (CONTRACT + row).replace("q_proj k_proj v_proj", "q_proj k_proj")
+    plan = bridge.plan(TINY, "hf", "int8_wo")
+    assert verdict(parse_runtime("s", parse_table(fused, "s.toml")), plan).how == "read"
+    assert "k_proj: out = 64" in judged(row, "int8_wo").why_not
+
+
+def test_a_dtype_is_advised_that_the_row_names() -> None:
+    row = INT8.replace(" }", ', dtypes = ["float32"] }')
+    source = oracle.source("mixtral", "bf16")
+    runtime = parse_runtime("s", parse_table(CONTRACT + row, "s.toml"))
+    assert "the model is bfloat16: pass --dtype fp32" in verdict(runtime, bridge.plan(source, "hf", "int8_wo")).why_not
+
+
+def test_a_patch_release_is_the_version_of_the_contract() -> None:
+    assert load_runtime("vllm==0.33.1") is load_runtime("vllm")
+
+
+def test_two_programs_are_not_chosen_between() -> None:
+    assert bridge.plan(TINY, "vllm==0.33", "fp8").target == "hf"
+    with pytest.raises(UsageError, match="are two programs; leave one out"):
+        bridge.plan(TINY, "vllm", "fp8", runtime="sglang")
+    with pytest.raises(UsageError, match="has no contract"):
+        bridge.plan(TINY, "hf", "fp8", runtime="")
+
+
+def test_schemes_are_offered_that_the_architecture_is_loaded_in() -> None:
+    with pytest.raises(SchemeError, match=r"reads no fp8 block 128 128 \| none in LlamaForCausalLM") as raised:
+        bridge.plan(TINY, "hf", "fp8_block", runtime="sglang")
+    assert "fp8_block" not in str(raised.value).rpartition("schemes that it loads")[2]
 
 
 def test_a_kv_cache_and_a_mix_need_to_be_named(tmp_path: Path) -> None:

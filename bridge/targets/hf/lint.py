@@ -18,6 +18,7 @@ from bridge.core.errors import SourceError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.text import fold_layers
 from bridge.core.values import TensorSpec
+from bridge.sources.config_json import read_json
 from bridge.targets.hf.shards import INDEX, SINGLE
 
 
@@ -53,7 +54,7 @@ def lint(directory: Path) -> list[str]:
     """Return a message for each violation of the contract, with layers folded."""
     try:
         files = {path.name: SafetensorsFile(path) for path in sorted(directory.glob("model*.safetensors"))}
-        config = json.loads((directory / "config.json").read_text())
+        config = read_json(directory / "config.json")
     except (OSError, ValueError, SourceError) as error:
         return [f"error [files] {error}"]
     holder = {name: file for file in files.values() for name in file.specs}

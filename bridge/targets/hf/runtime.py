@@ -6,7 +6,6 @@ This tests names, layouts, scales, pre-scales and folded norms together. Activat
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from bridge.core.errors import BridgeError, CannotRun
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.decode import decode
+from bridge.sources.config_json import read_json
 from bridge.streaming.experts import decode_experts
 from bridge.streaming.written import OutputReader
 
@@ -28,7 +28,7 @@ class Rebuilt:
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         self.where = str(directory)
-        config = json.loads((directory / "config.json").read_text())
+        config = read_json(directory / "config.json")
         self.config: Mapping[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
         self._output = OutputReader(plan, directory)
         self._steps = {self._name(step): step for step in plan.steps if step.layout is not Layout.SCALES}

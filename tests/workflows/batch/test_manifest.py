@@ -78,7 +78,7 @@ def test_an_option_goes_to_the_targets_that_have_it(tmp_path: Path) -> None:
         """
         [defaults]
         model = "llama"
-        tp = 2
+        pp = 2
         [[matrix]]
         target = ["hf", "trtllm"]
         dtype = ["fp16", "bf16"]
@@ -91,24 +91,24 @@ def test_an_option_goes_to_the_targets_that_have_it(tmp_path: Path) -> None:
         "llama-none-trt": {"opset": 21},
         "llama-none-hf-dtype-fp16": {"dtype": "fp16"},
         "llama-none-hf-dtype-bf16": {"dtype": "bf16"},
-        "llama-none-trtllm-dtype-fp16": {"tp": 2, "dtype": "fp16"},
-        "llama-none-trtllm-dtype-bf16": {"tp": 2, "dtype": "bf16"},
+        "llama-none-trtllm-dtype-fp16": {"pp": 2, "dtype": "fp16"},
+        "llama-none-trtllm-dtype-bf16": {"pp": 2, "dtype": "bf16"},
     }
 
 
 def test_an_axis_that_a_target_has_not_makes_one_row_of_it(tmp_path: Path) -> None:
-    text = '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trtllm"]\ntp = [1, 2]'
+    text = '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trtllm"]\npp = [1, 2]'
     names = [row.name for row in read(tmp_path, text).rows]
-    assert names == ["llama-none-hf", "llama-none-trtllm-tp-1", "llama-none-trtllm-tp-2"]
+    assert names == ["llama-none-hf", "llama-none-trtllm-pp-1", "llama-none-trtllm-pp-2"]
 
 
 def test_combinations_that_come_to_one_row_are_told(tmp_path: Path) -> None:
     text = '[[row]]\nmodel = "llama"\ntarget = "hf"\nquant = "fp8"\n'
-    text += '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trtllm"]\ntp = [1, 2, 4]\n'
+    text += '[[matrix]]\nmodel = "llama"\ntarget = ["hf", "trtllm"]\npp = [1, 2, 4]\n'
     text += '[[matrix]]\nmodel = "llama"\ntarget = "hf"\nquant = ["fp8", "int8_wo", "int8_wo"]\n'
     made = read(tmp_path, text)
     assert len(made.rows) == 6 and made.notes == (
-        "[[matrix]] 1: 2 combinations merged into 'llama-none-hf': target hf has no option 'tp'",
+        "[[matrix]] 1: 2 combinations merged into 'llama-none-hf': target hf has no option 'pp'",
         "[[matrix]] 2: 2 combinations merged into 'llama-fp8-hf', 'llama-int8_wo-hf': an equal row exists",
     )
     report = BatchReport("", "local", 1, made.rows, notes=made.notes)
@@ -160,7 +160,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         [[row]]
         model = "llama"
         target = "hf"
-        tp = 2
+        pp = 2
         [[row]]
         model = 3
         [[row]]
@@ -181,7 +181,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     for needle in (
         "`worker` is unknown", "nearest: workers", "'slurm' is unknown", "'lots' is not a size",
         "[local] has no key `nodes`", "[defaults]: key `verfy` is unknown",
-        "[[row]] 1: target hf has no option 'tp'", "[[row]] 2: model = 3",
+        "[[row]] 1: target hf has no option 'pp'", "[[row]] 2: model = 3",
         "[[row]] 2: target is missing", "[[row]] 3: target is a list", "[[row]] 4: name = '{modle}'", "nearest: model",
         "'trtt' is unknown", "'fp9' is unknown", "exclude {'quant': 'int8'}: no combination",
     ):  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_recipe_that_is_missing_hides_no_other_problem(tmp_path: Path) -> None
         """
         [defaults]
         model = "llama"
-        tp = 2
+        pp = 2
         [[row]]
         target = "hf"
         quant = "gone.toml"
@@ -224,16 +224,16 @@ def test_a_recipe_that_is_missing_hides_no_other_problem(tmp_path: Path) -> None
     ):  # fmt: skip
         assert any(needle in line for line in lines), needle
     assert len(lines) == 1 + 7, "\n".join(lines)
-    alone = refused(tmp_path, '[defaults]\ntp = 2\n[[row]]\nmodel = "llama"\ntarget = "hf"\nquant = "gone.toml"\n')
-    assert "no row's target has the option 'tp'" in alone[2]
+    alone = refused(tmp_path, '[defaults]\npp = 2\n[[row]]\nmodel = "llama"\ntarget = "hf"\nquant = "gone.toml"\n')
+    assert "no row's target has the option 'pp'" in alone[2]
 
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ('[defaults]\ntp = [1, 2]\n[[row]]\nmodel = "llama"\ntarget = "trtllm"\n', "[defaults]: tp is a list"),
-        ('row = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[row]] 1: must be a table"),
-        ('matrix = [1]\n[defaults]\ntarget = "hf"\ntp = 2\n', "[[matrix]] 1: must be a table"),
+        ('[defaults]\npp = [1, 2]\n[[row]]\nmodel = "llama"\ntarget = "trtllm"\n', "[defaults]: pp is a list"),
+        ('row = [1]\n[defaults]\ntarget = "hf"\npp = 2\n', "[[row]] 1: must be a table"),
+        ('matrix = [1]\n[defaults]\ntarget = "hf"\npp = 2\n', "[[matrix]] 1: must be a table"),
     ],
 )
 def test_no_option_is_said_to_be_idle_where_a_table_cannot_be_read(text: str, wrong: str, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_no_option_is_said_to_be_idle_where_a_table_cannot_be_read(text: str, wr
 
 HF, TRT = '[[row]]\nmodel = "llama"\ntarget = "hf"\n', '[[row]]\nmodel = "llama"\ntarget = "trt"\n'
 MATRIX = '[[matrix]]\nmodel = "llama"\n'
-FIVE = ("shards", "memory", "samples", "sequence", "tp")  # axes: 777 million rows of 60 values each
+FIVE = ("shards", "memory", "samples", "sequence", "pp")  # axes: 777 million rows of 60 values each
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ FIVE = ("shards", "memory", "samples", "sequence", "tp")  # axes: 777 million ro
         (f"{HF}config = {{ a = nan }}", "a table with entries of config.json"),
         (f"{MATRIX}target = ['hf']\n" + "".join(f"{k} = {list(range(1, 61))}\n" for k in FIVE), "10,000 at most"),
         (f'{HF}out = "o"\n[[row]]\nmodel = "./o"\ntarget = "trt"', "a batch of its own"),
-        (f"[defaults]\ntp = 2\n{HF}", "no row's target has the option 'tp'"),
+        (f"[defaults]\npp = 2\n{HF}", "no row's target has the option 'pp'"),
         (f'{MATRIX}target = ["hf"]\nopset = 21', "no row's target has the option 'opset'"),
         (f'{MATRIX}target = "hf"', "nothing to combine"),
         (f"{MATRIX}target = []", "a list of values that is not empty"),
@@ -314,7 +314,7 @@ def test_after_many_problems_the_rest_is_not_looked_at(tmp_path: Path, monkeypat
         raise UsageError(f"{quant} is unknown")
 
     monkeypatch.setattr(manifest_rows, "load_scheme", load)
-    lines = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = {[f"q{n}" for n in range(3000)]}\n[defaults]\ntp = 2')
+    lines = refused(tmp_path, f'{MATRIX}target = "hf"\nquant = {[f"q{n}" for n in range(3000)]}\n[defaults]\npp = 2')
     assert len(loaded) == MAX_KINDS and "q99 is unknown" in "\n".join(lines)
     assert ENOUGH in lines[-1]
     assert not any("no row's target" in line for line in lines)  # one of the rest may have it
