@@ -64,21 +64,23 @@ class Hf(StreamedTarget):
             "vLLM, SGLang, TensorRT-LLM (PyTorch backend)",
             "versions that read the unified checkpoint of ModelOpt 0.47",
             "every file equals the one that ModelOpt's `export_hf_checkpoint` writes, byte for byte, except for a "
-            "named list; the engines themselves need a GPU and were not run",
-            ("tests/targets/hf/test_hf_parity.py", "tests/targets/hf/test_hf.py"),
+            "named list; the loaders and models of vLLM 0.33 and SGLang 0.5.23 read it on a CPU; their GPU kernels "
+            "and TensorRT-LLM were not run",
+            ("tests/targets/hf/test_hf_parity.py", "tests/targets/hf/test_vllm.py", "tests/targets/hf/test_sglang.py"),
         ),
         Program(
             "vLLM, transformers (`--format compressed-tensors`)",
-            "compressed-tensors 0.20, transformers 5.20 and later",
+            "compressed-tensors 0.20, transformers 5.20 to 5.23",
             "tensors and config equal llm-compressor 0.14's; transformers loads them and gives the logits of the "
-            "written weights; vLLM was not run",
+            "written weights; vLLM's loader and models read them on a CPU; its GPU kernels were not run",
             ("tests/targets/hf/test_compressed.py", "tests/targets/hf/test_folding.py"),
         ),
         Program(
             "vLLM (`--format awq`, `--format gptq`, `--format deepseek`)",
             "vLLM 0.33",
             "words equal those of vLLM's own packing functions; its kernels' arithmetic, written out in torch, and "
-            "transformers' dequantization of FP8 blocks give the weights that are read back; the engine was not run",
+            "transformers' dequantization of FP8 blocks give the weights that are read back; its loader and models "
+            "read them on a CPU; its GPU kernels were not run",
             ("tests/targets/hf/test_words.py",),
         ),
     )
