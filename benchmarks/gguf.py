@@ -6,7 +6,7 @@
     python benchmarks/gguf.py                   without the two: bridge and cp
 
 The converter needs `sentencepiece` beside what bridge's own tests need; `--python` names the interpreter that has it.
-Its Q8_0 and Q4_0 come from the converter and then the quantizer, with two threads, which keeps the embedding and the
+Its quantized files come from the converter and then the quantizer, with two threads, which keeps the embedding and the
 head in float16 as bridge does, so that both write the same blocks; that is checked, tensor by tensor.
 Whole processes, start included; processor time is user and system time of all threads.
 """
@@ -27,7 +27,8 @@ from checkpoint import SMALL, make_checkpoint, run
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
     "f16": ["--dtype", "fp16"], "q8_0": ["--quant", "q8_0", "--dtype", "fp16"],
-    "q4_0": ["--quant", "q4_0", "--dtype", "fp16"],
+    "q4_0": ["--quant", "q4_0", "--dtype", "fp16"], "q4_k": ["--quant", "q4_k", "--dtype", "fp16"],
+    "q6_k": ["--quant", "q6_k", "--dtype", "fp16"],
 }  # fmt: skip
 QUANTIZER = """
 import ctypes, sys
@@ -45,7 +46,7 @@ params.quantize_output, params.pure = False, True
 library.llama_backend_init()
 sys.exit(library.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
 """
-FTYPES = {"q8_0": 7, "q4_0": 2}
+FTYPES = {"q8_0": 7, "q4_0": 2, "q4_k": 14, "q6_k": 18}
 
 
 def make_tokenizer(directory: Path, size: int) -> None:

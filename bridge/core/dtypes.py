@@ -63,10 +63,14 @@ _BLOCKS = (
     DType("q4_0",    4,    "",          0,    "uint8", False,    32,    18),
     DType("mxfp4",   4,    "",          0,    "uint8", False,    32,    17),
     DType("nvfp4",   4,    "",          0,    "uint8", False,    64,    36),
+    DType("q4_k",    4,    "",          0,    "uint8", False,    256,   144),
+    DType("q5_k",    5,    "",          0,    "uint8", False,    256,   176),
+    DType("q6_k",    6,    "",          0,    "uint8", False,    256,   210),
 )  # fmt: skip
 
 DTYPES = {d.name: d for d in (*_TABLE, *_BLOCKS)}
 BLOCKS = tuple(d.name for d in _BLOCKS)
+K_QUANTS = ("q4_k", "q5_k", "q6_k")  # their codes and scales are searched by llama.cpp's own quantizer
 FLOATING = tuple(d.name for d in _TABLE if d.floating)
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes that models compute in
 FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}

@@ -128,8 +128,8 @@ class Encoding:
     `cast`: the weight is rounded to this dtype before it is quantized ("" leaves it); its amax is taken before that.
     `packed`: two 4-bit codes share a byte along this axis, "in" or "out", the even one in the low nibble; "int32":
     eight share an int32 along `in`, each plus 8, the first in the lowest bits (compressed-tensors, GPTQ); "awq": eight
-    share an int32 along `out`, each plus 8, in the order of AutoAWQ's kernels; "q8_0", "q4_0", "mxfp4", "nvfp4": ggml's
-    blocks, where codes and scales of a row are one tensor.
+    share an int32 along `out`, each plus 8, in the order of AutoAWQ's kernels; those of
+    `bridge.core.dtypes.BLOCKS`: ggml's blocks, where codes and scales of a row are one tensor.
     `quotient`: "float32", or "weight" if weight / scale is rounded to the weight's dtype before it is quantized.
     `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by the rounded scale.
     `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded

@@ -15,9 +15,10 @@ import numpy as np
 
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
-from bridge.core.dtypes import DTYPES, UNIT, to_float32
+from bridge.core.dtypes import DTYPES, K_QUANTS, UNIT, to_float32
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays as _bits
+from bridge.quant.codec import kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.decode import by_row, split_blocks, values
@@ -31,6 +32,7 @@ E4M3_UNIT = 2.0**-4 * 1.07  # of block scales, as a part of the larger number th
 # Q4_0 has codes -8 to 7 times a scale of either sign, so a value near the other extreme may be half a step too far.
 SATURATED = 0.5 / 7.5
 HALF_LEAST = 2.0**-24  # float16 has no smaller number
+RUN = 128  # values of a row over which the worst error is taken
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class ErrorSums:
     """Sums over source a and decoded b: `dot` = a . b, `source` = |a|^2, `decoded` = |b|^2, `error` = |a - b|^2.
 
     `worst` is the largest |a - b| / |a| of 128 values of a row. `not_nearest`: codes that are not rounded to
-    nearest, with all roundings on the way allowed for. `codes`: their number. `scales`: their scales.
+    nearest, with all roundings on the way allowed for; none are counted where codes are searched with their scales.
+    `codes`: their number. `scales`: their scales.
     """
 
     dot: float = 0.0
@@ -111,7 +114,8 @@ class Comparer:
         self._how = int(ROWS if packed == "out" else in_row)
         self._zeros = own_rounding(first, packed)  # llama.cpp's scale of a block of zeros is zero
         self._blocks_of = packed if packed in TYPES else ""
-        self._kind = KINDS[first.dtype]
+        self._searched = packed if packed in K_QUANTS else ""
+        self._kind = KINDS.get(first.dtype, INT8)
         if self._blocks_of:  # split before they are compared
             self._blocks, self._how = Grid(blocks.rows, blocks.cols, 1, TYPES[packed].group), BYTES
             self._kind = INT8 if first.dtype == "int4" else self._kind
@@ -137,6 +141,10 @@ class Comparer:
         coded first, as a runtime does.  scale: the bytes of their scales, as stored.
         """
         n, blocks = len(bits), self._blocks
+        if self._searched:
+            return _sums_of_values(
+                bits, self._dtype, kquants.dequantized(stored.reshape(n, -1), self._searched, blocks.cols)
+            )
         if self._blocks_of:
             stored, scale = self._split(stored.reshape(n, -1))
         down = min(blocks.down, max(n, 1))
@@ -195,6 +203,17 @@ class Comparer:
             assert self._above is not None
             factor = factor / self._above if self._coding.reciprocal else factor * self._above
         return factor
+
+
+def _sums_of_values(bits: Array, dtype: str, decoded: Array) -> ErrorSums:
+    """The error sums of rows whose decoded values are known; a multiple of 128 of them in a row."""
+    a, b = to_float32(bits, dtype).astype(np.float64), decoded.astype(np.float64)
+    error = np.square(a - b)
+    of_runs, runs = ((x.reshape(-1, RUN)).sum(axis=1) for x in (error, np.square(a)))
+    worst = np.sqrt(np.divide(of_runs, runs, out=np.where(of_runs > 0, np.inf, 0.0), where=runs > 0)).max(initial=0)
+    return ErrorSums(
+        float((a * b).sum()), float(runs.sum()), float(np.square(b).sum()), float(error.sum()), float(worst), 0, a.size
+    )
 
 
 def compare(

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import bridge
 from bridge.cli.show import describe
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import PlanError
 from bridge.core.mappings import find_table_file
-from bridge.planning.plan import Step
+from bridge.planning.plan import Plan, Step
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target, target_names
@@ -43,8 +45,7 @@ def page(name: str, named: list[tuple[str, str]]) -> str:
             table(["", ""], facts),
             _calibration(name),
             "## What is written for a matrix",
-            f"For target `{shown}` and a weight `W` of the tiny Llama, as `qbridge plan` prints it:",
-            _expressions(name, shown),
+            _written(name, shown),
             "## Which targets take it",
             table(["target", "taken"], [[f"[`{t}`](../targets/{t}.md)", said] for t, said in targets.items()]),
             "## How it is tested",
@@ -66,8 +67,18 @@ def _calibration(name: str) -> str:
     return f"{said} Its outputs are compared with ModelOpt's own only with CUDA: {scheme.simulation_needs_cuda}."
 
 
-def _expressions(name: str, target: str) -> str:
-    plan = bridge.plan(MODEL, target, name)
+def _written(name: str, target: str) -> str:
+    try:
+        plan = bridge.plan(MODEL, target, name)
+    except PlanError:  # its rows are too narrow
+        kind = load_scheme(name).weight[0]
+        size = DTYPES[kind.dtype]
+        return f"One tensor of target `{target}` in blocks of {size.block} values of a row, {size.size} bytes each."
+    head = f"For target `{target}` and a weight `W` of the tiny Llama, as `qbridge plan` prints it:"
+    return f"{head}\n\n{_expressions(plan)}"
+
+
+def _expressions(plan: Plan) -> str:
     step: Step = plan.quantized[0]
     rows = [
         [f"`{o.spec.name.rpartition('q_proj.')[2]}`", "x".join(map(str, o.spec.shape)) or "scalar", o.spec.dtype,

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
+from bridge.core.dtypes import K_QUANTS
 from bridge.planning.plan import Plan, Step
 from bridge.tables.expressions.regions import reordered
 from bridge.targets.gguf.runtime import LlamaCpp
@@ -75,7 +76,10 @@ def _undo(step: Step, values: np.ndarray, stored: Mapping[str, np.ndarray]) -> N
 
 
 class RoundedInputs(TorchFunctionMode):
-    """Rounds what quantized matrices of a model multiply, as llama.cpp does: to 8 bits in blocks of 32."""
+    """Rounds what quantized matrices of a model multiply, as llama.cpp does: to 8 bits in blocks.
+
+    Of 256 values for K-quants, of 32 for others.
+    """
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         super().__init__()
@@ -87,11 +91,14 @@ class RoundedInputs(TorchFunctionMode):
             if name in quantized or (experts and ".experts." in name)
         }
         assert self._weights
+        kinds = {step.outputs[0].spec.dtype in K_QUANTS for step in plan.quantized}
+        assert len(kinds) == 1, "K-quants beside others"
+        self._round = _rounded_by_256 if kinds.pop() else _rounded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = {torch.nn.functional.linear: 0, torch.addmm: 1}.get(func)  # transformers' Conv1D calls addmm
         if at is not None and args[at + 1].untyped_storage().data_ptr() in self._weights:
-            args = (*args[:at], _rounded(args[at]), *args[at + 1 :])
+            args = (*args[:at], self._round(args[at]), *args[at + 1 :])
         return func(*args, **(kwargs or {}))
 
 
@@ -101,3 +108,12 @@ def _rounded(values: torch.Tensor) -> torch.Tensor:
     kind = gguf.GGMLQuantizationType.Q8_0
     back = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
     return torch.from_numpy(back).reshape(values.shape)
+
+
+def _rounded_by_256(values: torch.Tensor) -> torch.Tensor:
+    """Q8_K and back, which gguf-py has not: the value of the largest magnitude becomes -127 (ggml-quants.c)."""
+    blocks = values.detach().float().reshape(-1, 256)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    inverse = torch.where(largest == 0, 0, -127.0 / largest)
+    codes = torch.round(blocks * inverse).clamp(max=127)
+    return torch.where(inverse == 0, 0, codes * (1 / inverse)).reshape(values.shape)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import PlanError, SchemeError
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.catalog import scheme_names
@@ -29,6 +30,7 @@ REFUSED: dict[tuple[str, str], dict[str, str]] = {
     ("compressed-tensors", "tiny-llama"): {"w4a8_awq": "one level of weight quantization"},
     ("compressed-tensors", "tiny-gpt2"): {
         **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
+        **dict.fromkeys(K_QUANTS, "compressed-tensors has no"),
         "w4a8_awq": "one level of weight quantization",
     },
     ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},

@@ -32,8 +32,8 @@ COMPUTED = ("rope_freqs.weight",)
 
 # dtype -> ggml's number of it
 TYPES = {
-    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 8, "int8": 24, "int16": 25, "int32": 26, "int64": 27,
-    "float64": 28, "bfloat16": 30, "mxfp4": 39, "nvfp4": 40,
+    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "int8": 24, "int16": 25,
+    "int32": 26, "int64": 27, "float64": 28, "bfloat16": 30, "mxfp4": 39, "nvfp4": 40,
 }  # fmt: skip
 _NAMES = {number: name for name, number in TYPES.items()}
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from bridge._kernels.decode import floats, integers, powers
 from bridge._kernels.fp8 import fp8
-from bridge.core.dtypes import BLOCKS, DTYPES, UNIT, to_float32
+from bridge.core.dtypes import BLOCKS, DTYPES, K_QUANTS, UNIT, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.values import Encoding, Numeric
-from bridge.quant.codec import ggml
+from bridge.quant.codec import ggml, kquants
 from bridge.quant.codec.arrays import Array, transpose_into, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.packing import unpacked_codes, words_by_row
@@ -63,6 +63,8 @@ def decode(
         for part, (of, kind) in kinds.items()
     }
     packed = packing(first, layout, transpose, coding)
+    if packed in K_QUANTS:
+        return kquants.dequantized(stored["codes"][start:stop], packed, blocks.cols)
     if packed in BLOCKS:
         codes, factor = split_blocks(stored["codes"][start:stop], packed, blocks.cols)
         inner = Grid(len(codes), blocks.cols, 1, ggml.TYPES[packed].group)

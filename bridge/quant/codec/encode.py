@@ -12,11 +12,11 @@ import math
 import numpy as np
 
 from bridge._kernels.quotient import product, to_brain, to_half
-from bridge.core.dtypes import DTYPES, to_float32
+from bridge.core.dtypes import DTYPES, K_QUANTS, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric
-from bridge.quant.codec import arrays, ggml
+from bridge.quant.codec import arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.decode import ONE, storage
@@ -91,6 +91,8 @@ class Encoder:
         down = n if self._numeric.per == "tensor" else blocks.down
         own = arrays.amax(flat, self._dtype, down, blocks.across)
         arrays.check_finite(own, self._name, f"rows {first} to {first + n}")
+        if self._packed in K_QUANTS:
+            return {"codes": kquants.quantized(to_float32(flat, self._dtype), self._packed, self._take)}
         if self._own:
             words, _ = self._readable(flat, ONE, n)
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}

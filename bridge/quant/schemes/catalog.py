@@ -21,15 +21,16 @@ from bridge.quant.schemes.scheme import Scheme
 
 # Types of llama.cpp whose codes its own quantizer chooses.
 _GGML = (
-    "q4_1", "q5_0", "q5_1", "q2_k", "q2_k_s", "q3_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k", "q4_k_s", "q4_k_m", "q5_k",
-    "q5_k_s", "q5_k_m", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "iq3_xxs", "iq3_xs", "iq3_s",
+    "q4_1", "q5_0", "q5_1", "q2_k", "q2_k_s", "q3_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s",
+    "q5_k_m", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "iq3_xxs", "iq3_xs", "iq3_s",
     "iq3_m", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
 )  # fmt: skip
 # What other tools call a scheme, where no scheme here is the same thing.
 ELSEWHERE = {
     **{
-        name: "only llama.cpp's own quantizer makes it: convert with --target gguf --dtype fp16 and no scheme, then "
-        f"run llama-quantize model.gguf out.gguf {name.upper()}; q4_0 and q8_0 are schemes here"
+        name: "only llama-quantize makes it: convert with --target gguf --dtype fp16 and no scheme, then "
+        f"run llama-quantize model.gguf out.gguf {name.upper()}; q4_k, q5_k, q6_k, "
+        "q4_0 and q8_0 are schemes here, and a recipe mixes them"
         for name in _GGML
     },
     "w8a8": "with FP8 that is fp8 (or fp8_pc_pt), with INT8 int8_sq (or int8)",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import SchemeError
 from bridge.core.parsing import load_toml
 from bridge.core.text import nearest
@@ -58,7 +59,7 @@ class Policies:
 def parse_numeric(words: Any, where: str) -> Numeric:
     """Parse a table of dtype, per, block, scale_dtype, dynamic."""
     check_keys(words, {"dtype", "per", "block", "scale_dtype", "dynamic"}, where)
-    for key, known in (("dtype", list(MAXBOUND)), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
+    for key, known in (("dtype", [*MAXBOUND, *K_QUANTS]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
             raise SchemeError(f"{where}: `{key}` is missing")
         if key in words and words[key] not in known:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from bridge.core.dtypes import DTYPES
+from bridge.core.dtypes import DTYPES, K_QUANTS
 from bridge.core.values import Encoding, Format, Numeric
+from bridge.quant.codec.ggml_library import INSTALL, is_installed
 from bridge.quant.schemes.scheme import is_static
 
 # General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
-FILE_TYPES = {"float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "bfloat16": 32, "mxfp4": 38, "nvfp4": 39}
-ALL = "q8_0 and int8_wo (Q8_0), q4_0 and int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4)"
+FILE_TYPES = {
+    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "q5_k": 16, "q6_k": 18, "bfloat16": 32, "mxfp4": 38,
+    "nvfp4": 39,
+}  # fmt: skip
+ALL = "q8_0 and int8_wo (Q8_0), q4_0 and int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4), q4_k, q5_k and q6_k"
 
 
 def block_type(format_: Format) -> str:
@@ -16,6 +20,8 @@ def block_type(format_: Format) -> str:
     if len(format_.weight) > 1:
         return ""
     first = format_.weight[0]
+    if first.dtype in K_QUANTS:
+        return first.dtype
     across = first.block[0] if first.per == "block" and len(first.block) == 1 else 0
     if first.dtype == "float4_e2m1fn":
         known = {(32, "float8_e8m0fnu"): "mxfp4", (16, "float8_e4m3fn"): "nvfp4"}
@@ -36,6 +42,8 @@ def why_unsupported(format_: Format) -> str:
         first = format_.weight[0]
         per = f"blocks of {'×'.join(map(str, first.block))}" if first.block else f"a scale per {first.per}"
         return f"ggml has no block type for {first.dtype} in {per}; use {_nearest(first)}; known: {ALL}"
+    if block_type(format_) in K_QUANTS and not is_installed():
+        return INSTALL
     return ""
 
 

@@ -107,7 +107,8 @@ class Drafting(DialectDrafting):
         problems = []
         if shape[-1] % block or (first.block and shape[-1] % first.block[0] and shape[-1] > first.block[0]):
             unit = max(block, first.block[0] if first.block else 0)
-            near = "" if unit == DTYPES["mxfp4"].block else " use mxfp4_wo, whose blocks have 32,"
+            smaller = {"q4_k": "q4_0", "q5_k": "q8_0", "q6_k": "q8_0"}.get(kind, "mxfp4_wo")
+            near = "" if unit == DTYPES["mxfp4"].block else f" use {smaller}, whose blocks have 32,"
             problems.append(f"in = {shape[-1]} is no multiple of {kind.upper()}'s {unit};{near} {keep}")
         if self._experts(placed.row) and has_tensor_scale(format_):
             problems.append(f"llama.cpp wants a scale per expert, and this stack has one; use mxfp4_wo, {keep}")

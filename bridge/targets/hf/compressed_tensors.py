@@ -34,6 +34,8 @@ def why_unsupported(format_: Format) -> str:
             "compressed-tensors has one level of weight quantization, and vLLM's INT4 weights with FP8 activations "
             "(CompressedTensorsW4A8Fp8) have other scales: one for each token; use int4_awq, or format='modelopt'"
         )
+    if first.dtype not in BITS:
+        return f"compressed-tensors has no {first.dtype}; known: {', '.join(BITS)}"
     if first.dtype == "float4_e2m1fn" and (first.block, first.scale_dtype) not in (((16,), NV), ((32,), MX)):
         return (
             "compressed-tensors has FP4 in blocks of 16 with FP8 scales, or of 32 with power-of-two scales; use nvfp4 "

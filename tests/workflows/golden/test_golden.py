@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import GoldenError, UsageError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header
 from bridge.quant.schemes.catalog import scheme_names
@@ -259,7 +260,8 @@ def test_json_says_what_the_text_says(out: Path, golden: Path, tmp_path: Path) -
     assert data["moves"][0]["before"]["nonfinite"] == 0
 
 
-@pytest.mark.parametrize("quant", ["none", *scheme_names()])
+# No row of the tiny Llama has the 256 values of a K-quant.
+@pytest.mark.parametrize("quant", ["none", *(name for name in scheme_names() if name not in K_QUANTS)])
 def test_the_arguments_of_a_conversion_are_found_again(quant: str) -> None:
     target = "gguf" if quant in ("q4_0", "q8_0") else "hf"
     for kv in (None, "fp8") if quant != "none" and target == "hf" else (None,):
