@@ -85,7 +85,8 @@ def plan_of(
             continue
         answer = verdict(program, plan)
         if not answer.why_not:
-            return replace(plan, notes=(*plan.notes, f"for {program.title}: {contract.flags()}"))
+            notes = (*plan.notes, f"for {program.title}: {contract.flags()}")
+            return replace(plan, notes=notes, program=program.name)
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, structure.architecture, options, contracts, refused))
 

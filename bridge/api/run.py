@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
 from bridge.core.formats.safetensors import stored_shape
-from bridge.core.output.names import MANIFEST
 from bridge.core.remote.opening import written_at
 from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
@@ -23,7 +22,7 @@ from bridge.sources.configs.token_ids import GENERATION, TOKENIZER, TOKENIZER_CO
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
 from bridge.targets.generation import Settings, check_decoder, context_length
-from bridge.targets.manifest import load_manifest, manifest_data
+from bridge.targets.manifest import load_manifest
 from bridge.verification.verify import check_fits, check_on_disk
 
 if TYPE_CHECKING:
@@ -152,9 +151,6 @@ def _limited(settings: Settings, directory: Path, ids: list[int]) -> tuple[Setti
 
 def _check_unaltered(plan: Plan, directory: Path) -> None:
     """VerifyError if a weight file has other tensors, or a tensor another shape or dtype, than the plan."""
-    digest = manifest_data(directory).get("plan_digest")
-    if digest != plan.digest:
-        raise VerifyError(f"{directory / MANIFEST} was altered: its plan does not have its plan_digest; convert again")
     OutputReader(plan, directory)
     for name, planned in plan.files.items():
         specs = open_written(directory / name, plan).specs

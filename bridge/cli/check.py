@@ -85,11 +85,12 @@ def _lint(path: Path) -> list[str]:
     if (path / MANIFEST).is_file():
         from bridge.streaming.written import open_written
         from bridge.targets import load_target
-        from bridge.targets.manifest import load_manifest
+        from bridge.targets.manifest import altered, load_manifest
 
-        plan = load_manifest(path).plan
+        manifest = load_manifest(path)
+        plan = manifest.plan
         target = load_target(plan.target)
-        findings = [*target.lint(path, plan), *target.audit(path)]
+        findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
 

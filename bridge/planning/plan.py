@@ -136,7 +136,7 @@ class Plan(Displayed):
 
     `tied` maps an alias to the tensor that is stored for both; `untied`, to the tensor that the alias repeats, if both
     are written. `memory` is for two cores; each further core adds one piece of rows, 20 MB. `dialect`: the source's.
-    `cuts`: role of a matrix -> how ranks that load the output share it.
+    `cuts`: role of a matrix -> how ranks that load the output share it. `program`: that it was asked for, "vllm".
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="trt", quant="fp8")
@@ -161,6 +161,7 @@ class Plan(Displayed):
     traced: bool = False
     dialect: str = "hf"
     cuts: dict[str, Cut] = field(default_factory=dict)
+    program: str = ""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -186,9 +187,11 @@ class Plan(Displayed):
     def digest(self) -> str:
         """sha256 of everything that decides the written bytes; equal plans on equal inputs write equal files.
 
-        The place of the source and its dialect do not: reading a remote source takes more memory. Nor does `cuts`.
+        The place of the source and its dialect do not: reading a remote source takes more memory. Nor do `cuts` and
+        `program`.
         """
-        decides = {name: value for name, value in vars(self).items() if name != "cuts"} | {"memory": 0, "dialect": ""}
+        decides = {name: value for name, value in vars(self).items() if name not in ("cuts", "program")}
+        decides |= {"memory": 0, "dialect": ""}
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 
     def lines(self) -> list[str]:

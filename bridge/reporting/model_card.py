@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge.core.output.names import CARD
 from bridge.core.text import fold_layers, size
 from bridge.core.version import __version__
 from bridge.reporting.report import Report, count_rows, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 
-CARD = "README.md"
 BEGIN, END = "<!-- qbridge: quantization -->", "<!-- /qbridge -->"
 FACTS = ("architecture", "scheme", "calibration", "calibration data")  # the part of the provenance without paths
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ from bridge.streaming.context import WriteResult
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `bridge.json`: the plan and the gates that verify applies. Equal runs write equal manifests."""
+    """Content of `bridge.json`: the plan and the gates that verify applies. Equal runs write equal manifests.
+
+    `files`: sha256 of each file beside the weights, by its path below the output.
+    """
 
     plan: Plan
     gates: dict[str, Gate]
     output_gate: Gate
     written: WriteResult
+    files: dict[str, str]
 
     def save(self, directory: Path) -> None:
         data = {
@@ -33,21 +39,25 @@ class Manifest:
             "gates": {module: asdict(gate) for module, gate in self.gates.items()},
             "output_gate": asdict(self.output_gate),
             "written": asdict(self.written),
+            "files": self.files,
             "plan": self.plan.to_dict(),
         }
         (directory / MANIFEST).write_text(json.dumps(data, indent=1) + "\n")
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a written model; VerifyError if there is none."""
+    """Read the manifest of a written model; VerifyError if there is none, or its plan was altered."""
     data = manifest_data(directory)
     try:
-        return typed(Manifest, {name: data[name] for name in ("plan", "gates", "output_gate", "written")})
+        manifest = typed(Manifest, {name: data[name] for name in ("plan", "gates", "output_gate", "written", "files")})
     except (KeyError, TypeError, ValueError) as error:
         raise VerifyError(
             f"{directory / MANIFEST} was written by another version of bridge, this one is {__version__} "
             f"({type(error).__name__}: {error}): convert again"
         ) from error
+    if manifest.plan.digest != data.get("plan_digest"):
+        raise VerifyError(f"{directory / MANIFEST} was altered: its plan does not have its plan_digest; convert again")
+    return manifest
 
 
 def manifest_data(directory: Path) -> dict[str, Any]:
@@ -64,3 +74,27 @@ def manifest_data(directory: Path) -> dict[str, Any]:
             f"{directory} has no readable {MANIFEST}, so bridge did not write this model ({error}); "
             "name a directory that `convert` wrote"
         ) from error
+
+
+def file_digests(directory: Path, apart: Collection[str]) -> dict[str, str]:
+    """sha256 of each file below `directory` but those of `apart`, by path."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = {path.relative_to(directory).as_posix(): path for path in paths}
+    return {name: _sha256(path) for name, path in names.items() if name not in apart}
+
+
+def altered(directory: Path, manifest: Manifest) -> list[str]:
+    """A line for each file beside the weights that is missing, or is not as it was written."""
+    findings = []
+    for name, digest in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            findings.append(f"error [files] {name}: is missing; convert again")
+        elif _sha256(path) != digest:
+            findings.append(f"warning [files] {name}: was changed after it was written")
+    return findings
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Set
 from pathlib import Path
 
-from bridge.core.output.names import CALIBRATION, JOURNAL
+from bridge.core.output.names import CALIBRATION, CARD, JOURNAL
 from bridge.core.remote.store import check_names
 from bridge.quant.schemes.grammar import Gate
 from bridge.streaming.context import ConversionContext
 from bridge.targets import load_target
-from bridge.targets.manifest import Manifest
+from bridge.targets.manifest import Manifest, file_digests
 
 CHUNK = 8 << 20  # bytes of a side file that are copied at once
 
@@ -32,7 +32,8 @@ def write(context: ConversionContext) -> Manifest:
             with content.open("rb") as file, path.open("wb") as copy:
                 shutil.copyfileobj(file, copy, CHUNK)
     gates = {s.site.module: scheme.gate_of(s.site) for s in plan.quantized if s.site and scheme}
-    manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written)
+    digests = file_digests(directory, {*plan.files, CALIBRATION, JOURNAL, CARD})
+    manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written, digests)
     manifest.save(directory)
     return manifest
 

@@ -11,13 +11,13 @@ import pytest
 
 import bridge
 from bridge.cli.check import check_path
-from bridge.core.errors import BridgeError, SchemeError, TableError, UsageError
+from bridge.core.errors import BridgeError, SchemeError, TableError, UsageError, VerifyError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
 from bridge.planning.contracts import Verdict, verdict
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.reporting.loading import loading_line, loadings
-from bridge.targets import program_of
+from bridge.targets import load_target, program_of
 from tests.oracles import export_oracle as oracle
 
 TINY = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
@@ -276,7 +276,50 @@ def test_an_altered_output_is_found(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
     (out / "config.json").write_text(json.dumps(config))
-    assert any("was changed after it was written" in problem.text for problem in check_path(out))
+    assert any("quantization_config was changed after it was written" in problem.text for problem in check_path(out))
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [("vllm", "vllm serve"), ("sglang", "python -m sglang.launch_server --model-path"), ("transformers", "")],
+)
+def test_the_next_command_is_that_of_the_program_that_was_asked_for(program: str, command: str) -> None:
+    plan = bridge.plan(TINY, program, "fp8_pc_pt")
+    assert load_target("hf").next_command(plan) == (f"{command} {{out}}" if command else "")
+    same = bridge.plan(TINY, "hf", "fp8_pc_pt", format=plan.options["format"])
+    assert load_target("hf").next_command(same) == "vllm serve {out}"
+    assert dataclasses.replace(plan, notes=same.notes).digest == same.digest, "the program decides no byte"
+
+
+def test_own_scales_without_weights_that_it_changes_is_told() -> None:
+    assert any(
+        "own_scales changes nothing" in note for note in bridge.plan(TINY, "hf", "int8_wo", own_scales=True).notes
+    )
+    assert not any("own_scales" in note for note in bridge.plan(TINY, "hf", "fp8", own_scales=True).notes)
+
+
+def test_every_file_beside_the_weights_that_changed_or_is_gone_is_found(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bridge.convert(TINY, "ort", "int8_wo", out, verify=False)
+    assert check_path(out) == []
+    for name in ("config.json", "genai_config.json", "tokenizer.json"):
+        (out / name).write_text((out / name).read_text() + "\n")
+    (out / "tokenizer_config.json").unlink()
+    lines = {problem.text: problem.fatal for problem in check_path(out)}
+    changed = {
+        f"warning [files] {name}: was changed after it was written" for name in ("config.json", "tokenizer.json")
+    }
+    assert {text for text, fatal in lines.items() if not fatal} == {
+        *changed, "warning [files] genai_config.json: was changed after it was written"
+    }  # fmt: skip
+    assert [text for text, fatal in lines.items() if fatal] == [
+        "error [files] tokenizer_config.json: is missing; convert again"
+    ]
+    data = json.loads((out / "bridge.json").read_text())
+    data["plan"]["scheme"] = "fp8"
+    (out / "bridge.json").write_text(json.dumps(data))
+    with pytest.raises(VerifyError, match="its plan does not have its plan_digest"):
+        check_path(out)
 
 
 def test_the_tables_of_the_site_have_every_scheme_and_program() -> None:

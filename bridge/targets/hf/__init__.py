@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from bridge.targets.generation import Generator
 
 GENERATION = "generation_config.json"
-SERVERS = {"vllm": "vllm serve", "trtllm": "trtllm-serve"}  # program -> its command
+# program -> its command; that of the program that was asked for comes first, then in this order
+SERVERS = {
+    "vllm": "vllm serve {out}",
+    "sglang": "python -m sglang.launch_server --model-path {out}",
+    "trtllm": "trtllm-serve {out}",
+}
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
 
@@ -138,8 +143,10 @@ class Hf(StreamedTarget):
         """The command of a server that loads it, for a language model."""
         if not plan.architecture.endswith(DECODERS):
             return ""
+        if plan.program:
+            return SERVERS.get(plan.program, "")
         loading = (command for name, command in SERVERS.items() if not verdict(load_runtime(name), plan).why_not)
-        return next((f"{command} {{out}}" for command in loading), "")
+        return next(loading, "")
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source

@@ -50,6 +50,8 @@ class Drafting:
         scheme = self._draft.scheme
         self._drafted.problems += [*self._ungrouped(), *self._folding.problems(), *self._mixes()]
         self._drafted.notes += self._folding.notes()
+        if self._draft.options.own_scales and not any(map(_is_refit, self._formats.values())):
+            self._drafted.notes.append("own_scales changes nothing: no weight is FP8 with a scale per tensor")
         steps = [self._step(name) for name in self._order()]
         if scheme and scheme.kv:
             steps += [self._kv_step(module, scheme.kv) for module in self._draft.structure.attention]
@@ -121,7 +123,7 @@ class Drafting:
         shape = spec.shape if site.stacked else out_in(spec, site)
         group = self._groups.get(site.module)
         unified = group.modules if group and self._spelling.unifies(format_) else ()
-        refits = self._refits(format_)
+        refits = _is_refit(format_) and not self._draft.options.own_scales
         fused = self._fused(site.module) if refits else ()
         folded = bool(group and self._folded.get(group.norm) is group)
         parts = self._spelling.parts(format_, site, shape, spec.dtype, folded)
@@ -144,15 +146,6 @@ class Drafting:
             unified=unified,
             feeds=self._folding.feeds_at(site.module),
         )
-
-    def _refits(self, format_: Format) -> bool:
-        """Whether servers give the matrices that they fuse one scale, and quantize again those that had another.
-
-        vLLM 0.33 and SGLang 0.5 (`requantize_with_max_scale`) and TensorRT-LLM (`rescale_fused_weights`) do so with
-        FP8 per tensor. With the largest of the scales from the start, no code changes when they load.
-        """
-        first = format_.weight[0]
-        return (first.dtype, first.per) == ("float8_e4m3fn", "tensor") and not self._draft.options.own_scales
 
     def _fused(self, module: str) -> tuple[str, ...]:
         """The modules that servers hold as one matrix, this one included: q, k and v, or gate and up; () if alone."""
@@ -198,6 +191,16 @@ class Drafting:
         limit = byte_count(self._draft.options.shard_size, "shard_size")
         files = divide(_state_order(steps), limit)
         return [replace(s, outputs=tuple(replace(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
+
+
+def _is_refit(format_: Format) -> bool:
+    """Whether servers give the matrices that they fuse one scale, and quantize again those that had another.
+
+    vLLM 0.33 and SGLang 0.5 (`requantize_with_max_scale`) and TensorRT-LLM (`rescale_fused_weights`) do so with FP8
+    per tensor. With the largest of the scales from the start, no code changes when they load.
+    """
+    first = format_.weight[0]
+    return (first.dtype, first.per) == ("float8_e4m3fn", "tensor")
 
 
 def _block(module: str) -> str:

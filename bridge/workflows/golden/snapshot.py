@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bridge.core.formats.safetensors import SafetensorsFile
-from bridge.core.output.names import WRITES
+from bridge.core.output.names import CARD, WRITES
 from bridge.core.pages import Buffers
 from bridge.core.progress import BYTES, Progress, no_progress
 from bridge.core.values import TensorSpec
@@ -24,7 +24,7 @@ from bridge.workflows.golden.origins import origins_of
 from bridge.workflows.golden.values import File, Key, Made, Origin, Snapshot, Statistics, Tensor
 
 # The model card has measurements, if there were any; each build of a TensorRT engine gives other bytes.
-IGNORED = tuple({*WRITES, "README.md", "*.engine"})
+IGNORED = tuple({*WRITES, CARD, "*.engine"})
 
 
 class SnapshotReader:

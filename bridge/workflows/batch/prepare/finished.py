@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bridge.core.errors import BridgeError, is_unreachable
-from bridge.core.output.names import CALIBRATION
+from bridge.core.output.names import CALIBRATION, CARD
 from bridge.core.parsing import load_json
 from bridge.core.places import is_remote
 from bridge.core.remote.opening import written_at
@@ -16,7 +16,6 @@ from bridge.core.remote.upload import made_at
 from bridge.core.remote.upload_note import NOTE
 from bridge.core.version import __version__, versions
 from bridge.quant.calibration import Calibration
-from bridge.reporting.model_card import CARD
 from bridge.reporting.report import Report, report_from_dict
 from bridge.targets import load_target
 from bridge.workflows.batch.job import outcome_of
