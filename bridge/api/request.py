@@ -14,7 +14,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.values import Format, Structure
 from bridge.planning.contract_files import load_runtime
-from bridge.planning.contracts import Contract, Runtime, verdict
+from bridge.planning.contracts import Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
 from bridge.planning.memory import stream_memory
 from bridge.planning.passthrough import passthrough_scheme
@@ -85,7 +85,8 @@ def plan_of(
             continue
         answer = verdict(program, plan)
         if not answer.why_not:
-            notes = (*plan.notes, f"for {program.title}: {contract.flags()}")
+            rounds = f", which rounds inputs to {answer.inputs}" if answer.inputs else ""
+            notes = (*plan.notes, f"for {program.title}{rounds}: {contract.flags()}")
             return replace(plan, notes=notes, program=program.name)
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, structure.architecture, options, contracts, refused))
@@ -116,17 +117,20 @@ def _refusal(
 ) -> str:
     """What a program loads instead, if no output that it loads can be written."""
     if not refused:
-        given = " ".join([f"--target {target}", *(f"--{name} {value}" for name, value in options.items())])
+        given = " ".join(
+            [f"--target {target}", *(flag(name.replace("_", "-"), value) for name, value in options.items())]
+        )
         return f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
-    others = (load_scheme(name) for name in scheme_names() if not scheme or name != scheme.name)
-    loaded = [other.name for other in others if not all(c.lacks(other.formats, architecture) for c in contracts)]
-    what = f"{program.title} loads no output of scheme {scheme.name if scheme else 'none'} here"
+    what = f"{program.title} loads no {f'output of scheme {scheme.name}' if scheme else 'unquantized output'} here"
     lines = [f"{', '.join(flags)}: {why}".replace("\n", "\n    ") for why, flags in refused.items()]
     excluded = [contract for contract in program.contracts if contract not in contracts]
     instead = [c.flags() for c in excluded if scheme and not c.lacks(scheme.formats, architecture)]
     lines += [f"this scheme it loads from {'; or from '.join(instead)}"] if instead else []
-    there = " there" if excluded else ""
-    return "\n  ".join([what + ":", *lines, f"schemes that it loads{there}: {', '.join(loaded)}"])
+    if scheme and all(contract.lacks(scheme.formats, architecture) for contract in contracts):
+        others = (load_scheme(name) for name in scheme_names() if name != scheme.name)
+        loaded = [other.name for other in others if not all(c.lacks(other.formats, architecture) for c in contracts)]
+        lines.append(f"schemes that it loads{' there' if excluded else ''}: {', '.join(loaded)}")
+    return "\n  ".join([what + ":", *lines])
 
 
 def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:

@@ -17,7 +17,6 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
-from bridge.planning.contract_files import check_runtimes
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
@@ -25,6 +24,7 @@ from bridge.quant.schemes.load import check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
+from bridge.targets.contracts import check_contracts
 from bridge.targets.manifest import load_manifest
 
 if TYPE_CHECKING:
@@ -233,4 +233,4 @@ def check() -> list[str]:
             table_files(kind)
     except TableError as error:  # two files have the same name: neither is checked
         return [str(error)]
-    return [*check_tables(), *check_families(), *check_schemes(), *check_runtimes()]
+    return [*check_tables(), *check_families(), *check_schemes(), *check_contracts()]

@@ -18,6 +18,7 @@ from bridge.tables.architectures.roles import load_roles, parse_roles
 from bridge.tables.check import check_table
 from bridge.tables.dialects.check import check_dialect
 from bridge.tables.dialects.dialect import load_dialect, parse_dialect, with_layouts
+from bridge.targets.contracts import check_contract
 
 if TYPE_CHECKING:
     from bridge.streaming.rows import TensorReader
@@ -90,7 +91,7 @@ def _lint(path: Path) -> list[str]:
         manifest = load_manifest(path)
         plan = manifest.plan
         target = load_target(plan.target)
-        findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
+        findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest, target.loads)]
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
 
@@ -132,12 +133,14 @@ def _check_toml(path: Path) -> None:
         problems = _check_arch(table)
     elif "index" in table.data and "dims" in table.data:
         parse_roles(table)
+    elif "writes" in table.data:
+        problems = check_contract(table)
     elif "base" in table.data or "weight" in table.data:
         load_scheme(path)
     else:
         raise TableError(
             f"{path}: neither a recipe (has `base`), nor a scheme (has [[weight]]), nor the table of an architecture "
-            f"(has `architectures`); its keys are {', '.join(table.data) or 'none'}"
+            f"(has `architectures`), nor a contract (has [writes.NAME]); its keys are {', '.join(table.data) or 'none'}"
         )
     if problems:
         raise TableError("\n".join(problems))

@@ -7,17 +7,29 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from bridge.core.errors import TableError, UsageError
+from bridge.core.errors import UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
-from bridge.planning.contracts import Contract, Evidence, Row, Runtime
+from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime
 
 KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
-CONTRACT_KEYS = ("target", "options", "kv", "mixed", "prescales", "plain", "ranks", "loads")
-CONDITIONS = {"out": int, "in": int, "experts": bool, "dtypes": list, "but_not": list}
+# key of a section -> its type; a section has evidence in the last ones
+CONTRACT_KEYS: dict[str, type] = {
+    "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
+    "mixed": dict, "head": dict, "plain": dict, "ranks": dict,
+}  # fmt: skip
+CONDITIONS: dict[str, type] = {
+    "out": int, "in": int, "experts": bool, "dtypes": list, "but_not": list, "only": list, "inputs": str,
+}  # fmt: skip
 HOW = ("run", "read")
+_NUMERIC = (
+    r"(?:none|(?:fp8|fp4|int8|int4|q[4-6]_k)"
+    r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: dynamic)?)"
+)
+NUMERIC = re.compile(_NUMERIC)
+WORDS = re.compile(rf"{_NUMERIC}(?: \+ {_NUMERIC})* \| {_NUMERIC}")
 _NAME_END = re.compile(r"[\s=@<>~!]")
-_VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*(?P<version>\d[\w.]*)")
+_VERSION = re.compile(r"(?P<name>.+?)\s*(?:==|@|=| )\s*v?(?P<version>[a-z]?\d[\w.]*)", re.IGNORECASE)
 
 
 @cache
@@ -32,9 +44,9 @@ def runtime_names() -> list[str]:
 
 
 def find_runtime(name: str) -> Runtime | None:
-    """The program of that name or alias; None if no contract has it."""
+    """The program of that name or alias, in any case; None if no contract has it."""
     word = name.lower()
-    return next((known for known in runtimes() if word == known.name or word in known.aliases), None)
+    return next((known for known in runtimes() if word in (known.name, known.program.lower(), *known.aliases)), None)
 
 
 def load_runtime(given: str) -> Runtime:
@@ -55,8 +67,7 @@ def load_runtime(given: str) -> Runtime:
         )
     if runtime is None:
         raise UsageError(f"runtime {given!r} (--for) has no contract; {nearest(name.lower(), runtime_names())}")
-    same = f"{version}.".startswith(f"{runtime.version}.") or f"{runtime.version}.".startswith(f"{version}.")
-    if version and not same:
+    if version and not f"{version}.".startswith(f"{runtime.version}."):  # 0.33.1 is a patch of 0.33
         raise UsageError(
             f"runtime {given!r} (--for): no contract was written for version {version} of {runtime.program}; there is "
             f"one for {runtime.version}: pass {runtime.name!r} if your version loads the same"
@@ -74,60 +85,80 @@ def parse_runtime(name: str, file: TableFile) -> Runtime:
     if not contracts:
         raise file.place("", "writes").error("no [writes.NAME] says what it loads")
     fused = tuple(tuple(words.split()) for words in file.words("fused"))
-    mistakes = dict(file.section("mistakes"))
+    if alone := [words for words in fused if len(words) < 2]:
+        raise file.place("", "fused").error(f"{' '.join(alone[0])!r} is fused with nothing", hint='"gate_proj up_proj"')
+    mistakes = file.texts("mistakes")
+    for words in mistakes:
+        if " " in words and not WORDS.fullmatch(words):
+            raise file.place("mistakes", words).error(_no_words(words), hint=HINT)
     return Runtime(name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes)
 
 
-def check_runtimes() -> list[str]:
-    """The problems of every contract, none if all can be read."""
-    problems = []
-    for path in table_files("runtimes"):
-        try:
-            parse_runtime(path.stem, read_table(path))
-        except TableError as error:
-            problems.append(str(error))
-    return problems
+HINT = '"fp8 tensor | fp8 tensor", "int4 block 128 | none"'
+
+
+def _no_words(words: str) -> str:
+    return f"{words!r} is not `weights | inputs` as `qbridge show runtimes` writes them"
 
 
 def _contract(file: TableFile, name: str) -> Contract:
     section = f"writes.{name}"
     words = file.section(section)
-    for key in words:
+    for key, value in words.items():
         if key not in CONTRACT_KEYS:
             raise file.place(section, key).error(f"unknown key `{key}`", hint=nearest(key, CONTRACT_KEYS))
-    if not isinstance(words.get("target"), str):
+        if type(value) is not CONTRACT_KEYS[key]:
+            raise file.place(section, key).error(f"`{key}` is {_kind(CONTRACT_KEYS[key])}, not {value!r}")
+    if "target" not in words:
         raise file.header(section).error("`target` is missing", hint='target = "hf"')
-    rows = file.section(f"{section}.loads")
-    plain, ranks = words.get("plain"), words.get("ranks")
+    rows = {part: file.section(f"{section}.{part}") for part in ("loads", "kv")}
+    known = {key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks") if key in words}
     return Contract(
         words["target"],
-        dict(words.get("options", {})),
-        {key: _row(file, f"{section}.loads", key, value) for key, value in rows.items()},
-        tuple(words.get("kv", ())),
-        bool(words.get("mixed", False)),
-        bool(words.get("prescales", True)),
-        _evidence(file, section, "plain", plain) if plain is not None else None,
-        _evidence(file, section, "ranks", ranks) if ranks is not None else None,
+        words.get("options", {}),
+        {key: _row(file, f"{section}.loads", key, value, WORDS) for key, value in rows["loads"].items()},
+        {key: _row(file, f"{section}.kv", key, value, NUMERIC) for key, value in rows["kv"].items()},
+        prescales=words.get("prescales", True),
+        kept=words.get("kept", True),
+        plain=_row(file, section, "plain", words["plain"]) if "plain" in words else None,
+        **known,
     )
 
 
-def _row(file: TableFile, section: str, key: str, value: Any) -> Row:
-    evidence = _evidence(file, section, key, value)
-    if " | " not in key:
-        raise file.place(section, key).error("a row is `weights | inputs`", hint='"fp8 tensor | fp8 tensor"')
+def _row(file: TableFile, section: str, key: str, value: Any, form: re.Pattern[str] | None = None) -> Row:
+    place = file.place(section, key)
+    evidence = _evidence(file, section, key, value, CONDITIONS)
+    if form and not form.fullmatch(key):
+        raise place.error(_no_words(key), hint=HINT)
     given = {name: value[name] for name in value if name not in HOW}
     for name, condition in given.items():
-        if name not in CONDITIONS or type(condition) is not CONDITIONS[name]:
-            raise file.place(section, key).error(f"{name} = {condition!r}", hint=nearest(name, CONDITIONS))
+        if type(condition) is not CONDITIONS[name]:
+            raise place.error(f"`{name}` is {_kind(CONDITIONS[name])}, not {condition!r}")
+        if type(condition) is int and condition < 1:
+            raise place.error(f"{name} = {condition}: matrices have a multiple of it, so it is at least 1")
+        if isinstance(condition, list) and not all(isinstance(word, str) for word in condition):
+            raise place.error(f"`{name}` is a list of names, not {condition!r}")
+    for dtype in given.get("dtypes", ()):
+        if dtype not in FLAGS:
+            raise place.error(f"dtype {dtype!r} is unknown", hint=nearest(dtype, FLAGS))
     conditions = {"inner" if name == "in" else name: condition for name, condition in given.items()}
     lists = {name: tuple(words) for name, words in conditions.items() if isinstance(words, list)}
     return Row(evidence, **conditions | lists)
 
 
-def _evidence(file: TableFile, section: str, key: str, value: Any) -> Evidence:
-    """Evidence is `{ run = "test file" }` or `{ read = "file of the program's source" }`."""
-    known = [how for how in HOW if isinstance(value, Mapping) and isinstance(value.get(how), str)]
+def _evidence(file: TableFile, section: str, key: str, value: Any, more: Mapping[str, type] = {}) -> Evidence:
+    """Evidence is `{ run = "test file" }` or `{ read = "file of the program's source" }`; `more`: keys beside it."""
+    place = file.place(section, key)
+    given = value if isinstance(value, Mapping) else {}
+    known = [how for how in HOW if isinstance(given.get(how), str) and given[how]]
     if len(known) != 1:
         hint = '{ run = "tests/targets/hf/test_vllm.py" } or { read = "a file of its source" }'
-        raise file.place(section, key).error("it is not said how this is known", hint=hint)
-    return Evidence(known[0], value[known[0]])
+        raise place.error("it is not said how this is known", hint=hint)
+    for name in given:
+        if name not in (*HOW, *more):
+            raise place.error(f"unknown key `{name}`", hint=nearest(name, [*HOW, *more]))
+    return Evidence(known[0], given[known[0]])
+
+
+def _kind(type_: type) -> str:
+    return {str: "a string", bool: "true or false", dict: "a table", int: "a whole number", list: "a list"}[type_]

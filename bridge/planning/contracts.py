@@ -6,7 +6,7 @@ plan. It is a closed list: what no row names is refused, since no run and no sou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from bridge.quant.describe import contract_words, numeric_words
 
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
 CUT_AT_LOAD = ("hf",)
+HEAD = "output head"  # how `Site.keep` of one begins
+KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
 # As `--dtype` takes them.
 FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -32,11 +34,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Row:
-    """One pair of formats that a program loads.
+    """One pair of formats, one format of the KV cache, or unquantized output, that a program loads.
 
     `out`: rows of each matrix that it fuses with others, but the last, are a multiple of this. `inner`: the same of
     `in` of every matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `dtypes`:
-    of what stays unquantized; empty if any. `but_not`: architectures, as in config.json, whose classes do not read it.
+    of what stays unquantized; empty if any. Architectures, as in config.json: `but_not`, whose classes do not read it;
+    `only`, the ones that evidence is about, empty if any. `inputs`: what the program rounds inputs to although the
+    scheme leaves them.
     """
 
     evidence: Evidence
@@ -45,29 +49,42 @@ class Row:
     experts: bool = True
     dtypes: tuple[str, ...] = ()
     but_not: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    inputs: str = ""
+
+    def why_not(self, what: str, architecture: str) -> str:
+        """Why `what`, this row's formats, is not read in models of the architecture; "" if it is."""
+        if architecture in self.but_not:
+            return f"reads no {what} in {architecture}"
+        shown = not self.only or architecture in self.only
+        return "" if shown else f"no run and no source shows that it reads {what} in {architecture}"
 
 
 @dataclass(frozen=True)
 class Contract:
     """What a program loads of one target's output, written with `options`.
 
-    `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: formats of the KV cache. `mixed`:
-    whether modules may differ in format. `prescales`: whether formats with pre-scales may be written for it.
-    `plain`: the evidence for unquantized output; `ranks`: that its ranks may share matrices; None if there is none.
+    `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: the same of the KV cache.
+    `prescales`: whether formats with pre-scales may be written for it. `kept`: whether it reads matrices that it fuses
+    if they stay unquantized in a quantized model. None if there is no evidence: `mixed`, that modules may differ in
+    format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
+    share matrices.
     """
 
     target: str
     options: Mapping[str, Any]
     loads: Mapping[str, Row]
-    kv: tuple[str, ...] = ()
-    mixed: bool = False
+    kv: Mapping[str, Row] = field(default_factory=dict)
+    mixed: Evidence | None = None
     prescales: bool = True
-    plain: Evidence | None = None
+    kept: bool = True
+    head: Evidence | None = None
+    plain: Row | None = None
     ranks: Evidence | None = None
 
     def flags(self, target: str = "") -> str:
         """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""
-        flags = [_flag(name.replace("_", "-"), value) for name, value in self.options.items()]
+        flags = [flag(name.replace("_", "-"), value) for name, value in self.options.items()]
         return " ".join(flags if flags and target == self.target else [f"--target {self.target}", *flags])
 
     def lacks(self, formats: Iterable[Format], architecture: str = "") -> str:
@@ -78,19 +95,25 @@ class Contract:
             weights, _, inputs = missing.partition(" | ")
             with_inputs = f"inputs in {inputs}" if inputs != "none" else "unquantized inputs"
             return f"loads no weights in {weights} with {with_inputs} there"
-        for known in (words for words in words if architecture in self.loads[words].but_not):
-            return f"reads no {known} in {architecture}"
+        if why := next(filter(None, (self.loads[word].why_not(word, architecture) for word in words)), ""):
+            return why
         if not self.prescales and any(format_.prescales for format_ in formats):
             return "loads no formats with pre-scales there"
-        alike = self.mixed or len(words) < 2
+        alike = self.mixed is not None or len(words) < 2
         return "" if alike else f"reads one format for all modules there, not {' and '.join(words)}"
 
     def written_by(self, plan: Plan) -> bool:
-        """Whether the plan is for this target and these options."""
-        return plan.target == self.target and all(plan.options.get(n) == value for n, value in self.options.items())
+        """Whether the plan is for this target and these options.
+
+        The format of target hf says how quantized numbers are spelled: without any, one output is like the other.
+        """
+        alike = ("format",) if not plan.quantized and self.plain else ()
+        options = {name: value for name, value in self.options.items() if name not in alike}
+        return plan.target == self.target and all(plan.options.get(n) == value for n, value in options.items())
 
 
-def _flag(name: str, value: Any) -> str:
+def flag(name: str, value: Any) -> str:
+    """An option as the command line takes it."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name} {value}"
@@ -100,7 +123,8 @@ def _flag(name: str, value: Any) -> str:
 class Runtime:
     """A program, in one version. `name`: as users type it. `fused`: names of modules that it holds as one matrix.
 
-    `contracts` are in the order of choice. `mistakes`: format that it takes and does not understand -> what it does.
+    `contracts` are in the order of choice. `mistakes`: what it takes and does not understand, a format of target hf or
+    the words of a row -> what it does.
     """
 
     name: str
@@ -117,10 +141,12 @@ class Runtime:
 
     def contract_of(self, plan: Plan) -> Contract | None:
         """The contract for what is planned; None if the program loads nothing of that target and those options."""
-        exact = (contract for contract in self.contracts if contract.written_by(plan))
-        # the format says how quantized numbers are spelled: without any, one output is like the other
-        plain = (c for c in self.contracts if c.target == plan.target and c.plain and not plan.quantized)
-        return next(exact, None) or next(plain, None)
+        return next((contract for contract in self.contracts if contract.written_by(plan)), None)
+
+    def mistake_of(self, plan: Plan) -> str:
+        """What it makes of a plan that it takes and does not understand; "" if there is nothing of that kind."""
+        words = [str(plan.options.get("format")), *dict.fromkeys(map(_words, plan.quantized))]
+        return next((self.mistakes[word] for word in words if word in self.mistakes), "")
 
 
 @dataclass(frozen=True)
@@ -129,7 +155,8 @@ class Verdict:
 
     `instead`: the flags of another output that has these formats and that it loads; "" if there is none. `ranks`: the
     most ranks that may share it, if they are fewer than the model itself allows; 0 if not.
-    `mistake`: what the program makes of an output that it takes and does not understand; "" if it refuses.
+    `mistake`: what the program makes of an output that it takes and does not understand; "" if it refuses. `inputs`:
+    what it rounds inputs to although the scheme leaves them.
     """
 
     runtime: Runtime
@@ -137,6 +164,7 @@ class Verdict:
     instead: str = ""
     ranks: int = 0
     mistake: str = ""
+    inputs: str = ""
     evidence: tuple[Evidence, ...] = field(default=(), compare=False)
 
     @property
@@ -152,17 +180,36 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
     contract = runtime.contract_of(plan)
     if contract is None:
         what = f"format {plan.options['format']}" if "format" in plan.options else f"what target {plan.target} writes"
-        mistake = runtime.mistakes.get(str(plan.options.get("format")), "")
+        mistake = runtime.mistake_of(plan)
         why = f"does not load {what}{mistake and ': ' + mistake}"
         return Verdict(runtime, why, _instead(runtime, contract, plan), mistake=mistake)
     problems = fold_problems(_problems(runtime, contract, plan))
     if problems:
-        return Verdict(runtime, "; ".join(problems), _instead(runtime, contract, plan))
+        mistake, instead = runtime.mistake_of(plan), _instead(runtime, contract, plan)
+        return Verdict(runtime, "; ".join(problems), instead, mistake=mistake)
     rows = [contract.loads[words] for words in dict.fromkeys(map(_words, plan.quantized))]
-    plain = (contract.plain,) if contract.plain else ()
-    shared = (contract.ranks,) if contract.ranks and _ranks(plan) > 1 else ()
-    evidence = (*(tuple(row.evidence for row in rows) or plain), *shared)
-    return Verdict(runtime, ranks=_fewer_ranks(runtime, contract, plan), evidence=evidence)
+    inputs = next((row.inputs for row in rows if row.inputs), "")
+    evidence = tuple(_evidence(contract, plan, rows))
+    return Verdict(runtime, ranks=_fewer_ranks(runtime, contract, plan), inputs=inputs, evidence=evidence)
+
+
+def _evidence(contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[Evidence]:
+    """How it is known of everything that a plan has of a contract."""
+    if not rows and contract.plain:
+        yield contract.plain.evidence
+    yield from (row.evidence for row in rows)
+    yield from (contract.kv[kv].evidence for kv in _caches(plan))
+    used = ((contract.mixed, len(rows) > 1), (contract.head, _heads(plan)), (contract.ranks, _ranks(plan) > 1))
+    yield from (evidence for evidence, is_used in used if evidence and is_used)
+
+
+def _caches(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(numeric_words(step.kv) for step in plan.steps if step.kv))
+
+
+def _heads(plan: Plan) -> list[str]:
+    """The output heads that are quantized, which a recipe must ask for."""
+    return [step.site.module for step in plan.quantized if step.site and step.site.keep.startswith(HEAD)]
 
 
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -172,14 +219,22 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield "", lacks
     if not formats and contract.plain is None:
         yield "", "reads quantized weights only there"
-    for kv in dict.fromkeys(numeric_words(step.kv) for step in plan.steps if step.kv):
+    for kv in _caches(plan):
         if kv not in contract.kv:
             yield "", f"reads no KV cache in {kv} there"
+        elif why := contract.kv[kv].why_not(f"scales of a KV cache in {kv}", plan.architecture):
+            yield "", why
+    if contract.head is None:
+        yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
+    if not contract.kept and formats:
+        yield from ((module, KEPT) for module in _kept(runtime, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
-    for words in sorted({contract_words(format_) for format_ in formats} & contract.loads.keys()):
-        if (dtypes := contract.loads[words].dtypes) and dtype not in dtypes:
-            only = f"runs {words} in {' or '.join(dtypes)} only, and the model is {dtype}"
-            yield "", f"{only}: pass --dtype {FLAGS[dtypes[0]]}"
+    plain = {"unquantized models": contract.plain} if not formats else {}
+    rows = {words: contract.loads.get(words) for words in sorted(map(contract_words, formats))}
+    for words, row in (rows | plain).items():
+        if row and row.dtypes and dtype not in row.dtypes:
+            only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"
+            yield "", f"{only}: pass --dtype {FLAGS[row.dtypes[0]]}"
     followed = _fused(runtime, plan, followed=True)
     for step in plan.quantized:
         assert step.site
@@ -187,6 +242,13 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in followed))
     if (ranks := _ranks(plan)) > 1:
         yield from _unshared(runtime, contract, plan, ranks)
+
+
+def _kept(runtime: Runtime, plan: Plan) -> list[str]:
+    """The modules that the program fuses and that stay unquantized."""
+    fused = {name for names in runtime.fused for name in names}
+    modules = [step.site.module for step in plan.steps if step.site and not step.format]
+    return [module for module in modules if module.rpartition(".")[2] in fused]
 
 
 def _ranks(plan: Plan) -> int:

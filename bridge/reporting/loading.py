@@ -18,7 +18,7 @@ class Loading:
     """Whether one program, in one version, loads an output.
 
     `how`: "run" and "read" say how it is known that it does, "no" that it does not. `where`: the tests or the files of
-    its source; or the reason, and the flags to write with instead. `ranks`, `mistake`: see `Verdict`.
+    its source; or the reason, and the flags to write with instead. `ranks`, `mistake`, `inputs`: see `Verdict`.
     """
 
     program: str
@@ -26,13 +26,14 @@ class Loading:
     where: str
     ranks: int = 0
     mistake: str = ""
+    inputs: str = ""
 
     @property
     def limit(self) -> str:
-        """What stands behind the answer, in brackets: how many ranks may share the output, if that is limited."""
-        if not self.ranks:
-            return ""
-        return f" (tensor parallel up to {self.ranks})" if self.ranks > 1 else " (on one rank: no tensor parallelism)"
+        """What stands behind the answer, in brackets: how many ranks may share the output, what inputs become."""
+        ranks = f"tensor parallel up to {self.ranks}" if self.ranks > 1 else "on one rank: no tensor parallelism"
+        parts = [*([ranks] if self.ranks else []), *([f"rounds inputs to {self.inputs}"] if self.inputs else [])]
+        return f" ({'; '.join(parts)})" if parts else ""
 
 
 def loadings(plan: Plan) -> tuple[Loading, ...]:
@@ -44,6 +45,7 @@ def loadings(plan: Plan) -> tuple[Loading, ...]:
             _why_not(answer) or ", ".join(dict.fromkeys(evidence.where for evidence in answer.evidence)),
             answer.ranks,
             answer.mistake,
+            answer.inputs,
         )
         for answer in verdicts(runtimes(), plan)
     )

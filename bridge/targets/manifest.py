@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,22 @@ def file_digests(directory: Path, apart: Collection[str]) -> dict[str, str]:
     return {name: _sha256(path) for name, path in names.items() if name not in apart}
 
 
-def altered(directory: Path, manifest: Manifest) -> list[str]:
-    """A line for each file beside the weights that is missing, or is not as it was written."""
+def altered(directory: Path, manifest: Manifest, loads: Collection[str]) -> list[str]:
+    """A line for each file beside the weights that is missing, or is not as it was written.
+
+    `loads`: patterns of the files that a runtime needs to load the output, a change of which is an error.
+    """
     findings = []
     for name, digest in manifest.files.items():
         path = directory / name
         if not path.is_file():
             findings.append(f"error [files] {name}: is missing; convert again")
         elif _sha256(path) != digest:
-            findings.append(f"warning [files] {name}: was changed after it was written")
+            needed = any(fnmatchcase(name, pattern) for pattern in loads)
+            why = "was changed after it was written"
+            findings.append(
+                f"error [files] {name}: {why}; convert again" if needed else f"warning [files] {name}: {why}"
+            )
     return findings
 
 

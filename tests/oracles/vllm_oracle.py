@@ -57,11 +57,14 @@ def require() -> None:
         pytest.skip(f"vLLM {VERSION} is not installed here; install it with: make oracles")
 
 
-def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto") -> Answer:
-    """vLLM's answer; `ranks` processes of tensor parallelism on gloo. A refusal is an answer too."""
+def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto", inputs: bool = False) -> Answer:
+    """vLLM's answer; `ranks` processes of tensor parallelism on gloo. A refusal is an answer too.
+
+    inputs: whether layers with tiles of FP8 round what they read, as they do on a GPU.
+    """
     with TemporaryDirectory() as work:
         out = Path(work) / "logits.safetensors"
-        request = {"directory": str(directory.resolve()), "ids": list(ids), "out": str(out), "kv": kv}
+        request = {"directory": str(directory.resolve()), "ids": list(ids), "out": str(out), "kv": kv, "inputs": inputs}
         replies = _processes(ranks).ask(request)
         if failed := next((reply for reply in replies if "error" in reply), None):
             if ranks > 1:

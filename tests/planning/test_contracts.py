@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ from bridge.cli.check import check_path
 from bridge.core.errors import BridgeError, SchemeError, TableError, UsageError, VerifyError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
-from bridge.planning.contracts import Verdict, verdict
+from bridge.planning.contracts import Evidence, Verdict, verdict
+from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
 from bridge.reporting.loading import loading_line, loadings
 from bridge.targets import load_target, program_of
 from tests.oracles import export_oracle as oracle
@@ -202,7 +207,19 @@ def test_other_flags_of_the_same_program_are_named() -> None:
         (CONTRACT + '"fp8 tensor" = { run = "x" }', "weights | inputs"),
         (CONTRACT + '"a | b" = "run"', "not said how this is known"),
         (CONTRACT + '"a | b" = { run = "x", read = "y" }', "not said how this is known"),
-        (CONTRACT + '"a | b" = { run = "x", outs = 3 }', "outs"),
+        (CONTRACT + '"a | b" = { run = "" }', "not said how this is known"),
+        (CONTRACT + '"a | b" = { run = "x", outs = 3 }', "unknown key `outs`"),
+        (CONTRACT + '"fp8 tensr | none" = { run = "x" }', "'fp8 tensr | none' is not `weights | inputs`"),
+        (CONTRACT + INT8.replace(" }", ", out = 0 }"), "out = 0: .* at least 1"),
+        (CONTRACT + INT8.replace(" }", ', out = "a" }'), "`out` is a whole number, not 'a'"),
+        (CONTRACT + INT8.replace(" }", ", dtypes = [3] }"), "`dtypes` is a list of names"),
+        (CONTRACT + INT8.replace(" }", ', dtypes = ["fp32"] }'), "dtype 'fp32' is unknown"),
+        (CONTRACT.replace("plain = { read", 'plain = { by = "me", read'), "unknown key `by`"),
+        (CONTRACT.replace("plain = {", 'mixed = "no"\nplain = {'), "`mixed` is a table, not 'no'"),
+        (CONTRACT.replace("plain = {", 'prescales = "false"\nplain = {'), "`prescales` is true or false, not 'false'"),
+        (CONTRACT.replace('options = { format = "modelopt" }', 'options = "modelopt"'), "`options` is a table"),
+        (CONTRACT.replace('"q_proj k_proj v_proj"', '"q_proj"'), "'q_proj' is fused with nothing"),
+        (CONTRACT.replace("[writes.modelopt]", "[mistakes]\nfp8 = 3\n[writes.modelopt]"), "is a string, not 3"),
         (CONTRACT.replace("plain", "plane"), "unknown key `plane`"),
     ],
 )
@@ -211,10 +228,46 @@ def test_a_bad_contract_is_an_error_with_its_row(text: str, message: str) -> Non
         parse_runtime("server", parse_table(text, "server.toml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CONTRACT.replace('target = "hf"', 'target = "tensorrt-lm"'), "target 'tensorrt-lm' is unknown"),
+        (CONTRACT.replace("format =", "formats ="), "formats"),
+        (CONTRACT + '"fp8 tensor" = { run = "x" }', "weights | inputs"),
+    ],
+)
+def test_check_reads_a_contract_of_ones_own(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(CONTRACT + INT8)
+    assert check_path(path) == []
+    path.write_text(text)
+    (problem,) = check_path(path)
+    assert re.search(message, problem.text) and problem.fatal
+
+
+def every_evidence() -> Iterator[Evidence]:
+    for contract in (contract for runtime in runtimes() for contract in runtime.contracts):
+        rows = [*contract.loads.values(), *contract.kv.values(), *([contract.plain] if contract.plain else [])]
+        yield from (row.evidence for row in rows)
+        yield from filter(None, (contract.mixed, contract.head, contract.ranks))
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang"])
+def test_a_row_that_a_run_shows_has_a_cell_that_runs_it(program: str) -> None:
+    cells = importlib.import_module(f"tests.targets.hf.test_{program}")
+    served = {(c.format, words(c.scheme)) for c in [*cells.SERVED, *([cells.DEEPSEEK] if program == "sglang" else [])]}
+    for contract in load_runtime(program).contracts:
+        rows = {(contract.options["format"], key) for key, row in contract.loads.items() if row.evidence.how == "run"}
+        assert rows <= served and rows
+
+
+def words(scheme: str) -> str:
+    return contract_words(load_scheme(scheme).format)
+
+
 def test_every_contract_names_tests_that_exist() -> None:
-    rows = [row for runtime in runtimes() for contract in runtime.contracts for row in contract.loads.values()]
-    assert rows
-    tests = {row.evidence.where for row in rows if row.evidence.how == "run"}
+    tests = {evidence.where for evidence in every_evidence() if evidence.how == "run"}
+    assert tests
     assert [test for test in sorted(tests) if not (ROOT / test).is_file()] == []
     assert sorted(path.stem for path in (mappings() / "runtimes").glob("*.toml")) == sorted(runtime_names())
 
@@ -246,6 +299,8 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
         ("vlm", "has no contract; did you mean 'vllm'|known: "),
         ("vllm==0.20", "no contract was written for version 0.20 of vLLM; there is one for 0.33"),
         ("vllm==latest", "a version is written vllm==0.33"),
+        ("vllm==0", "no contract was written for version 0 of vLLM"),
+        ("llama.cpp==b9999", "no contract was written for version b9999 of llama.cpp; there is one for b11549"),
         ("vllm>=0.33", "a version is written vllm==0.33"),
         ("vllm 0.3", "no contract was written for version 0.3 of vLLM"),
     ],
@@ -253,6 +308,78 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
 def test_an_unknown_program_or_version_is_refused(runtime: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bridge.plan(TINY, "hf", "fp8", runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("llama.cpp==b11549", "llama.cpp"),
+        ("TensorRT-LLM", "trtllm"),
+        ("ONNX Runtime 1.32", "onnxruntime"),
+        ("vllm==v0.33", "vllm"),
+    ],
+)
+def test_a_program_is_known_as_bridge_prints_it(given: str, name: str) -> None:
+    assert load_runtime(given).name == name
+
+
+def recipe(folder: Path, base: str, rule: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(f'base = "{base}"\n[[rule]]\n{rule}\n')
+    return path
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "awq", "gptq"])
+def test_sglang_does_not_read_what_it_fuses_if_it_stays_unquantized(format_: str, tmp_path: Path) -> None:
+    kept = recipe(tmp_path, "int4_wo", 'modules = ["*.mlp.*"]\nquant = "none"')
+    plan = bridge.plan(TINY, "hf", kept, format=format_)
+    answer = verdict(load_runtime("sglang"), plan)
+    assert answer.how == "no" and "mlp.up_proj: stays unquantized beside quantized modules" in answer.why_not
+    assert verdict(load_runtime("vllm"), plan).how == "run"
+
+
+def test_a_quantized_head_is_read_where_a_run_shows_it(tmp_path: Path) -> None:
+    head = recipe(tmp_path, "nvfp4_wo", 'roles = ["head.weight"]\nquant = "nvfp4_wo"\noverride = true')
+    plan = bridge.plan(TINY, "hf", head)
+    assert verdict(load_runtime("vllm"), plan).how == "run"
+    assert "lm_head: no run and no source shows" in verdict(load_runtime("sglang"), plan).why_not
+    other = bridge.plan(TINY, "hf", head, format="compressed-tensors")
+    assert verdict(load_runtime("vllm"), other).how == "no"
+
+
+def test_sglang_passes_over_kv_scales_of_qwen3() -> None:
+    for family, how in (("llama", "run"), ("qwen3", "no")):
+        plan = bridge.plan(oracle.source(family, "fp32"), "hf", "fp8", kv="fp8")
+        assert verdict(load_runtime("sglang"), plan).how == how
+
+
+def test_unquantized_graphs_are_loaded_in_the_dtypes_and_tasks_of_the_runs() -> None:
+    half = bridge.plan(TINY, "trt", dtype="bf16")
+    assert {verdict(load_runtime(name), half).how for name in ("onnxruntime", "genai", "openvino")} == {"no"}
+    assert verdict(load_runtime("onnxruntime"), bridge.plan(TINY, "trt", dtype="fp16")).how == "run"
+    assert verdict(load_runtime("genai"), bridge.plan(TINY, "trt", cache=False)).how == "no"
+    with pytest.raises(SchemeError, match=r"loads no unquantized output here:\n.*pass --dtype fp32"):
+        bridge.plan(TINY, "trt", dtype="bf16", runtime="onnxruntime")
+
+
+def test_other_schemes_are_named_only_if_the_scheme_is_the_reason() -> None:
+    with pytest.raises(SchemeError) as told:
+        bridge.plan(TINY, "openvino", "int8_wo", kv="fp8")
+    assert "reads no KV cache" in str(told.value) and "schemes that it loads" not in str(told.value)
+
+
+def test_a_format_that_is_taken_for_another_is_told() -> None:
+    answer = verdict(load_runtime("edgellm"), bridge.plan(TINY, "hf", "fp8_block"))
+    assert answer.how == "no" and "for the blocks of MXFP8" in answer.mistake
+
+
+def test_inputs_that_a_program_rounds_are_told() -> None:
+    (line,) = [
+        entry
+        for entry in loadings(bridge.plan(oracle.source("llama", "fp32"), "hf", "fp8_block"))
+        if entry.program == "vLLM 0.33"
+    ]
+    assert line.how == "run" and "rounds inputs to FP8" in line.limit
 
 
 def test_names_of_targets_are_no_programs() -> None:
@@ -302,19 +429,19 @@ def test_every_file_beside_the_weights_that_changed_or_is_gone_is_found(tmp_path
     out = tmp_path / "out"
     bridge.convert(TINY, "ort", "int8_wo", out, verify=False)
     assert check_path(out) == []
-    for name in ("config.json", "genai_config.json", "tokenizer.json"):
+    changed = ("config.json", "genai_config.json", "tokenizer.json")
+    for name in changed:
         (out / name).write_text((out / name).read_text() + "\n")
+    (out / "model.onnx").write_bytes((out / "model.onnx").read_bytes() + b"\x32\x01x")  # a doc_string of one letter
     (out / "tokenizer_config.json").unlink()
     lines = {problem.text: problem.fatal for problem in check_path(out)}
-    changed = {
-        f"warning [files] {name}: was changed after it was written" for name in ("config.json", "tokenizer.json")
-    }
     assert {text for text, fatal in lines.items() if not fatal} == {
-        *changed, "warning [files] genai_config.json: was changed after it was written"
-    }  # fmt: skip
-    assert [text for text, fatal in lines.items() if fatal] == [
-        "error [files] tokenizer_config.json: is missing; convert again"
-    ]
+        f"warning [files] {name}: was changed after it was written" for name in changed
+    }
+    assert {text for text, fatal in lines.items() if fatal and "[files]" in text} == {
+        "error [files] model.onnx: was changed after it was written; convert again",
+        "error [files] tokenizer_config.json: is missing; convert again",
+    }
     data = json.loads((out / "bridge.json").read_text())
     data["plan"]["scheme"] = "fp8"
     (out / "bridge.json").write_text(json.dumps(data))

@@ -98,13 +98,14 @@ class FP8WeightOnly(FP8):
 
 
 class FP8Blocks(kernels.Fp8BlockScaledMMLinearKernel):
-    """FP8 weights in tiles, activations unquantized: the kernel for a weight-only check."""
+    """FP8 weights in tiles. vLLM's layer rounds inputs too; a request may leave them, for a check of weights alone."""
 
     apply_input_quant = False
     is_supported = yes
 
     def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:
-        return times(A.float(), tiles(B, Bs, tuple(self.weight_group_shape)), None)
+        inputs = blocks(A.float(), As.float(), self.weight_group_shape[1]) if self.apply_input_quant else A.float()
+        return times(inputs, tiles(B, Bs, tuple(self.weight_group_shape)), None)
 
 
 class MXFP4(kernels.EmulationMxfp4LinearKernel):

@@ -63,6 +63,7 @@ def _subclasses(kind: type) -> list[type]:
 
 def answer(request: dict[str, Any], seen: list[loading.Facts], rank: int, ranks: int, port: int) -> dict[str, Any]:
     directory, ids = request["directory"], torch.tensor(request["ids"])
+    matrices.FP8Blocks.apply_input_quant = request.get("inputs", False)
     arguments = EngineArgs(
         model=directory, tokenizer=directory, dtype="float32", enforce_eager=True, max_model_len=len(ids) + 1,
         load_format="safetensors", tensor_parallel_size=ranks, skip_tokenizer_init=True,

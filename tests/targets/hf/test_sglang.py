@@ -22,6 +22,7 @@ from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.targets.hf.runtime import Runtime
+from bridge.targets.manifest import load_manifest
 from tests.covering import grid
 from tests.models.export_families import tokens
 from tests.oracles import export_oracle, sglang_oracle
@@ -143,6 +144,34 @@ def test_sglang_refuses_what_we_say_it_refuses(cell: Cell, tmp_path: Path) -> No
     assert re.search(cell.refused, ask("llama", directory).error)
     plan = bridge.plan(export_oracle.source("llama", "fp32"), "hf", cell.scheme, format=cell.format)
     assert verdict(load_runtime("sglang"), plan).how == "no"
+
+
+KEPT = '[[rule]]\nmodules = ["*.mlp.*"]\nquant = "none"\n'
+# awq.py:61 asks for the fused name among the modules that stay; what vLLM's models say of their parts, SGLang's do not.
+LOST = {
+    ("int8_wo", "compressed-tensors"): True,
+    ("nvfp4_wo", "modelopt"): False,
+    ("int4_wo", "awq"): True,
+    ("int4_wo", "gptq"): True,
+}
+
+
+@pytest.mark.parametrize(
+    ("cell", "lost"),
+    [
+        pytest.param(Cell(*cell), lost, marks=pytest.mark.product if "int4_wo" in cell else (), id="-".join(cell))
+        for cell, lost in LOST.items()
+    ],
+)
+def test_what_a_recipe_keeps_of_fused_modules_is_read_as_the_contract_says(
+    cell: Cell, lost: bool, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'base = "{cell.scheme}"\n{KEPT}')
+    directory = write("llama", Cell(str(recipe), cell.format), tmp_path / "out")
+    answer = ask("llama", directory)
+    assert answer.error == "" and bool(answer.unread) == lost
+    assert verdict(load_runtime("sglang"), load_manifest(directory).plan).how == ("no" if lost else "run")
 
 
 @pytest.mark.parametrize("format_", ["modelopt", "compressed-tensors"])

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
+from bridge.reporting.loading import loadings
 from bridge.targets.hf.runtime import Runtime
+from bridge.targets.manifest import load_manifest
 from tests.covering import grid
 from tests.models import served_checkpoints
 from tests.models.export_families import EXPERT_FAMILIES, GQA, tokens
@@ -222,6 +224,72 @@ def test_vllm_changes_no_code_at_load(cell: Cell, tmp_path: Path) -> None:
     assert sum(answer.changed.values()) == 0
     own = vllm_oracle.ask(write("llama", cell, tmp_path / "own", own_scales=True), IDS.tolist())
     assert sum(own.changed.values()) > 400_000, "of 917,504, where q, k and v have a scale each"
+
+
+KEPT = '[[rule]]\nmodules = ["*.mlp.*"]\nquant = "none"\n'
+HEAD = '[[rule]]\nroles = ["head.weight"]\nquant = "nvfp4_wo"\noverride = true\n'
+RECIPES = {
+    # what runs first is in make test, with one of each kind; the others are asked at night
+    "kept-compressed-tensors": ("int8_wo", KEPT),
+    "mixed-modelopt": ("nvfp4_wo", '[[rule]]\nmodules = ["*.mlp.*"]\nquant = "fp8_block"\n'),
+    "head-modelopt": ("nvfp4_wo", HEAD),
+    "mixed-compressed-tensors": ("int8_wo", '[[rule]]\nmodules = ["*.mlp.*"]\nquant = "int4_wo"\n'),
+    "kept-modelopt": ("nvfp4_wo", KEPT),
+    "kept-awq": ("int4_wo", KEPT),
+    "kept-gptq": ("int4_wo", KEPT),
+    "kept-deepseek": ("fp8_block", KEPT),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.product if at > 2 else ()) for at, name in enumerate(RECIPES)]
+)
+def test_vllm_reads_recipes_that_keep_mix_or_quantize_the_head(name: str, tmp_path: Path) -> None:
+    base, rules = RECIPES[name]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'base = "{base}"\n{rules}')
+    directory = write("llama", Cell(str(recipe), name.partition("-")[2]), tmp_path / "out")
+    answer = vllm_oracle.ask(directory, IDS.tolist())
+    unread = [name for name in answer.unread if not name.endswith(".g_idx")]
+    assert (answer.error, unread, answer.missing(weight_only=True)) == ("", [], [])
+    assert off(Cell(base), "llama", directory, answer.logits) <= ROUNDING
+    assert verdict(load_runtime("vllm"), load_manifest(directory).plan).how == "run"
+
+
+@pytest.mark.slow
+def test_a_quantized_head_of_compressed_tensors_is_not_read(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'base = "int8_wo"\n{HEAD.replace("nvfp4_wo", "int8_wo")}')
+    directory = write("llama", Cell(str(recipe), "compressed-tensors"), tmp_path / "out")
+    assert "no module or parameter named 'lm_head.weight_packed'" in vllm_oracle.ask(directory, IDS.tolist()).error
+    assert verdict(load_runtime("vllm"), load_manifest(directory).plan).how == "no"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_", ["modelopt", "deepseek"])
+def test_vllm_rounds_the_inputs_of_tiles_as_its_contract_says(format_: str, tmp_path: Path) -> None:
+    directory = write("llama", Cell("fp8_block", format_), tmp_path / "out")
+    answer = vllm_oracle.ask(directory, IDS.tolist(), inputs=True)
+    runtime = Runtime(directory)
+    exact = runtime.run({"input_ids": IDS[None].numpy()})["output 0"][0]
+    coded = {step.site.module for step in load_manifest(directory).plan.quantized if step.site}
+    for name, module in runtime.model.named_modules():
+        if name in coded:
+            module.register_forward_pre_hook(lambda _, args: (in_groups(args[0]),))
+    rounded = runtime.run({"input_ids": IDS[None].numpy()})["output 0"][0]
+    spread = rounded.std()
+    assert np.sqrt(((answer.logits - rounded) ** 2).mean()) / spread <= TIES
+    assert np.sqrt(((answer.logits - exact) ** 2).mean()) / spread > TIES, "inputs are rounded"
+    (loading,) = [one for one in loadings(load_manifest(directory).plan) if one.program.startswith("vLLM")]
+    assert "rounds inputs to FP8" in loading.limit
+
+
+def in_groups(x: torch.Tensor) -> torch.Tensor:
+    """FP8 of each 128 values of a token under a scale of its own."""
+    groups = x.unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
 @pytest.mark.slow
