@@ -94,15 +94,23 @@ def calibrate(
     progress: Progress,
     needed: Collection[str] | None = None,
 ) -> Calibration:
-    """Run the model with ModelOpt; SourceError if that fails because of the checkpoint.
+    """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
 
     `needed`: modules that will be quantized, None for all that the scheme quantizes.
     """
+    from bridge.calibration.importance import measure_importance
     from bridge.calibration.modelopt import fake_quantize
 
     try:
-        made = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
-        return made.calibration
+        made, weighted = None, any(form.weighted for form in scheme.formats)
+        if scheme.needs_modelopt or not weighted:
+            run = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
+            made = run.calibration
+        if made and not weighted:
+            return made
+        return measure_importance(
+            source, structure, scheme, data, device=device, progress=progress, needed=needed, beside=made
+        )
     except CalibrationError as error:
         from bridge.verification.finite import first_not_finite
 
@@ -178,7 +186,7 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         _warn_of_unused(request, compared)
     if resolved.uncalibrated or compared:
         with clock.stage("imports"):
-            import_frameworks(with_modelopt=resolved.uncalibrated)
+            import_frameworks(with_modelopt=resolved.uncalibrated and resolved.needs_modelopt)
         own = request.calib if given is None and request.data is None else request.data
         if resolved.uncalibrated:
             data = unwarned_data_of(source, own, request.sampling)

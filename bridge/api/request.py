@@ -12,11 +12,12 @@ from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeE
 from bridge.core.places import check_here
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
+from bridge.core.text import fold_problems
 from bridge.core.values import Format, Structure
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
-from bridge.planning.memory import stream_memory
+from bridge.planning.memory import extent, stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
@@ -26,6 +27,7 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of
+from bridge.targets.gguf.imatrix import SUFFIXES
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
 CALIBRATION_BYTES = 16 << 20
@@ -224,6 +226,11 @@ class ResolvedRequest:
         """True if the scheme needs statistics that nobody gave: the model must be run."""
         return self.scheme is not None and self.scheme.needs_calibration and self.calibration is None
 
+    @property
+    def needs_modelopt(self) -> bool:
+        """Whether that run takes ModelOpt."""
+        return self.scheme is not None and self.scheme.needs_modelopt
+
 
 def resolve(source: Source, request: Request) -> ResolvedRequest:
     """Resolve what `convert` would do, from its arguments and the headers of the source."""
@@ -259,6 +266,8 @@ def _given_calibration(
 
     if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
         calib = Calibration.load(Path(calib))
+    elif isinstance(calib, str | Path) and str(calib).endswith(SUFFIXES):
+        calib = _importance_of(Path(calib), plan_, scheme)
     from_source = calib is None and not own_data and scheme is not None and scheme.needs_calibration
     calib = source.calibration if from_source else calib  # statistics that quantized training saved
     if not isinstance(calib, Calibration):
@@ -276,4 +285,34 @@ def _given_calibration(
         )
     calib.require(formats, attention, scheme.kv)
     calib.check()
+    _check_lengths(calib, plan_)
+    if calib.input_square and not any(format_.weighted for format_ in scheme.formats):
+        warn(f"calib= (--calib) has an importance matrix, and scheme {scheme.name} uses none; q4_k_imatrix does")
     return calib
+
+
+def _importance_of(path: Path, plan_: Plan, scheme: Scheme | None) -> Calibration:
+    """The importance matrix in a file of llama.cpp's, whose names are those of target `gguf`."""
+    from bridge.targets.gguf.imatrix import read_imatrix
+
+    if plan_.target != "gguf" or scheme is None or not any(format_.weighted for format_ in scheme.formats):
+        raise UsageError(
+            f"calib={str(path)!r} (--calib): schemes such as q4_k_imatrix of target gguf use an importance matrix of "
+            f"llama.cpp, not {plan_.scheme} of {plan_.target}"
+        )
+    return read_imatrix(path, plan_, scheme)
+
+
+def _check_lengths(calib: Calibration, plan_: Plan) -> None:
+    """CalibrationError if an importance matrix has another number of inputs than a weight."""
+    wrong = {}
+    for step in (step for step in plan_.quantized if step.site and step.format and step.format.weighted):
+        for part in (part for part in step.inputs if part.source):
+            module = part.module or (step.site.module if step.site else "")
+            whole = replace(part, rows=None) if part.transposed else replace(part, cols=None)
+            (_, inputs), have = extent(whole, plan_.sources), len(calib.input_square[module])
+            if have != inputs:
+                wrong[module] = f"importance of {have} inputs, and the weight has {inputs}"
+    if wrong:
+        lines = fold_problems(list(wrong.items()))
+        raise CalibrationError("\n  ".join(["the calibration is not of this model", *lines]))

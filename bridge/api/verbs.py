@@ -73,7 +73,9 @@ def calibrate(
     field: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Calibration:
-    """Run the model with ModelOpt once and return its statistics; `save()` them and use them for any target.
+    """Run the model once and return its statistics; `save()` them and use them for any target.
+
+    ModelOpt collects them, except importance matrices, which take the plain model only.
 
     Args:
         quant: a scheme name, the path of a recipe, or a `Scheme`.
@@ -155,7 +157,8 @@ def convert(
         quant: a scheme name, the path of a recipe, or a `Scheme`; None converts without quantizing. For a quantized
             source, None copies its codes, "none" dequantizes, and a scheme dequantizes and re-quantizes.
         out: the directory to write, local or at s3://, gs:// or az://; None names it after model, scheme and target.
-        calib: a `Calibration`, or the path of a saved one; or what `data` takes.
+        calib: a `Calibration`, or the path of a saved one; an importance matrix of llama-imatrix (.gguf); or what
+            `data` takes.
         data: what to calibrate with, as `calibrate` takes it; so `samples`, `sequence` and `field`.
         kv: None, "fp8", "int8" or "nvfp4".
         device: where calibration runs: "cpu", "cuda", "cuda:1".

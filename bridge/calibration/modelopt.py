@@ -22,7 +22,7 @@ import numpy as np
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.quantizers import QuantizerBinding, bind, numeric_cfg, quant_cfg
+from bridge.calibration.quantizers import QuantizerBinding, bind, known_formats, numeric_cfg, quant_cfg
 from bridge.calibration.reference_outputs import Run, as_arrays, blaming, perplexity, pick, refusal, runner, sample
 from bridge.calibration.statistics import (
     FakeModel,
@@ -152,7 +152,7 @@ def _calibrated(
 
     from bridge.sources.live_models.checkpoint_names import tied_names
 
-    formats = {site.module: scheme.format_of(site) for site in structure.sites}
+    formats = known_formats(structure.sites, scheme)
     bindings = bind(structure.sites, formats, origins, tied_names(model))
     live = _attention(structure, origins) if scheme.kv else {}
     fake = _copy_modules(model, {w.module for w in bindings if w.format.prescales}, torch)

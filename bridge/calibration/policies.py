@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,11 +19,21 @@ from bridge.core.values import Site
 from bridge.quant.calibration import Applied
 from bridge.quant.schemes.grammar import Policies
 
+IMPORTANCE = "importance"  # of inputs, in what `applied` lists
 HINTS = {
     "never seen": 'no calibration token reached them; give other data, or keep them with a recipe (quant = "none")',
     "not finite": "their input overflows or is NaN; check weights and data, or calibrate in bfloat16 or float32",
     "zero": "their input was zero throughout; give other data, or set the policy `zero` to floor",
 }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sums of x^2 of a module's input by `in`, and the number of tokens. `expert`: routers choose which reach it."""
+
+    sums: np.ndarray
+    tokens: float
+    expert: bool
 
 
 def settle(
@@ -66,6 +77,41 @@ def settle(
         lines = [f"{case}: {', '.join(fold_layers(modules))}: {HINTS[case]}" for case, modules in refused.items()]
         raise CalibrationError("\n  ".join([f"{what} cannot be used", *lines]))
     return settled, applied
+
+
+def settle_importance(
+    measured: Mapping[str, Measured], policies: Policies, needed: Collection[str] | None = None
+) -> tuple[dict[str, np.ndarray], tuple[Applied, ...]]:
+    """Return mean squares as float32, and the policies that were applied.
+
+    An expert that no token reached weighs all inputs alike, as in llama.cpp, and so does a module whose inputs were all
+    zero, unless the scheme's policy is an error. `needed`: modules that will be quantized, None for all; others that
+    cannot be used are left out.
+    """
+    settled: dict[str, np.ndarray] = {}
+    applied: list[Applied] = []
+    refused: dict[str, list[str]] = {}
+    for module, one in measured.items():
+        case, allowed = "", True
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = (one.sums / max(one.tokens, 1)).astype(np.float32)
+        if not one.tokens:
+            case, allowed = "never seen", one.expert and policies.never_seen != "error"
+        elif not np.isfinite(mean).all():
+            case, allowed = "not finite", False
+        elif not mean.any():
+            case, allowed = "zero", policies.zero != "error"
+        if case and allowed:
+            mean = np.ones_like(mean)
+            applied.append(Applied(module, IMPORTANCE, case, "ones", 1.0))
+        if allowed:
+            settled[module] = mean
+        elif needed is None or module in needed:
+            refused.setdefault(case, []).append(module)
+    if refused:
+        lines = [f"{case}: {', '.join(fold_layers(modules))}: {HINTS[case]}" for case, modules in refused.items()]
+        raise CalibrationError("\n  ".join([f"{IMPORTANCE} matrix cannot be used", *lines]))
+    return settled, tuple(applied)
 
 
 def _case(value: float | None) -> str:

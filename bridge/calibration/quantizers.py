@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
 from bridge.core.values import Format, Numeric, Site
 
 if TYPE_CHECKING:
+    from bridge.quant.schemes.scheme import Scheme
     from bridge.sources.live_models.checkpoint_names import Origin
 
 _BITS: dict[str, int | tuple[int, int]] = {"float8_e4m3fn": (4, 3), "int8": 8, "int4": 4, "float4_e2m1fn": (2, 1)}
@@ -47,6 +49,13 @@ class QuantizerBinding:
         own = self.expert is None and not self.site.stacked
         name = "input_quantizer" if own else f"{self.parameter}_input_quantizer"
         return f"{self.module}.{name}"
+
+
+def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | str]:
+    """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's own numerics."""
+    formats = {site.module: scheme.format_of(site) for site in sites}
+    searched = {m for m, form in formats.items() if isinstance(form, Format) and form.weight[0].dtype in SEARCHED}
+    return {module: "coded by llama.cpp only" if module in searched else form for module, form in formats.items()}
 
 
 def bind(

@@ -24,7 +24,11 @@ def answer(source: Source, data: Data) -> HeldOut:
     """Return the source model's outputs for the held-out inputs, without those of a fake-quantized model."""
     if not data.held_out:
         raise CalibrationError(data.missing or "no inputs were held out")
-    model = source.load_model()
+    return answer_of(source.load_model(), data)
+
+
+def answer_of(model: Any, data: Data) -> HeldOut:
+    """The same of a model that is loaded; `data` has held-out inputs."""
     run = runner(model)
     try:
         first = run(data.held_out[0])

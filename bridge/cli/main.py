@@ -170,9 +170,9 @@ def calibrate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Run a model with ModelOpt once and save its statistics.
+    """Run a model once and save its statistics.
 
-    One calibration serves every target.
+    ModelOpt collects them, except importance matrices. One calibration serves every target.
     """
     with session(debug=debug, quiet=quiet) as terminal:
         from bridge.core.output.directory import check_file_free
@@ -187,7 +187,8 @@ def calibrate(
             from bridge.cli.show import calibration_table
             from bridge.reporting.columns import line
 
-            words = ["qbridge", "convert", model, "--target", "hf", "--quant", quant, "--calib", str(out)]
+            target = "gguf" if calibration.input_square else "hf"
+            words = ["qbridge", "convert", model, "--target", target, "--quant", quant, "--calib", str(out)]
             given = {"--kv": kv, "--config": config, "--tokenizer": tokenizer}
             words += [word for flag, value in given.items() if value for word in (flag, value)]
             result = [calibration_table(calibration)] if verbose else calibration.lines()

@@ -70,7 +70,8 @@ _BLOCKS = (
 
 DTYPES = {d.name: d for d in (*_TABLE, *_BLOCKS)}
 BLOCKS = tuple(d.name for d in _BLOCKS)
-K_QUANTS = ("q4_k", "q5_k", "q6_k")  # their codes and scales are searched by llama.cpp's own quantizer
+K_QUANTS = ("q4_k", "q5_k", "q6_k")
+SEARCHED = ("q4_0", *K_QUANTS)  # numerics whose codes and scales llama.cpp's own quantizer searches together
 FLOATING = tuple(d.name for d in _TABLE if d.floating)
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes that models compute in
 FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}

@@ -113,12 +113,17 @@ class Format:
 
     weight: tuple[Numeric, ...]
     input: Numeric | None = None
-    algorithm: str = "max"  # "max", "smoothquant", "awq"; further calibrators in mappings/schemes
+    algorithm: str = "max"  # "max", "smoothquant", "awq", "imatrix"
 
     @property
     def prescales(self) -> bool:
         """Whether the input is multiplied by a per-`in` factor that the weight is divided by."""
         return self.algorithm in ("smoothquant", "awq")
+
+    @property
+    def weighted(self) -> bool:
+        """Whether codes are chosen for the least error weighted by the mean square of each input."""
+        return self.algorithm == "imatrix"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ CONDITIONS: dict[str, type] = {
 }  # fmt: skip
 HOW = ("run", "read")
 _NUMERIC = (
-    r"(?:none|(?:fp8|fp4|int8|int4|q[4-6]_k)"
+    r"(?:none|(?:fp8|fp4|int8|int4|q4_0|q[4-6]_k)"
     r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: dynamic)?)"
 )
 NUMERIC = re.compile(_NUMERIC)

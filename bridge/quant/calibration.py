@@ -27,7 +27,10 @@ from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.scheme import is_calibrated, is_static
 
 VERSION = "1"
-_STATISTICS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "expert_tokens")
+_STATISTICS = (
+    "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "input_square", "expert_tokens",
+)  # fmt: skip
+_MAY_BE_ZERO = ("smoothing_amax", "input_square", "expert_tokens")
 _SCALARS = ("input_amax", "k_amax", "v_amax")
 
 
@@ -87,6 +90,7 @@ class Calibration(Displayed):
     `awq_scale` (in,): factor of the weight along `in` (ModelOpt's `awq_lite.best_scale`); the input is divided by it.
     `pre_scale` (in,): factor of the input, by which the weight is divided, if it does not follow from the two above
     (SmoothQuant with another alpha, modules that no token reached). `k_amax`, `v_amax` (): by attention module.
+    `input_square` (in,): mean of x^2 of the input over the tokens that reached it: llama.cpp's importance matrix.
     `expert_tokens` (experts,): tokens that each expert received, by the name of a layer's experts.
     """
 
@@ -97,6 +101,7 @@ class Calibration(Displayed):
     pre_scale: Mapping[str, np.ndarray] = field(default_factory=dict)
     k_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
     v_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
+    input_square: Mapping[str, np.ndarray] = field(default_factory=dict)
     expert_tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
     applied: tuple[Applied, ...] = ()
     held_out: HeldOut | None = None
@@ -136,6 +141,8 @@ class Calibration(Displayed):
                     lacking.setdefault("input amax", []).append(module)
                 elif smoothed and not form.prescales:
                     lacking.setdefault("amax of the input before smoothing", []).append(module)
+            if form.weighted and module not in self.input_square:
+                lacking.setdefault("mean square of the input (importance matrix)", []).append(module)
             known = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale}.get(form.algorithm)
             if known is not None and module not in known and module not in self.pre_scale:
                 lacking.setdefault(f"pre_quant_scale of {form.algorithm}", []).append(module)
@@ -241,8 +248,8 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
 def _checked(name: str, array: np.ndarray, ndim: int) -> np.ndarray:
     if array.dtype != np.float32 or array.ndim != ndim or not array.size:
         raise ValueError(f"{name}: {array.dtype} {array.shape}; expected float32 of {ndim} axes")
-    # a channel that is always zero is not smoothed, and an expert may receive no token; nothing else may be zero
-    zero = name.startswith(("smoothing_amax/", "expert_tokens/"))
+    # a channel may always be zero, and an expert may receive no token; nothing else may be zero
+    zero = name.partition("/")[0] in _MAY_BE_ZERO
     least = np.float32(0) if zero else np.nextafter(np.float32(0), np.float32(1))
     if not np.isfinite(array).all() or (array < least).any():
         raise ValueError(f"{name}: contains a value that is not finite or not positive")

@@ -12,7 +12,7 @@ import numpy as np
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import SourceError
 from bridge.core.pages import Buffers
-from bridge.core.values import Encoding, Numeric
+from bridge.core.values import Encoding, Numeric, Slice
 from bridge.planning.plan import Output, Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
@@ -72,6 +72,14 @@ def smoothing_of(step: Step, dtype: str, calibration: Calibration | None) -> Smo
         return None
     assert calibration, "a format with pre-scales is calibrated"
     return Smoothing(calibration, step.format, dtype, input_modules(step), step.inputs[0].inner, step.given)
+
+
+def importance_of(step: Step, part: Slice, calibration: Calibration | None) -> Array | None:
+    """The weights of errors by `in` of a slice's rows, float32; None if its format has none."""
+    if not (step.format and step.format.weighted):
+        return None
+    assert calibration and step.site, "a format with an importance matrix is calibrated"
+    return np.asarray(calibration.input_square[part.module or step.site.module][slice(*(part.inner or (None, None)))])
 
 
 def row_factor_of(step: Step, dtype: str, rows: int, calibration: Calibration | None) -> Array | None:

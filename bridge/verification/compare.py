@@ -75,9 +75,15 @@ def _compare_rows(
     total = ErrorSums()
     for first, parts in rows.pieces(math.lcm(down or 1, 2)):
         stop = parts[-1].stop
-        bits = join([(part, smoother(part.slice.module, part.bits, part.first)) for part in parts], buffers)
         stored = output.rows(codes, first, stop, rows.rows, buffers)
         stored = stored.reshape(-1, codes.spec.nbytes // (rows.rows // 2 if packed == "out" else rows.rows))
+        if step.format.weighted:
+            assert every is not None, "scales are among the codes"
+            for part in parts:
+                own = stored[part.first - first : part.stop - first]
+                total += comparer.rows(part.bits, own, every, scales.importance(step, part.slice))
+            continue
+        bits = join([(part, smoother(part.slice.module, part.bits, part.first)) for part in parts], buffers)
         factor = every
         if factor is None:
             assert scale

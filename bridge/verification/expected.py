@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from bridge.core.dtypes import UNIT, to_float32
-from bridge.core.values import Format
+from bridge.core.values import Format, Slice
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.calibration import Calibration
@@ -22,7 +22,7 @@ from bridge.quant.codec.decode import as_values
 from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
 from bridge.streaming.passthrough import copied_constants
-from bridge.streaming.scales import input_modules, row_factor_of, smoothing_of
+from bridge.streaming.scales import importance_of, input_modules, row_factor_of, smoothing_of
 
 KV = ("k_scale", "v_scale", "kv_scale")
 E4M3_MAX = 448.0
@@ -82,6 +82,8 @@ class ExpectedScales:
         constants = ("input_scale", "pre_quant_scale", *KV)
         parts = [output.part for output in step.outputs if output.part in constants and output.part not in known]
         parts += ["folded norm"] if step.folded and self._calibration is None else []
+        weighted = bool(step.format and step.format.weighted) and self._calibration is None
+        parts += ["weight coded with an importance matrix"] if weighted else []
         return (*parts, "weight with a folded pre-scale") if self.hidden(step) else tuple(parts)
 
     def hidden(self, step: Step) -> bool:
@@ -97,6 +99,10 @@ class ExpectedScales:
         if self._calibration is None or self.copies(step):
             return None
         return smoothing_of(step, self._plan.sources[step.source].dtype, self._calibration)
+
+    def importance(self, step: Step, part: Slice) -> Array | None:
+        """The weights of errors with which codes of a slice were searched; None if no calibration says them."""
+        return None if self._calibration is None else importance_of(step, part, self._calibration)
 
     def folded(self, step: Step, before: Array) -> Expected | None:
         """A norm's weights, or what another matrix reads (float32), times a pre-scale, within the dtype's roundings."""

@@ -153,6 +153,9 @@ class _Check:
             why = "the source is zero, and it is not" if sums.decoded else ""
         if sums.not_nearest:
             why = why or f"{number(sums.not_nearest, 'code')} of {sums.codes:,} not rounded to nearest"
+        if sums.not_repeated:
+            again = f"of {sums.codes:,} differ from those searched again with the calibration's importance"
+            why = why or f"{number(sums.not_repeated, 'code')} {again}"
         return TensorParity(
             _name(next(o for o in step.outputs if o.part == "weight")),
             format_name(step.format),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
-from bridge.core.dtypes import DTYPES, K_QUANTS, UNIT, to_float32
+from bridge.core.dtypes import DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec import kquants
@@ -41,7 +41,8 @@ class ErrorSums:
 
     `worst` is the largest |a - b| / |a| of 128 values of a row. `not_nearest`: codes that are not rounded to
     nearest, with all roundings on the way allowed for; none are counted where codes are searched with their scales.
-    `codes`: their number. `scales`: their scales.
+    `codes`: their number. `scales`: their scales. `repeated`: codes that were searched again with their importance;
+    `not_repeated`: those in blocks that came out otherwise.
     """
 
     dot: float = 0.0
@@ -52,6 +53,8 @@ class ErrorSums:
     not_nearest: int = 0
     codes: int = 0
     scales: ScaleStats = field(default_factory=ScaleStats)
+    not_repeated: int = 0
+    repeated: int = 0
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         return ErrorSums(
@@ -63,6 +66,8 @@ class ErrorSums:
             self.not_nearest + other.not_nearest,
             self.codes + other.codes,
             self.scales + other.scales,
+            self.not_repeated + other.not_repeated,
+            self.repeated + other.repeated,
         )
 
     @property
@@ -113,8 +118,8 @@ class Comparer:
         in_row = COLUMNS if packed and first.dtype in FOUR_BITS else BYTES
         self._how = int(ROWS if packed == "out" else in_row)
         self._zeros = own_rounding(first, packed)  # llama.cpp's scale of a block of zeros is zero
-        self._blocks_of = packed if packed in TYPES else ""
-        self._searched = packed if packed in K_QUANTS else ""
+        self._searched = packed if first.dtype in SEARCHED else ""
+        self._blocks_of = packed if packed in TYPES and not self._searched else ""
         self._kind = KINDS.get(first.dtype, INT8)
         if self._blocks_of:  # split before they are compared
             self._blocks, self._how = Grid(blocks.rows, blocks.cols, 1, TYPES[packed].group), BYTES
@@ -134,17 +139,16 @@ class Comparer:
         if math.isinf(roundings):  # how the rows were smoothed is not known
             self._slack, self._least = 0.0, math.inf
 
-    def rows(self, bits: Array, stored: Array, scale: Array) -> ErrorSums:
+    def rows(self, bits: Array, stored: Array, scale: Array, importance: Array | None = None) -> ErrorSums:
         """Return the error sums of some rows.
 
         bits: storage array (rows, cols).  stored: the bytes of their codes; or of fake-quantized floats, which are
-        coded first, as a runtime does.  scale: the bytes of their scales, as stored.
+        coded first, as a runtime does.  scale: the bytes of their scales, as stored.  importance: (in,), with which
+        codes were searched; they are searched again, since a gate does not see that of another matrix.
         """
         n, blocks = len(bits), self._blocks
         if self._searched:
-            return _sums_of_values(
-                bits, self._dtype, kquants.dequantized(stored.reshape(n, -1), self._searched, blocks.cols)
-            )
+            return self._of_searched(to_float32(bits, self._dtype), stored.view(np.uint8).reshape(n, -1), importance)
         if self._blocks_of:
             stored, scale = self._split(stored.reshape(n, -1))
         down = min(blocks.down, max(n, 1))
@@ -177,6 +181,16 @@ class Comparer:
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
         return ErrorSums((source + decoded - error) / 2, source, decoded, error, worst, not_nearest, bits.size, scales)
 
+    def _of_searched(self, values: Array, stored: Array, importance: Array | None) -> ErrorSums:
+        """The error sums of float32 rows; with an importance, their codes are searched again."""
+        kind = DTYPES[self._searched]
+        found = _sums_of_values(values, kquants.dequantized(stored, self._searched, self._blocks.cols))
+        if importance is None:
+            return found
+        again = kquants.quantized(values, self._searched, importance, take=self._take)
+        changed = (again != stored).reshape(-1, kind.size).any(axis=1)
+        return replace(found, not_repeated=int(changed.sum()) * kind.block, repeated=values.size)
+
     def _split(self, stored: Array) -> tuple[Array, Array]:
         """One-byte codes of ggml's blocks and their factors, none negative: the codes change their sign instead."""
         codes, factor = split_blocks(stored, self._blocks_of, self._blocks.cols)
@@ -205,11 +219,11 @@ class Comparer:
         return factor
 
 
-def _sums_of_values(bits: Array, dtype: str, decoded: Array) -> ErrorSums:
-    """The error sums of rows whose decoded values are known; a multiple of 128 of them in a row."""
-    a, b = to_float32(bits, dtype).astype(np.float64), decoded.astype(np.float64)
-    error = np.square(a - b)
-    of_runs, runs = ((x.reshape(-1, RUN)).sum(axis=1) for x in (error, np.square(a)))
+def _sums_of_values(values: Array, decoded: Array) -> ErrorSums:
+    """The error sums of float32 rows whose decoded values are known; whole blocks in a row."""
+    a, b = values.astype(np.float64), decoded.astype(np.float64)
+    error, run = np.square(a - b), math.gcd(RUN, values.shape[1])
+    of_runs, runs = ((x.reshape(-1, run)).sum(axis=1) for x in (error, np.square(a)))
     worst = np.sqrt(np.divide(of_runs, runs, out=np.where(of_runs > 0, np.inf, 0.0), where=runs > 0)).max(initial=0)
     return ErrorSums(
         float((a * b).sum()), float(runs.sum()), float(np.square(b).sum()), float(error.sum()), float(worst), 0, a.size

@@ -38,6 +38,7 @@ def sample() -> Calibration:
         PROVENANCE,
         input_amax={"a.b": scalar(1.1), "a.c": scalar(2.0**-30)},
         smoothing_amax={"a.b": np.float32([0, 1.5, 3])},
+        input_square={"a.b": np.float32([0, 2.25, 9])},
         awq_scale={"a.c": np.float32([0.5, 2])},
         pre_scale={"a.d": np.float32([0.5, 2, 4])},
         k_amax={"a": scalar(3)},
@@ -53,7 +54,7 @@ def test_save_and_load_is_exact_and_writes_the_same_bytes(tmp_path: Path) -> Non
     again = loaded.save(tmp_path / "b.safetensors")
     assert first.read_bytes() == again.read_bytes()
     assert loaded.provenance == PROVENANCE and loaded.applied == sample().applied
-    for kind in ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax"):
+    for kind in ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "input_square"):
         ours, theirs = getattr(sample(), kind), getattr(loaded, kind)
         assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
     held, was = loaded.held_out, sample().held_out
@@ -104,6 +105,8 @@ SAID: dict[str, object] = {
         ({"input_amax/a": scalar(np.nan)}, SAID, "not finite or not positive"),
         ({"pre_scale/a": np.float32([1, np.inf])}, SAID, "not finite or not positive"),
         ({"smoothing_amax/a": np.float32([-1, 1])}, SAID, "not finite or not positive"),
+        ({"input_square/a": np.float32([0, -1])}, SAID, "not finite or not positive"),
+        ({"input_square/a": np.float32(1)}, SAID, "expected float32 of 1 axes"),
         ({"input_amax/a": np.float32([1, 2])}, SAID, "float32 of 0 axes"),
         ({"awq_scale/a": scalar(1)}, SAID, "float32 of 1 axes"),
         ({"input_amax/a": np.asarray(1.0)}, SAID, "float64"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.core.dtypes import K_QUANTS
+from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.values import Format, Site
 from bridge.quant.codec.encode import encode
@@ -21,7 +21,8 @@ from bridge.verification.weight_error import compare
 
 ALL = [
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_wo", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
+    "nvfp4_wo", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0",
+    "w4a8_awq",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -52,9 +53,11 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
     assert load_scheme(alias) == load_scheme(name)
 
 
-def test_only_schemes_with_static_activations_or_pre_scales_need_calibration() -> None:
+def test_only_schemes_with_static_activations_pre_scales_or_importance_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
-    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"}
+    weighted = {name for name in ALL if name.endswith("_imatrix")}
+    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"} | weighted
+    assert not any(load_scheme(name).needs_modelopt for name in weighted)
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
 
 
@@ -67,8 +70,10 @@ def test_gates_are_two_sided_and_a_dropped_scale_fails_them() -> None:
 
 def test_gates_of_weights_stand_near_what_a_scheme_loses() -> None:
     weight = np.random.default_rng(0).standard_t(3, (256, 512)).astype(np.float32)
-    for name in (name for name in ALL if name not in K_QUANTS):  # those: tests/targets/gguf/test_kquants.py
-        scheme = load_scheme(name)
+    for scheme in map(load_scheme, ALL):
+        if scheme.weight[0].dtype in SEARCHED:  # test_kquants.py and test_imatrix.py of tests/targets/gguf
+            continue
+        name = scheme.name
         numeric, gate = scheme.format.weight, scheme.parity.tensor
         sums = compare(weight, "float32", encode(weight, "float32", numeric), numeric)
         assert gate.norm[0] <= sums.norm_ratio <= gate.norm[1], name

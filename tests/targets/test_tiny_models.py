@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.core.dtypes import K_QUANTS
+from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import PlanError, SchemeError
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.catalog import scheme_names
@@ -25,12 +25,13 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
     "trtllm": ("trtllm", {}),
 }
 PRESCALED = ("int4_awq", "int8", "int8_sq", "w4a8_awq")
+LLAMA_CPP = [name for name in scheme_names() if load_scheme(name).weight[0].dtype in SEARCHED]
 # (spelling, model) -> what it refuses before it reads a weight, and in which words.
 REFUSED: dict[tuple[str, str], dict[str, str]] = {
     ("compressed-tensors", "tiny-llama"): {"w4a8_awq": "one level of weight quantization"},
     ("compressed-tensors", "tiny-gpt2"): {
         **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
-        **dict.fromkeys(K_QUANTS, "compressed-tensors has no"),
+        **dict.fromkeys(LLAMA_CPP, "compressed-tensors has no"),
         "w4a8_awq": "one level of weight quantization",
     },
     ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},

@@ -11,7 +11,7 @@ import numpy as np
 
 from bridge._kernels.decode import floats, integers, powers
 from bridge._kernels.fp8 import fp8
-from bridge.core.dtypes import BLOCKS, DTYPES, K_QUANTS, UNIT, to_float32
+from bridge.core.dtypes import BLOCKS, DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import ggml, kquants
@@ -63,7 +63,7 @@ def decode(
         for part, (of, kind) in kinds.items()
     }
     packed = packing(first, layout, transpose, coding)
-    if packed in K_QUANTS:
+    if first.dtype in SEARCHED:
         return kquants.dequantized(stored["codes"][start:stop], packed, blocks.cols)
     if packed in BLOCKS:
         codes, factor = split_blocks(stored["codes"][start:stop], packed, blocks.cols)

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from bridge._kernels.quotient import product, to_brain, to_half
-from bridge.core.dtypes import DTYPES, K_QUANTS, to_float32
+from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric
@@ -79,20 +79,25 @@ class Encoder:
         """Return the parts that do not depend on rows: a scale of the whole tensor, the second scale."""
         return self._scales.constants
 
-    def rows(self, bits: Array, first: int, largest: Array | None = None) -> dict[str, Array]:
+    def rows(
+        self, bits: Array, first: int, largest: Array | None = None, importance: Array | None = None
+    ) -> dict[str, Array]:
         """Return "codes" of the weight's rows from `first` on, and "scale" unless it is constant.
 
         They lie in memory that the next call reuses. SourceError on NaN or infinity.
 
         largest: the maxima (rows, 1) for per-channel scales, if the weight is cut along `in`.
+        importance: float32 (in,), the weights of errors where llama.cpp's quantizer searches the codes.
         """
         flat = arrays.matrix(bits)
         n, blocks = len(flat), self._blocks
         down = n if self._numeric.per == "tensor" else blocks.down
         own = arrays.amax(flat, self._dtype, down, blocks.across)
         arrays.check_finite(own, self._name, f"rows {first} to {first + n}")
-        if self._packed in K_QUANTS:
-            return {"codes": kquants.quantized(to_float32(flat, self._dtype), self._packed, self._take)}
+        if self._numeric.dtype in SEARCHED:
+            wide = to_float32(flat, self._dtype)
+            return {"codes": kquants.quantized(wide, self._packed, importance, name=self._name, take=self._take)}
+        assert importance is None, f"{self._name}: only codes of {', '.join(SEARCHED)} are searched"
         if self._own:
             words, _ = self._readable(flat, ONE, n)
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}

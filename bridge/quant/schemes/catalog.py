@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.text import nearest
@@ -29,10 +30,14 @@ _GGML = (
 ELSEWHERE = {
     **{
         name: "only llama-quantize makes it: convert with --target gguf --dtype fp16 and no scheme, then "
-        f"run llama-quantize model.gguf out.gguf {name.upper()}; q4_k, q5_k, q6_k, "
-        "q4_0 and q8_0 are schemes here, and a recipe mixes them"
+        f"run llama-quantize model.gguf out.gguf {name.upper()}; q4_k, q5_k, q6_k, q4_0 and q8_0 are schemes here, "
+        "the first four also with _imatrix behind, and a recipe mixes them"
         for name in _GGML
     },
+    **dict.fromkeys(
+        ("imatrix", "q8_0_imatrix"),
+        "llama.cpp weighs errors by an importance matrix in q4_k_imatrix, q5_k_imatrix, q6_k_imatrix and q4_0_imatrix",
+    ),
     "w8a8": "with FP8 that is fp8 (or fp8_pc_pt), with INT8 int8_sq (or int8)",
     "w4a16": "int4_awq is calibrated, int4_wo takes no data",
     "int4": "int4_awq is calibrated, int4_wo takes no data",
@@ -105,10 +110,15 @@ def read_scheme(path: Path) -> Scheme:
     if not isinstance(weights, list) or not weights or not all(isinstance(w, dict) for w in weights):
         raise SchemeError(f"{where}: `weight` is written as one or several [[weight]] tables")
     activation = words.get("input")
+    numerics = tuple(parse_numeric(w, f"{where}: [[weight]]") for w in weights)
+    if algorithm == "imatrix" and any(numeric.dtype not in SEARCHED for numeric in numerics):
+        raise SchemeError(
+            f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)} only, llama.cpp's blocks"
+        )
     return Scheme(
         name=path.stem,
         summary=str(words["summary"]),
-        weight=tuple(parse_numeric(w, f"{where}: [[weight]]") for w in weights),
+        weight=numerics,
         input=None if activation is None else parse_numeric(activation, f"{where}: [input]"),
         parity=parse_parity(words["parity"], where),
         algorithm=algorithm,

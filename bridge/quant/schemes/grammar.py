@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.core.dtypes import K_QUANTS
+from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.errors import SchemeError
 from bridge.core.parsing import load_toml
 from bridge.core.text import nearest
@@ -17,6 +17,7 @@ ALGORITHMS = {
     "max": {},
     "smoothquant": {"alpha": 1.0},
     "awq": {"alpha_step": 0.1},
+    "imatrix": {},  # llama.cpp's: errors are weighted by the mean square of the input of each `in`
 }
 POLICIES = ("error", "floor", "peers")
 _PER = ("tensor", "channel", "block", "token")
@@ -59,7 +60,7 @@ class Policies:
 def parse_numeric(words: Any, where: str) -> Numeric:
     """Parse a table of dtype, per, block, scale_dtype, dynamic."""
     check_keys(words, {"dtype", "per", "block", "scale_dtype", "dynamic"}, where)
-    for key, known in (("dtype", [*MAXBOUND, *K_QUANTS]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
+    for key, known in (("dtype", [*MAXBOUND, *SEARCHED]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
             raise SchemeError(f"{where}: `{key}` is missing")
         if key in words and words[key] not in known:
@@ -74,6 +75,10 @@ def parse_numeric(words: Any, where: str) -> Numeric:
         raise SchemeError(f"{where}: dynamic = {words['dynamic']!r}; expected true or false")
     if words["per"] == "token" and not words.get("dynamic", False):
         raise SchemeError(f'{where}: per = "token" is computed when the model runs: write dynamic = true')
+    if words["dtype"] in SEARCHED and block != [DTYPES[words["dtype"]].block]:
+        raise SchemeError(
+            f"{where}: {words['dtype']} is llama.cpp's block: write block = [{DTYPES[words['dtype']].block}]"
+        )
     scale = words.get("scale_dtype", "float32")
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
 

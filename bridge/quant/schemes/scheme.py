@@ -107,6 +107,12 @@ class Scheme:
         return kv or any(is_calibrated(form) for form in self.formats)
 
     @property
+    def needs_modelopt(self) -> bool:
+        """Whether ModelOpt collects any of these statistics; an importance matrix takes the plain model."""
+        kv = self.kv is not None and is_static(self.kv)
+        return kv or any(is_calibrated(form) and not form.weighted for form in self.formats)
+
+    @property
     def digest(self) -> str:
         """Digest of everything that a calibration depends on; the name, the gates and the texts are left out."""
         rules = [(asdict(r.format) if r.format else None, r.roles, r.modules, r.layers) for r in self.rules]
@@ -177,7 +183,7 @@ def _without_smoothing(form: Format, site: Site) -> Format:
 
 def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
-    return form.prescales or (form.input is not None and is_static(form.input))
+    return form.prescales or form.weighted or (form.input is not None and is_static(form.input))
 
 
 def is_static(numeric: Numeric) -> bool:

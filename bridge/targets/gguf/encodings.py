@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.core.dtypes import DTYPES, K_QUANTS
+from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.values import Encoding, Format, Numeric
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
 from bridge.quant.schemes.scheme import is_static
@@ -20,7 +20,7 @@ def block_type(format_: Format) -> str:
     if len(format_.weight) > 1:
         return ""
     first = format_.weight[0]
-    if first.dtype in K_QUANTS:
+    if first.dtype in SEARCHED:
         return first.dtype
     across = first.block[0] if first.per == "block" and len(first.block) == 1 else 0
     if first.dtype == "float4_e2m1fn":
@@ -42,7 +42,7 @@ def why_unsupported(format_: Format) -> str:
         first = format_.weight[0]
         per = f"blocks of {'×'.join(map(str, first.block))}" if first.block else f"a scale per {first.per}"
         return f"ggml has no block type for {first.dtype} in {per}; use {_nearest(first)}; known: {ALL}"
-    if block_type(format_) in K_QUANTS and not is_installed():
+    if format_.weight[0].dtype in SEARCHED and not is_installed():
         return INSTALL
     return ""
 

@@ -108,6 +108,7 @@ class Drafting(DialectDrafting):
         if shape[-1] % block or (first.block and shape[-1] % first.block[0] and shape[-1] > first.block[0]):
             unit = max(block, first.block[0] if first.block else 0)
             smaller = {"q4_k": "q4_0", "q5_k": "q8_0", "q6_k": "q8_0"}.get(kind, "mxfp4_wo")
+            smaller = "q4_0_imatrix" if format_.weighted and smaller == "q4_0" else smaller
             near = "" if unit == DTYPES["mxfp4"].block else f" use {smaller}, whose blocks have 32,"
             problems.append(f"in = {shape[-1]} is no multiple of {kind.upper()}'s {unit};{near} {keep}")
         if self._experts(placed.row) and has_tensor_scale(format_):

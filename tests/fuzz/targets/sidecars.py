@@ -32,6 +32,7 @@ KINDS = (
     "k_amax/x",
     "expert_tokens/x",
     "smoothing_amax/x",
+    "input_square/x",
     "nothing/x",
     "input_amax/",
     *HELD,

@@ -14,6 +14,8 @@ from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.errors import PlanError, SchemeError, SourceError
 from bridge.core.formats.gguf import GgufFile
 from bridge.core.values import Encoding, Numeric
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import verdict
 from bridge.quant.codec import ggml_library
 from bridge.quant.codec.blocks import grid
 from bridge.quant.codec.decode import decode
@@ -102,11 +104,15 @@ def test_weights_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_llama_cpp_computes_the_written_weights(llama: Path, scheme: str, tmp_path: Path) -> None:
-    out, vocab = tmp_path / "out", 300
-    report = bridge.convert(str(llama), target="gguf", quant=scheme, out=out)
+    report = bridge.convert(str(llama), target="gguf", quant=scheme, out=tmp_path / "out")
     assert report.passed and not report.findings
-    assert {spec.dtype for spec in GgufFile(out / "model.gguf").specs.values()} == {"float32", scheme}
-    work = tmp_path / "llama"
+    assert {spec.dtype for spec in GgufFile(tmp_path / "out" / "model.gguf").specs.values()} == {"float32", scheme}
+    assert_computed(llama, tmp_path)
+
+
+def assert_computed(llama: Path, tmp_path: Path) -> None:
+    """llama.cpp computes the written weights of `tmp_path / "out"`."""
+    out, vocab, work = tmp_path / "out", 300, tmp_path / "llama"
     work.symlink_to(llama)
     plan = load_manifest(out).plan
     model = dequantized(out, work, plan)
@@ -119,10 +125,15 @@ def test_llama_cpp_computes_the_written_weights(llama: Path, scheme: str, tmp_pa
 
 def test_a_recipe_mixes_types_as_llama_quantize_does(llama: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mix.toml"
-    recipe.write_text('base = "q4_k"\n[[rule]]\nroles = ["attn.v.weight", "mlp.down.weight"]\nquant = "q6_k"\n')
-    plan = bridge.plan(str(llama), target="gguf", quant=recipe, runtime="llama.cpp")
-    found = {step.outputs[0].spec.name.split(".")[2]: step.outputs[0].spec.dtype for step in plan.quantized}
-    assert found["attn_v"] == found["ffn_down"] == "q6_k" and found["attn_q"] == found["ffn_up"] == "q4_k"
+    rules = '[[rule]]\nroles = ["attn.v.weight", "mlp.down.weight", "head.weight"]\nquant = "q6_k"\noverride = true\n'
+    recipe.write_text(f'base = "q4_k"\n{rules}')
+    assert bridge.convert(str(llama), target="gguf", quant=recipe, out=tmp_path / "out", runtime="llama.cpp").passed
+    plan = load_manifest(tmp_path / "out").plan
+    found = {step.outputs[0].spec.name.split(".")[-2]: step.outputs[0].spec.dtype for step in plan.quantized}
+    assert found["attn_v"] == found["ffn_down"] == found["output"] == "q6_k"
+    assert found["attn_q"] == found["ffn_up"] == "q4_k"
+    assert verdict(load_runtime("llama.cpp"), plan).how == "run"
+    assert_computed(llama, tmp_path)
 
 
 def test_narrow_rows_are_refused_with_a_scheme_of_smaller_blocks() -> None:

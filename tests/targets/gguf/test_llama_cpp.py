@@ -12,6 +12,9 @@ import torch
 import transformers
 
 import bridge
+from bridge.core.mappings import mappings
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import verdict
 from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
@@ -32,7 +35,7 @@ STORY = (
 )
 
 
-def _compared(source: Path, quant: str | None, tmp_path: Path) -> tuple[float, float]:
+def _compared(source: Path, quant: str | Path | None, tmp_path: Path) -> tuple[float, float]:
     """The largest difference of log probabilities, and the mean KL divergence, over the prompts."""
     out = tmp_path / "out"
     assert bridge.convert(str(source), target="gguf", quant=quant, out=out).passed
@@ -74,6 +77,15 @@ def test_llama_cpp_computes_the_written_weights_of_trained_models(name: str, qua
         return
     _, divergence = _compared(MODELS / name, quant, tmp_path)
     assert divergence <= ROUNDED
+
+
+@pytest.mark.slow
+def test_llama_cpp_computes_int4_in_blocks_of_64(tmp_path: Path) -> None:
+    scheme = tmp_path / "int4_64.toml"
+    scheme.write_text((mappings() / "schemes" / "int4_wo.toml").read_text().replace("block = [128]", "block = [64]"))
+    _, divergence = _compared(MODELS / "tiny-llama", scheme, tmp_path)
+    assert divergence <= ROUNDED
+    assert verdict(load_runtime("llama.cpp"), load_manifest(tmp_path / "out").plan).how == "run"
 
 
 @pytest.mark.product

@@ -1,0 +1,201 @@
+"""Collect llama.cpp's importance matrix: the mean square of each matrix's inputs.
+
+The plain model runs, without ModelOpt. Like every statistic here it counts all tokens of the data, padding included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.calibration.data import Data
+from bridge.calibration.expert_tokens import ExpertTokens
+from bridge.calibration.modelopt import check_device, fingerprint
+from bridge.calibration.policies import Measured, settle_importance
+from bridge.calibration.quantizers import QuantizerBinding, bind
+from bridge.calibration.reference_outputs import answer_of, blaming, refusal, runner
+from bridge.core.errors import CalibrationError
+from bridge.core.progress import Progress, no_progress
+from bridge.core.text import fold_layers
+from bridge.core.values import Structure
+from bridge.core.version import installed
+from bridge.quant.calibration import Calibration, HeldOut, Provenance
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.source import Source
+
+ROWS = 1024  # of an input that are squared at once in float64
+
+
+def measure_importance(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    *,
+    device: str | None = None,
+    progress: Progress = no_progress,
+    needed: Collection[str] | None = None,
+    beside: Calibration | None = None,
+) -> Calibration:
+    """Run the model of `source` and return the mean square of the input of every site with a weighted format.
+
+    `needed`: modules that will be quantized, None for all. `beside`: other statistics of the same model and data, which
+    are returned too. The model is not changed.
+
+    Raises:
+        CalibrationError: there are no data, the model cannot be run on them, or a statistic cannot be used.
+    """
+    check_device(scheme, device)
+    if not data.batches and data.forward_loop is None:
+        raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+
+    scheme, model = scheme.bound(structure.sites), source.load_model()
+    formats = {site.module: form for site in structure.sites if (form := scheme.format_of(site))}
+    weighted = [s for s in structure.sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
+    bindings = bind(weighted, formats, live_names(model, source.specs), tied_names(model))
+    copied = _same_memory(model)
+    inputs, routing = InputSquares(copied if device is None else copied.to(device), bindings), ExpertTokens(bindings)
+    routing.first(inputs.over(_loop(model, data, progress)))(inputs.model)
+    squares, applied = settle_importance(inputs.measured(), scheme.policies, needed)
+    if beside is not None:
+        return replace(beside, input_square=squares, applied=(*beside.applied, *applied))
+    provenance = Provenance(
+        scheme=scheme.name,
+        scheme_digest=scheme.digest,
+        architecture=structure.architecture,
+        model=fingerprint(structure, source),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        data_digest=data.digest,
+        samples=data.samples,
+        sequence=data.sequence,
+        versions={name: installed(name) or "unknown" for name in ("qbridge", "torch", "transformers")},
+    )
+    held = _held_out(model, data)
+    return Calibration(provenance, input_square=squares, expert_tokens=routing.tokens, applied=applied, held_out=held)
+
+
+def _held_out(model: Any, data: Data) -> HeldOut | None:
+    # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
+    if not data.held_out or (data.forward_loop is not None and refusal(model, data.held_out[0])):
+        return None
+    return answer_of(model, data)
+
+
+def _same_memory(model: Any) -> Any:
+    """A copy of the modules that shares the weights, so that the caller's modules get no hook and do not move."""
+    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    return copy.deepcopy(model, memo).eval()
+
+
+def _loop(plain: Any, data: Data, report: Progress) -> Callable[[Any], None]:
+    def loop(model: Any) -> None:
+        if data.forward_loop is not None:
+            data.forward_loop(model)
+            return
+        run = blaming(runner(model), plain)
+        for done, batch in enumerate(data.batches, 1):
+            run(batch)
+            report(done, len(data.batches), "calibrate")
+
+    return loop
+
+
+class InputSquares:
+    """Sums over the inputs of the live matrices of bindings, in float64, in the order of the tokens.
+
+    Linear layers are seen by hooks. transformers holds the experts of a layer in one module; in its eager
+    implementation, which `model` gets, each expert is a call of `linear` with a part of a stacked weight.
+    """
+
+    def __init__(self, model: Any, bindings: Iterable[QuantizerBinding]) -> None:
+        self.model, self._bindings = model, list(bindings)
+        if stacked := [one.site.module for one in self._bindings if one.site.stacked]:
+            raise CalibrationError(
+                f"{', '.join(fold_layers(stacked))}: an importance matrix needs each expert as a tensor of its own; "
+                'keep them with a recipe (quant = "none")'
+            )
+        self._sums: dict[tuple[str, str, int], np.ndarray] = {}
+        self._tokens: dict[tuple[str, str, int], int] = {}
+        stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
+        if stacks and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        self._experts: dict[int, tuple[str, str, int]] = {}  # address of an expert's weight -> its key
+        for module, name in stacks:
+            weight = getattr(model.get_submodule(module), name)
+            size = weight.stride(0) * weight.element_size()
+            self._experts |= {weight.data_ptr() + at * size: (module, name, at) for at in range(len(weight))}
+
+    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The loop, watched."""
+
+        def run(model: Any) -> None:
+            plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is None)
+            handles = [
+                model.get_submodule(module).register_forward_pre_hook(
+                    lambda _, args, key=(module, name, -1): self._add(key, args[0])
+                )
+                for module, name in plain
+            ]
+            try:
+                with torch.no_grad(), _ExpertCalls(self._experts, self._add):
+                    loop(model)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return run
+
+    def _add(self, key: tuple[str, str, int], values: Any) -> None:
+        rows = values.detach().reshape(-1, values.shape[-1])
+        for part in rows.split(ROWS):
+            wide = part.to("cpu", torch.float64).numpy()
+            # NumPy adds row after row: the sum does not depend on the number of threads, as torch's may
+            sums = np.square(wide).sum(axis=0)
+            self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        self._tokens[key] = self._tokens.get(key, 0) + len(rows)
+
+    def measured(self) -> dict[str, Measured]:
+        """What was seen, by checkpoint module; of a module that is several live matrices, all of them together."""
+        seen = {(module, name) for module, name, _ in self._tokens}
+        if hidden := [one.site.module for one in self._bindings if self._hides(one, seen)]:
+            raise CalibrationError(
+                f"{', '.join(fold_layers(dict.fromkeys(hidden)))}: this model computes its experts in a way that shows "
+                'no input of a single one; keep them with a recipe (quant = "none")'
+            )
+        found: dict[str, Measured] = {}
+        for one in self._bindings:
+            key = (one.module, one.parameter, -1 if one.expert is None else one.expert)
+            zero = np.zeros(self._width(one))
+            before = found.get(one.site.module, Measured(zero, 0, one.expert is not None))
+            sums, tokens = self._sums.get(key, zero), self._tokens.get(key, 0)
+            found[one.site.module] = replace(before, sums=before.sums + sums, tokens=before.tokens + tokens)
+        return found
+
+    def _hides(self, one: QuantizerBinding, seen: Collection[tuple[str, str]]) -> bool:
+        return one.expert is not None and (one.module, one.parameter) not in seen
+
+    def _width(self, one: QuantizerBinding) -> int:
+        shape = getattr(self.model.get_submodule(one.module), one.parameter).shape
+        return int(shape[0] if one.site.layout == "in_out" else shape[-1])
+
+
+class _ExpertCalls(TorchFunctionMode):
+    """Hands on the input of `linear` if its weight begins at a known address."""
+
+    def __init__(self, known: Mapping[int, tuple[str, str, int]], add: Callable[[tuple[str, str, int], Any], None]):
+        super().__init__()
+        self._known, self._add = known, add
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        linear = func is torch.nn.functional.linear and self._known and len(args) > 1
+        if linear and (key := self._known.get(args[1].data_ptr())):
+            self._add(key, args[0])
+        return func(*args, **(kwargs or {}))
