@@ -21,7 +21,8 @@ def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
     """Upper bound of the bytes in memory while the step runs.
 
     Rows pass through reused buffers, whatever the size of the tensor. A tensor that is stored across its rows
-    (transposed, or [in, out] as in Conv1D) is held whole: as it was read, transposed or smoothed, and its codes.
+    (transposed, or [in, out] as in Conv1D) is held whole: as it was read, transposed, smoothed or joined with others,
+    and its codes.
     """
     if not step.inputs:
         return 0
@@ -33,7 +34,9 @@ def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
     whole = step.layout is Layout.WHOLE
     if not (whole or any(held_whole(part, sources) for part in step.inputs)):
         return piece
-    return 2 * _held_at_once(step, sources, rows) + (step.nbytes if whole else 0) + piece
+    if whole:
+        return 2 * sum(_bytes_to_hold(part, sources) for part in step.inputs) + step.nbytes + piece
+    return 2 * _held_at_once(step, sources, rows) + piece
 
 
 def spec_of(step: Step, sources: Mapping[str, TensorSpec]) -> TensorSpec:

@@ -91,7 +91,7 @@ def passthrough_notes(quantized: Quantized | None, scheme: Scheme | None, steps:
     modules = quantized.tensors.stored
     if not isinstance(scheme, PassthroughScheme):
         return (f"{len(modules)} weights of the source are quantized: they are dequantized first",)
-    kept = {step.site.module for step in steps if step.site and step.format}
+    kept = {module for step in steps if step.format for module in step.modules}
     lost = fold_layers(module for module in modules if module not in kept)
     return (f"written dequantized, since they are not quantizable matrices here: {', '.join(lost)}",) if lost else ()
 

@@ -93,6 +93,18 @@ class Step:
         return next((part.source for part in self.inputs if part.source), "")
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the source whose matrices the step joins."""
+        own = self.site.module if self.site else ""
+        return tuple(dict.fromkeys(part.module or own for part in self.inputs if part.source))
+
+    @property
+    def matrix(self) -> str:
+        """The name of what the step makes: its module, or that of the output if it joins several."""
+        one = self.site is not None and len(self.modules) == 1
+        return self.modules[0] if one else self.outputs[0].spec.name.removesuffix(".weight")
+
+    @property
     def taken(self) -> tuple[Feed, ...]:
         """The pairs whose pre-scale multiplies rows of this step."""
         module = self.site.module if self.site else self.source.rpartition(".")[0]

@@ -108,12 +108,13 @@ def advice(plan: Plan, parity: Parity) -> tuple[Advice, ...]:
     median = float(np.median(list(damage.values()))) if damage else 0.0
     rows = []
     for steps in _fused(plan):
-        modules = tuple(dict.fromkeys(step.site.module for step in steps if step.site))
-        worst = max(damage.get(module, 0.0) for module in modules)
+        modules = tuple(dict.fromkeys(module for step in steps for module in step.modules))
+        matrices = dict.fromkeys(step.matrix for step in steps)
+        worst = max(damage.get(matrix, 0.0) for matrix in matrices)
         if worst >= STANDS_OUT * median and worst > 0:
             more = sum(_stored(part, plan, set()) for step in steps for part in step.inputs)
             more -= sum(step.nbytes for step in steps)
-            share = sum(damage.get(module, 0.0) ** 2 for module in modules) / total
+            share = sum(damage.get(matrix, 0.0) ** 2 for matrix in matrices) / total
             rows.append(Advice(modules, worst, share, max(more, 0)))
     return tuple(sorted(rows, key=lambda row: (-row.share / (row.bytes + 1), row.modules))[:MAX_ADVICE])
 
@@ -136,9 +137,9 @@ def _fused(plan: Plan) -> list[list[Step]]:
 def _damage(plan: Plan, parity: Parity) -> dict[str, float]:
     if parity.layers:
         return {module: value for module, value in parity.layers if np.isfinite(value)}
-    modules = {o.spec.name: step.site.module for step in plan.quantized for o in step.outputs if step.site}
-    rows = ((modules.get(row.name.rpartition(": ")[2]), row.decibels) for row in parity.tensors)
-    return {module: 10 ** (-decibels / 20) for module, decibels in rows if module and decibels != -math.inf}
+    matrices = {o.spec.name: step.matrix for step in plan.quantized for o in step.outputs}
+    rows = ((matrices.get(row.name.rpartition(": ")[2]), row.decibels) for row in parity.tensors)
+    return {matrix: 10 ** (-decibels / 20) for matrix, decibels in rows if matrix and decibels != -math.inf}
 
 
 def made_from(plan: Plan, source: Source, calibration: Calibration | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ written.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -124,7 +125,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
         transpose=step.transpose,
         coding=step.coding,
         amax=amax,
-        name=step.source,
+        name=", ".join(part.source for part in step.inputs),
     )
     block = step.format.weight[0].block
     if len(block) == 2:  # the target's block scales have one axis: [in / block, out]
@@ -146,19 +147,16 @@ class Prepared:
     factor: Array | None
     smoothing: Smoothing | None
 
-    def rows(self, part: Part) -> Array:
+    def rows(self, part: Part, layout: str = "out_in") -> Array:
         bits = part.bits
         if self.factor is not None:
             bits = multiplied(bits, self.dtype, self.factor[part.first : part.stop])
-        return self.smoothing.apply(part.slice.module, bits) if self.smoothing else bits
+        return self.smoothing.apply(part.slice.module, bits, layout) if self.smoothing else bits
 
     def whole(self, step: Step, rows: Rows) -> Array:
         """The weight in its stored axes."""
         assert step.site
-        (only,), bits = step.inputs, rows.whole()
-        if self.factor is not None:
-            bits = multiplied(bits, self.dtype, self.factor)
-        return self.smoothing.apply(only.module, bits, step.site.layout) if self.smoothing else bits
+        return rows.whole(partial(self.rows, layout=step.site.layout))
 
 
 def prepared_weight(step: Step, context: ConversionContext, buffers: Buffers) -> tuple[TensorSpec, Rows, Prepared]:

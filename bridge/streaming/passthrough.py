@@ -42,10 +42,10 @@ def copy_step(step: Step, source: Source, sink: Sink) -> None:
         return
     members, codes, scale = _members(step, tensors), outputs["weight"], outputs.get("scale")
     if step.layout is Layout.WHOLE:
-        (only,) = members
-        sink(codes, _turned_codes(step, *only), 0)
+        sink(codes, _turned_codes(step, members), 0)
         if scale and scale.spec.shape:
-            sink(scale, _turned_scale(scale, *only), 0)
+            turned = [_turned_scale(scale, *member) for member in members]
+            sink(scale, np.concatenate(turned, axis=-1), 0)
         return
     at = dict.fromkeys(outputs, 0)
     for part, array in _rows(step, members, scale):
@@ -120,15 +120,19 @@ def _fake_quantized(codes: Array, grid: Array, stored: QuantizedWeight, dtype: s
     return weights
 
 
-def _turned_codes(step: Step, part: Slice, stored: QuantizedWeight) -> Array:
+def _turned_codes(step: Step, members: list[tuple[Slice, QuantizedWeight]]) -> Array:
     """All codes as [in, out], two per byte along `out`; or their values. Only the result is held whole."""
-    rows, cols = (stop - start for start, stop in spans(part, stored))
-    out = np.empty((cols, rows), DTYPES[step.coding.values].storage if step.coding.values else np.uint8)
-    word = f"u{out.itemsize}"
-    for at, codes, grid in _pieces(part, stored):
-        piece = _fake_quantized(codes, grid, stored, step.coding.values) if step.coding.values else codes
-        transpose_into(piece.view(word), 0, out.view(word), at, *piece.shape)
-    return out if step.coding.values else packed_codes(out, stored.format.weight[0].dtype, "in")
+    assert step.format
+    extents = [tuple(stop - start for start, stop in spans(*member)) for member in members]
+    shape = extents[0][1], sum(rows for rows, _ in extents)
+    out = np.empty(shape, DTYPES[step.coding.values].storage if step.coding.values else np.uint8)
+    word, first = f"u{out.itemsize}", 0
+    for (part, stored), (rows, _) in zip(members, extents, strict=True):
+        for at, codes, grid in _pieces(part, stored):
+            piece = _fake_quantized(codes, grid, stored, step.coding.values) if step.coding.values else codes
+            transpose_into(piece.view(word), 0, out.view(word), first + at, *piece.shape)
+        first += rows
+    return out if step.coding.values else packed_codes(out, step.format.weight[0].dtype, "in")
 
 
 def _turned_scale(output: Output, part: Slice, stored: QuantizedWeight) -> Array:

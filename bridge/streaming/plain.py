@@ -5,6 +5,8 @@ They are cast, shifted, or a norm times a folded pre-scale.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from bridge.core.dtypes import DTYPES, FLOATS, from_float32, to_float32
@@ -29,7 +31,8 @@ def write_plain(step: Step, context: ConversionContext, buffers: Buffers, sink: 
     factor = row_factor_of(step, rows.spec.dtype, rows.rows, context.calibration)
     for _, parts in rows.pieces():
         for part in parts:
-            bits = _converted(step, context, part, rows.spec, output.spec.dtype, factor)
+            spec = replace(rows.spec, name=part.slice.source or rows.spec.name)
+            bits = _converted(step, context, part, spec, output.spec.dtype, factor)
             sink(output, bits, at)
             at += bits.nbytes
 

@@ -102,10 +102,21 @@ class Rows:
         for first in range(0, self.rows, step):
             yield first, self._piece(first, min(first + step, self.rows))
 
-    def whole(self) -> Array:
-        """Read the only slice of a step that cannot pass row by row, in the axes that the step sees."""
-        (only,) = self._slices
-        return self._rectangle(only)
+    def whole(self, prepare: Callable[[Part], Array]) -> Array:
+        """A matrix that cannot pass row by row, in the axes that the step sees; each slice is prepared on its own.
+
+        Several slices are stored [out, in], so that stacking them along `out` stacks their rows.
+        """
+        parts, first = [], 0
+        for part, (rows, _) in zip(self._slices, self._extents, strict=True):
+            parts.append((part, first, first + rows))
+            first += rows
+        if len(parts) == 1:
+            return prepare(Part(*parts[0], self._rectangle(parts[0][0])))
+        whole = np.empty((self.rows, self.cols), self._storage)
+        for part, begin, end in parts:
+            whole[begin:end] = prepare(Part(part, begin, end, self._rectangle(part)))
+        return whole
 
     def _piece(self, first: int, stop: int) -> list[Part]:
         wanted, begin = [], 0

@@ -101,7 +101,7 @@ def _compare_whole(
     rows = Rows(step, source, buffers)
     arrays = {("codes" if o.part == "weight" else o.part): output.read(o) for o in step.outputs}
     smoother = _smoother(step, rows.spec.dtype, source, output, scales)
-    bits = smoother(step.inputs[0].module, rows.whole(), layout=layout)
+    bits = rows.whole(lambda part: smoother(part.slice.module, part.bits, part.first, layout))
     block = step.format.weight[0].block
     if len(block) == 2:  # written once per `out`, see `streaming.encode.encode_whole`
         arrays["scale"] = arrays["scale"][:, :: block[0]]

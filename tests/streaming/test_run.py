@@ -114,13 +114,15 @@ def test_a_dtype_is_cast_once_and_codes_come_from_the_source(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("quant", [None, "fp8_block", "nvfp4_wo", "int8_wo", "int4_wo", "fp8"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("target", ["hf", "trt", "trtllm", "tripy"])
+@pytest.mark.parametrize("target", ["hf", "trt", "trtllm", "tripy", "ort"])
 def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: str, target: str) -> None:
     config = {**CONFIG, "intermediate_size": 28672, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
     if target == "trtllm":
         config["num_key_value_heads"] = 4  # 128 rows of k and v: whole tiles
     if target == "tripy" and quant in ("fp8_block", "nvfp4_wo"):
         pytest.skip("Tripy has no such format")
+    if target == "ort" and quant not in (None, "int8_wo", "int4_wo"):
+        pytest.skip("ONNX Runtime has no such kernel")
     arrays = {n: np.ones(s, DTYPES[dtype].storage) for n, s in llama_shapes(config).items()}
     source = MadeSource(arrays, {n: TensorSpec(n, a.shape, dtype) for n, a in arrays.items()}, config)
     options = {"dtype": "fp16"} if target in ("trtllm", "tripy") else {}
@@ -140,7 +142,7 @@ def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: 
         assert peak <= working_set(step, plan.sources) + 100_000, (step.source, peak, working_set(step, plan.sources))
 
 
-@pytest.mark.parametrize("target", ["tripy", "trt"])
+@pytest.mark.parametrize("target", ["tripy", "trt", "ort"])
 def test_copying_int4_takes_no_more_memory_than_the_plan_says(tmp_path: Path, target: str) -> None:
     config = {**CONFIG, "intermediate_size": 14336, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
     arrays = {n: np.ones(s, np.float16) for n, s in llama_shapes(config).items()}
@@ -149,7 +151,7 @@ def test_copying_int4_takes_no_more_memory_than_the_plan_says(tmp_path: Path, ta
     source = open_source(tmp_path / "hf")
     structure = opening.structure_of(source)
     scheme = opening.passthrough_of(None, source)
-    plan = opening.plan_of(source, structure, target, scheme, {"dtype": "fp16"})
+    plan = opening.plan_of(source, structure, target, scheme, {} if target == "ort" else {"dtype": "fp16"})
     context = ConversionContext(
         plan, source, None, scheme, 1, Work(Path(), {}, io.StringIO()), file_settings(plan, source)
     )

@@ -1,6 +1,7 @@
 """Target `ort`: decoders with fused attention for ONNX Runtime on a CPU.
 
-The graph is that of target `trt`, rewritten before it is quantized; steps, files and weights are the same.
+The graph is that of target `trt`, rewritten before it is quantized; so are files and weights, except that queries, keys
+and values of a layer are one matrix.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import option
+from bridge.targets.ort.joining import join_attention
 from bridge.targets.trt import FLOAT_ACTIVATIONS, Trt
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ class Ort(Trt):
 
     def draft(self, draft: Draft) -> Drafted:
         drafted = super().draft(draft)
+        drafted.steps = join_attention(drafted.steps, draft)
         for dtype in sorted({spec.dtype for spec in draft.specs.values()} & set(WHY_FLOAT32)):
             drafted.notes.append(f"what is {dtype} and not quantized is written as float32: {WHY_FLOAT32[dtype]}")
         return drafted
@@ -119,7 +122,7 @@ class Ort(Trt):
         return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
-        from bridge.targets.ort.packing import pack_attention
+        from bridge.targets.ort.packing import join_products
         from bridge.targets.ort.rewrite import fuse
         from bridge.targets.trt.genai_config import write_genai_config
         from bridge.targets.trt.writer import GraphOptions, write_onnx
@@ -127,7 +130,7 @@ class Ort(Trt):
         options, config = context.plan.options, context.source.config
         rewrite = partial(fuse, windows=_windows(config), positions=_text(config).get("max_position_embeddings") or 0)
         chosen = GraphOptions(
-            "causal-lm", OrtOptions.dtype, OPSET, True, options["stamp"], rewrite=rewrite, finish=pack_attention
+            "causal-lm", OrtOptions.dtype, OPSET, True, options["stamp"], rewrite=rewrite, join=join_products
         )
         written = write_onnx(context, directory, chosen)
         session = FLOAT_ACTIVATIONS if options["exact"] else {}

@@ -113,10 +113,8 @@ def _padding(graph: ir.Graph) -> ir.Value:
     """The same of padding alone, [batch, 1, sequence, total]."""
     first, kind = graph[0], ir.DataType.FLOAT
     inputs = {value.name: value for value in graph.inputs}
-    lowest = constant(graph, np.array(np.finfo(np.float32).min, np.float32))
-    real = add_node(first, "Cast", [inputs["attention_mask"]], "padding/real", (kind, None), {"to": int(kind)})
-    absent = add_node(first, "Sub", [constant(graph, np.array(1, np.float32)), real], "padding/absent", (kind, None))
-    low = add_node(first, "Mul", [absent, lowest], "padding/low", (kind, None))
+    of_mask = constant(graph, np.array([np.finfo(np.float32).min, 0], np.float32))  # of its 0 and its 1
+    low = add_node(first, "Gather", [of_mask, inputs["attention_mask"]], "padding/low", (kind, None), {"axis": 0})
     axes, one = constant(graph, np.array([1, 2], np.int64)), constant(graph, np.array([1], np.int64))
     keys = add_node(first, "Unsqueeze", [low, axes], "padding/keys", (kind, ("batch", 1, 1, "total_sequence")))
     int64 = (ir.DataType.INT64, (1,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bridge.core.errors import ExportError
 from bridge.targets.ort.attention import fuse_attention
 from bridge.targets.ort.norms import fuse_norms
+from bridge.targets.ort.packing import pack_slices
 from bridge.targets.ort.rotary import fuse_rotary
 from bridge.targets.ort.rotation import drop_positions, rotate_inside
 from bridge.targets.trt.graph.export import Graph
@@ -33,6 +34,7 @@ def fuse(graph: Graph, windows: bool, positions: int) -> None:
         )
     if positions:
         rotate_inside(graph.model, positions)
+    pack_slices(graph.model)
     fuse_norms(graph.model)
     for tidy in (RemoveUnusedNodesPass(), TopologicalSortPass(), CommonSubexpressionEliminationPass()):
         tidy(graph.model)

@@ -6,7 +6,7 @@ that it adds, without inherited error. Convolutions are left out (their products
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,11 @@ GROUP = 64  # layers tapped in one run, so that their inputs and outputs are not
 def layer_errors(
     directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
 ) -> tuple[tuple[str, float], ...]:
-    """Return (module, error) for every quantized matrix of the graph, the worst first."""
+    """Return (matrix, error) for every quantized matrix of the graph, the worst first."""
     from bridge.targets.trt.runtime import Runtime
 
-    steps = {step.site.module: step for step in plan.quantized if step.site and step.site.layout != "conv"}
-    at_work = dict(places(directory / "model.onnx", steps))
+    steps = {step.matrix: step for step in plan.quantized if step.site and step.site.layout != "conv"}
+    at_work = dict(places(directory / "model.onnx", steps.values()))
     small = {name: array[:1, :POSITIONS] if array.ndim == 2 else array[:1] for name, array in batch.items()}
     errors: dict[str, float] = {}
     modules = list(at_work)
@@ -45,7 +45,7 @@ def layer_errors(
 
 def _layer_error(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -> float:
     assert step.site
-    weight = to_float32(source.read(step.source), plan.sources[step.source].dtype)
+    weight = np.concatenate([to_float32(source.read(p.source), plan.sources[p.source].dtype) for p in step.inputs])
     weight = weight.T if step.site.layout == "out_in" else weight
     product = x.reshape(-1, x.shape[-1]).astype(np.float32) @ weight
     output = y.reshape(-1, y.shape[-1]).astype(np.float32)
@@ -54,13 +54,13 @@ def _layer_error(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: A
     return float(np.linalg.norm(output - product)) / norm if norm else 0.0
 
 
-def places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:
-    """Module -> names of its float input and its output, and the bias that a Gemm has added to the output."""
+def places(path: Path, steps: Iterable[Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:
+    """Matrix -> names of its float input and its output, and the bias that a Gemm has added to the output."""
     import onnx_ir as ir
 
     model = ir.load(path)
-    for module, step in steps.items():
-        value = model.graph.initializers.get(step.site.weight) if step.site else None
+    for step in steps:
+        value = model.graph.initializers.get(step.outputs[0].spec.name)
         while value is not None:
             users = [node for node, at in value.uses() if at == (0 if node.op_type not in ("MatMul", "Gemm") else 1)]
             if len(users) != 1:
@@ -69,7 +69,7 @@ def places(path: Path, steps: Mapping[str, Step]) -> Iterator[tuple[str, tuple[s
             if node.op_type in ("MatMul", "Gemm"):
                 bias = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
                 bias_array = None if bias is None else bias.numpy().astype(np.float32)
-                yield module, (str(_before_quantizer(node.inputs[0]).name), str(node.outputs[0].name), bias_array)
+                yield step.matrix, (str(_before_quantizer(node.inputs[0]).name), str(node.outputs[0].name), bias_array)
                 break
             value = node.outputs[0]
 

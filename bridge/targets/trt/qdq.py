@@ -62,7 +62,7 @@ class Inserter:
         """Quantize one weight and, if the format has one, the input of each node that reads it (see `find_sites`)."""
         assert step.site and step.format
         parts = {output.part: output.spec.name for output in step.outputs}
-        module, entry = step.site.module, readers[0].inputs[0]
+        module, entry = step.matrix, readers[0].inputs[0]
         assert entry is not None
         if entry.dtype is None:
             raise ExportError(f"{module}: the graph does not declare the dtype of its input; use target hf")
@@ -109,7 +109,7 @@ class Inserter:
 
     def _weight(self, node: ir.Node, step: Step, parts: Mapping[str, str], half: ir.DataType) -> ir.Value:
         assert step.site and step.format
-        module, numerics = step.site.module, step.format.weight
+        module, numerics = step.matrix, step.format.weight
         first, out_axis = numerics[0], 1 if step.transpose or step.site.layout == "in_out" else 0
         codes, scale = self._initializer(parts["weight"]), self._initializer(parts["scale"])
         in_axis = 1 - out_axis

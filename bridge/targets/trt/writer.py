@@ -14,7 +14,7 @@ from bridge.core.formats.safetensors import layout
 from bridge.core.machine import cores
 from bridge.core.remote.readers import readers
 from bridge.core.text import fold_layers
-from bridge.planning.plan import Step
+from bridge.planning.plan import Plan, Step
 from bridge.quant.smoothing import pre_scale
 from bridge.streaming.context import ConversionContext, WriteResult
 from bridge.streaming.passthrough import copied_constants
@@ -31,7 +31,11 @@ MODEL = "model.onnx"
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What is exported; `rewrite` edits the float graph in place before it is quantized, `finish` the quantized one."""
+    """What is exported.
+
+    `rewrite` edits the float graph in place before it is quantized. `join` joins products of matrices that the plan
+    joins, given initializer -> checkpoint tensor, and returns these names with the joined tensors in place of theirs.
+    """
 
     task: str
     dtype: str
@@ -39,7 +43,7 @@ class GraphOptions:
     cache: bool
     stamp: bool
     rewrite: Callable[[Graph], None] | None = None
-    finish: Callable[[ir.Model], object] | None = None
+    join: Callable[[ir.Model, Plan, Mapping[str, str]], dict[str, str]] | None = None
 
 
 def write_onnx(context: ConversionContext, directory: Path, options: GraphOptions) -> WriteResult:
@@ -83,12 +87,14 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     if options.rewrite:
         options.rewrite(graph)
     names = _checkpoint_names(graph, context, options.task)
+    if options.join:
+        names = options.join(graph.model, plan, names)
     specs = {output.spec.name: output for output in plan.outputs}
     _, offsets, _ = layout((output.spec for output in plan.outputs), context.files.metadata, context.files.align)
     weights_file = WeightsFile(directory, WEIGHTS, offsets, specs)
     inserter = Inserter(graph.model, weights_file, _constants(context))
     initializers = {name: initializer for initializer, name in names.items()}
-    quantized = [step for step in plan.quantized if step.site and step.source in initializers]
+    quantized = [step for step in plan.quantized if step.site and _weight(step) in initializers]
     steps = {_key(step, initializers): step for step in quantized}
     uses = find_sites(graph, steps)
     kv = find_kv(graph)
@@ -99,8 +105,6 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     _quantize_kv(inserter, context, kv)
     RemoveUnusedNodesPass()(graph.model)  # transposes and float weights that codes replaced
     attach(graph.model, floats, weights_file)
-    if options.finish:
-        options.finish(graph.model)
     stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}
     return graph, sorted(stored - set(graph.model.graph.initializers))
 
@@ -118,7 +122,12 @@ def save(model: ir.Model, path: Path) -> None:
 def _key(step: Step, initializers: Mapping[str, str]) -> str:
     """The key for `find_sites`: the weight's initializer, or the module of a head tied to the embedding."""
     assert step.site
-    return step.site.module if step.site.weight != step.source else initializers[step.source]
+    return step.site.module if step.site.weight != step.source else initializers[_weight(step)]
+
+
+def _weight(step: Step) -> str:
+    """The tensor that the float graph reads: the checkpoint's, or the one that several are joined to."""
+    return step.source if len(step.inputs) == 1 else step.outputs[0].spec.name
 
 
 def _quantize_kv(inserter: Any, context: ConversionContext, kv: Mapping[int, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ def _run(directory: Path, plan: Plan, feeds: Mapping[str, np.ndarray]) -> tuple[
     if model is not None:
         inner, out = _run_with_hooks(runtime, model, list(steps), feeds)
     elif plan.target in ("trt", "ort"):
-        inner, out = _run_with_taps(directory, steps, feeds)
+        inner, out = _run_with_taps(directory, steps.values(), feeds)
     else:
         inner, out = {}, runtime.run(feeds)[runtime.outputs[0]]
     values = {name: _sample(name, array, INNER) for name, array in inner.items()}
@@ -110,15 +110,15 @@ def _run_with_hooks(
 
 
 def _run_with_taps(
-    directory: Path, steps: Mapping[str, Step], feeds: Mapping[str, np.ndarray]
+    directory: Path, steps: Iterable[Step], feeds: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Inner values of an ONNX file, as additional outputs, and its output."""
     from bridge.targets.trt.layer_error import places
     from bridge.targets.trt.runtime import Runtime
 
     taps = {
-        f"{module} {what}": value
-        for module, (x, y, _) in places(directory / "model.onnx", steps)
+        f"{matrix} {what}": value
+        for matrix, (x, y, _) in places(directory / "model.onnx", steps)
         for what, value in (("input", x), ("output", y))
     }
     runtime = Runtime(directory, taps=list(dict.fromkeys(taps.values())))

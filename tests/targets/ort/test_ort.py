@@ -6,8 +6,10 @@ few random layers differ by (tests/targets/trt/test_trt_oracle.py).
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ import torch
 
 import bridge
 from bridge.core.errors import BridgeError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.reporting.summary import advice
 from bridge.targets.ort import DECODERS
 from bridge.targets.trt.runtime import Runtime
+from bridge.verification.parity import Parity
 from tests.models.trt_families import VOCAB, decoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
@@ -27,6 +32,7 @@ LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3")
 CLOSE = 2e-5
 PADDING = 5
+LAYER = "model.layers.0.self_attn"
 
 
 @functools.cache
@@ -133,16 +139,111 @@ def test_every_family_that_is_named_is_tested() -> None:
 
 @pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo"])
 def test_quantized_weights_are_those_of_target_trt(scheme: str, tmp_path: Path) -> None:
-    """The same codes in the same file, so the same logits without optimizations."""
+    """The same codes and scales, those of queries, keys and values side by side; so the same logits."""
     report = bridge.convert(LLAMA, "ort", scheme, tmp_path / "ort")
     assert report.passed and not report.findings
+    assert {name for name, _ in report.parity.layers} >= {f"{LAYER}.qkv_proj", f"{LAYER}.o_proj"}
     bridge.convert(LLAMA, "trt", scheme, tmp_path / "trt", verify=False)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ort", "trt")]
-    assert weights[0] == weights[1]
+    assert_joined(*(tmp_path / name / "model.safetensors" for name in ("ort", "trt")))
     ids, mask = inputs()
     feeds = {"input_ids": ids, "attention_mask": mask}
     ours, plain = (Runtime(tmp_path / name).run(feeds)["logits"][mask > 0] for name in ("ort", "trt"))
     assert_close(ours, plain)
+
+
+def assert_joined(ours: Path, plain: Path) -> None:
+    """Every tensor of `ours` is one of `plain`, or three of them along `out`."""
+    written, apart = SafetensorsFile(ours), SafetensorsFile(plain)
+    assert set(written.specs) == {re.sub(r"\b[qkv]_proj", "qkv_proj", name) for name in apart.specs}
+    for name in written.specs:
+        letters = "qkv" if "qkv_proj" in name else [""]
+        parts = [np.atleast_1d(apart.read(name.replace("qkv_proj", f"{letter}_proj"))) for letter in letters]
+        np.testing.assert_array_equal(np.atleast_1d(written.read(name)), np.concatenate(parts, axis=-1))
+
+
+def rounded(model: Any) -> Any:
+    """A copy with the weights of INT4 in blocks of 128, head and embedding as they are."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                blocks = module.weight.view(len(module.weight), -1, 128)
+                scale = blocks.abs().amax(-1, keepdim=True) / 7
+                blocks.copy_((blocks / scale).round() * scale)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_int4_has_one_product_for_queries_keys_and_values(family: str, tmp_path: Path) -> None:
+    """In the file, whose logits are those of dequantized weights, and in the graph that ONNX Runtime makes of it."""
+    model = model_of(family)
+    bridge.convert(model, "ort", "int4_wo", tmp_path / "out", verify=False)
+    ids, mask = inputs()
+    ours = Runtime(tmp_path / "out").run({"input_ids": ids, "attention_mask": mask})["logits"]
+    assert_close(ours[mask > 0], theirs(rounded(model), ids, mask)[mask > 0])
+    kinds = [node.op_type for node in optimized(tmp_path / "out")]
+    layers = model.config.num_hidden_layers
+    products = 4 if family == "phi3" else 5  # its gate and up are one matrix, too
+    assert kinds.count("MatMulNBits") == products * layers and "DequantizeLinear" not in kinds
+    splits = {"qwen3": layers, "phi3": layers}  # norms of queries and keys lie between; gate and up of one product
+    assert kinds.count("Split") == splits.get(family, 0)
+
+
+def optimized(directory: Path) -> ir.Graph:
+    """The graph that ONNX Runtime runs."""
+    import onnxruntime
+
+    options, path = onnxruntime.SessionOptions(), directory / "optimized.onnx"
+    options.optimized_model_filepath = str(path)
+    options.log_severity_level = 3  # it warns that the file fits this machine only
+    onnxruntime.InferenceSession(directory / "model.onnx", options, providers=["CPUExecutionProvider"])
+    return ir.load(path).graph
+
+
+@pytest.mark.parametrize(
+    ("rules", "joined"),
+    [
+        ('base = "int4_wo"', True),
+        ('base = "int8_wo"', True),
+        ('base = "int4_awq"', False),  # a pre-scale each
+        ('base = "int4_wo"\n[[rule]]\nroles = ["attn.v.weight"]\nquant = "int8_wo"', False),
+        ('base = "int4_wo"\n[[rule]]\nroles = ["attn.k.weight"]\nquant = "none"', False),
+        (
+            'base = "int4_wo"\n[[rule]]\nroles = ["attn.q.weight", "attn.k.weight", "attn.v.weight"]\nquant = "none"',
+            True,
+        ),
+    ],
+)
+def test_what_differs_in_more_than_its_width_stays_apart(rules: str, joined: bool, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(rules)
+    plan = bridge.plan(LLAMA, "ort", str(recipe))
+    names = {output.spec.name for output in plan.outputs}
+    assert (f"{LAYER}.qkv_proj.weight" in names, f"{LAYER}.k_proj.weight" in names) == (joined, not joined)
+
+
+@pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo"])
+def test_codes_of_a_quantized_source_are_copied_side_by_side(scheme: str, tmp_path: Path) -> None:
+    bridge.convert(LLAMA, "hf", scheme, tmp_path / "hf", format="compressed-tensors", verify=False)
+    report = bridge.convert(tmp_path / "hf", "ort", out=tmp_path / "ort")
+    assert report.passed and not report.findings and not [note for note in report.notes if "dequantized" in note]
+    bridge.convert(tmp_path / "hf", "trt", out=tmp_path / "trt", dtype="fp32", verify=False)
+    assert_joined(*(tmp_path / name / "model.safetensors" for name in ("ort", "trt")))
+
+
+def test_a_number_that_is_not_finite_is_told_with_the_matrices_it_may_be_in(tmp_path: Path) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    model.model.layers[1].self_attn.v_proj.weight.data[3, 5] = torch.nan
+    for scheme in ("none", "int4_wo"):
+        with pytest.raises(BridgeError, match=r"layers\.1\.self_attn\.v_proj\.weight"):
+            bridge.convert(model, "ort", scheme, tmp_path / scheme, verify=False)
+
+
+def test_advice_names_the_modules_of_a_joined_matrix() -> None:
+    plan = bridge.plan(LLAMA, "ort", "int4_wo")
+    layers = tuple((step.matrix, 0.5 if step.matrix == f"{LAYER}.qkv_proj" else 0.01) for step in plan.quantized)
+    (row,) = advice(plan, Parity(layers=layers))
+    assert row.modules == tuple(f"{LAYER}.{part}_proj" for part in "qkv") and row.share > 0.98
 
 
 @pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "no CPU kernels for bfloat16"), ("float16", "use target trt")])
