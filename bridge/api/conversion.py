@@ -223,7 +223,7 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
         warn_of(prepared.data)
         device, progress = prepared.request.device, prepared.request.progress
         progress(0, 0, "calibrate")
-        needed = {step.site.module for step in resolved.plan.quantized if step.site}  # a target may keep some
+        needed = {module for step in resolved.plan.quantized for module in step.modules}  # a target may keep some
         calibration = calibrate(
             resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed
         )

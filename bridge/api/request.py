@@ -274,7 +274,7 @@ def _given_calibration(
         return None
     if scheme is None:
         raise UsageError("a calibration was given, but no scheme; pass quant=")
-    formats: dict[str, Format | str] = {s.site.module: s.format for s in plan_.quantized if s.site and s.format}
+    formats: dict[str, Format | str] = {m: s.format for s in plan_.quantized if s.format for m in s.modules}
     attention = [step.attention for step in plan_.steps if step.attention]
     if from_source and calib.missing(formats, attention, scheme.kv):
         return None
