@@ -18,6 +18,7 @@ from bridge.core.values import Format, Numeric, Program, Site, Structure, Tensor
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
+from bridge.targets.config_json import generation_problems
 from bridge.targets.gguf.encodings import FILE_TYPES, block_type, why_unsupported
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Gguf(StreamedTarget):
             drafted.problems += [("", text) for text in problems(draft.config, matched)]
             drafted.notes += window_notes(draft.config, matched)
         tokenizer = describe(draft.side_files, int(str(matched.names["vocab"])), draft.config)
-        drafted.problems += tokenizer.problems
+        drafted.problems += [*tokenizer.problems, *generation_problems(draft.side_files)]
         drafted.notes += tokenizer.notes
         return drafted
 
@@ -117,8 +118,13 @@ class Gguf(StreamedTarget):
             **tokens,
         }
 
+    def why_not_loaded(self, plan: Plan) -> str:
+        from bridge.targets.gguf.tokenizer import NO_TOKENS
+
+        return NO_TOKENS if NO_TOKENS in plan.notes else ""
+
     def next_command(self, plan: Plan) -> str:
-        return "llama-server -m {out}/model.gguf" if "tokenizer.json" in plan.side_files else ""
+        return "" if self.why_not_loaded(plan) else "llama-server -m {out}/model.gguf"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.gguf.lint import lint
