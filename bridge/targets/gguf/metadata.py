@@ -123,9 +123,11 @@ def rope_of(config: Mapping[str, Any], graph: Graph) -> Rope:
 def malformed(config: Mapping[str, Any], matched: Matched) -> list[str]:
     """Fields that are read here and are no numbers of their kind, each with what it should be."""
     graph, given = GRAPHS[matched.architecture], config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
+    rotary = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
+    rotary |= {name: given.get(name) for name in (FULL, SLIDING)} if isinstance(given, Mapping) else {}
+    if wrong := {name: value for name, value in rotary.items() if not isinstance(value, Mapping | None)}:
         return [
-            f"rope_parameters (rope_scaling) is {described(given)}; it should be an object with rope_type and so on"
+            f"{name} is {described(wrong[name])}; it should be an object with rope_type and so on" for name in wrong
         ]
     parts = [given, *(given[name] for name in (FULL, SLIDING) if isinstance(given.get(name), Mapping))]
     found = [_wrong(config, name, kind) for name, kind in {**_FIELDS, graph.eps: float}.items()]
@@ -191,7 +193,7 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
     layers = int(str(matched.names["layers"]))
     want = [FULL if (layer + 1) % graph.every == 0 else SLIDING for layer in range(layers)]
     given = config.get("layer_types")
-    if given is not None and list(given) != want:
+    if given is not None and (not isinstance(given, list | tuple) or list(given) != want):
         yield f"layer_types is not llama.cpp's pattern, in which every layer number {graph.every} attends to everything"
     if not config.get("sliding_window"):
         yield f"config.json gives no sliding_window, which llama.cpp's {graph.name} needs"

@@ -9,7 +9,7 @@ from typing import Any
 
 from bridge.core.formats.gguf import Typed, u32
 from bridge.core.text import described
-from bridge.sources.configs.token_ids import token_ids
+from bridge.sources.configs.token_ids import GENERATION, TOKENIZER_CONFIG, token_ids
 from bridge.targets.gguf.tokenizer_file import ANEW, DEFAULT, JSON, Files, Part, Reading, TokenizerFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -193,7 +193,7 @@ def _ids(files: Files, config: Mapping[str, Any], vocab: int, made: Description)
         if wrong and name == "pad_token_id" and type(wrong[0]) is int:
             made.notes.append(f"{name} {wrong[0]} is left out: it is none of the {vocab} tokens")
         elif wrong:
-            where = "generation_config.json, config.json" if files else "config.json"
+            where = ", ".join([*(name for name in (GENERATION, TOKENIZER_CONFIG) if name in files), "config.json"])
             what = f"{name} is {described(wrong[0])}, and the tokens are 0 to {vocab - 1}; give the id of a token"
             made.refuse(what, where)
         elif every:

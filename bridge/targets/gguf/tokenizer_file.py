@@ -126,17 +126,15 @@ class Reading:
 
     def _named(self, file: str, given: Any) -> dict[str, str]:
         """A template, or a list of them with their names."""
-        rows = [{"name": DEFAULT, "template": given}] if isinstance(given, str) else given
+        single = [{"name": DEFAULT, "template": given}] if isinstance(given, str) else [given]
         named = {}
-        for row in rows if isinstance(rows, list) else [rows]:
+        for row in given if isinstance(given, list) else single:
             name, text = (row.get("name"), row.get("template")) if isinstance(row, Mapping) else (None, None)
             if isinstance(name, str) and isinstance(text, str) and _encodes(name + text):
                 named[name] = text
             else:
-                why = "a text, or a list of objects with a name and a template"
-                self._wrong(
-                    "chat_template", why, given if rows is not given or not isinstance(rows, list) else row, file
-                )
+                found = row if isinstance(given, list) else given
+                self._wrong("chat_template", "a text, or a list of objects with a name and a template", found, file)
         return named
 
     def _vocab(self, given: Any) -> Mapping[str, int]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 
 import bridge
 from bridge.core.errors import CannotRun, PlanError
 from bridge.core.formats.gguf import GgufFile
 from bridge.targets.gguf.runtime import LlamaCpp
+from bridge.targets.gguf.tokenizer import describe
 from tests import once
 from tests.models.gguf_families import byte_tokenizer, piece_tokenizer, save
 
@@ -106,7 +107,8 @@ def test_all_problems_are_in_one_message(source: Path) -> None:
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it should be a positive number"),
     "context": ({"max_position_embeddings": "8k"}, "max_position_embeddings is '8k'; it should be a positive whole"),
-    "rope": ({"rope_parameters": "linear"}, r"rope_parameters \(rope_scaling\) is 'linear'; it should be an object"),
+    "rope": ({"rope_parameters": "linear"}, "rope_parameters is 'linear'; it should be an object"),
+    "rope of layers": ({"rope_parameters": {"full_attention": [1]}}, "full_attention is a list; it should be an"),
     "linear": ({"rope_parameters": {"rope_type": "linear"}}, "linear scaling has no factor"),
     "llama3": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
@@ -178,6 +180,25 @@ def test_padding_that_is_no_token_is_left_out_and_told(source: Path) -> None:
     plan = bridge.plan(str(source), target="gguf")
     assert any("pad_token_id -1 is left out" in note for note in plan.notes)
     assert any("ends with token 2, 5; the file names 2" in note for note in plan.notes)
+
+
+def test_a_tokenizer_as_gemmas_is_taken_without_a_space_before_text() -> None:
+    """It replaces spaces by a rule, and then splits at spaces, of which none is left."""
+    tokenizer = piece_tokenizer("prepend")
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    keys = describe({"tokenizer.json": tokenizer.to_str().encode()}, tokenizer.get_vocab_size(), {})
+    assert not keys.problems and keys.keys["tokenizer.ggml.add_space_prefix"] is False
+
+
+def test_pieces_with_spaces_inside_are_refused_where_text_is_cut_at_spaces() -> None:
+    tokenizer = piece_tokenizer("metaspace")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
+    content = json.loads(tokenizer.to_str())
+    assert not describe({"tokenizer.json": json.dumps(content).encode()}, 400, {}).problems
+    content["model"]["merges"].append(["e▁", "t"])
+    ((file, why),) = describe({"tokenizer.json": json.dumps(content).encode()}, 400, {}).problems
+    assert file == "tokenizer.json" and "has pieces with spaces inside" in why
 
 
 TEMPLATES = [
