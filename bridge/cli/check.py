@@ -45,17 +45,17 @@ def check_paths(paths: Sequence[str]) -> list[Problem]:
 
 
 def check_path(path: str | Path) -> list[Problem]:
-    """The problems of a written model or .onnx file (lint), a recipe, a scheme or a table."""
+    """The problems of a written model, an .onnx or .gguf file (lint), a recipe, a scheme or a table."""
     if is_remote(path):
         raise UsageError(f"{shown(str(path))}: check reads local files only; download it first")
     check_length(path)
     path = Path(path)
-    if path.is_dir() or path.suffix == ".onnx":
+    if path.is_dir() or path.suffix == ".onnx" or (path.suffix == ".gguf" and path.is_file()):
         return [Problem(finding, finding.startswith("error")) for finding in _lint(path)]
     if path.suffix != ".toml" and not path.exists():
         raise UsageError(f"{path}: no such file or directory")
     if path.suffix != ".toml":
-        raise UsageError(f"{path}: check reads written models, .onnx files, and recipes or tables in .toml")
+        raise UsageError(f"{path}: check reads written models, .onnx and .gguf files, and recipes or tables in .toml")
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     try:
@@ -103,9 +103,21 @@ def _lint(path: Path) -> list[str]:
         from bridge.targets.hf.lint import lint as lint_checkpoint
 
         return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob("model*.safetensors"))))
-    from bridge.targets.trt.lint import lint
+    graph = path / "model.onnx" if path.is_dir() else path
+    if files := [path] if path.suffix == ".gguf" else [] if graph.is_file() else sorted(path.glob("*.gguf")):
+        from bridge.core.formats.gguf import GgufFile
+        from bridge.targets.gguf.lint import lint as lint_gguf
 
-    return [str(finding) for finding in lint(path)]
+        return [finding for file in files for finding in _with_values(lint_gguf(file), map(GgufFile, [file]))]
+    from bridge.targets.ort import RULES as ORT_RULES
+    from bridge.targets.ort.edit import MICROSOFT
+    from bridge.targets.trt.lint import RULES, lint
+    from bridge.targets.trt.lint.model import read_model
+
+    # ONNX Runtime's own operators, which target ort writes: TensorRT's rules are not for such a graph
+    fused = any(node.domain == MICROSOFT for node in read_model(graph, None).nodes)
+    rules = [rule for rule in RULES if rule.id in ORT_RULES] if fused else RULES
+    return [str(finding) for finding in lint(path, rules=rules)]
 
 
 def _with_values(findings: list[str], files: Iterable[TensorReader]) -> list[str]:

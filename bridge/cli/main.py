@@ -239,7 +239,8 @@ def run(
 @app.command(epilog=epilog("qbridge check llama-fp8 recipe.toml"))
 def check(
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[PATH]...", help="written models, .onnx files, recipes, tables")
+        list[str] | None,
+        typer.Argument(metavar="[PATH]...", help="written models, .onnx and .gguf files, recipes, tables"),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from bridge.core.values import Format, Numeric, Site, Structure, TensorSpec
@@ -15,7 +16,8 @@ from bridge.quant.schemes.scheme import Scheme
 class Draft:
     """What a target makes its steps from. `formats`: weight -> its format, or the reason why it is kept.
 
-    `dropped`: source tensor -> why it is not copied, known before the target is asked.
+    `dropped`: source tensor -> why it is not copied, known before the target is asked. `side_files`: name -> file, or
+    its content.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -25,6 +27,7 @@ class Draft:
     formats: Mapping[str, Format | str]
     dropped: Mapping[str, str]
     options: Any
+    side_files: Mapping[str, Path | bytes]
 
     @property
     def sites(self) -> dict[str, Site]:

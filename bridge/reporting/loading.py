@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bridge.planning.contract_files import runtimes
 from bridge.planning.contracts import Verdict, verdicts
 from bridge.planning.plan import Plan
+from bridge.targets import load_target
 
 LOADING = ("program", "loads it", "known by, or why not")
 KNOWN = {"run": "yes", "read": "yes, by its source", "no": "no"}
@@ -38,8 +39,11 @@ class Loading:
 
 def loadings(plan: Plan) -> tuple[Loading, ...]:
     """One entry per program that loads outputs of the plan's target."""
+    why_not = load_target(plan.target).why_not_loaded(plan)
     return tuple(
-        Loading(
+        Loading(answer.runtime.title, "no", why_not, mistake=why_not)
+        if why_not
+        else Loading(
             answer.runtime.title,
             answer.how,
             _why_not(answer) or ", ".join(dict.fromkeys(evidence.where for evidence in answer.evidence)),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError, UsageError
-from bridge.core.parsing import load_json
+from bridge.core.parsing import load_json, parse_json
 
 
 def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
@@ -57,12 +57,13 @@ def config_file(root: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def read_json(path: Path, where: str = "") -> dict[str, Any]:
-    """Return the JSON object of a file; SourceError if it is not one. `where`: its name in messages."""
+def read_json(file: Path | bytes, where: str = "") -> dict[str, Any]:
+    """Return the JSON object of a file, or of its content; SourceError if it is none. `where`: its name in messages."""
+    name = where or (file.name if isinstance(file, Path) else "")
     try:
-        content = load_json(path)
+        content = load_json(file) if isinstance(file, Path) else parse_json(file)
     except (ValueError, OSError) as error:
-        raise SourceError(f"{where or path.name}: cannot be read as JSON: {error}") from error
+        raise SourceError(f"{name}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise SourceError(f"{where or path.name}: must hold a JSON object, not {type(content).__name__}")
+        raise SourceError(f"{name}: must hold a JSON object, not {type(content).__name__}")
     return content

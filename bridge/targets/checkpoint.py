@@ -61,6 +61,9 @@ class StreamedTarget:
     ) -> tuple[tuple[str, float], ...]:
         return ()
 
+    def why_not_loaded(self, plan: Plan) -> str:
+        return ""
+
     def next_command(self, plan: Plan) -> str:
         return ""
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from bridge.core.errors import SourceError
+from bridge.sources.config_json import read_json
+from bridge.sources.configs.token_ids import GENERATION
 
 
 def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None, untied: bool) -> bytes:
@@ -20,12 +25,27 @@ def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | Non
     return json.dumps(result, indent=4).encode()
 
 
-def generation_config(content: bytes) -> bytes:
+def generation_settings(files: Mapping[str, Path | bytes]) -> dict[str, Any]:
+    """The source's generation_config.json, {} without one; SourceError if it is broken."""
+    return read_json(files[GENERATION], GENERATION) if GENERATION in files else {}
+
+
+def generation_problems(files: Mapping[str, Path | bytes]) -> list[tuple[str, str]]:
+    """Why generation_config.json cannot be read, for a plan; none if it can, or if there is none."""
+    try:
+        generation_settings(files)
+    except SourceError as error:
+        why = str(error).removeprefix(f"{GENERATION}: ")
+        return [(GENERATION, f"{why}; mend the file, or remove it: it is not needed")]
+    return []
+
+
+def generation_config(file: Path | bytes) -> bytes:
     """The source's generation_config.json, with `do_sample` set if it samples; transformers refuses it otherwise."""
-    settings = json.loads(content)
+    settings = read_json(file, GENERATION)
     samples = settings.get("top_k") is not None or settings.get("top_p") is not None
     if not samples or settings.get("do_sample") is True:
-        return content
+        return file if isinstance(file, bytes) else file.read_bytes()
     return (json.dumps(settings | {"do_sample": True}, indent=2, sort_keys=True) + "\n").encode()
 
 

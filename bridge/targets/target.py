@@ -65,6 +65,9 @@ class Target(Planner, Protocol):
     ) -> tuple[tuple[str, float], ...]:
         """The error that each quantized module adds to its own output, relative L2, the worst first."""
 
+    def why_not_loaded(self, plan: Plan) -> str:
+        """Why no program loads the output, whatever its formats ("" if they decide)."""
+
     def next_command(self, plan: Plan) -> str:
         """A command that serves, builds or trains what was written to `{out}`; "" if there is none."""
 

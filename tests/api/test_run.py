@@ -110,6 +110,15 @@ def test_drawn_tokens_of_llama_cpp_repeat_with_their_seed() -> None:
     assert first == again != other
 
 
+def test_llama_cpp_loses_no_token_that_ends_inside_of_a_character() -> None:
+    """At this temperature tokens are bytes of unfinished characters, which its stream leaves out."""
+    pytest.importorskip("xllamacpp")
+    result = bridge.run(written("gguf", "none"), TEXT, tokens=120, temperature=20, seed=1)
+    assert len(result.ids) == 120 and result.end == "tokens"
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    assert any("\ufffd" in tokenizer.decode([token]) for token in result.ids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo", "nvfp4_wo"])
 def test_a_weight_only_graph_says_what_its_dequantized_weights_say_in_transformers(scheme: str) -> None:

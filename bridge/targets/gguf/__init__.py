@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.errors import PlanError
+from bridge.core.errors import PlanError, SourceError
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
+from bridge.targets.config_json import generation_problems
 from bridge.targets.gguf.encodings import FILE_TYPES, block_type, why_unsupported
 
 if TYPE_CHECKING:
@@ -78,28 +79,34 @@ class Gguf(StreamedTarget):
     def draft(self, draft: Draft) -> Drafted:
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect
-        from bridge.targets.gguf.metadata import problems, window_notes
+        from bridge.targets.gguf.metadata import malformed, problems, window_notes
         from bridge.targets.gguf.steps import Drafting
+        from bridge.targets.gguf.tokenizer import describe
 
         matched = match_table(draft.config, draft.specs)
         drafted = Drafting(draft, load_dialect(self.name), matched).drafted()
-        drafted.problems += [("", text) for text in problems(draft.config, matched)]
-        drafted.notes += window_notes(draft.config, matched)
+        wrong = malformed(draft.config, matched)
+        drafted.problems += [("config.json", text) for text in wrong]
+        if not wrong:
+            drafted.problems += [("", text) for text in problems(draft.config, matched)]
+            drafted.notes += window_notes(draft.config, matched)
+        tokenizer = describe(draft.side_files, int(str(matched.names["vocab"])), draft.config)
+        drafted.problems += [*tokenizer.problems, *generation_problems(draft.side_files)]
+        drafted.notes += tokenizer.notes
         return drafted
 
     def notes(self, structure: Structure, options: GgufOptions) -> tuple[str, ...]:
         return ("norms and biases are float32, as llama.cpp computes them",)
 
     def file_metadata(self, plan: Plan, source: Source) -> Mapping[str, Any]:
-        """The header's keys; PlanError if the tokenizer cannot be described."""
         from bridge.core.formats.gguf import u32
         from bridge.tables.architectures.structure import match_table
         from bridge.targets.gguf.metadata import GRAPHS, hyperparameters
-        from bridge.targets.gguf.tokenizer import tokenizer_keys
+        from bridge.targets.gguf.tokenizer import describe
 
         matched = match_table(source.config, source.specs)
         vocab = int(str(matched.names["vocab"]))
-        tokens = tokenizer_keys(source.side_files, vocab, source.config)
+        tokens = describe(source.side_files, vocab, source.config).keys
         return {
             "general.architecture": GRAPHS[plan.architecture].name,
             "general.type": "model",
@@ -111,8 +118,13 @@ class Gguf(StreamedTarget):
             **tokens,
         }
 
+    def why_not_loaded(self, plan: Plan) -> str:
+        from bridge.targets.gguf.tokenizer import NO_TOKENS
+
+        return NO_TOKENS if NO_TOKENS in plan.notes else ""
+
     def next_command(self, plan: Plan) -> str:
-        return "llama-server -m {out}/model.gguf"
+        return "" if self.why_not_loaded(plan) else "llama-server -m {out}/model.gguf"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.gguf.lint import lint
@@ -125,7 +137,14 @@ class Gguf(StreamedTarget):
         return Runtime(directory / "model.gguf")
 
     def why_no_generator(self, directory: Path) -> str:
-        return ""
+        from bridge.core.formats.gguf import GgufFile
+        from bridge.targets.gguf.tokenizer import NO_TOKENS
+
+        try:
+            metadata = GgufFile(directory / "model.gguf").metadata
+        except (SourceError, OSError):
+            return ""  # told by what reads it
+        return NO_TOKENS if metadata.get("tokenizer.ggml.model") == "no_vocab" else ""
 
     def generator(self, directory: Path) -> Generator:
         from bridge.targets.gguf.generator import Generator as LlamaCppGenerator

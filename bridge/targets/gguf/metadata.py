@@ -14,11 +14,25 @@ from typing import Any
 import numpy as np
 
 from bridge.core.formats.gguf import f32, u32
+from bridge.core.text import described
 from bridge.tables.architectures.match import Matched
 
 GELU = ("gelu_pytorch_tanh", "gelu_new")
 ROPE_FREQS = "rope_freqs.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
+# Fields that are read here, in the config and in its rotary settings.
+_FIELDS = {
+    "max_position_embeddings": int, "n_positions": int, "original_max_position_embeddings": int, "sliding_window": int,
+    "num_experts_per_tok": int, "rope_theta": float, "partial_rotary_factor": float, "rope_local_base_freq": float,
+    "attn_logit_softcapping": float, "final_logit_softcapping": float, "query_pre_attn_scalar": float,
+}  # fmt: skip
+_ROPE = {
+    "rope_theta": float, "partial_rotary_factor": float, "factor": float, "low_freq_factor": float,
+    "high_freq_factor": float, "original_max_position_embeddings": int,
+}  # fmt: skip
+# What a kind of scaling cannot do without.
+_SCALING = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_LARGEST = {int: 2**32 - 1, float: float(np.finfo(np.float32).max)}
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,37 @@ def rope_of(config: Mapping[str, Any], graph: Graph) -> Rope:
     return Rope(theta, str(full.get("rope_type") or full.get("type") or "default"), full, float(near), share or default)
 
 
+def malformed(config: Mapping[str, Any], matched: Matched) -> list[str]:
+    """Fields that are read here and are no numbers of their kind, each with what it should be."""
+    graph, given = GRAPHS[matched.architecture], config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotary = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
+    rotary |= {name: given.get(name) for name in (FULL, SLIDING)} if isinstance(given, Mapping) else {}
+    if wrong := {name: value for name, value in rotary.items() if not isinstance(value, Mapping | None)}:
+        return [
+            f"{name} is {described(wrong[name])}; it should be an object with rope_type and so on" for name in wrong
+        ]
+    parts = [given, *(given[name] for name in (FULL, SLIDING) if isinstance(given.get(name), Mapping))]
+    found = [_wrong(config, name, kind) for name, kind in {**_FIELDS, graph.eps: float}.items()]
+    for part in parts if graph.rotary else ():
+        scaling = str(part.get("rope_type") or part.get("type") or "default")
+        found += [_wrong(part, name, kind, name in _SCALING.get(scaling, ())) for name, kind in _ROPE.items()]
+        low, high = part.get("low_freq_factor"), part.get("high_freq_factor")
+        if scaling == "llama3" and not any(found) and low >= high:
+            found.append(f"low_freq_factor is {low}; it should be less than high_freq_factor, {high}")
+    return list(dict.fromkeys(text for text in found if text))
+
+
+def _wrong(given: Mapping[str, Any], name: str, kind: type, needed: bool = False) -> str:
+    """Why a field is no positive number that the file can hold; "" if it is, or is absent and not needed."""
+    value, word = given.get(name), "whole number" if kind is int else "number"
+    if value is None:
+        return f"{given.get('rope_type') or given.get('type')} scaling has no {name}; add it" if needed else ""
+    known = type(value) is int or (kind is float and type(value) is float)
+    if known and 0 < value <= _LARGEST[kind]:
+        return ""
+    return f"{name} is {described(value)}; it should be a positive {word}, up to {_LARGEST[kind]:g}"
+
+
 def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
     """What llama.cpp would compute differently from the model, each with what to do."""
     graph = GRAPHS[matched.architecture]
@@ -148,7 +193,7 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
     layers = int(str(matched.names["layers"]))
     want = [FULL if (layer + 1) % graph.every == 0 else SLIDING for layer in range(layers)]
     given = config.get("layer_types")
-    if given is not None and list(given) != want:
+    if given is not None and (not isinstance(given, list | tuple) or list(given) != want):
         yield f"layer_types is not llama.cpp's pattern, in which every layer number {graph.every} attends to everything"
     if not config.get("sliding_window"):
         yield f"config.json gives no sliding_window, which llama.cpp's {graph.name} needs"
@@ -159,6 +204,9 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
             f"query_pre_attn_scalar is {config.get('query_pre_attn_scalar', 256)}; with {layers} layers llama.cpp's "
             f"{graph.name} divides attention by the root of {scalar:g}"
         )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if graph.name == "gemma2" and config.get(name, 1) is None:
+            yield f"{name} is null; llama.cpp's gemma2 caps logits in any case"
     if graph.name == "gemma3" and (config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")):
         yield "logits are soft-capped, which llama.cpp's gemma3 does not compute"
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from bridge.core.errors import CannotRun
 from bridge.core.formats.gguf import GgufFile
+from bridge.targets.gguf.tokenizer import NO_TOKENS
 from bridge.targets.target import LOG_PROBABILITIES
 
 INSTALL = 'running a GGUF file needs llama.cpp: pip install "qbridge[gguf]"'
@@ -28,12 +29,11 @@ class LlamaCpp:
             raise CannotRun(INSTALL) from error
         metadata = GgufFile(path).metadata
         if metadata.get("tokenizer.ggml.model") == "no_vocab":
-            raise CannotRun("llama.cpp's server ends the process if a model has no tokenizer; add tokenizer.json")
+            raise CannotRun(NO_TOKENS)
         # A token that is half a character, or the end, gets no list of probabilities, so this one is always taken; the
         # list is of the model's own logits.
         pieces = enumerate(metadata["tokenizer.ggml.tokens"])
         self._taken = next((number for number, piece in pieces if piece.isascii() and piece.isalpha()), 0)
-        self._end: int | None = metadata.get("tokenizer.ggml.eos_token_id")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_parallel, params.warmup, params.fit_params = 1, False, False
@@ -61,22 +61,22 @@ class LlamaCpp:
     def generate(
         self, tokens: list[int], count: int, temperature: float, seed: int, hand: Callable[[int], bool]
     ) -> None:
-        """Hand over at most `count` new tokens, one by one, until `hand` returns True or llama.cpp ends the text."""
+        """Hand over at most `count` new tokens, one by one, until `hand` returns True.
 
-        def take(data: Mapping[str, Any]) -> bool:
-            if "error" in data:
-                raise CannotRun(f"llama.cpp does not answer: {data['error']}")
-            (choice,) = data["choices"]
-            if choice["logprobs"]:
-                return hand(choice["logprobs"]["content"][0]["id"])
-            if choice["finish_reason"] == "stop" and self._end is not None:
-                hand(self._end)  # it ends the text without a probability
-            return False
-
-        asked = {"prompt": tokens, "n_predict": count, "n_probs": 1, "stream": True, "seed": seed}
+        Each is a request: of a stream, llama.cpp leaves out the tokens after which a character is unfinished. It keeps
+        what it has computed, so a request still costs one token.
+        """
         # without these, llama.cpp draws from the most likely tokens only
         whole = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        self._server.handle_completions(asked | whole, take)
+        asked = {"n_predict": 1, "return_tokens": True, "verbose": True, **whole}
+        ids, seeds = list(tokens), np.random.default_rng(seed)
+        for _ in range(count):
+            # 2^32 - 1 would make llama.cpp take a seed of its own
+            data = self._answer({"prompt": ids, "seed": int(seeds.integers(2**32 - 1)), **asked})
+            (token,) = data["__verbose"]["tokens"]
+            if hand(token):
+                return
+            ids.append(token)
 
     def prompt_tokens(self, text: str) -> int:
         """How many tokens llama.cpp makes of a text, with those that it adds."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
+from string import ascii_letters, digits
 from typing import Any
 
-from bridge.core.errors import PlanError
 from bridge.core.formats.gguf import Typed, u32
-from bridge.core.parsing import load_json, parse_json
-from bridge.sources.configs.token_ids import token_ids
+from bridge.core.text import described
+from bridge.sources.configs.token_ids import GENERATION, TOKENIZER_CONFIG, token_ids
+from bridge.targets.gguf.tokenizer_file import ANEW, DEFAULT, JSON, Files, Part, Reading, TokenizerFile
 
-JSON, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 LOWEST = -1e9  # a piece that no merge makes; llama.cpp never asks for its score
+NO_TOKENS = (
+    "the model has no tokenizer.json, so the file has no tokens, and llama.cpp's programs end when they load it; "
+    "convert with tokenizer= (--tokenizer)"
+)
+OTHERS = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+# llama.cpp's converter takes Qwen's tokenizers as they are; "cafe" with a combining accent is 6 tokens there, not 5.
+NFC_NOTE = (
+    "llama.cpp does not join letters and their combining marks (NFC), as the tokenizer does: text that has them apart, "
+    "as macOS writes names of files, becomes other tokens"
+)
 
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -23,160 +33,243 @@ SPLITS = {_WORDS + r"\p{N}{1,3}" + _TAIL: "llama-bpe", _WORDS + r"\p{N}" + _TAIL
 KNOWN = "known: GPT-2's, Llama 3's, Qwen 2's and StarCoder's"
 
 
-def tokenizer_keys(files: Mapping[str, Path | bytes], vocab: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys; PlanError if llama.cpp would cut text into other tokens. Without a tokenizer, that there is none."""
-    content = _read(files, JSON)
-    if content is None:
-        if any(name in files for name in ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")):
-            raise PlanError(
-                "the model has no tokenizer.json, from which target gguf reads the tokens; write one: "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        return {"tokenizer.ggml.model": "no_vocab"}
-    model = content.get("model", {})
-    if model.get("type") != "BPE":
-        raise PlanError(f"tokenizer.json has a {model.get('type')} model; target gguf writes BPE, with bytes or spaces")
-    pieces = model.get("byte_fallback", False)
-    keys: dict[str, Any] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
-    keys |= {} if pieces else _bytes_keys(content)
-    tokens, types = _tokens(content, vocab)
+@dataclass
+class Description:
+    """Keys of a file; `problems`: a file and how llama.cpp would make other tokens of text; sentences for the plan."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, text: str, file: str = JSON) -> None:
+        self.problems.append((file, text))
+
+
+def describe(files: Files, vocab: int, config: Mapping[str, Any]) -> Description:
+    """Describe the tokenizer of a model with `vocab` rows in its embedding, or say that there is none."""
+    reading = Reading(files)
+    tokenizer, templates = reading.tokenizer(), reading.templates()
+    made = Description(problems=reading.problems)
+    if tokenizer is None:
+        made.keys["tokenizer.ggml.model"] = "no_vocab"
+        if JSON not in files and (beside := [name for name in OTHERS if name in files]):
+            made.refuse(f"is the tokenizer, and target gguf reads the tokens from {JSON}; {ANEW}", beside[0])
+        elif JSON not in files:
+            made.notes.append(NO_TOKENS)
+        return made
+    if tokenizer.kind != "BPE":
+        made.refuse(f"has a {tokenizer.kind} model; target gguf writes BPE, with bytes or spaces. Use target hf")
+        return made
+    _add_tokens(tokenizer, vocab, made)
+    _add_special(tokenizer, _ids(files, config, vocab, made), made)
+    _add_templates(templates, made)
+    return made
+
+
+def _add_tokens(tokenizer: TokenizerFile, vocab: int, made: Description) -> None:
+    """Add texts and kinds of all tokens, how pieces are joined, and how text is cut before."""
+    if tokenizer.affixes:
+        made.refuse("puts a prefix or suffix to parts of words, which llama.cpp does not; use target hf")
+    tokens, types = _tokens(tokenizer, vocab, made)
+    keys = made.keys
+    keys["tokenizer.ggml.model"] = "llama" if tokenizer.byte_fallback else "gpt2"
+    keys["tokenizer.ggml.pre"] = "default" if tokenizer.byte_fallback else _pre_tokenizer(tokenizer, made)
     keys["tokenizer.ggml.tokens"] = Typed("str", tuple(tokens))
     keys["tokenizer.ggml.token_type"] = Typed("i32", tuple(types))
-    merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges", [])]
-    if pieces:
-        keys["tokenizer.ggml.scores"] = Typed("f32", tuple(_scores(tokens, merges)))
-        keys["tokenizer.ggml.add_space_prefix"] = _adds_space(content)
+    if tokenizer.byte_fallback:
+        keys["tokenizer.ggml.scores"] = Typed("f32", tuple(_scores(tokens, tokenizer)))
+        keys["tokenizer.ggml.add_space_prefix"] = _spaces(tokenizer, made)
     else:
-        keys["tokenizer.ggml.merges"] = Typed("str", tuple(f"{first} {second}" for first, second in merges))
-    return keys | _special(content, files, config, tokens)
+        keys["tokenizer.ggml.merges"] = Typed("str", tuple(f"{first} {second}" for first, second in tokenizer.merges))
 
 
-def _bytes_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Model and name of the pre-tokenizer of a tokenizer of bytes."""
-    pre = _pre_tokenizer(content.get("pre_tokenizer"))
-    if content.get("model", {}).get("ignore_merges") and pre != "llama-bpe":
-        raise PlanError(f"tokenizer.json takes whole words before merges, which llama.cpp's {pre} does not")
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+def _pre_tokenizer(tokenizer: TokenizerFile, made: Description) -> str:
+    """llama.cpp's name of how a tokenizer of bytes cuts text; "" if it has none."""
+    normalizers = _kinds(tokenizer.normalizers)
+    if normalizers == ["NFC"]:
+        made.notes.append(NFC_NOTE)
+    elif normalizers:
+        made.refuse(_normalized(normalizers))
+    pre = _split(tokenizer.pre_tokenizers)
+    if not pre:
+        made.refuse(
+            "cuts text into words in a way that has no name here, so llama.cpp would cut it otherwise "
+            f"({', '.join(_kinds(tokenizer.pre_tokenizers)) or 'no pre-tokenizer'}); {KNOWN}"
+        )
+    elif tokenizer.ignore_merges and pre != "llama-bpe":
+        made.refuse(f"takes whole words before merges, which llama.cpp's {pre} does not; use target hf")
+    return pre
 
 
-def _pre_tokenizer(given: Any) -> str:
-    parts = list(_flat(given, "pretokenizers"))
-    kinds = [part.get("type") for part in parts]
-    if kinds and kinds[-1] == "ByteLevel" and not parts[-1].get("add_prefix_space"):
-        regex = bool(parts[-1].get("use_regex", True))
-        if kinds == ["ByteLevel"] and regex:
-            return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and regex and parts[0].get("individual_digits"):
-            return "starcoder"
-        if kinds == ["Split", "ByteLevel"] and not regex:
-            pattern = parts[0].get("pattern", {}).get("Regex")
-            if pattern in SPLITS:
-                return SPLITS[pattern]
-    raise PlanError(
-        f"tokenizer.json cuts text into words in a way that has no name here, so llama.cpp would cut it otherwise "
-        f"({', '.join(map(str, kinds)) or 'no pre-tokenizer'}); {KNOWN}"
+def _split(parts: tuple[Part, ...]) -> str:
+    kinds = _kinds(parts)
+    if not kinds or kinds[-1] != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        return ""
+    regex = bool(parts[-1].get("use_regex", True))
+    if kinds == ["ByteLevel"] and regex:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and regex and parts[0].get("individual_digits"):
+        return "starcoder"
+    return SPLITS.get(_pattern(parts[0], "Regex"), "") if kinds == ["Split", "ByteLevel"] and not regex else ""
+
+
+def _spaces(tokenizer: TokenizerFile, made: Description) -> bool:
+    """Whether a space is put before a text.
+
+    llama.cpp writes every space as "▁", and looks for pieces in the whole text: the tokenizer must, too.
+    """
+    normalizers, pre = tokenizer.normalizers, tokenizer.pre_tokenizers
+    prepends = bool(normalizers) and normalizers[0].get("type") == "Prepend" and normalizers[0].get("prepend") == SPACE
+    rest = normalizers[1:] if prepends else normalizers
+    replaces = [(part.get("type"), _pattern(part, "String"), part.get("content")) for part in rest]
+    if (rest or prepends) and replaces != [("Replace", " ", SPACE)]:
+        made.refuse(_normalized(_kinds(normalizers)))
+        return False
+    if rest and all(part.get("type") == "Split" and _pattern(part, "String") == " " for part in pre):
+        return prepends  # nothing is left to split at
+    if not rest and _kinds(pre) == ["Metaspace"] and pre[0].get("replacement") == SPACE:
+        if pre[0].get("split", True) and any(SPACE in (first + second)[1:] for first, second in tokenizer.merges):
+            made.refuse("cuts text at spaces, and has pieces with spaces inside, which llama.cpp takes; use target hf")
+        return bool(pre[0].get("prepend_scheme", "always") != "never")
+    made.refuse(
+        f"has pieces and bytes, and prepares text with {', '.join(_kinds((*normalizers, *pre))) or 'nothing'}; "
+        'llama.cpp writes " " as "▁" (Metaspace, or Replace) and does nothing else. Use target hf'
+    )
+    return False
+
+
+def _normalized(kinds: list[str]) -> str:
+    return (
+        f"changes text before it is cut (normalizer {', '.join(kinds)}), which llama.cpp does not, so that it makes "
+        "other tokens; use target hf"
     )
 
 
-def _flat(given: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The parts of a sequence, or the only one."""
-    if isinstance(given, Mapping):
-        if given.get("type") != "Sequence":
-            yield given
-        for part in given.get(inner, ()) if given.get("type") == "Sequence" else ():
-            yield from _flat(part, inner)
+def _kinds(parts: tuple[Part, ...]) -> list[str]:
+    return [str(part.get("type")) for part in parts]
 
 
-def _tokens(content: Mapping[str, Any], vocab: int) -> tuple[list[str], list[int]]:
+def _pattern(part: Part, kind: str) -> str:
+    """The pattern of a part, if it is of a kind: "String" or "Regex"."""
+    pattern = part.get("pattern")
+    given = pattern.get(kind) if isinstance(pattern, Mapping) else None
+    return given if isinstance(given, str) else ""
+
+
+def _tokens(tokenizer: TokenizerFile, vocab: int, made: Description) -> tuple[list[str], list[int]]:
     """Texts and kinds of all tokens, filled up to the rows of the embedding."""
-    model = content["model"]
     texts: dict[int, tuple[str, int]] = {}
-    for text, number in model.get("vocab", {}).items():
-        byte = model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-        kind = BYTE if byte else UNKNOWN if text == model.get("unk_token") else NORMAL
+    for text, number in tokenizer.vocab.items():
+        byte = tokenizer.byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+        kind = BYTE if byte else UNKNOWN if text == tokenizer.unknown else NORMAL
         texts[number] = (text, kind)
-    for token in content.get("added_tokens", []):
-        known = texts.get(token["id"], ("", NORMAL))[1]
-        kind = CONTROL if token.get("special") else USER_DEFINED
-        texts[token["id"]] = (token["content"], known if known == UNKNOWN else kind)
-    if texts and max(texts) >= vocab:
-        raise PlanError(f"tokenizer.json has a token {max(texts)}, and the embedding {vocab} rows; get the right one")
+    for token in tokenizer.added:
+        known = texts.get(token.id, ("", NORMAL))[1]
+        kind = CONTROL if token.special else USER_DEFINED
+        texts[token.id] = (token.text, known if known == UNKNOWN else kind)
+    if not texts:
+        made.refuse(f"has no tokens; {ANEW}")
+    elif max(texts) >= vocab:
+        made.refuse(f"has a token {max(texts)}, and the embedding {vocab} rows; get the right one")
     filled = [texts.get(number, (f"[PAD{number}]", UNUSED)) for number in range(vocab)]
     return [text for text, _ in filled], [kind for _, kind in filled]
 
 
-def _scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
+def _scores(tokens: list[str], tokenizer: TokenizerFile) -> list[float]:
     """Scores with which llama.cpp, which joins the pair of the highest score, joins in the order of the merges."""
     ranks: dict[str, int] = {}
-    for rank, (first, second) in enumerate(merges):
+    for rank, (first, second) in enumerate(tokenizer.merges):
         ranks.setdefault(first + second, rank)
     return [-float(ranks[token]) if token in ranks else LOWEST for token in tokens]
 
 
-def _adds_space(content: Mapping[str, Any]) -> bool:
-    for part in _flat(content.get("normalizer"), "normalizers"):
-        if part.get("type") == "Prepend" and part.get("prepend") == SPACE:
-            return True
-    for part in _flat(content.get("pre_tokenizer"), "pretokenizers"):
-        if part.get("type") == "Metaspace":
-            return bool(part.get("prepend_scheme", "always") != "never")
-    return False
+def _ids(files: Files, config: Mapping[str, Any], vocab: int, made: Description) -> dict[str, int]:
+    """Ids of special tokens, each a row of the embedding."""
+    given = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")} | token_ids(files)
+    ids: dict[str, int] = {}
+    for name, value in given.items():
+        every = value if isinstance(value, list) else [] if value is None else [value]
+        wrong = [one for one in every if type(one) is not int or not 0 <= one < vocab]
+        if wrong and name == "pad_token_id" and type(wrong[0]) is int:
+            made.notes.append(f"{name} {wrong[0]} is left out: it is none of the {vocab} tokens")
+        elif wrong:
+            where = ", ".join([*(name for name in (GENERATION, TOKENIZER_CONFIG) if name in files), "config.json"])
+            what = f"{name} is {described(wrong[0])}, and the tokens are 0 to {vocab - 1}; give the id of a token"
+            made.refuse(what, where)
+        elif every:
+            ids[name] = every[0]
+        if name == "eos_token_id" and len(every) > 1 and not wrong:
+            made.notes.append(
+                f"a text ends with token {', '.join(map(str, every))}; the file names {every[0]}, and llama.cpp knows "
+                "others by their text alone"
+            )
+    return ids
 
 
-def _special(
-    content: Mapping[str, Any], files: Mapping[str, Path | bytes], config: Mapping[str, Any], tokens: list[str]
-) -> dict[str, Any]:
-    """Ids of special tokens, which of them are added to a text, and the chat template."""
-    keys: dict[str, Any] = {}
-    ids: dict[str, Any] = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
-    ids |= {name.removesuffix("_id"): value for name, value in token_ids(files).items()}
-    unknown = content["model"].get("unk_token")
-    ids["unk_token"] = tokens.index(unknown) if unknown in tokens else None
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    for name, key in names.items():
-        value = ids.get(name)
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int) and 0 <= value < len(tokens):
-            keys[f"tokenizer.ggml.{key}_token_id"] = u32(value)
-    first, last = _added(content.get("post_processor"))
-    for text, key in ((first, "bos"), (last, "eos")):
+def _add_special(tokenizer: TokenizerFile, ids: Mapping[str, int], made: Description) -> None:
+    """Add ids of special tokens, and which of them are put before and after a text."""
+    keys, tokens = made.keys, made.keys["tokenizer.ggml.tokens"].value
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {names[name]: value for name, value in ids.items()}
+    if tokenizer.unknown in tokens:
+        found["unknown"] = tokens.index(tokenizer.unknown)
+    for text, name in zip(_around(tokenizer, made), ("bos", "eos"), strict=True):
         if text in tokens:
-            keys[f"tokenizer.ggml.{key}_token_id"] = u32(tokens.index(text))
-        keys[f"tokenizer.ggml.add_{key}_token"] = text is not None
-    template = (_read(files, CONFIG) or {}).get("chat_template")
-    if TEMPLATE in files:
-        template = _bytes(files[TEMPLATE]).decode()
-    if isinstance(template, str):
-        keys["tokenizer.chat_template"] = template
-    return keys
+            found[name] = tokens.index(text)
+        elif text is not None:
+            made.refuse(f"puts {described(text)} before or after a text, which is no token; {ANEW}")
+        keys[f"tokenizer.ggml.add_{name}_token"] = text is not None
+    for name in ("bos", "eos", "unknown", "padding"):
+        if name in found:
+            keys[f"tokenizer.ggml.{name}_token_id"] = u32(found[name])
 
 
-def _added(processor: Any) -> tuple[str | None, str | None]:
+def _around(tokenizer: TokenizerFile, made: Description) -> tuple[str | None, str | None]:
     """The special tokens that are put before and after a text."""
-    for part in _flat(processor, "processors"):
+    unknown = [kind for kind in _kinds(tokenizer.post_processors) if kind not in ("TemplateProcessing", "ByteLevel")]
+    if unknown:
+        made.refuse(f"adds tokens to a text by {', '.join(unknown)}; target gguf reads TemplateProcessing")
+    for part in tokenizer.post_processors:
         if part.get("type") == "TemplateProcessing":
-            single = part.get("single", [])
-            special = [item.get("SpecialToken", {}).get("id") for item in single]
-            at = next((number for number, item in enumerate(single) if "Sequence" in item), len(single))
-            before, after = special[:at], special[at + 1 :]
-            if len(before) > 1 or len(after) > 1:
-                raise PlanError("tokenizer.json puts several tokens before or after a text; llama.cpp adds one")
+            words = list(_template(part.get("single")))
+            at = words.index("") if "" in words else len(words)
+            before, after = words[:at], words[at + 1 :]
+            if len(words) > 3 or None in words or len(before) > 1 or len(after) > 1:
+                made.refuse("puts several tokens before or after a text, where llama.cpp adds one; use target hf")
+                return None, None
             return (before[0] if before else None), (after[0] if after else None)
     return None, None
 
 
-def _read(files: Mapping[str, Path | bytes], name: str) -> Mapping[str, Any] | None:
-    if name not in files:
-        return None
-    given = files[name]
-    try:
-        content = parse_json(given) if isinstance(given, bytes) else load_json(given)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{name} cannot be read: {error}") from error
-    if not isinstance(content, Mapping):
-        raise PlanError(f"{name} is no JSON object")
-    return content
+def _template(single: Any) -> Iterator[str | None]:
+    """The tokens of a template, "" for the text; None for what is neither."""
+    for item in single if isinstance(single, list) else [None]:
+        token = item.get("SpecialToken") if isinstance(item, Mapping) else None
+        text = token.get("id") if isinstance(token, Mapping) else None
+        yield (
+            text if isinstance(text, str) and text else "" if isinstance(item, Mapping) and "Sequence" in item else None
+        )
 
 
-def _bytes(given: Path | bytes) -> bytes:
-    return given if isinstance(given, bytes) else given.read_bytes()
+def _add_templates(templates: Mapping[str, str], made: Description) -> None:
+    """Add chat templates under the keys of gguf-py's `add_chat_template`, whose names have letters and digits only."""
+    named: dict[str, str] = {}
+    for name, text in templates.items():
+        plain = "".join(mark if mark in ascii_letters + digits else "_" for mark in name)
+        if name == DEFAULT:
+            made.keys["tokenizer.chat_template"] = text
+        elif not plain or plain in named:
+            made.refuse(
+                f"the chat template {described(name)} has no name of its own in a GGUF file; rename it", "chat_template"
+            )
+        else:
+            named[plain] = text
+    for name, text in named.items():
+        made.keys[f"tokenizer.chat_template.{name}"] = text
+    if named:
+        made.keys["tokenizer.chat_templates"] = Typed("str", tuple(named))
+        if DEFAULT not in templates:
+            made.notes.append(
+                f"no chat template is called {DEFAULT}: llama.cpp takes its own unless it is told one of "
+                f"{', '.join(named)}"
+            )

@@ -19,8 +19,9 @@ from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.sources.configs.token_ids import GENERATION
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
-from bridge.targets.config_json import generation_config
+from bridge.targets.config_json import generation_config, generation_problems
 from bridge.targets.generation import DECODERS
 from bridge.targets.hf.shards import INDEX, index
 from bridge.targets.hf.spelling import SPELLINGS, spelling
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from bridge.streaming.context import ConversionContext, WriteResult
     from bridge.targets.generation import Generator
 
-GENERATION = "generation_config.json"
 # program -> its command; that of the program that was asked for comes first, then in this order
 SERVERS = {
     "vllm": "vllm serve {out}",
@@ -114,7 +114,9 @@ class Hf(StreamedTarget):
         return "convolution: unified checkpoints hold quantized matrices only" if site.layout == "conv" else ""
 
     def draft(self, draft: Draft) -> Drafted:
-        return Drafting(draft, spelling(draft.options.format)).drafted()
+        drafted = Drafting(draft, spelling(draft.options.format)).drafted()
+        drafted.problems += generation_problems(draft.side_files)
+        return drafted
 
     def notes(self, structure: Structure, options: HfOptions) -> tuple[str, ...]:
         if not structure.ungrouped:
@@ -154,8 +156,7 @@ class Hf(StreamedTarget):
         if len(plan.files) > 1:
             files[INDEX] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))
         if GENERATION in source.side_files:
-            content = source.side_files[GENERATION]
-            files[GENERATION] = generation_config(content if isinstance(content, bytes) else content.read_bytes())
+            files[GENERATION] = generation_config(source.side_files[GENERATION])
         written = write_checkpoint(context, directory, files)
         return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
 

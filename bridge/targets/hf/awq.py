@@ -8,9 +8,10 @@ kernels for nothing else. For the functions see `Spelling`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from bridge.core.values import Encoding, Format, Numeric, Site
+from bridge.core.values import Encoding, Format, Site
 from bridge.planning.plan import Plan
 from bridge.targets.hf import words
 from bridge.targets.hf.compressed_tensors import ignored
@@ -19,6 +20,9 @@ from bridge.targets.hf.spelling import Part, Traits
 NAME = "AutoAWQ's format"
 TRAITS = Traits(transposed=True)
 PER_WORD = 8
+why_stack_unsupported = partial(words.why_stack_unsupported, NAME)
+why_kv_unsupported = partial(words.why_kv_unsupported, NAME)
+kv_parts, unifies, joins = words.kv_parts, words.unifies, words.joins
 
 
 def why_unsupported(format_: Format) -> str:
@@ -26,14 +30,6 @@ def why_unsupported(format_: Format) -> str:
     if not why and len(format_.weight[0].block) != 1:
         why = f"{NAME} has INT4 in blocks along `in`, not per {format_.weight[0].per}; use int4_wo or int4_awq"
     return why
-
-
-def why_stack_unsupported(format_: Format, site: Site) -> str:
-    return words.why_stack_unsupported(NAME)
-
-
-def why_kv_unsupported(kv: Numeric) -> str:
-    return words.why_kv_unsupported(kv, NAME)
 
 
 def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
@@ -51,19 +47,6 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
         Part("zeros", f"{site.module}.qzeros", (in_ // block, out // PER_WORD), "int32"),
         Part("scale", f"{site.module}.scales", (in_ // block, out), words.scale_dtype(dtype)),
     ]
-
-
-def kv_parts(attention: str, dtype: str) -> list[Part]:
-    return []
-
-
-def unifies(format_: Format) -> bool:
-    """Formats with pre-scales: one that goes into a norm is that of all its readers."""
-    return format_.prescales
-
-
-def joins(format_: Format) -> bool:
-    return False
 
 
 def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:

@@ -7,10 +7,11 @@ Activations are quantized per token in groups of 128 when the model runs. For th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from bridge.core.values import Encoding, Format, Numeric, Site
-from bridge.planning.plan import STACKED, Plan
+from bridge.planning.plan import Plan
 from bridge.targets.hf import words
 from bridge.targets.hf.compressed_tensors import ignored
 from bridge.targets.hf.spelling import Part, Traits
@@ -19,20 +20,15 @@ NAME = "DeepSeek's format"
 TRAITS = Traits()
 TILE = 128
 WEIGHT = Numeric("float8_e4m3fn", "block", (TILE, TILE))
+why_stack_unsupported = partial(words.why_stack_unsupported, NAME)
+why_kv_unsupported = partial(words.why_kv_unsupported, NAME)
+kv_parts, joins = words.kv_parts, words.joins
 
 
 def why_unsupported(format_: Format) -> str:
     if format_.weight == (WEIGHT,) and (format_.input is None or format_.input.dynamic) and not format_.prescales:
         return ""
     return f"{NAME} has FP8 weights in tiles of {TILE} x {TILE} only; use fp8_block, or format='compressed-tensors'"
-
-
-def why_stack_unsupported(format_: Format, site: Site) -> str:
-    return f"{STACKED} in {NAME}; fp8 and nvfp4_wo are in format='modelopt'"
-
-
-def why_kv_unsupported(kv: Numeric) -> str:
-    return words.why_kv_unsupported(kv, NAME)
 
 
 def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
@@ -53,15 +49,7 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     ]
 
 
-def kv_parts(attention: str, dtype: str) -> list[Part]:
-    return []
-
-
 def unifies(format_: Format) -> bool:
-    return False
-
-
-def joins(format_: Format) -> bool:
     return False
 
 

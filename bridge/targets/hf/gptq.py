@@ -8,6 +8,7 @@ stored less one. The codes are ours, not those of the GPTQ algorithm. For the fu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from bridge.core.values import Encoding, Format, Numeric, Site
@@ -20,6 +21,9 @@ from bridge.targets.hf.spelling import Part, Traits
 NAME = "GPTQ's format"
 TRAITS = Traits(transposed=True)
 CHANNEL = -1  # its `group_size` of one scale for each `out`
+why_stack_unsupported = partial(words.why_stack_unsupported, NAME)
+why_kv_unsupported = partial(words.why_kv_unsupported, NAME)
+kv_parts, unifies, joins = words.kv_parts, words.unifies, words.joins
 
 
 def why_unsupported(format_: Format) -> str:
@@ -28,14 +32,6 @@ def why_unsupported(format_: Format) -> str:
     if not why and first.per != "channel" and len(first.block) != 1:
         why = f"{NAME} has one scale for each `out` or block along `in`, not per {first.per}; use int4_wo or int8_wo"
     return why
-
-
-def why_stack_unsupported(format_: Format, site: Site) -> str:
-    return words.why_stack_unsupported(NAME)
-
-
-def why_kv_unsupported(kv: Numeric) -> str:
-    return words.why_kv_unsupported(kv, NAME)
 
 
 def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
@@ -58,23 +54,10 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     ]
 
 
-def kv_parts(attention: str, dtype: str) -> list[Part]:
-    return []
-
-
-def unifies(format_: Format) -> bool:
-    """Formats with pre-scales: one that goes into a norm is that of all its readers."""
-    return format_.prescales
-
-
-def joins(format_: Format) -> bool:
-    return False
-
-
 def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     formats = [step.format.weight[0] for step in plan.quantized if step.format]
     first = formats[0] if formats else Numeric("int4", "channel")
-    kept = [module for module in ignored(plan) if ".layers." in module or ".h." in module]
+    kept = _kept(plan)
     section = {
         "bits": 32 // IN_INT32[first.dtype],
         "checkpoint_format": "gptq",
@@ -88,3 +71,14 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     if kept:
         section["dynamic"] = {words.pattern_of(module): {} for module in kept}
     return words.config_files(plan, config, section)
+
+
+def _kept(plan: Plan) -> list[str]:
+    """Unquantized modules but output heads, of which `lm_head` tells.
+
+    SGLang's `get_linear_quant_method` takes every other Linear for a quantized one, wherever it is in the model; vLLM's
+    asks the dtypes of the stored tensors too.
+    """
+    heads = {step.site.module for step in plan.steps if step.site and step.site.keep.startswith("output head")}
+    heads |= {alias.removesuffix(".weight") for alias in plan.tied}
+    return [module for module in ignored(plan) if module not in heads]

@@ -1,8 +1,8 @@
-"""What the spellings of AutoAWQ and GPTQ share.
+"""What the spellings of AutoAWQ, GPTQ and DeepSeek share.
 
-Both have integer weights in words of 32 bits, stored [in, out], and float inputs. Scales have the model's dtype, or
-float16 in a float32 model, since no kernel takes float32 ones. The weight is divided by the stored scale, so that
-nothing is lost at load.
+The first two have integer weights in words of 32 bits, stored [in, out], and float inputs. Scales have the model's
+dtype, or float16 in a float32 model, since no kernel takes float32 ones. The weight is divided by the stored scale, so
+that nothing is lost at load.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bridge.core.values import Format, Numeric, Site
 from bridge.core.version import __version__
 from bridge.planning.plan import STACKED, Plan
 from bridge.targets.config_json import config_json
+from bridge.targets.hf.spelling import Part
 
 WRITER = f"qbridge {__version__}"
 KEEP = 'keep these modules with a recipe (quant = "none")'
@@ -36,12 +37,25 @@ def why_unsupported(format_: Format, dtypes: tuple[str, ...], name: str) -> str:
     return ""
 
 
-def why_stack_unsupported(name: str) -> str:
+def why_stack_unsupported(name: str, format_: Format, site: Site) -> str:
     return f"{STACKED} in {name}; fp8 and nvfp4_wo are in format='modelopt'"
 
 
-def why_kv_unsupported(kv: Numeric, name: str) -> str:
+def why_kv_unsupported(name: str, kv: Numeric) -> str:
     return f"{name} has no scales of keys and values; leave kv out, or use format='modelopt'"
+
+
+def kv_parts(attention: str, dtype: str) -> list[Part]:
+    return []
+
+
+def unifies(format_: Format) -> bool:
+    """Formats with pre-scales: one that goes into a norm is that of all its readers."""
+    return format_.prescales
+
+
+def joins(format_: Format) -> bool:
+    return False
 
 
 def incompatibilities(format_: Format, site: Site, shape: tuple[int, int], per_word: tuple[int, int]) -> list[str]:

@@ -19,6 +19,7 @@ from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
 from bridge.quant.schemes.scheme import has_tensor_scale, is_static
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_in
+from bridge.targets.config_json import generation_problems
 from bridge.targets.trt.graph.tasks import TASKS, choose_task
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class Trt(StreamedTarget):
                 drafted.steps.append(self.plain_step(spec, site, draft.why_plain(spec, site), draft.options))
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
+        drafted.problems += generation_problems(draft.side_files)
         drafted.notes += _not_in_onnx_runtime(drafted.steps)
         return drafted
 

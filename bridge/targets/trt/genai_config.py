@@ -12,10 +12,10 @@ from typing import Any
 
 from bridge.core.text import fold_layers
 from bridge.sources.source import Source
+from bridge.targets.config_json import generation_settings
 from bridge.targets.trt.writer import MODEL
 
 GENAI = "genai_config.json"
-_GENERATION = "generation_config.json"
 # Its generic decoder. Names of model types add work for graphs of its own builder: `phi3` computes the cache of long
 # RoPE again where the second table of angles begins, which is a part of our graphs.
 _TYPE = "decoder"
@@ -54,7 +54,7 @@ def write_genai_config(
         "outputs": {"logits": "logits"} | _CACHE_OUTPUTS,
         "session_options": {**(session or {}), "provider_options": []},
     }
-    settings = _generation(source)
+    settings = generation_settings(source.side_files)
     model = {"type": _TYPE, **_token_ids(settings, text), "context_length": context, "vocab_size": text.vocab_size}
     search = {key: settings[key] for key in _SEARCH if settings.get(key) is not None}
     search |= {"max_length": context, "past_present_share_buffer": shared}
@@ -78,12 +78,6 @@ def _text_config(source: Source) -> Any:
     from bridge.sources.live_models.meta_device import resolve_config
 
     return resolve_config(dict(source.config)).get_text_config()
-
-
-def _generation(source: Source) -> dict[str, Any]:
-    content = source.side_files.get(_GENERATION, b"{}")
-    settings = json.loads(content if isinstance(content, bytes) else content.read_bytes())
-    return settings if isinstance(settings, dict) else {}
 
 
 def _token_ids(settings: Mapping[str, Any], text: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
 
@@ -163,3 +164,21 @@ def test_one_format_for_all_modules_or_none(tmp_path: Path) -> None:
     recipe.write_text('base = "int4_wo"\n[[rule]]\nroles = ["mlp.down.weight"]\nquant = "int8_wo"\n')
     with pytest.raises(BridgeError, match="has another format than most modules"):
         bridge.plan(source, target="hf", quant=recipe, format="gptq")
+
+
+def test_gptq_names_every_kept_module_wherever_it_is(tmp_path: Path) -> None:
+    """SGLang takes every Linear that `dynamic` does not name for a quantized one."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=70, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+                                     intermediate_size=128)  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "source")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('base = "int8_wo"\n[[rule]]\nroles = ["mlp.fc1.weight"]\nquant = "none"\n')
+    bridge.convert(tmp_path / "source", target="hf", quant=recipe, out=tmp_path / "out", format="gptq", verify=False)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    linear = {f"bert.encoder.layer.{layer}.intermediate.dense" for layer in range(2)}
+    assert linear and all(f"{module}.weight" in stored for module in linear)
+    for module in linear:
+        assert any(re.match(rule.removeprefix("-:"), module) for rule in section["dynamic"]), module
+    assert not any(re.match(rule.removeprefix("-:"), "classifier") for rule in section["dynamic"])
