@@ -93,16 +93,17 @@ def calibrate(
     device: str | None,
     progress: Progress,
     needed: Collection[str] | None = None,
+    memory: int | None = None,
 ) -> Calibration:
     """Run the model with ModelOpt; SourceError if that fails because of the checkpoint.
 
-    `needed`: modules that will be quantized, None for all that the scheme quantizes.
+    `needed`: modules that will be quantized, None for all that the scheme quantizes. `memory`: bytes that the run may
+    take, None for most of what is free.
     """
-    from bridge.calibration.modelopt import fake_quantize
+    from bridge.calibration.calibrate import calibrate as run
 
     try:
-        made = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
-        return made.calibration
+        return run(source, structure, scheme, data, device=device, progress=progress, needed=needed, memory=memory)
     except CalibrationError as error:
         from bridge.verification.finite import first_not_finite
 
@@ -217,7 +218,8 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
         progress(0, 0, "calibrate")
         needed = {step.site.module for step in resolved.plan.quantized if step.site}  # a target may keep some
         calibration = calibrate(
-            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed
-        )
+            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed,
+            prepared.request.memory,
+        )  # fmt: skip
         calibration.save(saved)
         return calibration

@@ -17,6 +17,7 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
+from bridge.core.text import byte_count
 from bridge.planning.contract_files import check_runtimes
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
@@ -71,6 +72,7 @@ def calibrate(
     samples: int | None = None,
     sequence: int | None = None,
     field: str | None = None,
+    memory: int | str | None = None,
     progress: Progress | bool | None = None,
 ) -> Calibration:
     """Run the model with ModelOpt once and return its statistics; `save()` them and use them for any target.
@@ -84,8 +86,11 @@ def calibrate(
         samples: number of sequences; None takes the default of `bridge.calibration.data`.
         sequence: tokens per sequence; None as for `samples`.
         field: the key of a JSONL or dataset record that holds its text or chat; None takes "text", else "messages".
+        memory: bytes that the run may take, or "24GB"; None takes most of what is free. A model above it is calibrated
+            block by block, with the same result.
 
     Raises:
+        UsageError: `memory` does not hold the largest block of the model.
         CalibrationError: the data is missing, too short or not finite, or the scheme calibrates with CUDA only.
 
     >>> calibration = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=4, sequence=64)
@@ -100,7 +105,8 @@ def calibrate(
     if scheme is None:
         raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
     prepared = data_of(source, data, Sampling(samples, sequence, field))
-    return conversion.calibrate(source, structure, scheme, prepared, device, callback)
+    limit = None if memory is None else byte_count(memory, "memory=")
+    return conversion.calibrate(source, structure, scheme, prepared, device, callback, memory=limit)
 
 
 def fake_quantize(

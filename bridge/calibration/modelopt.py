@@ -78,8 +78,7 @@ def fake_quantize(
         CalibrationError: before the model is loaded if data or CUDA are missing.
     """
     check_device(scheme, device)
-    if not data.batches and data.forward_loop is None and scheme.needs_calibration:
-        raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+    check_data(scheme, data)
     from bridge.sources.live_models.checkpoint_names import live_names
 
     scheme = scheme.bound(structure.sites)
@@ -129,6 +128,12 @@ def check_device(scheme: Scheme, device: str | None) -> None:
         f"scheme {scheme.name}: no CUDA device here, and {why}; calibrate on a machine with one and pass its saved "
         "calibration (calib=), or choose another scheme"
     )
+
+
+def check_data(scheme: Scheme, data: Data) -> None:
+    """CalibrationError if a scheme needs data and there are none."""
+    if not data.batches and data.forward_loop is None and scheme.needs_calibration:
+        raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
 
 
 def import_frameworks(with_modelopt: bool) -> None:

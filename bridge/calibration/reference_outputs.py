@@ -48,8 +48,10 @@ def answer_again(source: Source, held: HeldOut) -> HeldOut:
     return replace(held, source=answers, source_perplexity=perplexity(run, batches, model))
 
 
-def runner(model: Any) -> Run:
+def runner(model: Any, device: Any = None) -> Run:
     """Return a function from a batch to output 0 of `model` in float32, in evaluation mode without gradients.
+
+    `device`: where its inputs go, None for that of its first parameter.
 
     Float inputs (pixels, sounds) are cast to the model's dtype, as torch requires. The training flags of all modules
     are restored, also after an exception.
@@ -57,7 +59,7 @@ def runner(model: Any) -> Run:
     import torch
 
     cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = getattr(model, "dtype", torch.float32)
 
     def given(tensor: Any) -> Any:
