@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import check_data, check_device, fake_quantize
-from bridge.calibration.walk.budget import Need, Tokens, by_blocks, need, tokens_of
+from bridge.calibration.walk.budget import by_blocks, calibration_need, tokens_of
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import size
 from bridge.core.values import Structure
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
@@ -27,11 +27,13 @@ def calibrate(
     progress: Progress | None = None,
     needed: Collection[str] | None = None,
     memory: int | None = None,
+    partial: Path | None = None,
 ) -> Calibration:
     """Run the model of `source` with ModelOpt and return its statistics; the model is not changed.
 
     `memory`: bytes that the run may take; None: most of what is free. Above it the model runs block by block, with the
-    same result. `needed`: modules that will be quantized.
+    same result. `needed`: modules that will be quantized. `partial`: a directory that keeps finished blocks meanwhile,
+    so that a killed run goes on.
 
     Raises:
         CalibrationError: before the model is loaded if data or CUDA are missing.
@@ -40,34 +42,19 @@ def calibrate(
     check_device(scheme, device)
     check_data(scheme, data)
     report = progress or no_progress
-    if not by_blocks(
-        calibration_need(source, scheme, tokens_of(data)),
-        memory,
-        _free(device),
-        driven=data.forward_loop is not None,
-        resident=isinstance(source, MemorySource),
-    ):
-        return fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
+    if not runs_by_blocks(source, scheme, data, memory, device):
+        made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed)
+        return made.calibration
     from bridge.calibration.walk.run import calibrate_by_blocks
 
-    return calibrate_by_blocks(source, structure, scheme, data, device, report, needed)
+    return calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial)
 
 
-def calibration_need(source: Source, scheme: Scheme, tokens: Tokens) -> Need:
-    """Return the bytes that a calibration takes, whole and block by block; reads headers."""
-    algorithms = {form.algorithm for form in scheme.formats}
-    second = "awq" in algorithms and (scheme.kv is not None or "smoothquant" in algorithms)
-    return need(source.specs, source.config, scheme, tokens, 2 if second else 1)
-
-
-def choice_line(found: Need, memory: int | None) -> str:
-    """Both figures, and which way a calibration goes on this machine."""
-    budget, what = (memory, "given") if memory is not None else (available_memory(), "free here")
-    try:
-        way = "block by block" if by_blocks(found, memory, budget, False, False) else "the whole model at once"
-    except Exception:
-        way = "not at all"
-    return f"{found.line()}; with {size(budget)} {what}: {way}"
+def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> bool:
+    """Whether the calibration goes block by block; reads headers, and refuses what no way fits."""
+    found = calibration_need(source.specs, source.config, scheme, tokens_of(data))
+    driven, resident = data.forward_loop is not None, isinstance(source, MemorySource)
+    return by_blocks(found, memory, _free(device), driven=driven, resident=resident)
 
 
 def _free(device: str | None) -> int:

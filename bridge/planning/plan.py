@@ -136,6 +136,7 @@ class Plan(Displayed):
 
     `tied` maps an alias to the tensor that is stored for both; `untied`, to the tensor that the alias repeats, if both
     are written. `memory` is for two cores; each further core adds one piece of rows, 20 MB. `dialect`: the source's.
+    `calibration`: what a calibration takes of memory, "" if the scheme needs none.
     `cuts`: role of a matrix -> how ranks that load the output share it.
 
     >>> import bridge
@@ -161,6 +162,7 @@ class Plan(Displayed):
     traced: bool = False
     dialect: str = "hf"
     cuts: dict[str, Cut] = field(default_factory=dict)
+    calibration: str = ""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -186,9 +188,11 @@ class Plan(Displayed):
     def digest(self) -> str:
         """sha256 of everything that decides the written bytes; equal plans on equal inputs write equal files.
 
-        The place of the source and its dialect do not: reading a remote source takes more memory. Nor does `cuts`.
+        The place of the source and its dialect do not: reading a remote source takes more memory. Nor do `cuts` and
+        `calibration`.
         """
-        decides = {name: value for name, value in vars(self).items() if name != "cuts"} | {"memory": 0, "dialect": ""}
+        kept = {name: value for name, value in vars(self).items() if name not in ("cuts", "calibration")}
+        decides = kept | {"memory": 0, "dialect": ""}
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 
     def lines(self) -> list[str]:
@@ -200,6 +204,7 @@ class Plan(Displayed):
             f"{len(self.sources):,} source tensors, {size(source)} -> {len(self.outputs):,} tensors, "
             f"{size(self.disk)} on disk",
             f"{len(self.quantized):,} of {sites:,} matrices quantized; peak memory {size(self.memory)}",
+            *([self.calibration] if self.calibration else []),
         ]
 
     def table(self) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge.calibration.data import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data
 from bridge.core.errors import CalibrationError, UsageError
+from bridge.core.machine import available_memory
 from bridge.core.text import size
 from bridge.core.values import TensorSpec, main_dtype
 from bridge.quant.schemes.scheme import Scheme
@@ -55,17 +56,19 @@ class Need:
     largest_bytes: int
 
     def line(self) -> str:
-        """Both figures, for a plan."""
+        """Both figures, for a plan; of a small model one, because blocks would save nothing."""
+        if self.blocks >= self.whole:
+            return f"calibration takes {size(self.whole)} of memory for the whole model"
         return (
             f"calibration takes {size(self.whole)} with the whole model in memory, {size(self.blocks)} block by block "
             f"(the largest is {self.largest}, {size(self.largest_bytes)})"
         )
 
 
-def need(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens, streams: int = 1
+def calibration_need(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens = DEFAULT
 ) -> Need:
-    """Return what a calibration takes, from headers. `streams`: activations that differ, see `Schedule`."""
+    """Return what a calibration takes, from headers."""
     sizes = block_sizes(specs.values())
     name = max(sizes, key=lambda key: sizes[key])
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
@@ -74,9 +77,11 @@ def need(
     item = _ITEM.get(main_dtype(specs.values()), 4)
     # logits in the model's dtype and in float32, and one row of them in float64
     logits = tokens.batch * vocabulary * (item + 4) + SEQUENCE * vocabulary * 16
+    algorithms = {form.algorithm for form in scheme.formats}
+    awq = "awq" in algorithms
+    streams = 2 if awq and (scheme.kv is not None or "smoothquant" in algorithms) else 1  # see `Schedule`
     states = (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
-    awq = any(form.algorithm == "awq" for form in scheme.formats)
-    smoothed = 3 * max(spec.nbytes for spec in specs.values() if len(spec.shape) == 2) if awq else 0
+    smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
     whole = int(WHOLE * sum(spec.nbytes for spec in specs.values())) + logits
     return Need(whole, int(SLACK * (sizes[name] + states)) + smoothed + logits + BASE, name, sizes[name])
 
@@ -95,7 +100,7 @@ def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
     return sizes
 
 
-def by_blocks(found: Need, memory: int | None, free: int, driven: bool, resident: bool) -> bool:
+def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, resident: bool = False) -> bool:
     """Whether to calibrate block by block; an error if neither way fits.
 
     `memory`: what the caller allows, else part of `free`. `driven`: a forward_loop runs the whole model. `resident`:
@@ -109,14 +114,24 @@ def by_blocks(found: Need, memory: int | None, free: int, driven: bool, resident
             f"a forward_loop runs the whole model, which takes {size(found.whole)} of memory, more than "
             f"memory={size(budget)} (--memory); give batches as data=, which run block by block, or more memory"
         )
-    if found.blocks > budget:
+    if (least := min(found.blocks, found.whole)) > budget:
         given = f"memory={size(budget)} (--memory)" if memory is not None else f"{size(budget)}, what is free here,"
         raise UsageError(
-            f"{given} is too little to calibrate: {found.largest} has {size(found.largest_bytes)}, and one block with "
-            f"its activations takes {size(found.blocks)}; give at least {found.blocks} bytes, fewer samples= "
-            "(--samples), or a saved calibration (calib=)"
+            f"{given} is too little to calibrate: {found.largest} has {size(found.largest_bytes)}, and with its "
+            f"activations it takes {size(least)}; give at least {least} bytes, fewer samples= (--samples), or a saved "
+            "calibration (calib=)"
         )
     return True
+
+
+def choice(found: Need, memory: int | None) -> str:
+    """Both figures, and which way a calibration goes with `memory` or with what is free here."""
+    given = available_memory() if memory is None else memory
+    try:
+        way = "block by block" if by_blocks(found, memory, given) else "the whole model at once"
+    except UsageError:
+        way = "not at all"
+    return f"{found.line()}; with {size(given)} {'free here' if memory is None else 'given'}: {way}"
 
 
 def _number(config: Mapping[str, Any], keys: Iterable[str]) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial as bound_to
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from bridge.calibration.schedule import schedule_of
 from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.forwards import REMEDY, Forward
+from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.weights import Weights, drop, share
 from bridge.core.errors import BridgeError, CalibrationError
@@ -47,12 +49,20 @@ def calibrate_by_blocks(
     device: str | None,
     report: Progress,
     needed: Collection[str] | None = None,
+    partial: Path | None = None,
 ) -> Calibration:
-    """Return the calibration of `source`, with one block of its weights in memory at a time."""
-    scheme = scheme.bound(structure.sites)
-    walk = Walk(source, structure, scheme, data, device or "cpu", report)
-    with torch.no_grad():
-        walk.run()
+    """Return the calibration of `source`, with one block of its weights in memory at a time.
+
+    `partial`: a directory for the finished blocks, so that a killed run goes on; it is removed at the end.
+    """
+    scheme, device = scheme.bound(structure.sites), device or "cpu"
+    with torch.no_grad(), kept(partial, identity_of(source, scheme, data, device) if partial else "") as left:
+        walk = Walk(source, structure, scheme, data, device, report, left)
+        if not walk.run():
+            assert left
+            left.start_again()
+            walk = Walk(source, structure, scheme, data, device, report, left)
+            walk.run()
     attention = walk.attention.values()
     statistics, applied = settle_statistics(walk.seen, walk.bindings, attention, scheme, source.specs, needed)
     provenance = provenance_of(source, structure, scheme, data, walk.plain.model)
@@ -68,8 +78,16 @@ class Walk:
     """
 
     def __init__(
-        self, source: Source, structure: Structure, scheme: Scheme, data: Data, device: str, report: Progress
+        self,
+        source: Source,
+        structure: Structure,
+        scheme: Scheme,
+        data: Data,
+        device: str,
+        report: Progress,
+        left: Partial | None = None,
     ) -> None:
+        self._left = left
         model = source.load_skeleton()
         origins = live_names(model, source.specs)
         self.bindings, self.attention = bindings_of(structure, scheme, origins, tied_names(model))
@@ -101,21 +119,57 @@ class Walk:
     def _all(self) -> list[_Batch]:
         return [*self._held, *(batch for stream in self._streams for batch in stream), *self._quantized]
 
-    def run(self) -> None:
-        """Go through all blocks."""
+    def run(self) -> bool:
+        """Go through all blocks; False if the model does not go on from what an earlier run left."""
         try:
             self._weights.place(self.plain.rest)
             share(self._fake.rest, self.plain.rest)
             for batch in self._all:
                 self._go_on(batch)
+            if self._left and self._left.blocks and not self._take_up(self._left):
+                return False
             while waiting := [batch.forward.block for batch in self._all if batch.forward.block]:
-                self._visit(min(waiting, key=lambda block: block.order))
+                block = min(waiting, key=lambda block: block.order)
+                seen = self._visit(block)
+                merge(self.seen, seen)
+                self._keep(block, seen)
         finally:
             for batch in self._all:
                 batch.forward.close()
+        return True
 
-    def _visit(self, block: Block) -> None:
-        """Read a block, run what waits for it, and drop it."""
+    def _take_up(self, left: Partial) -> bool:
+        """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
+        try:
+            for batch, output in zip(self._all, left.outputs(), strict=True):
+                batch.output = output
+                while batch.forward.block and batch.forward.block.name in left.blocks:
+                    self._go_on(batch, output)
+            for seen in left.statistics():
+                merge(self.seen, seen)
+        except Exception as error:
+            if damaged(error):
+                return False
+            raise
+        finished = {block for block in self.blocks if block.name in left.blocks}
+        self._visited |= finished
+        self._progress.skip(finished)
+        return self._digest() == left.next
+
+    def _digest(self) -> str:
+        forwards = [batch.forward for batch in self._all]
+        return digest_of((f.block, f.args, f.kwargs) for f in forwards if f.block)
+
+    def _keep(self, block: Block, seen: Statistics) -> None:
+        """Write what a block gave, for a run that goes on after this one was killed."""
+        if self._left is None or any(batch.forward.block is None for batch in self._all):
+            return  # after the last block little is left to do
+        digest = self._digest()
+        if not digest or not self._left.keep(block, seen, [batch.output for batch in self._all], digest):
+            self._left = None  # the blocks before this one are kept
+
+    def _visit(self, block: Block) -> Statistics:
+        """Read a block, run what waits for it, and drop it; return its statistics."""
         if block.quantized and block in self._visited:
             raise CalibrationError(
                 f"{block.name} runs more than once in a forward (weights shared by depth), so that its statistics "
@@ -138,9 +192,10 @@ class Walk:
             raise
         with quiet():
             self._pass(self._quantized, root.get_submodule(block.name), block)
-        merge(self.seen, collect(calibrated, self._scheme))
+        seen = collect(calibrated, self._scheme)
         drop(plain)
         drop(self._fake.inside(block))
+        return seen
 
     def _loop(self, block: Block) -> Callable[[Any], None]:
         """Return ModelOpt's forward_loop for a block: each run has the activations of its stream.
@@ -186,7 +241,10 @@ class Walk:
         """Let a forward run to its next block; at its end keep the answers."""
         with self._blamed(batch):
             batch.forward.resume(output)
-        if batch.forward.block is None:
+        if batch.forward.block is not None:
+            batch.output = output if self._left else None
+        else:
+            batch.output = None
             if batch in self._held:
                 self.source_answers.take(batch.at, batch.forward.result)
             elif self.answers and batch in self._quantized:
@@ -207,11 +265,12 @@ class Walk:
 
 
 class _Batch:
-    """A batch and its forward."""
+    """A batch, its forward, and what the last block put out for it."""
 
     def __init__(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         self.at, self.inputs = at, inputs
-        self.forward = Forward(partial(run, inputs))
+        self.output: Any = None  # of the last block
+        self.forward = Forward(bound_to(run, inputs))
 
 
 class _Progress:
@@ -219,7 +278,10 @@ class _Progress:
 
     def __init__(self, report: Progress, sizes: Mapping[Block, int], runs: int) -> None:
         self._report, self._sizes = report, {block: 1 + (count >> 10) for block, count in sizes.items()}
-        self._done, self._total = 0, sum(self._sizes.values()) * runs
+        self._runs, self._done, self._total = runs, 0, sum(self._sizes.values()) * runs
+
+    def skip(self, blocks: Collection[Block]) -> None:
+        self._done += sum(self._sizes[block] for block in blocks) * self._runs
 
     def step(self, block: Block) -> None:
         self._done += self._sizes[block]

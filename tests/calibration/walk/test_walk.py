@@ -24,6 +24,7 @@ from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.quant.schemes.scheme import Scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.sources.source import Source  # noqa: E402
+from tests.calibration.walk.walked_models import batches  # noqa: E402
 from tests.covering import grid  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
@@ -51,19 +52,6 @@ quant = "none"
 """
 # transformers' grouped matrix products take bfloat16 experts of multiples of 16 bytes only
 EXPERTS = ("Moe", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Olmoe", "Qwen3Next", "moe")
-
-
-def batches(decoder: bool = False) -> list[dict[str, Any]]:
-    """Three batches and one that is held out; a row of the second is padded on the left."""
-    random = torch.Generator().manual_seed(7)
-    made = []
-    for at in range(4):
-        ids = torch.randint(3, 97, (2, 24), generator=random)
-        mask = torch.ones_like(ids)
-        mask[0, : 5 * (at == 1)] = 0
-        more = {"decoder_input_ids": torch.randint(3, 97, (2, 12), generator=random)} if decoder else {}
-        made.append({"input_ids": ids, "attention_mask": mask, **more})
-    return made
 
 
 def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
