@@ -137,7 +137,7 @@ def unpadded(output: Any, batch: Mapping[str, Any]) -> Any:
 def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the kept part of an output, float32."""
     flat = output.reshape(-1, output.shape[-1]).numpy()
-    return np.ascontiguousarray(flat[rows][:, columns], np.float32)
+    return np.ascontiguousarray(flat[rows[:, None], columns], np.float32)
 
 
 def perplexity(run: Run, batches: Sequence[Mapping[str, Any]], model: Any) -> float | None:

@@ -28,6 +28,7 @@ from bridge.calibration.reference_outputs import Answers, held_out_of, refused, 
 from bridge.calibration.schedule import schedule_of
 from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.blocks import Block, find_blocks
+from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Forward
 from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
 from bridge.calibration.walk.skeleton import Skeleton
@@ -191,6 +192,8 @@ class Walk:
                 raise CalibrationError(self._why_nan(block)) from error
             raise
         with quiet():
+            if self._quantized:
+                fold_weights(root, bindings)
             self._pass(self._quantized, root.get_submodule(block.name), block)
         seen = collect(calibrated, self._scheme)
         drop(plain)
