@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import check_data, check_device, fake_quantize
-from bridge.calibration.walk.budget import by_blocks, calibration_need, tokens_of
+from bridge.calibration.walk.budget import USED, by_blocks, calibration_need, tokens_of
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Structure
@@ -42,12 +42,15 @@ def calibrate(
     check_device(scheme, device)
     check_data(scheme, data)
     report = progress or no_progress
+    found = calibration_need(source.specs, source.config, scheme, tokens_of(data))
     if not runs_by_blocks(source, scheme, data, memory, device):
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed)
         return made.calibration
     from bridge.calibration.walk.run import calibrate_by_blocks
 
-    return calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial)
+    budget = memory if memory is not None else int(available_memory() * USED)
+    ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
+    return calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead)
 
 
 def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> bool:

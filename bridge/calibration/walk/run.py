@@ -32,7 +32,7 @@ from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Forward
 from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
 from bridge.calibration.walk.skeleton import Skeleton
-from bridge.calibration.walk.weights import Weights, drop, share
+from bridge.calibration.walk.weights import Ahead, Weights, drop, share
 from bridge.core.errors import BridgeError, CalibrationError
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
@@ -51,18 +51,20 @@ def calibrate_by_blocks(
     report: Progress,
     needed: Collection[str] | None = None,
     partial: Path | None = None,
+    ahead: bool = False,
 ) -> Calibration:
     """Return the calibration of `source`, with one block of its weights in memory at a time.
 
     `partial`: a directory for the finished blocks, so that a killed run goes on; it is removed at the end.
+    `ahead`: read the next block while one runs: memory holds two.
     """
     scheme, device = scheme.bound(structure.sites), device or "cpu"
     with torch.no_grad(), kept(partial, identity_of(source, scheme, data, device) if partial else "") as left:
-        walk = Walk(source, structure, scheme, data, device, report, left)
+        walk = Walk(source, structure, scheme, data, device, report, left, ahead)
         if not walk.run():
             assert left
             left.start_again()
-            walk = Walk(source, structure, scheme, data, device, report, left)
+            walk = Walk(source, structure, scheme, data, device, report, left, ahead)
             walk.run()
     attention = walk.attention.values()
     statistics, applied = settle_statistics(walk.seen, walk.bindings, attention, scheme, source.specs, needed)
@@ -87,13 +89,15 @@ class Walk:
         device: str,
         report: Progress,
         left: Partial | None = None,
+        ahead: bool = False,
     ) -> None:
-        self._left = left
+        self._left, self._ahead = left, ahead
         model = source.load_skeleton()
         origins = live_names(model, source.specs)
         self.bindings, self.attention = bindings_of(structure, scheme, origins, tied_names(model))
         self._scheme, self._schedule = scheme, schedule_of(scheme, self.bindings, bool(self.attention))
         self._weights = Weights(source, model, origins, device)
+        self._reads = Ahead(self._weights)
         fake = copy_modules(model)
         register_modules(fake)
         self.blocks = find_blocks(model, {binding.module for binding in self.bindings} | set(self.attention))
@@ -123,7 +127,7 @@ class Walk:
     def run(self) -> bool:
         """Go through all blocks; False if the model does not go on from what an earlier run left."""
         try:
-            self._weights.place(self.plain.rest)
+            self._weights.place(self.plain.rest, self._weights.read(self.plain.rest))
             share(self._fake.rest, self.plain.rest)
             for batch in self._all:
                 self._go_on(batch)
@@ -135,6 +139,7 @@ class Walk:
                 merge(self.seen, seen)
                 self._keep(block, seen)
         finally:
+            self._reads.close()
             for batch in self._all:
                 batch.forward.close()
         return True
@@ -178,7 +183,9 @@ class Walk:
             )
         self._visited.add(block)
         plain, fake = self.plain.inside(block), self._fake.inside(block)
-        self._weights.place(plain)
+        self._weights.place(plain, self._reads.take(block.name, plain))
+        if self._ahead and (following := self._following(block)):
+            self._reads.start(following.name, self.plain.inside(following))
         with self._blamed():
             self._pass(self._held, self.plain.modules[block.name], block)
         share(fake, plain)
@@ -199,6 +206,10 @@ class Walk:
         drop(plain)
         drop(self._fake.inside(block))
         return seen
+
+    def _following(self, block: Block) -> Block | None:
+        """The block that most likely runs next."""
+        return next((b for b in self.blocks if b.order > block.order and b not in self._visited), None)
 
     def _loop(self, block: Block) -> Callable[[Any], None]:
         """Return ModelOpt's forward_loop for a block: each run has the activations of its stream.

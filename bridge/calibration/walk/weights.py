@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -50,15 +51,18 @@ class Weights:
         """The live tensor that is read for `live`: a tied head and its embedding are one tensor of a checkpoint."""
         return live if live in self._parts else self._tied.get(live, live)
 
-    def place(self, modules: Iterable[tuple[str, Any]]) -> None:
-        """Read what these modules hold themselves, and put it into place."""
-        slots = list(_slots(modules))
-        wanted = {self._canonical(live): tensor for _, _, live, tensor in slots}
+    def read(self, modules: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the live tensors that these modules hold themselves; another thread may call it."""
+        wanted = {self._canonical(live): tensor for _, _, live, tensor in _slots(modules)}
         read = {live: torch.empty(t.shape, dtype=t.dtype) for live, t in wanted.items() if live in self._parts}
         for name in dict.fromkeys(name for live in read for name in self._parts[live]):
             self._read(name, read)
-        placed = {live: tensor.to(self._device) for live, tensor in read.items()}
-        for owner, key, live, tensor in slots:
+        return read
+
+    def place(self, modules: Iterable[tuple[str, Any]], read: dict[str, torch.Tensor]) -> None:
+        """Put tensors that were read into place, on the device; `read` is emptied."""
+        placed = {live: read.pop(live).to(self._device) for live in [*read]}
+        for owner, key, live, tensor in list(_slots(modules)):
             value = placed.get(self._canonical(live))
             if key in owner._buffers:
                 owner._buffers[key] = tensor.to(self._device) if value is None else value
@@ -106,6 +110,31 @@ def _extent(part: LiveSlice, axis: int, shape: tuple[int, ...]) -> int:
     kept = [at for at in part.index if isinstance(at, tuple)]
     low, high = kept[part.order[axis]]
     return high - low
+
+
+class Ahead:
+    """Reads the next block in a thread while another runs."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read the next block")
+        self._next: tuple[str, Future[dict[str, torch.Tensor]]] | None = None
+
+    def start(self, name: str, modules: Sequence[tuple[str, Any]]) -> None:
+        """Begin to read a block, unless that is done."""
+        if self._next is None:
+            self._next = name, self._pool.submit(self._weights.read, modules)
+
+    def take(self, name: str, modules: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a block; those of another that was read in vain are dropped."""
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead[0] == name:
+            return ahead[1].result()
+        return self._weights.read(modules)
+
+    def close(self) -> None:
+        """Wait for a read that has begun."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def share(modules: Iterable[tuple[str, Any]], others: Iterable[tuple[str, Any]]) -> None:

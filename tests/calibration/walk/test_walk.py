@@ -58,8 +58,8 @@ def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
     return fake_quantize(source, structure_of(source), scheme, data).calibration
 
 
-def walked(source: Source, scheme: Scheme, data: Data, progress: Any = no_progress) -> Calibration:
-    return calibrate_by_blocks(source, structure_of(source), scheme, data, None, progress)
+def walked(source: Source, scheme: Scheme, data: Data, progress: Any = no_progress, ahead: bool = False) -> Calibration:
+    return calibrate_by_blocks(source, structure_of(source), scheme, data, None, progress, ahead=ahead)
 
 
 def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | type[BridgeError]:
@@ -144,12 +144,15 @@ class _Counted:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"])
-def test_each_weight_is_read_once(family: str, tmp_path: Path) -> None:
+def test_each_weight_is_read_once(family: str, ahead: bool, tmp_path: Path) -> None:
     build(family, torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path)
     source = _Counted(open_source(tmp_path))
     scheme = load_scheme("int4_awq", kv="fp8").bound(structure_of(source).sites)
-    walked(source, scheme, prepare(batches(), source))
+    data = prepare(batches(), source)
+    found = walked(source, scheme, data, ahead=ahead)
+    assert found.digest == whole(open_source(tmp_path), scheme, data).digest
     assert source.read_bytes == {name: spec.nbytes for name, spec in source.specs.items()}
 
 
