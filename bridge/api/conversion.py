@@ -25,7 +25,7 @@ from bridge.api.request import (
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, SourceError, warn
 from bridge.core.output.directory import check_disk, output_directory
-from bridge.core.output.names import CALIBRATION
+from bridge.core.output.names import CALIBRATING, CALIBRATION
 from bridge.core.output.replace import check_free, recover
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
@@ -93,24 +93,21 @@ def calibrate(
     device: str | None,
     progress: Progress,
     needed: Collection[str] | None = None,
+    memory: int | None = None,
+    partial: Path | None = None,
 ) -> Calibration:
     """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
 
-    `needed`: modules that will be quantized, None for all that the scheme quantizes.
+    `needed`: modules that will be quantized, None for all that the scheme quantizes. `memory`: bytes that the run may
+    take, None for most of what is free. `partial`: where finished blocks are kept meanwhile.
     """
-    from bridge.calibration.importance import measure_importance
-    from bridge.calibration.modelopt import fake_quantize
+    from bridge.calibration.calibrate import calibrate as run
 
     try:
-        made, weighted = None, any(form.weighted for form in scheme.formats)
-        if scheme.needs_modelopt or not weighted:
-            run = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
-            made = run.calibration
-        if made and not weighted:
-            return made
-        return measure_importance(
-            source, structure, scheme, data, device=device, progress=progress, needed=needed, beside=made
-        )
+        return run(
+            source, structure, scheme, data, device=device, progress=progress, needed=needed, memory=memory,
+            partial=partial,
+        )  # fmt: skip
     except CalibrationError as error:
         from bridge.verification.finite import first_not_finite
 
@@ -169,6 +166,7 @@ def _run(request: Request, options: RunOptions) -> Report:
 
 def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     """Plan, and run every check that comes before writing."""
+    from bridge.calibration.calibrate import runs_by_blocks
     from bridge.calibration.modelopt import check_device, import_frameworks
 
     source = open_source(request.model, request.config, request.tokenizer)
@@ -189,7 +187,9 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
             import_frameworks(with_modelopt=resolved.uncalibrated and resolved.needs_modelopt)
         own = request.calib if given is None and request.data is None else request.data
         if resolved.uncalibrated:
+            assert resolved.scheme
             data = unwarned_data_of(source, own, request.sampling)
+            runs_by_blocks(source, resolved.scheme, data, request.memory, request.device)
         else:
             data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
@@ -225,7 +225,8 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
         progress(0, 0, "calibrate")
         needed = {module for step in resolved.plan.quantized for module in step.modules}  # a target may keep some
         calibration = calibrate(
-            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed
-        )
+            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed,
+            prepared.request.memory, directory / CALIBRATING,
+        )  # fmt: skip
         calibration.save(saved)
         return calibration

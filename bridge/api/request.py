@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.calibration.data import DEFAULT, Data, Sampling, prepare
+from bridge.calibration.walk.budget import Need, calibration_need
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.places import check_here
 from bridge.core.progress import Progress, no_progress
@@ -98,7 +99,14 @@ def _planned(inputs: PlanInputs) -> Plan:
     """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
     plan = make_plan(inputs)
     load_target(plan.target).file_metadata(plan, inputs.source)
-    return plan
+    if inputs.scheme is None or not inputs.scheme.needs_calibration:
+        return plan
+    return replace(plan, calibration=need_of(inputs.source, inputs.scheme).line())
+
+
+def need_of(source: Source, scheme: Scheme) -> Need:
+    """What a calibration with the default data takes of memory."""
+    return calibration_need(source.specs, source.config, scheme)
 
 
 def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, Any]) -> str:

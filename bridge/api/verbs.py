@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api import conversion
-from bridge.api.request import Request, data_of, data_to_compare, passthrough_of, plan_of, scheme_of
+from bridge.api.request import Request, data_of, data_to_compare, need_of, passthrough_of, plan_of, scheme_of
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Sampling
+from bridge.calibration.walk.budget import choice
 from bridge.core.errors import TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
 from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
+from bridge.core.text import byte_count
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
@@ -39,11 +41,13 @@ def plan(
     kv: KvName | str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     runtime: str | None = None,
+    memory: int | str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
 
-    Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table.
+    Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
+    `memory` it says whether a calibration takes the whole model at once or block by block.
 
     Raises:
         BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
@@ -55,7 +59,10 @@ def plan(
     source = open_source(model, config)
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)
-    return plan_of(source, structure, target, scheme, dict(options), runtime)
+    made = plan_of(source, structure, target, scheme, dict(options), runtime)
+    if memory is None or scheme is None or not made.calibration:
+        return made
+    return replace(made, calibration=choice(need_of(source, scheme), byte_count(memory, "memory=")))
 
 
 @shows_progress
@@ -71,6 +78,8 @@ def calibrate(
     samples: int | None = None,
     sequence: int | None = None,
     field: str | None = None,
+    memory: int | str | None = None,
+    partial: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> Calibration:
     """Run the model once and return its statistics; `save()` them and use them for any target.
@@ -86,8 +95,13 @@ def calibrate(
         samples: number of sequences; None takes the default of `bridge.calibration.data`.
         sequence: tokens per sequence; None as for `samples`.
         field: the key of a JSONL or dataset record that holds its text or chat; None takes "text", else "messages".
+        memory: bytes that the run may take, or "24GB"; None takes most of what is free. A model above it is calibrated
+            block by block, with the same result.
+        partial: a directory that keeps the blocks that are done: if this run is killed, the same call goes on from
+            them. It is removed at the end. None keeps nothing.
 
     Raises:
+        UsageError: `memory` does not hold the largest block of the model.
         CalibrationError: the data is missing, too short or not finite, or the scheme calibrates with CUDA only.
 
     >>> calibration = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=4, sequence=64)
@@ -102,7 +116,9 @@ def calibrate(
     if scheme is None:
         raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
     prepared = data_of(source, data, Sampling(samples, sequence, field))
-    return conversion.calibrate(source, structure, scheme, prepared, device, callback)
+    limit = None if memory is None else byte_count(memory, "memory=")
+    kept = None if partial is None else Path(partial)
+    return conversion.calibrate(source, structure, scheme, prepared, device, callback, memory=limit, partial=kept)
 
 
 def fake_quantize(
@@ -169,7 +185,8 @@ def convert(
         resume: continue an unfinished run of the same conversion; False discards what it left.
         progress: called with the work done, the total, and the name of the stage; None shows bars in a terminal or a
             notebook, False shows nothing.
-        memory: bytes that the run may use; None takes the plan's figure.
+        memory: bytes that the run may use; None takes the plan's figure. A calibration above it, or above most of what
+            is free, goes block by block.
         runtime: the program that will load the output, "vllm" or "vllm==0.33": chooses the target's options for it, and
             refuses what it does not load. `qbridge show runtimes` lists them; `target` takes their names, too.
         options: options of the target, see `bridge.targets.<target>.Options`.

@@ -15,19 +15,18 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.quantizers import QuantizerBinding, bind, known_formats, numeric_cfg, quant_cfg
-from bridge.calibration.reference_outputs import Run, as_arrays, blaming, perplexity, pick, refusal, runner, sample
+from bridge.calibration.quantizers import QuantizerBinding, bind, known_formats, quant_cfg
+from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
+from bridge.calibration.schedule import PASSES, Schedule, schedule_of
 from bridge.calibration.statistics import (
     FakeModel,
+    collect,
     raise_inputs,
-    read_statistics,
+    settle_statistics,
     smoothable,
     smoothquant_scales,
     weight_amax,
@@ -43,8 +42,6 @@ from bridge.sources.source import Source
 
 if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import Origin
-
-_PASSES = {"max": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,7 @@ def fake_quantize(
         CalibrationError: before the model is loaded if data or CUDA are missing.
     """
     check_device(scheme, device)
-    if not data.batches and data.forward_loop is None and scheme.needs_calibration:
-        raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+    check_data(scheme, data)
     from bridge.sources.live_models.checkpoint_names import live_names
 
     scheme = scheme.bound(structure.sites)
@@ -91,12 +87,20 @@ def fake_quantize(
     report = progress or no_progress
     fake = _calibrated(model, scheme, structure, data, origins, device, report)
     raised = raise_inputs(fake, least)
-    statistics, applied = read_statistics(fake, scheme, needed)
+    seen = collect(fake, scheme)
+    statistics, applied = settle_statistics(seen, fake.bindings, fake.attention.values(), scheme, source.specs, needed)
     held = None
     # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
     if data.held_out and not (data.forward_loop is not None and refusal(model, data.held_out[0])):
         held = _held_out(model, fake, scheme, data, report)
-    provenance = Provenance(
+    provenance = provenance_of(source, structure, scheme, data, model)
+    calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
+    return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
+
+
+def provenance_of(source: Source, structure: Structure, scheme: Scheme, data: Data, model: Any) -> Provenance:
+    """Return what a calibration with these arguments was made from."""
+    return Provenance(
         scheme=scheme.name,
         scheme_digest=scheme.digest,
         architecture=structure.architecture,
@@ -107,8 +111,6 @@ def fake_quantize(
         sequence=data.sequence,
         versions={p: installed(p) or "unknown" for p in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
     )
-    calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
-    return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
 
 
 def check_device(scheme: Scheme, device: str | None) -> None:
@@ -128,10 +130,16 @@ def check_device(scheme: Scheme, device: str | None) -> None:
     )
 
 
+def check_data(scheme: Scheme, data: Data) -> None:
+    """CalibrationError if a scheme needs data and there are none."""
+    if not data.batches and data.forward_loop is None and scheme.needs_calibration:
+        raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+
+
 def import_frameworks(with_modelopt: bool) -> None:
     """Import what running a model needs, so that its seconds are not those of a stage; CalibrationError if absent."""
     if with_modelopt:
-        _modelopt()
+        modelopt()
     with contextlib.suppress(ImportError):  # a scheme that needs it raises its own error
         import torch  # noqa: F401
         import transformers  # noqa: F401
@@ -147,33 +155,63 @@ def _calibrated(
     report: Progress,
 ) -> FakeModel:
     """Quantize and calibrate a copy of `model` with ModelOpt."""
-    mtq = _modelopt()
-    import torch
-
     from bridge.sources.live_models.checkpoint_names import tied_names
 
-    formats = known_formats(structure.sites, scheme)
-    bindings = bind(structure.sites, formats, origins, tied_names(model))
-    live = _attention(structure, origins) if scheme.kv else {}
-    fake = _copy_modules(model, {w.module for w in bindings if w.format.prescales}, torch)
+    bindings, attention = bindings_of(structure, scheme, origins, tied_names(model))
+    schedule = schedule_of(scheme, bindings, bool(attention))
+    fake = copy_modules(model, {w.module for w in bindings if w.format.prescales})
     if device is not None:
         fake = fake.to(device)
+    return calibrate_root(fake, scheme, schedule, bindings, attention, _loop(model, data, report, schedule))
+
+
+def bindings_of(
+    structure: Structure, scheme: Scheme, origins: Mapping[str, Origin], tied: Mapping[str, str]
+) -> tuple[list[QuantizerBinding], dict[str, str]]:
+    """Return the quantizers of all sites, and the attention modules whose cache is quantized, live -> checkpoint."""
+    formats = known_formats(structure.sites, scheme)
+    return bind(structure.sites, formats, origins, tied), _attention(structure, origins) if scheme.kv else {}
+
+
+def calibrate_root(
+    root: Any,
+    scheme: Scheme,
+    schedule: Schedule,
+    bindings: Sequence[QuantizerBinding],
+    attention: dict[str, str],
+    loop: Callable[[Any], None],
+) -> FakeModel:
+    """Convert a model, or the part of one that `root` holds, and calibrate it; `loop` runs the data through it.
+
+    `bindings` and `attention`: the quantizers that lie in `root`. Its weights are changed where a scheme smooths them.
+    """
+    mtq = modelopt()
+    import torch
+
     routing = ExpertTokens(bindings)
-    passes = sum(_PASSES[name] for name in {w.format.algorithm for w in bindings if is_calibrated(w.format)})
-    loop = routing.first(_loop(model, data, report, passes or 1))
     before = {
-        w.module: weight_amax(fake.get_submodule(w.module), w.site.layout)
+        w.module: weight_amax(root.get_submodule(w.module), w.site.layout)
         for w in bindings
         if w.format.algorithm == "smoothquant"
     }
     with quiet(), torch.no_grad():
-        _run(mtq, fake, scheme, bindings, live, loop)
-        _check_hooked(fake, bindings, live)
-        scales = smoothquant_scales(fake, before, dict(scheme.options).get("alpha", 1.0))
-    return FakeModel(fake, tuple(bindings), live, scales, routing.tokens)
+        _run(mtq, root, scheme, schedule, bindings, attention, routing.first(loop))
+        _check_hooked(root, bindings, attention)
+        scales = smoothquant_scales(root, before, dict(scheme.options).get("alpha", 1.0))
+    return FakeModel(root, tuple(bindings), attention, scales, routing.tokens)
 
 
-def _modelopt() -> Any:
+def register_modules(model: Any) -> None:
+    """Let ModelOpt find the classes that it quantizes in a whole model: it asks some for layer 0 by name."""
+    modelopt()
+    from modelopt.torch.quantization.plugins.custom import register_custom_model_plugins_on_the_fly
+
+    with quiet():
+        register_custom_model_plugins_on_the_fly(model)
+
+
+def modelopt() -> Any:
+    """Import ModelOpt's quantization; CalibrationError if it is absent."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -186,8 +224,10 @@ def _modelopt() -> Any:
     return mtq
 
 
-def _copy_modules(model: Any, smoothed: set[str], torch: Any) -> Any:
+def copy_modules(model: Any, smoothed: Collection[str] = ()) -> Any:
     """Copy the module tree but share its memory; modules in `smoothed` get weights of their own, untied."""
+    import torch
+
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
@@ -203,39 +243,38 @@ def _copy_modules(model: Any, smoothed: set[str], torch: Any) -> Any:
 
 def _run(
     mtq: Any,
-    fake: Any,
+    root: Any,
     scheme: Scheme,
+    schedule: Schedule,
     bindings: Sequence[QuantizerBinding],
     live: Mapping[str, str],
     loop: Callable[[Any], None],
 ) -> None:
-    """Convert the copy and calibrate it once per algorithm: an algorithm treats every enabled quantizer alike.
+    """Convert the modules and calibrate them once per algorithm.
 
-    "max" comes first, while the weights are still those of the model. The KV cache is calibrated with the only
-    algorithm, as ModelOpt's presets do (AWQ searches with the cache quantized), and by "max" if there are several.
+    An algorithm that runs the data elsewhere in the model runs them here, too: the next block needs the activations.
     """
-    names = [name for name, _ in fake.named_modules()]
-    used = {w.format.algorithm for w in bindings}
-    cache = next(iter(used)) if len(used) == 1 else "max"
-    used |= {cache} if live else set()
+    names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
-    for algorithm in (a for a in ("max", "smoothquant", "awq") if a in used):
+    mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
+    for algorithm in schedule.algorithms:
         part = [w for w in bindings if w.format.algorithm == algorithm]
-        kv = scheme.kv if algorithm == cache else None
+        kv = scheme.kv if live and algorithm == schedule.cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
-        static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_static(kv))
+        static = any(is_calibrated(w.format) for w in part) or bool(kv and is_static(kv))
         forward, method = loop if static else None, _method(algorithm, scheme)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
             forward = smoothable(loop, {w.module for w in part})
-        if not enabled:
-            mtq.quantize(fake, {"quant_cfg": config, "algorithm": method}, forward)
-        else:
-            mtq.set_quantizer_attributes_partial(fake, "*", {"enable": False})
-            mtq.set_quantizer_by_cfg(fake, config[1:])
-            mtq.calibrate(fake, method, forward)
+        mtq.set_quantizer_attributes_partial(root, "*", {"enable": False})
+        if algorithm in schedule.forwards and not static:
+            for _ in range(PASSES[algorithm]):
+                loop(root)
+        if config[1:]:
+            mtq.set_quantizer_by_cfg(root, config[1:])
+            mtq.calibrate(root, method, forward)
         enabled += [entry["quantizer_name"] for entry in config[1:]]
-    for pattern in enabled if len(used) > 1 else []:
-        mtq.set_quantizer_attributes_partial(fake, pattern, {"enable": True})
+    for pattern in enabled if len(schedule.algorithms) > 1 else []:
+        mtq.set_quantizer_attributes_partial(root, pattern, {"enable": True})
 
 
 def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
@@ -248,9 +287,9 @@ def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
     return {"method": "max"}
 
 
-def _loop(plain: Any, data: Data, report: Progress, passes: int) -> Callable[[Any], None]:
+def _loop(plain: Any, data: Data, report: Progress, schedule: Schedule) -> Callable[[Any], None]:
     """Return the data as ModelOpt's forward_loop; prints of a user's own loop still reach the terminal."""
-    done, total, terminal = 0, passes * len(data.batches), sys.stdout
+    done, total, terminal = 0, len(schedule.streams) * len(data.batches), sys.stdout
 
     def loop(model: Any) -> None:
         nonlocal done
@@ -320,69 +359,30 @@ def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str,
 
 def _held_out(model: Any, fake: FakeModel, scheme: Scheme, data: Data, report: Progress) -> HeldOut:
     """Run both models on the held-out inputs; ModelOpt's only if its kernels run here."""
-    import torch
+    source = Answers(data.held_out, model)
+    quantized = None
+    done, total = 0, len(source.batches) * (2 if simulates(scheme) else 1)
 
-    batches, total = data.held_out, 2 * len(data.held_out)
-    done = 0
-
-    def counted(run: Run, batch: Mapping[str, Any]) -> Any:
+    def answer(answers: Answers, run: Run) -> None:
         nonlocal done
-        output = run(batch)
-        done += 1
-        report(min(done, total), total, "run the held-out inputs")
-        return output
+        for at, batch in enumerate(answers.batches):
+            answers.take(at, run(batch))
+            done += 1
+            report(done, total, "run the held-out inputs")
 
-    source = partial(counted, runner(model))
-    first = source(batches[0])
-    rows, columns = sample(first, batches[0])
-    ours, loss = pick(first, rows, columns), perplexity(source, batches, model)
-    theirs, loss_quantized = np.empty((rows.size, 0), np.float32), None
-    if not scheme.simulation_needs_cuda or torch.cuda.is_available():
-        quantized = partial(counted, runner(fake.model))
+    answer(source, runner(model))
+    if simulates(scheme):
+        quantized = Answers(data.held_out, model, source.sampled)
         with quiet():
-            theirs = pick(quantized(batches[0]), rows, columns)
-            loss_quantized = perplexity(quantized, batches, model)
-    return HeldOut(as_arrays(batches), rows, columns, ours, theirs, loss, loss_quantized)
+            answer(quantized, runner(fake.model))
+    return held_out_of(data.held_out, source, quantized)
 
 
-def gradient_scores(
-    quantized: FakeQuantized,
-    units: Sequence[Sequence[str]],
-    batches: Sequence[Mapping[str, Any]],
-    loss: Callable[..., Any],
-) -> list[float]:
-    """Return ModelOpt's estimate of the loss from quantizing each of `units` (live modules): (dloss/dy * error of y)^2.
-
-    One forward and backward per batch for all units. The bindings of `quantized` have one format, calibrated by max; it
-    is not changed. A unit that ModelOpt does not score is a CalibrationError.
-    """
-    mtq = _modelopt()
+def simulates(scheme: Scheme) -> bool:
+    """Whether ModelOpt's fake-quantized model runs on this machine."""
     import torch
 
-    form, inside = quantized.bindings[0].format, {name for unit in units for name in unit}
-    device = next(quantized.model.parameters()).device
-    fake = _copy_modules(quantized.plain, set(), torch).to(device)
-    entries = [{"quantizer_name": "*weight_quantizer*", "cfg": numeric_cfg(form.weight[0], weight=True)}]
-    if form.input:
-        entries.append({"quantizer_name": "*input_quantizer*", "cfg": numeric_cfg(form.input, weight=False)})
-    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *entries], "algorithm": {"method": "max"}}
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        _, state = mtq.auto_quantize(
-            fake,
-            {"effective_bits": 16.0},  # its own choice is not used
-            [config],
-            data_loader=[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches],
-            forward_step=lambda model, batch: model(**batch, use_cache=False).logits,
-            loss_func=loss,
-            num_calib_steps=len(batches),
-            num_score_steps=len(batches),
-            disabled_layers=[name for name, _ in fake.named_modules() if name and name not in inside],
-        )
-    scored = {name: stats for stats in state["candidate_stats"].values() for name in stats["module_names"]}
-    if lost := inside - set(scored):
-        raise CalibrationError(f"ModelOpt does not score {', '.join(fold_layers(sorted(lost)))}; use method='kl'")
-    groups = [{id(scored[name]): scored[name] for name in unit}.values() for unit in units]
-    return [sum(float(stats["scores"][0]) for stats in group) for group in groups]
+    return not scheme.simulation_needs_cuda or torch.cuda.is_available()
 
 
 def fingerprint(structure: Structure, source: Source) -> str:
@@ -393,7 +393,7 @@ def fingerprint(structure: Structure, source: Source) -> str:
 
 def dataset_tools() -> Any:
     """Return ModelOpt's module of calibration data and forward loops, for `create_forward_loop`."""
-    _modelopt()
+    modelopt()
     from modelopt.torch.utils import dataset_utils
 
     return dataset_utils

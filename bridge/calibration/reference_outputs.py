@@ -33,7 +33,7 @@ def answer_of(model: Any, data: Data) -> HeldOut:
     try:
         first = run(data.held_out[0])
     except Exception as error:
-        why = _refused(model, data.held_out[0], error)
+        why = refused(model, data.held_out[0], error)
         raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
     rows, columns = sample(first, data.held_out[0])
     loss = perplexity(run, data.held_out, model)
@@ -52,8 +52,10 @@ def answer_again(source: Source, held: HeldOut) -> HeldOut:
     return replace(held, source=answers, source_perplexity=perplexity(run, batches, model))
 
 
-def runner(model: Any) -> Run:
+def runner(model: Any, device: Any = None) -> Run:
     """Return a function from a batch to output 0 of `model` in float32, in evaluation mode without gradients.
+
+    `device`: where its inputs go, None for that of its first parameter.
 
     Float inputs (pixels, sounds) are cast to the model's dtype, as torch requires. The training flags of all modules
     are restored, also after an exception.
@@ -61,7 +63,7 @@ def runner(model: Any) -> Run:
     import torch
 
     cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = getattr(model, "dtype", torch.float32)
 
     def given(tensor: Any) -> Any:
@@ -88,7 +90,7 @@ def refusal(model: Any, batch: Mapping[str, Any]) -> str:
     try:
         runner(model)(batch)
     except Exception as error:
-        return _refused(model, batch, error)
+        return refused(model, batch, error)
     return ""
 
 
@@ -108,7 +110,7 @@ def blaming(run: Run, plain: Any) -> Run:
     return step
 
 
-def _refused(model: Any, batch: Mapping[str, Any], error: Exception) -> str:
+def refused(model: Any, batch: Mapping[str, Any], error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no reason given"]
     takes = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
     return (
@@ -139,16 +141,59 @@ def unpadded(output: Any, batch: Mapping[str, Any]) -> Any:
 def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the kept part of an output, float32."""
     flat = output.reshape(-1, output.shape[-1]).numpy()
-    return np.ascontiguousarray(flat[rows][:, columns], np.float32)
+    return np.ascontiguousarray(flat[rows[:, None], columns], np.float32)
 
 
 def perplexity(run: Run, batches: Sequence[Mapping[str, Any]], model: Any) -> float | None:
     """Return exp of the mean next-token loss; None for a model that does not predict the next token."""
-    kind = type(model).__name__
-    if not ("ForCausalLM" in kind or kind.endswith("LMHeadModel")):
+    if not predicts_next_token(model):
         return None
     pairs = zip(batches, as_arrays(batches), strict=True)
     return mean_perplexity(next_token_loss(run(batch).numpy(), arrays) for batch, arrays in pairs)
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Whether the outputs of a model are logits of the next token."""
+    kind = type(model).__name__
+    return "ForCausalLM" in kind or kind.endswith("LMHeadModel")
+
+
+class Answers:
+    """What a calibration keeps of the outputs for held-out inputs: a sample of the first, and the loss of all.
+
+    `sampled`: rows and columns of another model's answers; None chooses them. `batches`: those that must be run.
+    """
+
+    def __init__(
+        self, batches: Sequence[Mapping[str, Any]], model: Any, sampled: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
+        self._predicts = predicts_next_token(model)
+        self.batches = batches if self._predicts else batches[:1]
+        self.sampled = sampled
+        self.values = np.empty((0, 0), np.float32)
+        self._losses: dict[int, tuple[float, int]] = {}
+
+    def take(self, at: int, output: Any) -> None:
+        """Keep the part of the output for batch `at`."""
+        if at == 0:
+            self.sampled = self.sampled or sample(output, self.batches[0])
+            self.values = pick(output, *self.sampled)
+        if self._predicts:
+            self._losses[at] = next_token_loss(output.numpy(), as_arrays(self.batches[at : at + 1])[0])
+
+    @property
+    def perplexity(self) -> float | None:
+        """Exp of the mean next-token loss over all batches."""
+        return mean_perplexity(loss for _, loss in sorted(self._losses.items())) if self._predicts else None
+
+
+def held_out_of(batches: Sequence[Mapping[str, Any]], source: Answers, quantized: Answers | None) -> HeldOut:
+    """Join both models' answers; None: ModelOpt's kernels do not run here."""
+    assert source.sampled
+    rows, columns = source.sampled
+    theirs = quantized.values if quantized else np.empty((rows.size, 0), np.float32)
+    loss = quantized.perplexity if quantized else None
+    return HeldOut(as_arrays(batches), rows, columns, source.values, theirs, source.perplexity, loss)
 
 
 def next_token_loss(logits: np.ndarray, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
@@ -156,10 +201,13 @@ def next_token_loss(logits: np.ndarray, batch: Mapping[str, np.ndarray]) -> tupl
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", np.ones_like(ids)).astype(bool)
     keep = mask[:, 1:] & mask[:, :-1]
-    shifted = logits[:, :-1].astype(np.float64)
-    shifted -= shifted.max(-1, keepdims=True)
-    chosen = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
-    return float(((np.log(np.exp(shifted).sum(-1)) - chosen) * keep).sum()), int(keep.sum())
+    losses = np.empty(keep.shape, np.float64)
+    for row, target in enumerate(ids[:, 1:]):  # float64 copies of [8, 127, 128256] are 1 GB each
+        shifted = logits[row, :-1].astype(np.float64)
+        shifted -= shifted.max(-1, keepdims=True)
+        chosen = np.take_along_axis(shifted, target[:, None], -1)[..., 0]
+        losses[row] = np.log(np.exp(shifted, out=shifted).sum(-1)) - chosen
+    return float((losses * keep).sum()), int(keep.sum())
 
 
 def mean_perplexity(losses: Iterable[tuple[float, int]]) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from bridge.calibration.policies import settle
 from bridge.calibration.quantizers import QuantizerBinding
+from bridge.core.values import Site, TensorSpec
 from bridge.quant.calibration import Applied
 from bridge.quant.codec.scales import SMALLEST
 from bridge.quant.schemes.scheme import Scheme, is_static
@@ -42,10 +43,51 @@ def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:
     return [Applied(binding.site.module, "input amax", f"below {least:g}", "floor", least) for binding in small]
 
 
-def read_statistics(
-    fake: FakeModel, scheme: Scheme, needed: Collection[str] | None = None
-) -> tuple[dict[str, dict[str, np.ndarray]], list[Applied]]:
-    """Return amax and pre-scales by kind and module, and the policies that were applied.
+Statistics = dict[str, dict[str, np.ndarray]]  # kind -> checkpoint module -> float32
+KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "expert_tokens")
+
+
+def collect(fake: FakeModel, scheme: Scheme) -> Statistics:
+    """Return what the quantizers of a model, or of a part of it, saw; what no token reached is left out."""
+    seen: Statistics = {kind: {} for kind in KINDS}
+    for binding in fake.bindings:
+        name, form = binding.site.module, binding.format
+        if form.input is not None and is_static(form.input):
+            _keep_largest(seen["input_amax"], name, _amax(fake.model, binding.input_quantizer))
+        if form.prescales and (kept := _pre_scale(fake, binding, scheme)):
+            seen[kept[0]][name] = kept[1]
+    for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
+        for live, ours in fake.attention.items():
+            _keep_largest(seen[f"{letter}_amax"], ours, _amax(fake.model, f"{live}.{letter}_bmm_quantizer"))
+    seen["expert_tokens"] = dict(fake.tokens)
+    return seen
+
+
+def merge(seen: Statistics, more: Statistics) -> None:
+    """Add the statistics of another part of the model; a site that lies in both has the larger amax."""
+    for kind, arrays in more.items():
+        for name, array in arrays.items():
+            if kind in ("input_amax", "k_amax", "v_amax"):
+                _keep_largest(seen[kind], name, float(array))
+            else:
+                seen[kind][name] = array
+
+
+def _keep_largest(values: dict[str, np.ndarray], name: str, value: float | None) -> None:
+    if value is not None:
+        largest = max((float(values[name]), value)) if name in values else value
+        values[name] = np.asarray(largest, np.float32)
+
+
+def settle_statistics(
+    seen: Statistics,
+    bindings: Sequence[QuantizerBinding],
+    attention: Iterable[str],
+    scheme: Scheme,
+    specs: Mapping[str, TensorSpec],
+    needed: Collection[str] | None = None,
+) -> tuple[Statistics, list[Applied]]:
+    """Return usable amax and pre-scales, and the policies that were applied. `attention`: checkpoint names.
 
     `needed`: the modules that will be quantized, None for all; an unusable input amax of others is left out.
 
@@ -55,28 +97,32 @@ def read_statistics(
     raw: dict[str, float | None] = {}
     bounds: dict[str, float] = {}
     applied: list[Applied] = []
-    arrays: dict[str, dict[str, np.ndarray]] = {"smoothing_amax": {}, "awq_scale": {}, "pre_scale": {}}
-    arrays["expert_tokens"] = fake.tokens
-    for binding in fake.bindings:
+    arrays: Statistics = {kind: dict(seen[kind]) for kind in KINDS}
+    for binding in bindings:
         name, form = binding.site.module, binding.format
         if form.input is not None and is_static(form.input):
             bounds[name] = form.input.maxbound
-            values = [v for v in (raw.get(name), _amax(fake.model, binding.input_quantizer)) if v is not None]
-            raw[name] = max(values, default=None)
-        if form.prescales:
-            kind, array = _pre_scale(fake, binding, scheme)
-            if kind == "":
-                applied.append(Applied(name, "pre-scale", "never seen", "ones", 1.0))
-            arrays[kind or "pre_scale"][name] = array
-    sites = [binding.site for binding in fake.bindings]
+            raw[name] = _value(seen["input_amax"].get(name))
+        if form.prescales and not any(name in seen[kind] for kind in ("smoothing_amax", "awq_scale", "pre_scale")):
+            applied.append(Applied(name, "pre-scale", "never seen", "ones", 1.0))
+            arrays["pre_scale"][name] = np.ones(_width(specs[binding.site.weight], binding.site), np.float32)
+    sites = [binding.site for binding in bindings]
     arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies, needed)
     applied += used
     for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
-        amax = {ours: _amax(fake.model, f"{live}.{letter}_bmm_quantizer") for live, ours in fake.attention.items()}
+        amax = {name: _value(seen[f"{letter}_amax"].get(name)) for name in attention}
         full = dict.fromkeys(amax, scheme.kv.maxbound if scheme.kv else 1.0)
         arrays[f"{letter}_amax"], used = settle(amax, f"{letter} amax", (), full, scheme.policies)
         applied += used
     return arrays, applied
+
+
+def _value(array: np.ndarray | None) -> float | None:
+    return None if array is None else float(array)
+
+
+def _width(spec: TensorSpec, site: Site) -> int:
+    return spec.shape[0 if site.layout == "in_out" else 1]
 
 
 def _amax(model: Any, quantizer: str) -> float | None:
@@ -87,8 +133,8 @@ def _amax(model: Any, quantizer: str) -> float | None:
     return 0.0 if largest <= SMALLEST["bfloat16"] else largest  # `smoothable` sets zero inputs to the smallest
 
 
-def _pre_scale(fake: FakeModel, binding: QuantizerBinding, scheme: Scheme) -> tuple[str, np.ndarray]:
-    """Return the kind of a module's pre-scale and its values; kind "" and ones if no token arrived."""
+def _pre_scale(fake: FakeModel, binding: QuantizerBinding, scheme: Scheme) -> tuple[str, np.ndarray] | None:
+    """Return the kind of a module's pre-scale and its values; None if no token arrived."""
     module = fake.model.get_submodule(binding.module)
     if binding.format.algorithm == "awq":
         scale, kind = getattr(getattr(module, "awq_lite", None), "best_scale", None), "awq_scale"
@@ -96,9 +142,7 @@ def _pre_scale(fake: FakeModel, binding: QuantizerBinding, scheme: Scheme) -> tu
         scale, kind = getattr(module.input_quantizer, "_amax_for_smoothing", None), "smoothing_amax"
     else:
         scale, kind = fake.scales.get(binding.module), "pre_scale"
-    if scale is None:
-        return "", np.ones(module.weight.shape[1], np.float32)
-    return kind, scale.float().cpu().reshape(-1).numpy().copy()
+    return None if scale is None else (kind, scale.float().cpu().reshape(-1).numpy().copy())
 
 
 def weight_amax(module: Any, layout: str) -> Any:

@@ -21,6 +21,7 @@ from bridge.cli.arguments import (
     Field,
     Json,
     Kv,
+    Memory,
     Model,
     Quant,
     Quiet,
@@ -100,7 +101,7 @@ def convert(
     no_resume: Annotated[bool, typer.Option("--no-resume", help="discard what an unfinished run left")] = False,
     verbose: Verbose = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="do not re-read and run the output")] = False,
-    memory: Annotated[str | None, typer.Option(help="byte budget of the stream: 2GB, 512MiB")] = None,
+    memory: Memory = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -132,6 +133,7 @@ def plan(
     quant: Quant = None,
     kv: Kv = None,
     config: Config = None,
+    memory: Memory = None,
     every: Annotated[bool, typer.Option("--all", help="one line per tensor instead of one per kind of layer")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -143,7 +145,7 @@ def plan(
     """
     with session(debug=debug) as terminal:
         terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
-        result = bridge.plan(model, target, quant, kv=kv, config=config, runtime=runtime, **options)
+        result = bridge.plan(model, target, quant, kv=kv, config=config, runtime=runtime, memory=memory, **options)
         if as_json:
             print_json(terminal, {**result.to_dict(), "digest": result.digest})
             return
@@ -165,6 +167,7 @@ def calibrate(
     device: Device = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
+    memory: Memory = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -180,7 +183,8 @@ def calibrate(
         check_file_free(out, overwrite, "a calibration", ".safetensors")
         calibration = bridge.calibrate(
             model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, samples=samples,
-            sequence=sequence, field=field, progress=terminal.progress,
+            sequence=sequence, field=field, memory=memory, partial=out.with_name(f"{out.name}.partial"),
+            progress=terminal.progress,
         )  # fmt: skip
         calibration.save(out)
         if not quiet:

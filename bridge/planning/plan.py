@@ -149,6 +149,7 @@ class Plan(Displayed):
     `tied` maps an alias to the tensor that is stored for both; `untied`, to the tensor that the alias repeats, if both
     are written. `memory` is for two cores; each further core adds one piece of rows, 20 MB. `dialect`: the source's.
     `cuts`: role of a matrix -> how ranks that load the output share it. `program`: that it was asked for, "vllm".
+    `calibration`: what a calibration takes of memory, "" if the scheme needs none.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="trt", quant="fp8")
@@ -174,6 +175,7 @@ class Plan(Displayed):
     dialect: str = "hf"
     cuts: dict[str, Cut] = field(default_factory=dict)
     program: str = ""
+    calibration: str = ""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -200,9 +202,10 @@ class Plan(Displayed):
         """sha256 of everything that decides the written bytes; equal plans on equal inputs write equal files.
 
         The place of the source and its dialect do not: reading a remote source takes more memory. Nor do `cuts` and
-        `program`.
+        `program` and `calibration`.
         """
-        decides = {name: value for name, value in vars(self).items() if name not in ("cuts", "program")}
+        apart = ("cuts", "program", "calibration")
+        decides = {name: value for name, value in vars(self).items() if name not in apart}
         decides |= {"memory": 0, "dialect": ""}
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 
@@ -215,6 +218,7 @@ class Plan(Displayed):
             f"{len(self.sources):,} source tensors, {size(source)} -> {len(self.outputs):,} tensors, "
             f"{size(self.disk)} on disk",
             f"{len(self.quantized):,} of {sites:,} matrices quantized; peak memory {size(self.memory)}",
+            *([self.calibration] if self.calibration else []),
         ]
 
     def table(self) -> Table:

@@ -96,6 +96,12 @@ class HfSource:
         """Build the `transformers` model with these weights, in their stored dtype and in eval mode."""
         return loading.load_model(self)
 
+    def load_skeleton(self) -> Any:
+        """Build the same model without weights; reads none."""
+        from bridge.sources.live_models.meta_device import load_skeleton
+
+        return load_skeleton(self)
+
     def load_tokenizer(self) -> Any:
         if self._tokenizer is None and (self._foreign or remote(self.root)):
             return loading.gathered_tokenizer(self.side_files, self.where)

@@ -118,6 +118,11 @@ class MemorySource:
     def load_model(self) -> Any:
         return self._model
 
+    def load_skeleton(self) -> Any:
+        from bridge.sources.live_models.meta_device import copy_skeleton
+
+        return copy_skeleton(self._model)
+
     def load_tokenizer(self) -> Any:
         """Return the given tokenizer, else that of the directory or hub id that the model was loaded from."""
         origin = str(getattr(self._model, "name_or_path", "") or "")

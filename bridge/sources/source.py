@@ -74,6 +74,9 @@ class Source(Protocol):
     def load_model(self) -> Any:
         """Return the `transformers` model, for calibration and verification; in memory it is the caller's own."""
 
+    def load_skeleton(self) -> Any:
+        """Return a copy of that model with its parameters on the meta device, and its buffers in memory."""
+
     def load_tokenizer(self) -> Any:
         """Return the tokenizer; SourceError without one."""
 

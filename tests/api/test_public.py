@@ -10,7 +10,7 @@ import pytest
 import bridge
 
 SIGNATURES = {
-    "plan": "model, target, quant=None, *, kv=None, config=None, runtime=None, **options",
+    "plan": "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, **options",
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
@@ -18,7 +18,7 @@ SIGNATURES = {
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, device=None, config=None, tokenizer=None, samples=None, sequence=None, "
-        "field=None, progress=None"
+        "field=None, memory=None, partial=None, progress=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, stream=None",

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreachable
 from bridge.core.output.journal import begin, busy, left, lock, remove_unbegun, valid_lines, void
-from bridge.core.output.names import CALIBRATION, JOURNAL, MANIFEST
+from bridge.core.output.names import CALIBRATING, CALIBRATION, JOURNAL, MANIFEST
 from bridge.core.output.replace import check_free, make_visible, recover, reserved, work_directory
 from bridge.core.output.temporary import run_despite_signal
 from bridge.core.places import check_length
@@ -106,6 +106,25 @@ def output_directory(
             raise failure from error
 
 
+@contextmanager
+def partial_directory(work: Path, identity: str) -> Iterator[Work]:
+    """Yield a directory for parts of work that has no directory of its own; it is removed unless the work can go on."""
+    work = work.absolute()
+    with _owned(work, work) as journal:
+        done = left(journal, work, identity)
+        if done is None:
+            begin(journal, work, identity)
+        try:
+            yield Work(work, done or {}, journal, identity)
+        except BaseException as error:
+            if not (_can_go_on(error) and _has_finished(journal, work)):
+                run_despite_signal(lambda: _discard(journal, work, identity))
+            else:
+                error.add_note(f"what is done is kept in {work}; {HOW_TO_GO_ON[True]}")
+            raise
+        run_despite_signal(lambda: _discard(journal, work, identity))
+
+
 def _can_go_on(error: BaseException) -> bool:
     """Whether the work is as good as before: an interrupt, too little memory, a full disk, an unreachable server."""
     lacking = isinstance(error, MemoryError) or disk_is_full(error) or is_unreachable(error)
@@ -115,7 +134,8 @@ def _can_go_on(error: BaseException) -> bool:
 def _has_finished(journal: IO[str], work: Path) -> bool:
     """Whether any part of the work is finished, so that the next run can go on from it."""
     lines = valid_lines(journal, work)
-    return any(line.startswith('{"done": ') for line in lines) or (bool(lines) and (work / CALIBRATION).exists())
+    calibrated = (work / CALIBRATION).exists() or (work / CALIBRATING / JOURNAL).exists()
+    return any(line.startswith('{"done": ') for line in lines) or (bool(lines) and calibrated)
 
 
 def _not_written(error: OSError, out: Path, kept: bool = False) -> WriteError:

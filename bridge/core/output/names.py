@@ -9,6 +9,7 @@ CARD = "README.md"  # the source's, until a report replaces it
 # Files beside what the target writes; see bridge.verification.verify and bridge.core.output.directory.
 # Runtimes load every *.safetensors beside config.json if there is no index: ours lies one level down.
 CALIBRATION = "bridge/calibration.safetensors"
+CALIBRATING = "bridge/calibration.partial"  # the finished blocks of a calibration, while it runs
 WRITES = (MANIFEST, CALIBRATION, "report.json", "report.html", JOURNAL)
 
 DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint

@@ -22,13 +22,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import ExportError
 from bridge.core.values import main_dtype
-from bridge.sources.live_models.loading import model_class
+from bridge.sources.live_models.loading import model_class, model_config
 from bridge.sources.live_models.own_caches import own_caches
 
 if TYPE_CHECKING:
@@ -46,6 +47,33 @@ def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
     model.tie_weights()
     make_fake(model, mode := FakeTensorMode(allow_non_fake_inputs=True))
     return model, mode
+
+
+def load_skeleton(source: Source) -> Any:
+    """Build the model that `load_model` builds, with parameters on the meta device; buffers have their values."""
+    dtype = getattr(torch, main_dtype(source.specs.values()))
+    with no_init_weights():
+        model = build_meta(model_config(source.config), model_class(source.config), dtype)
+    if kept := model._get_dtype_plan(dtype):  # parts that transformers keeps in float32
+        pattern, keys, _ = build_glob_alternation(list(kept))
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if (match := pattern.search(name)) is not None:
+                tensor.data = tensor.data.to(kept[keys[match.lastgroup]])
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()  # computes the other buffers again, in float32, as `from_pretrained` does
+    model.tie_weights()
+    return model.eval()
+
+
+def copy_skeleton(model: Any) -> Any:
+    """Copy the modules of a model in memory, with parameters on the meta device; buffers are copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().clone()
+    return copy.deepcopy(model, memo).eval()
 
 
 def build_meta(config: Any, cls: Any, dtype: Any) -> Any:

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 from bridge.calibration.data import Data
-from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize, gradient_scores
+from bridge.calibration.gradient_scores import gradient_scores
+from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize
 from bridge.core.progress import Progress
 from bridge.core.values import CACHE
 from bridge.quant.schemes.scheme import Scheme

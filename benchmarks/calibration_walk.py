@@ -1,0 +1,131 @@
+"""Peak memory and processor seconds of a calibration: the whole model against block by block.
+
+    python benchmarks/calibration_walk.py 1b          random Llama of 1.24 B, both ways, and whether the bytes are equal
+    python benchmarks/calibration_walk.py 70b 405b    two layers of that shape from a file of holes, block by block
+
+Every run is a process of its own. Memory is the peak of the resident set above what the imports took. Data are 4 rows
+of 128 tokens in batches of 2, one batch held out, or `--rows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bridge.core.text import size
+from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
+
+SHAPES: dict[str, dict[str, int]] = {
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 2},
+    "405b": {"num_hidden_layers": 2},
+}
+SMALL = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def measure(model: str, scheme: str, kv: str | None, way: str, rows: int) -> None:
+    """Calibrate in this process, and print the figures as JSON."""
+    import resource
+    import time
+
+    import torch
+
+    from bridge.calibration.data import prepare
+    from bridge.calibration.modelopt import fake_quantize, import_frameworks
+    from bridge.calibration.walk.budget import calibration_need, tokens_of
+    from bridge.calibration.walk.run import calibrate_by_blocks
+    from bridge.core.progress import no_progress
+    from bridge.planning.structure import structure_of
+    from bridge.quant.schemes.load import load_scheme
+    from bridge.sources.opening import open_source
+
+    import_frameworks(with_modelopt=True)
+    source = open_source(model)
+    structure = structure_of(source)
+    bound = load_scheme(scheme, kv=kv).bound(structure.sites)
+    random = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, source.config["vocab_size"], (2, 128), generator=random) for _ in range(rows // 2 + 1)]
+    data = prepare([{"input_ids": ids} for ids in batches], source)
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    start = time.process_time()
+    if way == "whole":
+        calibration = fake_quantize(source, structure, bound, data).calibration
+    else:
+        calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress)
+    seconds = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base
+    found = calibration_need(source.specs, source.config, bound, tokens_of(data))
+    told = found.whole if way == "whole" else found.blocks
+    figures = {
+        "peak": peak,
+        "seconds": seconds,
+        "digest": calibration.digest,
+        "told": told,
+        "block": found.largest_bytes,
+    }
+    print(json.dumps(figures))
+
+
+def run(model: Path, scheme: str, kv: str | None, way: str, rows: int) -> dict[str, Any]:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, "--child", str(model), scheme, kv or "", way, str(rows)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    kind = f"{scheme}{' + kv' if kv else ''}"
+    print(
+        f"{model.name:6} {kind:14} {way:6} peak {size(figures['peak']):>8}  largest block {size(figures['block'])}, "
+        f"told {size(figures['told']):>8}  {figures['seconds']:.0f} s of the processor",
+        flush=True,
+    )
+    return figures
+
+
+def random_llama(root: Path) -> Path:
+    """A random model of 1.24 B parameters in bfloat16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA_405B | SMALL)
+    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(root)
+    return root
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=["1b", *SHAPES], default=["1b"])
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--schemes", nargs="+", default=["fp8+fp8"])
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for name in arguments.models:
+            root = Path(folder) / name
+            if name == "1b":
+                random_llama(root)
+            else:
+                config = LLAMA_405B | SHAPES[name]
+                write_sparse(root, config, llama_specs(config))
+            for word in arguments.schemes:
+                scheme, _, kv = word.partition("+")
+                ways = ("whole", "blocks") if name == "1b" else ("blocks",)
+                digests = {run(root, scheme, kv or None, way, arguments.rows)["digest"] for way in ways}
+                if name == "1b":
+                    print("the same bytes" if len(digests) == 1 else "DIFFERENT BYTES")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        measure(sys.argv[2], sys.argv[3], sys.argv[4] or None, sys.argv[5], int(sys.argv[6]))
+    else:
+        main()

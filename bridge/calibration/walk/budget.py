@@ -1,0 +1,138 @@
+"""Decide from headers whether the whole model is calibrated at once or block by block, before a weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.calibration.data import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data
+from bridge.core.errors import CalibrationError, UsageError
+from bridge.core.machine import available_memory
+from bridge.core.text import size
+from bridge.core.values import TensorSpec, main_dtype
+from bridge.quant.schemes.scheme import Scheme
+
+WHOLE = 1.3  # ModelOpt's copies of single matrices, and what `from_pretrained` keeps while it builds a model
+SLACK = 1.25
+BASE = 300 << 20  # what one block takes apart from its bytes: pieces that are read, small modules, ModelOpt's objects
+USED = 0.8  # of the free memory, without memory=
+_LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
+_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How much data runs: the most positions of one batch, and all positions of batches and held-out inputs."""
+
+    batch: int
+    calibrated: int
+    held_out: int
+
+
+DEFAULT = Tokens(BATCH * SEQUENCE, SAMPLES * SEQUENCE, -(-SAMPLES // HELD_OUT) * SEQUENCE)
+
+
+def tokens_of(data: Data) -> Tokens:
+    """Return the positions of data; of a batch without ids those of its first tensor's leading axes."""
+
+    def positions(batch: Mapping[str, Any]) -> int:
+        tensor = batch.get("input_ids", next(iter(batch.values())))
+        return int(tensor.shape[0] * (tensor.shape[1] if tensor.ndim > 1 else 1))
+
+    held = [positions(batch) for batch in data.held_out]
+    kept = [positions(batch) for batch in data.batches]
+    return Tokens(max([*kept, *held], default=0), sum(kept), sum(held))
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a calibration takes: with the whole model, and block by block; `largest`: the largest block."""
+
+    whole: int
+    blocks: int
+    largest: str
+    largest_bytes: int
+
+    def line(self) -> str:
+        """Both figures, for a plan; of a small model one, because blocks would save nothing."""
+        if self.blocks >= self.whole:
+            return f"calibration takes {size(self.whole)} of memory for the whole model"
+        return (
+            f"calibration takes {size(self.whole)} with the whole model in memory, {size(self.blocks)} block by block "
+            f"(the largest is {self.largest}, {size(self.largest_bytes)})"
+        )
+
+
+def calibration_need(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens = DEFAULT
+) -> Need:
+    """Return what a calibration takes, from headers."""
+    sizes = block_sizes(specs.values())
+    name = max(sizes, key=lambda key: sizes[key])
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    assert isinstance(text, Mapping)
+    width, vocabulary = (_number(text, keys) for keys in (("hidden_size", "n_embd", "d_model"), ("vocab_size",)))
+    item = _ITEM.get(main_dtype(specs.values()), 4)
+    # logits in the model's dtype and in float32, and one row of them in float64
+    logits = tokens.batch * vocabulary * (item + 4) + SEQUENCE * vocabulary * 16
+    algorithms = {form.algorithm for form in scheme.formats}
+    awq = "awq" in algorithms
+    streams = 2 if awq and (scheme.kv is not None or "smoothquant" in algorithms) else 1  # see `Schedule`
+    states = (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
+    smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
+    whole = int(WHOLE * sum(spec.nbytes for spec in specs.values())) + logits
+    return Need(whole, int(SLACK * (sizes[name] + states)) + smoothed + logits + BASE, name, sizes[name])
+
+
+def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
+    """Return bytes by block: a layer, or a tensor outside the layers.
+
+    >>> block_sizes([TensorSpec("model.layers.3.mlp.up.weight", (2, 2), "float32")])
+    {'model.layers.3': 16}
+    """
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        match = _LAYER.match(spec.name)
+        name = match.group() if match else spec.name
+        sizes[name] = sizes.get(name, 0) + spec.nbytes
+    return sizes
+
+
+def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, resident: bool = False) -> bool:
+    """Whether to calibrate block by block; an error if neither way fits.
+
+    `memory`: what the caller allows, else part of `free`. `driven`: a forward_loop runs the whole model. `resident`:
+    the model is in memory already, so that only the caller's own limit sends it through in blocks.
+    """
+    budget = int(free * USED) if memory is None else memory
+    if found.whole <= budget or (memory is None and (driven or resident)):
+        return False
+    if driven:
+        raise CalibrationError(
+            f"a forward_loop runs the whole model, which takes {size(found.whole)} of memory, more than "
+            f"memory={size(budget)} (--memory); give batches as data=, which run block by block, or more memory"
+        )
+    if (least := min(found.blocks, found.whole)) > budget:
+        given = f"memory={size(budget)} (--memory)" if memory is not None else f"{size(budget)}, what is free here,"
+        raise UsageError(
+            f"{given} is too little to calibrate: {found.largest} has {size(found.largest_bytes)}, and with its "
+            f"activations it takes {size(least)}; give at least {least} bytes, fewer samples= (--samples), or a saved "
+            "calibration (calib=)"
+        )
+    return True
+
+
+def choice(found: Need, memory: int | None) -> str:
+    """Both figures, and which way a calibration goes with `memory` or with what is free here."""
+    given = available_memory() if memory is None else memory
+    try:
+        way = "block by block" if by_blocks(found, memory, given) else "the whole model at once"
+    except UsageError:
+        way = "not at all"
+    return f"{found.line()}; with {size(given)} {'free here' if memory is None else 'given'}: {way}"
+
+
+def _number(config: Mapping[str, Any], keys: Iterable[str]) -> int:
+    return next((int(config[key]) for key in keys if type(config.get(key)) is int), 0)

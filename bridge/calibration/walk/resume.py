@@ -1,0 +1,192 @@
+"""Keep on disk what a walk has finished, so that a killed run goes on at the next block.
+
+The outputs of the last finished block stand for those of all blocks before it when the forwards run again; the digest
+of what the next block is given proves that nothing else was carried along (T5's decoder also gets the encoder's states,
+so it starts again).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bridge.calibration.data import Data
+from bridge.calibration.statistics import KINDS, Statistics
+from bridge.calibration.walk.blocks import Block
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import BridgeError
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, layout
+from bridge.core.output.directory import Work, partial_directory
+from bridge.core.output.journal import begin
+from bridge.core.output.temporary import write_whole
+from bridge.core.values import TensorSpec
+from bridge.core.version import __version__, installed
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.live_models.loading import as_tensor
+from bridge.sources.source import Source
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _CannotKeep(Exception):
+    """A value between blocks that has no form on disk."""
+
+
+def identity_of(source: Source, scheme: Scheme, data: Data, device: str) -> str:
+    """Return the digest of all that decides the activations and statistics of a walk."""
+    versions = [installed(name) for name in ("nvidia-modelopt", "torch", "transformers")]
+    held = [sorted((name, tuple(t.shape)) for name, t in batch.items()) for batch in data.held_out]
+    parts = (
+        __version__,
+        source.fingerprint,
+        scheme.digest,
+        data.digest,
+        held,
+        versions,
+        torch.get_num_threads(),
+        device,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@contextmanager
+def kept(directory: Path | None, identity: str) -> Iterator[Partial | None]:
+    """Yield what an unfinished walk left in `directory`; None without a directory."""
+    if directory is None:
+        yield None
+        return
+    with partial_directory(directory, identity) as work:
+        yield Partial(work)
+
+
+class Partial:
+    """The finished blocks of a walk. `blocks`: their names, in the order in which they ran."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.blocks = [*work.done]
+        last = work.done[self.blocks[-1]] if self.blocks else {}
+        self._states, self.next = str(last.get("states", "")), str(last.get("next", ""))
+
+    def start_again(self) -> None:
+        """Forget all blocks."""
+        begin(self._work.journal, self._work.directory, self._work.identity)
+        self.blocks = []
+
+    def keep(self, block: Block, seen: Statistics, outputs: Sequence[Any], digest: str) -> bool:
+        """Write the statistics of a block and what it put out; False if these have no form on disk.
+
+        The states of the block before are overwritten only when those of this one are in the journal.
+        """
+        tensors: list[torch.Tensor] = []
+        if block.name in self.blocks:  # an embedding that two parts of the model call
+            return False
+        try:
+            shapes = json.dumps([_flat(value, tensors) for value in outputs])
+        except _CannotKeep:
+            return False
+        states = "states-b.safetensors" if self._states == "states-a.safetensors" else "states-a.safetensors"
+        arrays = {f"{kind}/{name}": array for kind in KINDS for name, array in seen[kind].items()}
+        write_whole(self._statistics(len(self.blocks)), file_bytes(arrays))
+        _write(self._work.directory / states, tensors, {"outputs": shapes})
+        self._work.mark(block.name, {"states": states, "next": digest})
+        self.blocks.append(block.name)
+        self._states, self.next = states, digest
+        return True
+
+    def _statistics(self, number: int) -> Path:
+        return self._work.directory / f"block-{number:05}.safetensors"
+
+    def statistics(self) -> Iterable[Statistics]:
+        """The statistics of each finished block."""
+        for number in range(len(self.blocks)):
+            file = SafetensorsFile(self._statistics(number))
+            seen: Statistics = {kind: {} for kind in KINDS}
+            for name in file.specs:
+                kind, _, module = name.partition("/")
+                seen[kind][module] = file.read(name)
+            yield seen
+
+    def outputs(self) -> list[Any]:
+        """What the last finished block put out, for each forward."""
+        file = SafetensorsFile(self._work.directory / self._states)
+        tensors = [as_tensor(file.read(str(at)), file.specs[str(at)].dtype) for at in range(len(file.specs))]
+        return [_unflat(shape, tensors) for shape in json.loads(file.header.metadata["outputs"])]
+
+
+def damaged(error: Exception) -> bool:
+    """Whether reading what was kept failed, or the model did not take it."""
+    return isinstance(error, BridgeError | OSError | KeyError | ValueError | RuntimeError | TypeError | IndexError)
+
+
+def digest_of(waiting: Iterable[tuple[Block, tuple[Any, ...], Mapping[str, Any]]]) -> str:
+    """Return a digest of where forwards wait and what they hand to the block; "" if that cannot be told."""
+    digest = hashlib.sha256()
+    try:
+        for block, args, kwargs in waiting:
+            digest.update(block.name.encode())
+            for part in _content((args, kwargs)):
+                digest.update(part)
+    except _CannotKeep:
+        return ""
+    return digest.hexdigest()
+
+
+def _content(value: Any) -> Iterator[bytes | memoryview]:
+    if isinstance(value, torch.Tensor):
+        yield repr((str(value.dtype), tuple(value.shape))).encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f" {key} ".encode()
+            yield from _content(item)
+    elif isinstance(value, tuple | list):
+        yield f" {len(value)} ".encode()
+        for item in value:
+            yield from _content(item)
+    elif isinstance(value, _PLAIN):
+        yield f" {value!r} ".encode()
+    else:
+        raise _CannotKeep
+
+
+def _flat(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return JSON that describes a value, whose tensors are appended to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_flat(item, tensors) for item in value]}
+    if isinstance(value, _PLAIN):
+        return {"plain": value}
+    raise _CannotKeep
+
+
+def _unflat(shape: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+    (kind, content), *_ = shape.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "plain":
+        return content
+    items = [_unflat(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _write(path: Path, tensors: Sequence[torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file tensor by tensor: they may be half of the memory."""
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    specs = [TensorSpec(str(at), tuple(t.shape), names[at]) for at, t in enumerate(tensors)]
+    head, offsets, size = layout(specs, metadata)
+    with path.open("wb") as file:
+        file.write(head)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            file.seek(offsets[spec.name])
+            plain = tensor.detach().cpu().contiguous().view(getattr(torch, DTYPES[spec.dtype].storage))
+            file.write(plain.numpy().data)
+        file.truncate(size)

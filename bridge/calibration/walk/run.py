@@ -1,0 +1,309 @@
+"""Calibrate block by block: read one, run every batch through it, keep its statistics, drop it.
+
+The result is that of the whole model, byte for byte: ModelOpt's code runs on each block with the activations that the
+whole model has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial as bound_to
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bridge.calibration.data import Data
+from bridge.calibration.modelopt import (
+    bindings_of,
+    calibrate_root,
+    copy_modules,
+    provenance_of,
+    quiet,
+    register_modules,
+    simulates,
+)
+from bridge.calibration.reference_outputs import Answers, held_out_of, refused, runner
+from bridge.calibration.schedule import schedule_of
+from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
+from bridge.calibration.walk.blocks import Block, find_blocks
+from bridge.calibration.walk.fold import fold_weights
+from bridge.calibration.walk.forwards import REMEDY, Forward
+from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
+from bridge.calibration.walk.skeleton import Skeleton
+from bridge.calibration.walk.weights import Ahead, Weights, drop, share
+from bridge.core.errors import BridgeError, CalibrationError
+from bridge.core.progress import Progress
+from bridge.core.values import Structure
+from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+from bridge.sources.source import Source
+
+
+def calibrate_by_blocks(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    device: str | None,
+    report: Progress,
+    needed: Collection[str] | None = None,
+    partial: Path | None = None,
+    ahead: bool = False,
+) -> Calibration:
+    """Return the calibration of `source`, with one block of its weights in memory at a time.
+
+    `partial`: a directory for the finished blocks, so that a killed run goes on; it is removed at the end.
+    `ahead`: read the next block while one runs: memory holds two.
+    """
+    scheme, device = scheme.bound(structure.sites), device or "cpu"
+    with torch.no_grad(), kept(partial, identity_of(source, scheme, data, device) if partial else "") as left:
+        walk = Walk(source, structure, scheme, data, device, report, left, ahead)
+        if not walk.run():
+            assert left
+            left.start_again()
+            walk = Walk(source, structure, scheme, data, device, report, left, ahead)
+            walk.run()
+    attention = walk.attention.values()
+    statistics, applied = settle_statistics(walk.seen, walk.bindings, attention, scheme, source.specs, needed)
+    provenance = provenance_of(source, structure, scheme, data, walk.plain.model)
+    held = held_out_of(data.held_out, walk.source_answers, walk.answers) if data.held_out else None
+    return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
+
+
+class Walk:
+    """One walk over the blocks of a model. `seen`: the statistics of the blocks that are done.
+
+    The held-out inputs have forwards through the plain model and through the quantized one, the data one forward for
+    each of the scheme's streams of activations.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        structure: Structure,
+        scheme: Scheme,
+        data: Data,
+        device: str,
+        report: Progress,
+        left: Partial | None = None,
+        ahead: bool = False,
+    ) -> None:
+        self._left, self._ahead = left, ahead
+        model = source.load_skeleton()
+        origins = live_names(model, source.specs)
+        self.bindings, self.attention = bindings_of(structure, scheme, origins, tied_names(model))
+        self._scheme, self._schedule = scheme, schedule_of(scheme, self.bindings, bool(self.attention))
+        self._weights = Weights(source, model, origins, device)
+        self._reads = Ahead(self._weights)
+        fake = copy_modules(model)
+        register_modules(fake)
+        self.blocks = find_blocks(model, {binding.module for binding in self.bindings} | set(self.attention))
+        self.plain, self._fake = Skeleton(model, self.blocks, device), Skeleton(fake, self.blocks, device)
+        self.seen: Statistics = {kind: {} for kind in KINDS}
+        held_out = data.held_out
+        self.source_answers = Answers(held_out, model)
+        self.answers = Answers(held_out, model) if held_out and simulates(scheme) else None
+        count = max(self._schedule.streams, default=-1) + 1
+        run, run_fake = runner(model, device), runner(fake, device)
+        self._held = [_Batch(at, batch, run) for at, batch in enumerate(self.source_answers.batches)]
+        self._streams = [[_Batch(at, batch, run_fake) for at, batch in enumerate(data.batches)] for _ in range(count)]
+        kept = self.answers.batches if self.answers else ()
+        self._quantized = [_Batch(at, batch, run_fake) for at, batch in enumerate(kept)]
+        runs = len(self._schedule.streams) * len(data.batches) + len(self._held) + len(self._quantized)
+        self._progress = _Progress(report, {block: self._size(block) for block in self.blocks}, runs)
+        self._visited: set[Block] = set()
+
+    def _size(self, block: Block) -> int:
+        modules = (module for _, module in self.plain.inside(block))
+        return sum(p.numel() for module in modules for p in module._parameters.values() if p is not None)
+
+    @property
+    def _all(self) -> list[_Batch]:
+        return [*self._held, *(batch for stream in self._streams for batch in stream), *self._quantized]
+
+    def run(self) -> bool:
+        """Go through all blocks; False if the model does not go on from what an earlier run left."""
+        try:
+            self._weights.place(self.plain.rest, self._weights.read(self.plain.rest))
+            share(self._fake.rest, self.plain.rest)
+            for batch in self._all:
+                self._go_on(batch)
+            if self._left and self._left.blocks and not self._take_up(self._left):
+                return False
+            while waiting := [batch.forward.block for batch in self._all if batch.forward.block]:
+                block = min(waiting, key=lambda block: block.order)
+                seen = self._visit(block)
+                merge(self.seen, seen)
+                self._keep(block, seen)
+        finally:
+            self._reads.close()
+            for batch in self._all:
+                batch.forward.close()
+        return True
+
+    def _take_up(self, left: Partial) -> bool:
+        """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
+        try:
+            for batch, output in zip(self._all, left.outputs(), strict=True):
+                batch.output = output
+                while batch.forward.block and batch.forward.block.name in left.blocks:
+                    self._go_on(batch, output)
+            for seen in left.statistics():
+                merge(self.seen, seen)
+        except Exception as error:
+            if damaged(error):
+                return False
+            raise
+        finished = {block for block in self.blocks if block.name in left.blocks}
+        self._visited |= finished
+        self._progress.skip(finished)
+        return self._digest() == left.next
+
+    def _digest(self) -> str:
+        forwards = [batch.forward for batch in self._all]
+        return digest_of((f.block, f.args, f.kwargs) for f in forwards if f.block)
+
+    def _keep(self, block: Block, seen: Statistics) -> None:
+        """Write what a block gave, for a run that goes on after this one was killed."""
+        if self._left is None or any(batch.forward.block is None for batch in self._all):
+            return  # after the last block little is left to do
+        digest = self._digest()
+        if not digest or not self._left.keep(block, seen, [batch.output for batch in self._all], digest):
+            self._left = None  # the blocks before this one are kept
+
+    def _visit(self, block: Block) -> Statistics:
+        """Read a block, run what waits for it, and drop it; return its statistics."""
+        if block.quantized and block in self._visited:
+            raise CalibrationError(
+                f"{block.name} runs more than once in a forward (weights shared by depth), so that its statistics "
+                f"cannot be taken block by block; {REMEDY}"
+            )
+        self._visited.add(block)
+        plain, fake = self.plain.inside(block), self._fake.inside(block)
+        self._weights.place(plain, self._reads.take(block.name, plain))
+        if self._ahead and (following := self._following(block)):
+            self._reads.start(following.name, self.plain.inside(following))
+        with self._blamed():
+            self._pass(self._held, self.plain.modules[block.name], block)
+        share(fake, plain)
+        root = self._fake.part(block)
+        bindings = [binding for binding in self.bindings if block.holds(binding.module)]
+        attention = {live: ours for live, ours in self.attention.items() if block.holds(live)}
+        try:
+            calibrated = calibrate_root(root, self._scheme, self._schedule, bindings, attention, self._loop(block))
+        except CalibrationError as error:
+            if isinstance(error.__cause__, AssertionError):  # ModelOpt's calibrators refuse a NaN inside the block
+                raise CalibrationError(self._why_nan(block)) from error
+            raise
+        with quiet():
+            if self._quantized:
+                fold_weights(root, bindings)
+            self._pass(self._quantized, root.get_submodule(block.name), block)
+        seen = collect(calibrated, self._scheme)
+        drop(plain)
+        drop(self._fake.inside(block))
+        return seen
+
+    def _following(self, block: Block) -> Block | None:
+        """The block that most likely runs next."""
+        return next((b for b in self.blocks if b.order > block.order and b not in self._visited), None)
+
+    def _loop(self, block: Block) -> Callable[[Any], None]:
+        """Return ModelOpt's forward_loop for a block: each run has the activations of its stream.
+
+        The last run of a stream gives the activations for the next block.
+        """
+        streams, runs = self._schedule.streams, 0
+
+        def loop(root: Any) -> None:
+            nonlocal runs
+            stream, last = streams[runs], streams[runs] not in streams[runs + 1 :]
+            runs += 1
+            self._pass(self._streams[stream], root.get_submodule(block.name), block, last, named=True)
+
+        return loop
+
+    def _pass(
+        self, batches: Sequence[_Batch], module: Any, block: Block, last: bool = True, named: bool = False
+    ) -> None:
+        """Run a block for every batch that waits at it; `last`: go on with the outputs. `named`: tell of a NaN."""
+        for batch in batches:
+            if batch.forward.block is not block:
+                continue
+            output = module(*batch.forward.args, **batch.forward.kwargs)
+            self._progress.step(block)
+            if named and _has_nan(output):
+                raise CalibrationError(self._why_nan(block))
+            if last:
+                self._go_on(batch, output)
+
+    def _why_nan(self, block: Block) -> str:
+        tensors = (
+            (f"{name}.{key}", parameter)
+            for name, module in self.plain.inside(block)
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        )
+        broken = next((name for name, parameter in tensors if not bool(parameter.isfinite().all())), "")
+        why = f"its {broken} holds NaN or infinity" if broken else "check the data, or calibrate in bfloat16 or float32"
+        return f"{block.name} makes NaN of the calibration data, which hold none before it: {why}"
+
+    def _go_on(self, batch: _Batch, output: Any = None) -> None:
+        """Let a forward run to its next block; at its end keep the answers."""
+        with self._blamed(batch):
+            batch.forward.resume(output)
+        if batch.forward.block is not None:
+            batch.output = output if self._left else None
+        else:
+            batch.output = None
+            if batch in self._held:
+                self.source_answers.take(batch.at, batch.forward.result)
+            elif self.answers and batch in self._quantized:
+                self.answers.sampled = self.source_answers.sampled
+                self.answers.take(batch.at, batch.forward.result)
+            batch.forward.result = None
+
+    @contextmanager
+    def _blamed(self, batch: _Batch | None = None) -> Iterator[None]:
+        """Turn an error of the model's own code into a CalibrationError about its inputs."""
+        try:
+            yield
+        except BridgeError:
+            raise
+        except Exception as error:
+            why = refused(self.plain.model, (batch or self._all[0]).inputs, error)
+            raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
+
+
+class _Batch:
+    """A batch, its forward, and what the last block put out for it."""
+
+    def __init__(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        self.at, self.inputs = at, inputs
+        self.output: Any = None  # of the last block
+        self.forward = Forward(bound_to(run, inputs))
+
+
+class _Progress:
+    """Reports the work done: a run of a batch through a block counts the block's parameters, in thousands."""
+
+    def __init__(self, report: Progress, sizes: Mapping[Block, int], runs: int) -> None:
+        self._report, self._sizes = report, {block: 1 + (count >> 10) for block, count in sizes.items()}
+        self._runs, self._done, self._total = runs, 0, sum(self._sizes.values()) * runs
+
+    def skip(self, blocks: Collection[Block]) -> None:
+        self._done += sum(self._sizes[block] for block in blocks) * self._runs
+
+    def step(self, block: Block) -> None:
+        self._done += self._sizes[block]
+        self._report(min(self._done, self._total), self._total, "calibrate")
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() and bool(value.isnan().any())
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return any(_has_nan(item) for item in items)

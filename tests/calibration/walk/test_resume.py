@@ -1,0 +1,158 @@
+"""A walk that was killed goes on at the next block and gives the same bytes; another run's work is refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
+
+from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.walk.resume import Partial  # noqa: E402
+from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
+from bridge.core.errors import WriteError  # noqa: E402
+from bridge.core.progress import no_progress  # noqa: E402
+from bridge.planning.structure import structure_of  # noqa: E402
+from bridge.quant.calibration import Calibration  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.covering import grid  # noqa: E402
+from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import bridge
+from bridge.calibration.walk.resume import Partial
+from tests.calibration.walk.walked_models import batches
+
+keep, count = Partial.keep, 0
+def killing(*args):
+    global count
+    keep(*args)
+    count += 1
+    if count == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+Partial.keep = killing
+bridge.calibrate(sys.argv[1], "int4_awq", batches(), kv="fp8", memory=sys.argv[4], partial=sys.argv[2])
+"""
+SMALL = """
+from bridge.calibration.walk import blocks, budget
+blocks.LEAF, budget.BASE = 4096, 0
+"""
+
+
+class _Stopped(BaseException):
+    """Stands for the end of a process."""
+
+
+def calibrated(model: Path, partial: Path | None, scheme: str = "int4_awq", kv: str | None = "fp8") -> Calibration:
+    source = open_source(model)
+    structure = structure_of(source)
+    bound = load_scheme(scheme, kv=kv).bound(structure.sites)
+    data = prepare(batches("Conditional" in str(source.config["architectures"])), source)
+    return calibrate_by_blocks(source, structure, bound, data, None, no_progress, partial=partial)
+
+
+def stopping(after: int) -> Callable[..., bool]:
+    """`Partial.keep` that ends the run when it has kept a number of blocks."""
+    keep = Partial.keep
+    kept = 0
+
+    def stop(*args: Any) -> bool:
+        nonlocal kept
+        done = keep(*args)
+        kept += 1
+        if kept == after:
+            raise _Stopped
+        return done
+
+    return stop
+
+
+@grid({"family": [*DECODERS, *OTHERS], "scheme": [("fp8", "fp8"), ("int4_awq", "fp8"), ("int8_sq", None)]})
+def test_a_run_that_ends_after_any_block_goes_on_to_the_same_bytes(
+    family: str, scheme: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(family, torch.float32).save_pretrained(tmp_path / "model")
+    model, partial = tmp_path / "model", tmp_path / "partial"
+    if family in REFUSED.get(scheme[0], ()):
+        pytest.skip("ModelOpt refuses the family under this scheme")
+    expected = calibrated(model, None, *scheme).digest
+    for after in (1, 2, 3, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(Partial, "keep", stopping(after))
+            try:
+                calibrated(model, partial, *scheme)
+                continue  # fewer blocks are kept
+            except _Stopped:
+                pass
+        assert (partial / "journal.jsonl").exists()
+        assert calibrated(model, partial, *scheme).digest == expected
+        assert not partial.exists()
+
+
+REFUSED = {
+    "fp8": ("BambaForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM", "MambaForCausalLM", "FalconForCausalLM"),
+    "int4_awq": ("FalconForCausalLM",),
+}
+
+
+@pytest.mark.slow
+def test_finished_blocks_do_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "keep", stopping(2))
+        with pytest.raises(_Stopped):
+            calibrated(tmp_path / "model", tmp_path / "partial")
+    visited: list[str] = []
+    visit = Walk._visit
+
+    def noted(self: Walk, block: Any) -> Any:
+        visited.append(block.name)
+        return visit(self, block)
+
+    monkeypatch.setattr(Walk, "_visit", noted)
+    calibrated(tmp_path / "model", tmp_path / "partial")
+    assert visited == ["model.layers.1", "lm_head"]
+
+
+@pytest.mark.slow
+def test_the_work_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "keep", stopping(1))
+        with pytest.raises(_Stopped):
+            calibrated(tmp_path / "model", tmp_path / "partial")
+    with pytest.raises(WriteError, match="is left from an unfinished run"):
+        calibrated(tmp_path / "model", tmp_path / "partial", "fp8", None)
+
+
+@pytest.mark.slow
+def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("bridge.calibration.walk.run.collect", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        calibrated(tmp_path / "model", tmp_path / "partial")
+    assert not (tmp_path / "partial").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1, pytest.param(2, marks=pytest.mark.product)])
+def test_a_killed_process_goes_on(after: int, tmp_path: Path) -> None:
+    model, partial = tmp_path / "model", tmp_path / "partial"
+    build("LlamaForCausalLM", torch.float32, num_hidden_layers=4).save_pretrained(model)
+    script = SMALL + KILLED
+    killed = [sys.executable, "-c", script, str(model), str(partial), str(after), "560kB"]
+    assert subprocess.run(killed, check=False, capture_output=True).returncode == -signal.SIGKILL
+    assert len(list(partial.glob("block-*.safetensors"))) == after
+    assert calibrated(model, partial).digest == calibrated(model, None).digest
+    assert not partial.exists()

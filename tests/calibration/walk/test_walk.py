@@ -1,0 +1,252 @@
+"""A calibration block by block has the bytes of the calibration of the whole model, and reads each weight once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
+
+import bridge  # noqa: E402
+from bridge.calibration.data import Data, prepare  # noqa: E402
+from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
+from bridge.core.errors import BridgeError, CalibrationError, UsageError  # noqa: E402
+from bridge.core.progress import no_progress  # noqa: E402
+from bridge.planning.structure import structure_of  # noqa: E402
+from bridge.quant.calibration import Calibration  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.quant.schemes.scheme import Scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from bridge.sources.source import Source  # noqa: E402
+from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.covering import grid  # noqa: E402
+from tests.models.calibrated_models import built  # noqa: E402
+from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
+
+SCHEMES = {
+    "fp8 + kv": ("fp8", "fp8"),
+    "int8_sq": ("int8_sq", None),
+    "int8": ("int8", None),
+    "int4_awq + kv": ("int4_awq", "fp8"),
+    "w4a8_awq": ("w4a8_awq", None),
+    "nvfp4 + kv": ("nvfp4", "nvfp4"),
+}
+MIXED = """
+base = "fp8"
+[[rule]]
+modules = ["*.down_proj"]
+quant = "int8_sq"
+[[rule]]
+modules = ["*.o_proj", "*.up_proj"]
+quant = "int4_awq"
+[[rule]]
+modules = ["*.gate_proj"]
+layers = [0]
+quant = "none"
+"""
+# transformers' grouped matrix products take bfloat16 experts of multiples of 16 bytes only
+EXPERTS = ("Moe", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Olmoe", "Qwen3Next", "moe")
+
+
+def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
+    return fake_quantize(source, structure_of(source), scheme, data).calibration
+
+
+def walked(source: Source, scheme: Scheme, data: Data, progress: Any = no_progress, ahead: bool = False) -> Calibration:
+    return calibrate_by_blocks(source, structure_of(source), scheme, data, None, progress, ahead=ahead)
+
+
+def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | type[BridgeError]:
+    """The bytes of a calibration, or the error that refuses it."""
+    try:
+        calibration: Calibration = way(source, scheme, data)
+        return calibration.to_bytes()
+    except BridgeError as error:
+        return type(error)
+
+
+@grid(
+    {"family": [*DECODERS, *OTHERS], "scheme": list(SCHEMES), "dtype": ["float32", "bfloat16"]},
+    valid=lambda family, _, dtype: dtype == "float32" or not any(part in family for part in EXPERTS),
+)
+def test_statistics_are_those_of_the_whole_model(family: str, scheme: str, dtype: str, tmp_path: Path) -> None:
+    build(family, getattr(torch, dtype)).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    quant, kv = SCHEMES[scheme]
+    bound = load_scheme(quant, kv=kv).bound(structure_of(source).sites)
+    data = prepare(batches("Conditional" in family), source)
+    expected = outcome(whole, source, bound, data)
+    assert outcome(walked, source, bound, data) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [None, "fp8"])
+def test_a_recipe_of_three_algorithms_needs_a_second_stream(kv: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mixed.toml").write_text(MIXED)
+    build("LlamaForCausalLM").save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    scheme = load_scheme(tmp_path / "mixed.toml", kv=kv).bound(structure_of(source).sites)
+    data = prepare(batches(), source)
+    found = walked(source, scheme, data)
+    assert found.input_amax and found.smoothing_amax and found.awq_scale
+    assert found.digest == whole(source, scheme, data).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bert"])
+def test_a_model_in_memory_is_walked_and_stays_as_it_is(family: str) -> None:
+    model = built(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source, data = open_source(model), [ids % 97 for ids in torch.arange(4 * 2 * 24).reshape(4, 2, 24)]
+    scheme = load_scheme("int8_sq").bound(structure_of(source).sites)
+    prepared = prepare(data, source)
+    assert walked(source, scheme, prepared).digest == whole(source, scheme, prepared).digest
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any("Quant" in type(module).__name__ for module in model.modules())
+
+
+@pytest.mark.slow
+def test_experts_are_counted_as_in_the_whole_model(tmp_path: Path) -> None:
+    build("MixtralForCausalLM", torch.float32).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    scheme = load_scheme("fp8").bound(structure_of(source).sites)
+    found = walked(source, scheme, prepare(batches(), source))
+    assert [int(counts.sum()) for counts in found.expert_tokens.values()] == [3 * 2 * 24 * 2] * 2
+    assert found.held_out is not None and found.held_out.source_perplexity and found.held_out.quantized_perplexity
+
+
+class _Counted:
+    """A source that counts the bytes that are read of each tensor."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.read_bytes: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, name: str) -> np.ndarray:
+        self.read_bytes[name] += self._source.specs[name].nbytes
+        return self._source.read(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        rows = self._source.read_rows(name, begin, end, out)
+        self.read_bytes[name] += rows.nbytes
+        return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"])
+def test_each_weight_is_read_once(family: str, ahead: bool, tmp_path: Path) -> None:
+    build(family, torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path)
+    source = _Counted(open_source(tmp_path))
+    scheme = load_scheme("int4_awq", kv="fp8").bound(structure_of(source).sites)
+    data = prepare(batches(), source)
+    found = walked(source, scheme, data, ahead=ahead)
+    assert found.digest == whole(open_source(tmp_path), scheme, data).digest
+    assert source.read_bytes == {name: spec.nbytes for name, spec in source.specs.items()}
+
+
+@pytest.mark.slow
+def test_nan_is_named_with_the_block_that_makes_it(tmp_path: Path) -> None:
+    model = build("LlamaForCausalLM", torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    model.save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    scheme = load_scheme("fp8").bound(structure_of(source).sites)
+    with pytest.raises(CalibrationError, match=r"^model.layers.1 makes NaN of .* its model.layers.1.mlp.up_proj"):
+        walked(source, scheme, prepare(batches(), source))
+
+
+@pytest.mark.slow
+def test_progress_counts_up_to_its_total(tmp_path: Path) -> None:
+    build("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    scheme = load_scheme("int4_awq").bound(structure_of(source).sites)
+    seen: list[tuple[int, int, str]] = []
+    walked(source, scheme, prepare(batches(), source), lambda *step: seen.append(step))
+    done = [step[0] for step in seen]
+    assert done == sorted(done) and done[-1] == seen[-1][1]
+    assert {step[1:] for step in seen} == {(seen[-1][1], "calibrate")}
+
+
+@pytest.mark.slow
+def test_memory_decides_and_the_result_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    data = batches()
+    large = bridge.calibrate(tmp_path, "fp8", data, memory="1GB")
+    monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)
+    source = open_source(tmp_path)
+    monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("the whole model was loaded"))
+    small = bridge.calibrate(tmp_path, "fp8", data, memory=500_000)
+    assert small.digest == large.digest
+
+
+def test_memory_below_the_largest_block_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    for way in ("load_model", "load_skeleton", "read", "read_rows"):
+        monkeypatch.setattr(type(source), way, lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(UsageError, match=r"model.layers.0 has 96.5 kB, .* give at least \d+ bytes"):
+        bridge.calibrate(tmp_path, "fp8", batches(), memory="100kB")
+
+
+def test_a_forward_loop_runs_the_whole_model_or_not_at_all(tmp_path: Path) -> None:
+    build("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(CalibrationError, match=r"a forward_loop runs the whole model, which takes .* give batches"):
+        bridge.calibrate(tmp_path, "fp8", lambda model: model(torch.ones(1, 4, dtype=torch.int64)), memory="100kB")
+
+
+@pytest.mark.slow
+def test_weights_shared_by_depth_are_refused_with_the_block() -> None:
+    config = transformers_config("AlbertForMaskedLM")
+    source = open_source(config)
+    scheme = load_scheme("fp8").bound(structure_of(source).sites)
+    with pytest.raises(CalibrationError, match=r"albert_layer_groups.0 runs more than once .* give memory="):
+        walked(source, scheme, prepare(batches(), source))
+
+
+@pytest.mark.slow
+def test_a_parameter_used_outside_its_module_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("llama")
+    kind = type(model.model)
+    forward = kind.forward
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * self.layers[0].mlp.up_proj.weight.sum()
+        return output
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    source = open_source(model)
+    scheme = load_scheme("fp8").bound(structure_of(source).sites)
+    with pytest.raises(CalibrationError, match=r"is used outside its module .* give memory="):
+        walked(source, scheme, prepare(batches(), source))
+
+
+def transformers_config(name: str) -> Any:
+    """A random model with one layer that runs twice."""
+    import transformers
+
+    torch.manual_seed(3)
+    cls = getattr(transformers, name)
+    model = cls(
+        cls.config_class(
+            vocab_size=97, embedding_size=20, hidden_size=60, num_hidden_layers=2, num_attention_heads=6,
+            intermediate_size=80, max_position_embeddings=64,
+        )
+    ).eval()  # fmt: skip
+    model.config.architectures = [name]
+    return model
