@@ -28,12 +28,12 @@ from scipy.stats import spearmanr
 
 import bridge
 from bridge.api.request import data_of
+from bridge.api.sensitivity.divergence import kl
+from bridge.api.sensitivity.job import make_job
+from bridge.api.sensitivity.measure import Bench, make_bench
 from bridge.calibration.quantizers import numeric_cfg
 from bridge.core.progress import no_progress
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.sensitivity.divergence import kl
-from bridge.workflows.sensitivity.job import make_job
-from bridge.workflows.sensitivity.measure import Bench, make_bench
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "models" / "tiny-llama")
 SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")

@@ -63,8 +63,8 @@ def sensitivity(
     for their bytes are excluded from the scheme by a recipe.
     """
     with session(debug=debug, quiet=quiet) as terminal:
+        from bridge.api.sensitivity.run import sensitivity as run
         from bridge.core.output.directory import check_file_free
-        from bridge.workflows.sensitivity.run import sensitivity as run
 
         if out is not None:
             if budget is None:

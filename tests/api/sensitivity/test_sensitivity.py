@@ -22,6 +22,10 @@ from typer.testing import CliRunner  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.api import request as opening  # noqa: E402
+from bridge.api.sensitivity.divergence import Variant, kl, measure  # noqa: E402
+from bridge.api.sensitivity.job import make_job  # noqa: E402
+from bridge.api.sensitivity.measure import Bench, make_bench  # noqa: E402
+from bridge.api.sensitivity.prefix_cache import Prefix  # noqa: E402
 from bridge.calibration.data import Sampling  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.cli.main import app  # noqa: E402
@@ -29,10 +33,6 @@ from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeE
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.sensitivity.divergence import Variant, kl, measure  # noqa: E402
-from bridge.workflows.sensitivity.job import make_job  # noqa: E402
-from bridge.workflows.sensitivity.measure import Bench, make_bench  # noqa: E402
-from bridge.workflows.sensitivity.prefix_cache import Prefix  # noqa: E402
 from tests.models.export_families import GPT2, build, tokens  # noqa: E402
 from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
@@ -352,6 +352,6 @@ def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -
 def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.workflows.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
+    monkeypatch.setattr("bridge.api.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
     with pytest.raises(PlanError, match="in = 80 does not divide"):
         bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bridge.api import request
+from bridge.api.sensitivity.budget import Budget, parse_budget
+from bridge.api.sensitivity.candidates import Candidates, check_fallback, find_candidates
+from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.result import METHODS
+from bridge.api.sensitivity.units import Unit, with_format
 from bridge.core.errors import CalibrationError, SchemeError, UsageError
 from bridge.core.text import nearest, size
 from bridge.core.values import Structure
@@ -17,11 +22,6 @@ from bridge.quant.schemes.recipe import NONE
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
-from bridge.workflows.sensitivity.budget import Budget, parse_budget
-from bridge.workflows.sensitivity.candidates import Candidates, check_fallback, find_candidates
-from bridge.workflows.sensitivity.recipe import recipe, recipe_base
-from bridge.workflows.sensitivity.result import METHODS
-from bridge.workflows.sensitivity.units import Unit, with_format
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bridge.api import request
+from bridge.api.sensitivity.units import Unit, globs, units_of
 from bridge.core.errors import BridgeError, SchemeError
 from bridge.core.text import fold_problems
 from bridge.core.values import Structure
@@ -19,7 +20,6 @@ from bridge.quant.schemes.recipe import NONE
 from bridge.quant.schemes.scheme import Rule, Scheme
 from bridge.sources.source import Source
 from bridge.targets import target_names
-from bridge.workflows.sensitivity.units import Unit, globs, units_of
 
 FIRST = "hf"
 

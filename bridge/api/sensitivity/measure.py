@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
+from bridge.api.sensitivity.job import Job
+from bridge.api.sensitivity.toggles import Toggles, turned_on
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize, gradient_scores
 from bridge.core.progress import Progress
 from bridge.core.values import CACHE
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
-from bridge.workflows.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
-from bridge.workflows.sensitivity.job import Job
-from bridge.workflows.sensitivity.toggles import Toggles, turned_on
 
 
 @dataclass(frozen=True)

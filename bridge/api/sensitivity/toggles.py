@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from bridge.api.sensitivity.units import Unit
 from bridge.calibration.modelopt import FakeQuantized
 from bridge.core.errors import CalibrationError
 from bridge.core.values import CACHE
-from bridge.workflows.sensitivity.units import Unit
 
 Turn = Callable[[bool], None]
 

@@ -7,10 +7,10 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bridge.api.sensitivity.units import Unit, globs
 from bridge.core.errors import UsageError
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
-from bridge.workflows.sensitivity.units import Unit, globs
 
 
 def recipe_base(quant: str | Path | Scheme, kv: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Units, budgets and recipes of `bridge.workflows.sensitivity`: arithmetic and text, no model is run."""
+"""Units, budgets and recipes of `bridge.api.sensitivity`: arithmetic and text, no model is run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 
 import bridge
+from bridge.api.sensitivity import run
+from bridge.api.sensitivity.budget import Item, expected, parse_budget, within_bytes, within_cost
+from bridge.api.sensitivity.job import make_job
+from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.units import units_of
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
 from bridge.core.values import Format
 from bridge.planning.make import PlanInputs, make_plan
@@ -19,11 +24,6 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
 from bridge.tables.architectures.structure import structure
 from bridge.targets import load_target, make_options
-from bridge.workflows.sensitivity import run
-from bridge.workflows.sensitivity.budget import Item, expected, parse_budget, within_bytes, within_cost
-from bridge.workflows.sensitivity.job import make_job
-from bridge.workflows.sensitivity.recipe import recipe, recipe_base
-from bridge.workflows.sensitivity.units import units_of
 from tests.models.sources_made import made_llama
 
 MODEL = "examples/models/tiny-llama"

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from bridge.api import request
+from bridge.api.sensitivity.budget import Item, expected, within_bytes, within_cost
+from bridge.api.sensitivity.candidates import check_recipe
+from bridge.api.sensitivity.job import Job, make_job
+from bridge.api.sensitivity.measure import Bench, Costs, costs, make_bench
+from bridge.api.sensitivity.recipe import recipe
+from bridge.api.sensitivity.result import METHODS, NATS, Choice, Layer, Sensitivity
 from bridge.calibration.data import Sampling
 from bridge.core.errors import CalibrationError, SchemeError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.quant.schemes.recipe import NONE
-from bridge.workflows.sensitivity.budget import Item, expected, within_bytes, within_cost
-from bridge.workflows.sensitivity.candidates import check_recipe
-from bridge.workflows.sensitivity.job import Job, make_job
-from bridge.workflows.sensitivity.measure import Bench, Costs, costs, make_bench
-from bridge.workflows.sensitivity.recipe import recipe
-from bridge.workflows.sensitivity.result import METHODS, NATS, Choice, Layer, Sensitivity
 
 
 @shows_progress
