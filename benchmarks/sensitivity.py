@@ -45,7 +45,7 @@ def bench(scheme: str, samples: int) -> Bench:
 
 
 def alone(made: Bench) -> list[float]:
-    return list(made.measure([made.variant([unit.name]) for unit in made.job.units]).nats)
+    return list(made.measure([made.variant({unit.name: 0}) for unit in made.job.units]).nats)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -149,7 +149,8 @@ def budgets() -> None:
     ):  # fmt: skip
         found = bridge.sensitivity(MODEL, scheme, budget=budget, fallback=fallback)
         assert found.choice
-        stay = f"{len(found.choice.lifted)} of {len(found.layers)} {fallback or 'unquantized'}"
+        lifted = sum(scheme != found.schemes[0] for scheme in found.choice.formats.values())
+        stay = f"{lifted} of {len(found.layers)} {fallback or 'unquantized'}"
         figures = f"{found.choice.expected:.4g} | {found.choice.measured:.4g} | {found.whole:.4g}"
         print(f"| `{scheme}` | {budget} | {stay} | {found.choice.bits:.2f} | {figures} | {found.choice.rounds} |")
 

@@ -29,6 +29,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.planning.plan.Output", "bridge.Calibration", "bridge.quant.calibration.Provenance", "bridge.Scheme",
             "bridge.quant.schemes.scheme.Rule", "bridge.quant.schemes.grammar.Gate", "bridge.Sensitivity",
             "bridge.api.sensitivity.result.Layer",
+            "bridge.api.sensitivity.result.InFormat", "bridge.api.sensitivity.result.Whole",
             "bridge.api.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
             "bridge.golden.Moved",
             "bridge.api.run.Generation",

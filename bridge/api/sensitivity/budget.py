@@ -1,18 +1,15 @@
-"""Choose the units to exclude from a scheme within a budget.
-
-Greedy, by cost per byte. For a budget of divergence, units that were excluded unnecessarily are put back at the end.
-"""
+"""Budgets of bits, bytes or divergence, and `auto:` before one."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge.core.errors import UsageError
 from bridge.core.text import byte_count
 
+AUTO = "auto:"
 FORMS = 'write "6.5bits" (a weight, on average), "7GB" (all weights) or "kl=0.01" (nats a token)'
 
 
@@ -23,30 +20,6 @@ class Budget:
     kind: str
     limit: float
     text: str
-
-
-@dataclass(frozen=True)
-class Item:
-    """The cost and bytes of a unit, in the scheme and excluded from it."""
-
-    name: str
-    cost: float
-    bytes: int
-    excluded_cost: float
-    excluded_bytes: int
-
-    @property
-    def gain(self) -> float:
-        return self.cost - self.excluded_cost
-
-    @property
-    def added(self) -> int:
-        return self.excluded_bytes - self.bytes
-
-    @property
-    def worth(self) -> float:
-        """Gain per byte; units that add no bytes come first."""
-        return self.gain / self.added if self.added > 0 else math.inf
 
 
 def parse_budget(text: str) -> Budget:
@@ -72,36 +45,36 @@ def parse_budget(text: str) -> Budget:
     return Budget(kind, limit, str(text))
 
 
-def within_bytes(items: Sequence[Item], limit: float) -> list[Item]:
-    """The units to exclude so that all units together have at most `limit` bytes: by worth, as far as they fit."""
-    total, excluded = sum(item.bytes for item in items), []
-    for item in _by_worth(items):
-        if item.gain > 0 and total + item.added <= limit:
-            total += item.added
-            excluded.append(item)
-    return excluded
+@dataclass(frozen=True)
+class Automatic:
+    """`auto:4.8bits:int4_awq,fp8`: a budget, and the schemes to choose from; () for those that the target takes."""
+
+    budget: Budget
+    schemes: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The name of the chosen scheme, and a part of the name of an output: `auto-4.8bits`."""
+        return "auto-" + re.sub(r"<?=|\s", "", self.budget.text.lower())
 
 
-def within_cost(items: Sequence[Item], limit: float) -> list[Item]:
-    """The units to exclude so that the costs of all units add up to at most `limit`; all useful ones if impossible."""
-    excluded: list[Item] = []
-    for item in _by_worth(items):
-        if expected(items, excluded) <= limit:
-            break
-        if item.gain > 0:
-            excluded.append(item)
-    for item in reversed(excluded[:-1]):
-        rest = [other for other in excluded if other is not item]
-        if item.added > 0 and expected(items, rest) <= limit:
-            excluded = rest
-    return excluded
+def is_automatic(quant: object) -> bool:
+    """Whether `quant` asks for a choice."""
+    return isinstance(quant, str) and quant.startswith(AUTO)
 
 
-def expected(items: Sequence[Item], excluded: Sequence[Item]) -> float:
-    """The sum of the costs if `excluded` are excluded."""
-    names = {item.name for item in excluded}
-    return math.fsum(item.excluded_cost if item.name in names else item.cost for item in items)
+def parse_automatic(text: str) -> Automatic:
+    """Parse `auto:BUDGET` or `auto:BUDGET:SCHEME,SCHEME`.
 
-
-def _by_worth(items: Sequence[Item]) -> list[Item]:
-    return sorted(items, key=lambda item: (-item.worth, -item.gain))
+    >>> parse_automatic("auto:4.8bits:int4_awq,fp8").schemes
+    ('int4_awq', 'fp8')
+    """
+    budget, colon, names = text.removeprefix(AUTO).partition(":")
+    try:
+        parsed = parse_budget(budget)
+    except UsageError as cause:
+        raise UsageError(f"quant={text!r}: {cause}, as in auto:4.8bits or auto:kl=0.01") from cause
+    schemes = tuple(name.strip() for name in names.split(","))
+    if colon and not all(schemes):
+        raise UsageError(f"quant={text!r}: a scheme's name is missing; write auto:{budget}:int4_awq,fp8, for example")
+    return Automatic(parsed, schemes if colon else ())

@@ -7,11 +7,12 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from bridge.api.sensitivity.candidates import restricted
 from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
 from bridge.api.sensitivity.job import Job
 from bridge.api.sensitivity.toggles import Toggles, turned_on
@@ -19,87 +20,101 @@ from bridge.calibration.data import Data
 from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize, gradient_scores
 from bridge.core.progress import Progress
 from bridge.core.values import CACHE
-from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A model whose units can be turned on and off, and the data for measuring."""
+    """A model whose units can be turned on and off, and the data for measuring.
+
+    `copies`: one for each scheme, in the order of the candidates; the first is the one that runs.
+    """
 
     job: Job
     data: Data
     quantized: FakeQuantized
-    base: Toggles
-    other: Toggles | None
+    copies: tuple[Toggles, ...]
     report: Progress
 
-    def variant(self, units: Sequence[str], fallback: Sequence[str] = ()) -> Variant:
-        """The model with `units` in the scheme and the units `fallback` in the fallback."""
-        modules = tuple(module for unit in (*units, *fallback) for module in self.base.modules[unit])
-        return Variant(partial(turned_on, self.base, units, self.other, fallback), modules)
+    @property
+    def base(self) -> Toggles:
+        return self.copies[0]
+
+    def variant(self, formats: Mapping[str, int]) -> Variant:
+        """The model with each of the units in the candidate of that number."""
+        parts = [
+            (copy, [unit for unit, number in formats.items() if number == at]) for at, copy in enumerate(self.copies)
+        ]
+        modules = tuple(module for copy, units in parts for unit in units for module in copy.modules[unit])
+        return Variant(partial(turned_on, self.base, parts), modules)
 
     def measure(self, variants: Sequence[Variant]) -> Divergence:
         """Divergence of each variant from the unquantized model."""
         return measure(self.base.model, variants, self.data.held_out, self.report)
 
-    def divergence(self, excluded: Sequence[str]) -> float:
-        """Divergence of the whole model without `excluded`, KV cache included."""
-        units = [name for name in self.base.modules if name not in excluded]
-        return self.measure([self.variant(units, excluded if self.other else ())]).nats[0]
+    def divergence(self, formats: Mapping[str, int]) -> float:
+        """Divergence of the whole model with each unit in its candidate, KV cache included."""
+        return self.measure([self.variant({**formats, **self.cache})]).nats[0]
+
+    @property
+    def cache(self) -> dict[str, int]:
+        return {CACHE: 0} if CACHE in self.base.modules else {}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of each unit and of the whole. ModelOpt's scores are not in nats; `whole` and `cache` always are."""
+    """Costs of units by name and number of the candidate, and of everything in each scheme, KV cache included.
 
-    alone: tuple[float, ...]
-    fallback: tuple[float, ...]
-    whole: float
+    ModelOpt's scores are not in nats; `whole` and `cache` (of the KV cache alone) always are.
+    """
+
+    alone: Mapping[tuple[str, int], float]
+    whole: tuple[float, ...]
     cache: float | None
     tokens: int
     held: int
 
 
 def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Bench:
-    """Calibrate the scheme, and the fallback on the same model."""
-    schemes = [job.scheme, *([job.fallback] if job.fallback else [])]
-    for scheme in schemes:
+    """Calibrate every scheme on the same model."""
+    for scheme in job.schemes:
         check_device(scheme, device)
-    source = cast("Source", _Loaded(job.source))
-    calib = replace(data, held_out=())
+    source, calib = cast("Source", _Loaded(job.source)), replace(data, held_out=())
 
-    def quantize(scheme: Scheme, structure: Any) -> FakeQuantized:
-        return fake_quantize(source, structure, scheme, calib, device=device, progress=report)
+    def quantize(at: int) -> FakeQuantized:
+        candidate, structure = job.candidates.formats[at], job.structure
+        assert candidate.scheme
+        if job.several or at:
+            structure = restricted(structure, candidate.units.values())
+        return fake_quantize(source, structure, candidate.scheme, calib, device=device, progress=report)
 
-    quantized = quantize(job.scheme, job.structure)
-    other = None
-    if job.fallback:
-        sites = tuple(replace(site, keep="") for unit in job.units for site in unit.sites)
-        other = Toggles(quantize(job.fallback, replace(job.structure, sites=sites)), job.units)
-    return Bench(job, data, quantized, Toggles(quantized, job.units), other, report)
+    made = [quantize(at) for at in range(len(job.schemes))]
+    copies = tuple(Toggles(quantized, job.units) for quantized in made)
+    return Bench(job, data, made[0], copies, report)
 
 
 def costs(bench: Bench) -> Costs:
-    """Measure everything in the scheme, the KV cache alone, and each unit alone in the scheme and in the fallback."""
-    names = [unit.name for unit in bench.job.units]
-    cache = [CACHE] if CACHE in bench.base.modules else []
-    alone = names if bench.job.method == "kl" else []
-    variants = [bench.variant([*names, *cache]), *(bench.variant([name]) for name in (*cache, *alone))]
-    variants += [bench.variant([], [name]) for name in (names if bench.other else [])]
-    divergence = bench.measure(variants)
-    whole, *nats = divergence.nats
-    cached, nats = (nats[0], nats[1:]) if cache else (None, nats)
-    scores = nats[: len(alone)]
+    """Measure everything in each scheme, the KV cache alone, and each unit alone in each scheme that it fits."""
+    formats = bench.job.candidates.formats[: len(bench.copies)]
+    pairs = [(unit.name, at) for at, it in enumerate(formats) for unit in bench.job.units if unit.name in it.units]
+    wholes = [{unit: at for unit in it.units} | bench.cache for at, it in enumerate(formats)]
+    singles = pairs if bench.job.method == "kl" else []
+    cached = [bench.cache] if bench.cache else []
+    asked = [*wholes, *cached, *({unit: at} for unit, at in singles)]
+    divergence = bench.measure([bench.variant(formats_) for formats_ in asked])
+    nats = list(divergence.nats)
+    whole, rest = nats[: len(wholes)], nats[len(wholes) :]
+    scores = rest[len(cached) :]
     if bench.job.method == "modelopt":
-        modules = [bench.base.modules[name] for name in names]
+        modules = [bench.base.modules[name] for name, _ in pairs]
         bench.report(0, 0, "score layers")
         scores = gradient_scores(bench.quantized, modules, bench.data.batches, mean_next_token_loss)
-    return Costs(tuple(scores), tuple(nats[len(alone) :]), whole, cached, divergence.tokens, divergence.held)
+    alone = dict(zip(pairs, scores, strict=True))
+    return Costs(alone, tuple(whole), rest[0] if cached else None, divergence.tokens, divergence.held)
 
 
 class _Loaded:
-    """A source whose model is loaded once, for two fake-quantized copies over the same memory."""
+    """A source whose model is loaded once, for all fake-quantized copies over the same memory."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._model = source, source.load_model()

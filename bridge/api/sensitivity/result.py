@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +25,36 @@ METHODS = {"kl": NATS, "modelopt": "ModelOpt's gradient score"}  # method -> uni
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A unit: modules with the same format, and the cost of quantizing only them.
+class InFormat:
+    """A layer in one scheme: the cost of quantizing only it, and the bytes of its weights."""
 
-    `bytes` is in the scheme, `plain_bytes` unquantized. `fallback_*`: in the fallback, None without one.
+    scheme: str
+    cost: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A unit: modules with the same format. `formats`: in each scheme that fits, in the order in which they were given.
+
+    A fallback is the second of them.
     """
 
     name: str
     modules: tuple[str, ...]
-    cost: float
     weights: int
-    bytes: int
     plain_bytes: int
-    fallback_cost: float | None = None
-    fallback_bytes: int | None = None
+    formats: tuple[InFormat, ...]
+
+    @property
+    def cost(self) -> float:
+        """The cost in the first scheme that fits."""
+        return self.formats[0].cost
+
+    @property
+    def bytes(self) -> int:
+        """The bytes in the first scheme that fits."""
+        return self.formats[0].bytes
 
     @property
     def saved(self) -> int:
@@ -45,15 +62,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The choice for a budget. `lifted`: the units that are excluded from the scheme.
+class Whole:
+    """Everything that fits in one scheme: its measured divergence, and bits per quantizable weight."""
 
-    `bits`: per quantizable weight, on average. `bytes`: of all weights. `expected` is the sum of the units' costs,
-    `measured` the divergence of the whole model, after `rounds` choices (each tighter than the last).
+    scheme: str
+    measured: float
+    bits: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice for a budget. `formats`: layer -> its scheme, or "none".
+
+    `bits`: per quantizable weight, on average. `bytes`: of all weights. `expected` is the sum of the layers' costs,
+    `measured` the divergence of the whole model, after `rounds` choices.
     """
 
     budget: str
-    lifted: tuple[str, ...]
+    formats: Mapping[str, str]
     bits: float
     bytes: int
     expected: float
@@ -63,22 +89,21 @@ class Choice:
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity(Displayed):
-    """Units by cost, the largest first. `cost_is`: the unit of the costs; divergences are always in nats a token.
+    """Layers by cost, the largest first. `cost_is`: the unit of the costs; divergences are always in nats a token.
 
-    `whole`: the divergence with everything in the scheme. `cache`: that of the KV cache alone, None without one.
-    `tokens`: the number of held-out tokens. `held`: bytes for measuring, in addition to the model. `recipe`: the text
-    of a recipe file for `quant=`, "" without a budget.
+    `wholes`: everything in each scheme, KV cache included. `cache`: the divergence of the KV cache alone, None without
+    one. `tokens`: the number of held-out tokens. `held`: bytes for measuring, in addition to the model. `recipe`: the
+    text of a recipe file for `quant=`, "" without a budget.
     """
 
     architecture: str
-    scheme: str
+    schemes: tuple[str, ...]
     fallback: str
     method: str
     cost_is: str
     layers: tuple[Layer, ...]
-    whole: float
+    wholes: tuple[Whole, ...]
     cache: float | None
-    bits: float
     plain_bits: float
     tokens: int
     data_digest: str
@@ -88,9 +113,16 @@ class Sensitivity(Displayed):
     recipe: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def whole(self) -> float:
+        """The divergence with everything in the first scheme."""
+        return self.wholes[0].measured
+
     def to_json(self) -> str:
         """The result as JSON with `indent=2`; infinite values (outputs of NaN) become null."""
-        layers = [{**plain(layer), "saved": layer.saved} for layer in self.layers]
+        layers = [
+            {**plain(layer), "cost": layer.cost, "bytes": layer.bytes, "saved": layer.saved} for layer in self.layers
+        ]
         return json.dumps(_finite({**plain(self), "layers": layers}), indent=2, allow_nan=False)
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
@@ -107,28 +139,51 @@ class Sensitivity(Displayed):
     def lines(self) -> list[str]:
         """What was ranked, the divergence of the whole model, and the choice if there was a budget."""
         fallback = f", fallback {self.fallback}" if self.fallback else ""
+        schemes = f"scheme{'s' * (len(self.schemes) > 1)} {', '.join(self.schemes)}"
         cache = [f"KV cache alone: {_cost(self.cache)} {NATS}"] if self.cache is not None else []
         return [
-            f"{self.architecture}, scheme {self.scheme}{fallback}: cost of each alone, in {self.cost_is}",
+            f"{self.architecture}, {schemes}{fallback}: cost of each alone, in {self.cost_is}",
             *cache,
-            f"everything quantized: {_cost(self.whole)} {NATS}, {self.bits:.2f} bits a weight "
-            f"(unquantized {self.plain_bits:.2f}), on {self.tokens:,} held-out tokens",
+            *(self._whole_line(whole, len(self.wholes) > 1) for whole in self.wholes),
             *([_choice_line(self, self.choice)] if self.choice else []),
         ]
 
+    def _whole_line(self, whole: Whole, named: bool) -> str:
+        where = f"everything in {whole.scheme}" if named else "everything quantized"
+        last = f" (unquantized {self.plain_bits:.2f}), on {self.tokens:,} held-out tokens"
+        return f"{where}: {_cost(whole.measured)} {NATS}, {whole.bits:.2f} bits a weight" + (
+            last if whole is self.wholes[0] else ""
+        )
+
     def table(self) -> Table:
-        """One row per unit, the largest cost first."""
-        columns = ["layer", "cost", "saves", "bits"] + (["in fallback"] if self.fallback else []) + ["stays"]
-        excluded = set(self.choice.lifted) if self.choice else set()
-        rows = [
-            (
-                layer.name, _cost(layer.cost), size(layer.saved), f"{8 * layer.bytes / layer.weights:.2f}",
-                *([_cost(layer.fallback_cost)] if self.fallback else []),
-                (self.fallback or "unquantized") if layer.name in excluded else "",
-            )
-            for layer in self.layers
-        ]  # fmt: skip
-        return (columns, rows) if self.choice else (columns[:-1], [row[:-1] for row in rows])
+        """One row per layer, the largest cost first; with several schemes, its cost in each."""
+        chosen = self.choice.formats if self.choice else {}
+        if len(self.schemes) > 1:
+            columns = ["layer", "weights", *self.schemes]
+            rows = [
+                (layer.name, f"{layer.weights:,}", *(self._cell(layer, scheme) for scheme in self.schemes))
+                for layer in self.layers
+            ]
+        else:
+            columns = ["layer", "cost", "saves", "bits"] + (["in fallback"] if self.fallback else [])
+            rows = [
+                (
+                    layer.name, _cost(layer.cost), size(layer.saved), f"{8 * layer.bytes / layer.weights:.2f}",
+                    *([_cost(layer.formats[1].cost)] if self.fallback else []),
+                )
+                for layer in self.layers
+            ]  # fmt: skip
+        if not chosen:
+            return columns, rows
+        # with one scheme, only the layers that do not get it are told
+        told = {layer.name: chosen[layer.name] for layer in self.layers}
+        told = {name: "unquantized" if scheme == "none" else scheme for name, scheme in told.items()}
+        alone = self.schemes[0] if len(self.schemes) == 1 else ""
+        last = ["" if told[layer.name] == alone else told[layer.name] for layer in self.layers]
+        return [*columns, "stays" if alone else "format"], [(*row, cell) for row, cell in zip(rows, last, strict=True)]
+
+    def _cell(self, layer: Layer, scheme: str) -> str:
+        return next((_cost(it.cost) for it in layer.formats if it.scheme == scheme), "does not fit")
 
     def __rich__(self) -> Any:
         return sensitivity_table(self)
@@ -143,18 +198,26 @@ def _finite(value: Any) -> Any:
 
 
 def sensitivity_table(result: Sensitivity) -> RenderableType:
-    """The whole result, the unit with the largest cost first."""
+    """The whole result, the layer with the largest cost first."""
     from rich.console import Group
 
     head, *last = result.lines()
-    return Group(head, "", Columns(*result.table(), right=(1, 2, 3)), "", *last, *result.notes)
+    columns, rows = result.table()
+    right = tuple(range(1, len(columns) - bool(result.choice))) if len(result.schemes) > 1 else (1, 2, 3)
+    return Group(head, "", Columns(columns, rows, right=right), "", *last, *result.notes)
 
 
 def _choice_line(result: Sensitivity, choice: Choice) -> str:
-    count = f"{len(choice.lifted)} of {len(result.layers)} stay {result.fallback or 'unquantized'}"
+    counts = Counter(choice.formats.values())
+    names = {scheme: scheme if scheme != "none" else "unquantized" for scheme in counts}
+    if len(result.schemes) > 1:
+        count = ", ".join(f"{counts[scheme]} {names[scheme]}" for scheme in (*result.schemes, "none") if counts[scheme])
+    else:
+        excluded = sum(number for scheme, number in counts.items() if scheme != result.schemes[0])
+        count = f"{excluded} of {len(result.layers)} stay {result.fallback or 'unquantized'}"
     cost = f"divergence {_cost(choice.measured)} measured"
     cost += f", {_cost(choice.expected)} by the sum of the parts" if result.cost_is == NATS else ""
-    rounds = f"; tightened {choice.rounds - 1} times" if choice.rounds > 1 else ""
+    rounds = f"; {choice.rounds} choices were measured" if choice.rounds > 1 else ""
     return f"budget {choice.budget}: {count}; {choice.bits:.2f} bits a weight, {size(choice.bytes)}; {cost}{rounds}"
 
 

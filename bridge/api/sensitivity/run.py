@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from bridge.api import request
-from bridge.api.sensitivity.budget import Item, expected, within_bytes, within_cost
-from bridge.api.sensitivity.candidates import check_recipe
+from bridge.api.sensitivity.candidates import Destination, check_recipe
+from bridge.api.sensitivity.choose import Pick, choose
 from bridge.api.sensitivity.job import Job, make_job
-from bridge.api.sensitivity.measure import Bench, Costs, costs, make_bench
-from bridge.api.sensitivity.recipe import recipe
-from bridge.api.sensitivity.result import METHODS, NATS, Choice, Layer, Sensitivity
-from bridge.calibration.data import Sampling
-from bridge.core.errors import CalibrationError, SchemeError
+from bridge.api.sensitivity.measure import Costs, costs, make_bench
+from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
+from bridge.api.sensitivity.units import Unit
+from bridge.api.words import TargetOptions
+from bridge.calibration.data import Data, Sampling
+from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.quant.schemes.recipe import NONE
@@ -26,6 +28,8 @@ def sensitivity(
     quant: Any,
     data: Any = None,
     *,
+    target: str | None = None,
+    runtime: str | None = None,
     budget: str | None = None,
     fallback: str | None = None,
     method: str = "kl",
@@ -37,14 +41,20 @@ def sensitivity(
     sequence: int | None = None,
     field: str | None = None,
     progress: Progress | bool | None = None,
+    **options: Unpack[TargetOptions],
 ) -> Sensitivity:
-    """Rank layers by the cost of quantizing each one alone; with a budget, choose layers to exclude and measure that.
+    """Rank layers by the cost of quantizing each one alone; with a budget, choose a format for each and measure that.
 
     Args:
+        quant: a scheme or a recipe, whose expensive layers are excluded; or a list of scheme names, from which each
+            layer gets the one, or none, with which the sum of costs is least.
         data: as `calibrate` takes it; costs are measured on the held-out part.
         samples: number of sequences; an eighth of them, at least one, is held out.
         sequence: tokens per sequence.
         field: the key of a JSONL or dataset record that holds its text or chat.
+        target: what the recipe is for, "hf" if it is not given; formats that it does not take are left out.
+        runtime: the program that will load the output, as `convert` takes it.
+        options: options of the target, as `convert` takes them.
         budget: "6.5bits" per quantizable weight on average, "7GB" for all weights, or "kl=0.01" nats per token.
         fallback: the scheme of layers that are excluded from `quant`; None leaves them unquantized.
         method: "kl" runs the model once per unit. "modelopt" takes the gradient scores of ModelOpt's `auto_quantize`,
@@ -55,105 +65,89 @@ def sensitivity(
     >>> len(result.layers), result.choice.measured <= 0.01  # nats a token
     (20, True)
     >>> path = result.save("recipe.toml")
+    >>> mixed = bridge.sensitivity(
+    ...     "examples/models/tiny-llama", ["int4_wo", "int8_wo"], budget="5.5bits", samples=8, sequence=64
+    ... )
+    >>> mixed.choice.bits <= 5.5, mixed.choice.measured < mixed.whole
+    (True, True)
     """
-    job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer)
+    place = Destination(target or "", dict(options), runtime)
+    job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
-    if not prepared.held_out:
-        raise CalibrationError(f"nothing was held out to measure on: {prepared.missing or 'give more data'}")
-    bench = make_bench(job, prepared, device, callback_of(progress))
-    measured = costs(bench)
-    choice = _choose(bench, measured) if job.budget else None
-    return _result(bench, measured, choice, method, prepared.digest)
+    return measured(job, prepared, device, callback_of(progress))
 
 
-def _result(bench: Bench, measured: Costs, choice: Choice | None, method: str, data_digest: str) -> Sensitivity:
-    job = bench.job
-    layers = [
-        Layer(
-            unit.name, tuple(site.module for site in unit.sites), measured.alone[i], unit.weights, unit.bytes,
-            unit.plain, measured.fallback[i] if measured.fallback else None,
-            excluded.bytes if measured.fallback else None,
-        )
-        for i, (unit, excluded) in enumerate(zip(job.units, job.excluded, strict=True))
-    ]  # fmt: skip
+def measured(job: Job, data: Data, device: str | None, progress: Progress) -> Sensitivity:
+    """Run a job."""
+    if not data.held_out:
+        raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
+    bench = make_bench(job, data, device, progress)
+    found = costs(bench)
+    pick, choice = choose(bench, found) if job.budget else (None, None)
     return Sensitivity(
         architecture=job.structure.architecture,
-        scheme=job.scheme.name,
+        schemes=tuple(scheme.name for scheme in (job.schemes if job.several else job.schemes[:1])),
         fallback=job.fallback.name if job.fallback else "",
-        method=method,
-        cost_is=METHODS[method],
-        layers=tuple(sorted(layers, key=lambda layer: -layer.cost)),
-        whole=measured.whole,
-        cache=measured.cache,
-        bits=job.bits(sum(unit.bytes for unit in job.units)),
+        method=job.method,
+        cost_is=METHODS[job.method],
+        layers=_layers(job, found),
+        wholes=_wholes(job, found),
+        cache=found.cache,
         plain_bits=job.bits(sum(unit.plain for unit in job.units)),
-        tokens=measured.tokens,
-        data_digest=data_digest,
-        held=measured.held,
+        tokens=found.tokens,
+        data_digest=data.digest,
+        held=found.held,
         versions=bench.quantized.calibration.provenance.versions,
         choice=choice,
-        recipe=_recipe(job, choice, measured.tokens) if choice else "",
+        recipe=_recipe(job, pick, choice, found.tokens) if pick and choice else "",
         notes=_notes(job),
     )
 
 
-def _choose(bench: Bench, measured: Costs) -> Choice:
-    """The choice for the budget. If the measured cost is above the sum of the parts, the sum is tightened."""
-    job, items = bench.job, _items(bench.job, measured)
-    assert job.budget
-    if job.budget.kind != "kl":
-        return _measure(bench, measured, items, within_bytes(items, job.limit), 1)
-    limit, fixed, rounds = job.budget.limit, measured.cache or 0.0, 0
-    aim = limit - fixed
-    while True:
-        excluded, rounds = within_cost(items, aim), rounds + 1
-        if len(excluded) == len(items) and not job.fallback:
-            least = min(items, key=lambda item: item.cost)
-            cache = f" in addition to the {fixed:.3g} of the KV cache" if fixed else ""
-            raise SchemeError(
-                f"budget {job.budget.text!r} cannot be met by quantizing anything: {least.name}, the cheapest, costs "
-                f"{least.cost:.3g} {NATS} alone{cache}; raise the budget"
-            )
-        choice = _measure(bench, measured, items, excluded, rounds)
-        if choice.measured <= limit:
-            return choice
-        if job.fallback and all(item in excluded or item.gain <= 0 for item in items):
-            raise SchemeError(
-                f"budget {job.budget.text!r} cannot be met: with {len(excluded)} of {len(items)} layers in "
-                f"{job.fallback.name}, all that gain by it, the divergence is {choice.measured:.3g} {NATS}; raise the "
-                "budget"
-            )
-        # at most halved per round: costs do not add up exactly, so a smaller sum may exclude too much
-        aim = min(aim, expected(items, excluded) * max(limit / choice.measured, 0.5))
+def _layers(job: Job, found: Costs) -> tuple[Layer, ...]:
+    layers = []
+    for unit in job.units:
+        formats = tuple(
+            InFormat(scheme.name, found.alone[unit.name, at], job.bytes_of(unit, at))
+            for at, scheme in enumerate(job.schemes)
+            if (unit.name, at) in found.alone
+        )
+        modules = tuple(site.module for site in unit.sites)
+        layers.append(Layer(unit.name, modules, unit.weights, unit.plain, formats))
+    return tuple(sorted(layers, key=lambda layer: -layer.cost))
 
 
-def _items(job: Job, measured: Costs) -> list[Item]:
-    excluded = measured.fallback or (0.0,) * len(job.units)
-    return [
-        Item(unit.name, cost, unit.bytes, excluded_cost, other.bytes)
-        for unit, other, cost, excluded_cost in zip(job.units, job.excluded, measured.alone, excluded, strict=True)
-    ]
+def _wholes(job: Job, found: Costs) -> tuple[Whole, ...]:
+    """Everything in each scheme; units that do not fit it stay unquantized."""
+    unquantized = {unit.name: unit.plain for unit in job.units}
+    return tuple(
+        Whole(scheme.name, nats, job.bits(sum((unquantized | {n: u.bytes for n, u in it.units.items()}).values())))
+        for scheme, nats, it in zip(job.schemes, found.whole, job.candidates.formats, strict=False)
+    )
 
 
-def _measure(bench: Bench, measured: Costs, items: Sequence[Item], excluded: Sequence[Item], rounds: int) -> Choice:
-    job, names = bench.job, tuple(item.name for item in excluded)
-    nbytes = sum(item.excluded_bytes if item.name in names else item.bytes for item in items)
-    total = expected(items, excluded) + (measured.cache or 0.0)
-    assert job.budget
-    return Choice(job.budget.text, names, job.bits(nbytes), nbytes + job.rest, total, bench.divergence(names), rounds)
-
-
-def _recipe(job: Job, choice: Choice, tokens: int) -> str:
+def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
+    """The recipe of a choice; with several schemes, it starts from the one that most weights get."""
+    kept, formats = job.candidates.kept, [candidate.name for candidate in job.candidates.formats]
     comment = [
         f"Layers chosen by the cost of quantizing each: budget {choice.budget}, {choice.bits:.2f} bits a weight,",
         f"divergence {choice.measured:.3g} {NATS} measured on {tokens:,} held-out tokens.",
     ]
-    if job.candidates.kept:
-        comment.append(f"{len(job.candidates.kept)} more stay unquantized: they do not fit {job.scheme.name}.")
-    excluded = [unit for unit in job.units if unit.name in choice.lifted]
-    quant = job.fallback.name if job.fallback else NONE
-    text = recipe(job.base, comment, excluded, quant, [site.module for site in job.structure.sites])
-    check_recipe(job.source, job.structure, job.candidates.target, text)
+    if kept:
+        comment.append(f"{len(kept)} more stay unquantized: they do not fit {job.title}.")
+    base, first = job.base, 0
+    unfit: tuple[Unit, ...] = ()
+    if job.several:
+        weights = [sum(u.weights for u in job.units if pick.formats[u.name] == at) for at in range(len(job.schemes))]
+        first, unfit = weights.index(max(weights)), kept
+        base = recipe_base(job.quant[first], job.kv)
+    rules = [
+        (name, [*[unit for unit in job.units if pick.formats[unit.name] == at], *(unfit if name == NONE else ())])
+        for at, name in enumerate(formats)
+        if at != first
+    ]
+    text = recipe(base, comment, rules, [site.module for site in job.structure.sites])
+    check_recipe(job.source, job.structure, job.candidates.destination, text)
     return text
 
 
@@ -161,6 +155,8 @@ def _notes(job: Job) -> tuple[str, ...]:
     why, candidates = job.structure.ungrouped, job.candidates
     notes = [f"a target may refuse the recipe: modules with the same input are unknown ({why})"] if why else []
     if count := len(candidates.kept):
-        target, scheme = candidates.target, job.scheme.name
-        notes.append(f"{count} more stay unquantized: target {target} does not support them in {scheme}")
+        target = candidates.destination.runtime or candidates.destination.target
+        notes.append(f"{count} more stay unquantized: target {target} does not support them in {job.title}")
+    elif candidates.why and job.several:
+        notes.append("formats that were left out:")
     return (*notes, *(f"  {line}" for line in candidates.why))
