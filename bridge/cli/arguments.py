@@ -57,7 +57,7 @@ Runtime = Annotated[
 Quant = Annotated[
     str | None,
     typer.Option(
-        help="scheme name (`qbridge show schemes`) or recipe file; default: no quantization",
+        help="scheme name (`qbridge show schemes`), recipe file, or auto:4.8bits (chosen per layer); default: none",
         autocompletion=complete_scheme,
     ),
 ]

@@ -78,3 +78,9 @@ def parse_automatic(text: str) -> Automatic:
     if colon and not all(schemes):
         raise UsageError(f"quant={text!r}: a scheme's name is missing; write auto:{budget}:int4_awq,fp8, for example")
     return Automatic(parsed, schemes if colon else ())
+
+
+def choice_notes(recipe: str) -> tuple[str, ...]:
+    """What a recipe that `auto:` chose says of its budget and its measured divergence."""
+    comments = [line.removeprefix("# ") for line in recipe.splitlines() if line.startswith("# ")]
+    return (" ".join(comments[1:]),)

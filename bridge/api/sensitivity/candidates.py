@@ -109,6 +109,8 @@ def several_schemes(
     """Schemes without rules, and none, for each unit; SchemeError if a scheme fits nowhere, unless `optional`."""
     where = replace(destination, target=destination.target or FIRST)
     program, contracts = request.contracts_of(where.target, where.options, where.runtime)
+    if program and not contracts:  # it loads nothing of that target and those options: raises
+        request.plan_of(source, structure, where.target, schemes[0], dict(where.options), where.runtime)
     units = units_of(structure, schemes[0], source.specs)
     menus: list[Menu] = []
     problems: dict[int, list[tuple[str, str]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -133,6 +134,10 @@ def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
         f"Layers chosen by the cost of quantizing each: budget {choice.budget}, {choice.bits:.2f} bits a weight,",
         f"divergence {choice.measured:.3g} {NATS} measured on {tokens:,} held-out tokens.",
     ]
+    if job.several:
+        counts = Counter(choice.formats.values())
+        named = [f"{counts[name]} {'unquantized' if name == NONE else name}" for name in formats if counts[name]]
+        comment.append(f"Layers by format: {', '.join(named)}.")
     if kept:
         comment.append(f"{len(kept)} more stay unquantized: they do not fit {job.title}.")
     base, first = job.base, 0

@@ -8,7 +8,8 @@ JOURNAL = "journal.jsonl"
 # Files beside what the target writes; see bridge.verification.verify and bridge.core.output.directory.
 # Runtimes load every *.safetensors beside config.json if there is no index: ours lies one level down.
 CALIBRATION = "bridge/calibration.safetensors"
-WRITES = (MANIFEST, CALIBRATION, "report.json", "report.html", JOURNAL)
+RECIPE = "bridge/recipe.toml"  # the recipe that quant="auto:..." chose
+WRITES = (MANIFEST, CALIBRATION, RECIPE, "report.json", "report.html", JOURNAL)
 
 DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint
 GGUF = ".gguf"  # the suffix of llama.cpp's files
