@@ -116,6 +116,14 @@ def test_what_cannot_be_chosen_is_refused_before_work(
 
 
 @pytest.mark.slow
+def test_the_cache_of_keys_and_values_is_quantized_and_counted_too(tmp_path: Path) -> None:
+    report = convert(tmp_path / "out", kv="fp8")
+    assert 'kv   = "fp8"' in (tmp_path / "out.recipe.toml").read_text()
+    assert any(step.kv for step in bridge.plan(MODEL, "hf", tmp_path / "out.recipe.toml").steps)
+    assert report.scheme == "auto-6bits"
+
+
+@pytest.mark.slow
 def test_a_choice_for_a_program_is_what_that_program_loads(tmp_path: Path) -> None:
     quant = "auto:7bits:int4_wo,fp8_pc_pt"
     report = convert(tmp_path / "out", quant, runtime="vllm")
