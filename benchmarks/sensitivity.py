@@ -164,7 +164,7 @@ def budgets() -> None:
         print(f"| `{scheme}` | {budget} | {stay} | {found.choice.bits:.2f} | {figures} | {found.choice.rounds} |")
 
 
-CANDIDATES = (("int4_wo", "fp8", "int8_wo"), ("int4_awq", "int8_wo"))
+CANDIDATES = (("int4_wo", "fp8", "int8_wo"), ("int4_awq", "int8_wo"), ("int4_awq", "int4_wo", "fp8", "int8_wo"))
 
 
 def peer(made: Bench, method: str, bits: float) -> dict[str, int]:
