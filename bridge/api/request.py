@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.api.sensitivity.budget import is_automatic, parse_automatic
 from bridge.calibration.data import DEFAULT, Data, Sampling, prepare
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.places import check_here
@@ -36,14 +35,6 @@ BASE_TEXT_BYTES, TENSOR_TEXT_BYTES = 256 << 10, 4 << 10
 
 def scheme_of(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
     """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model."""
-    if is_automatic(quant):
-        automatic = parse_automatic(quant)
-        names = ",".join(automatic.schemes) or "int4_awq,fp8"
-        raise UsageError(
-            f"quant={quant!r}: only `convert` chooses by itself, since that runs the model; choose first: "
-            f"`qbridge sensitivity MODEL --quant {names} --budget {automatic.budget.text} --out recipe.toml`, then "
-            "pass the recipe as quant"
-        )
     if quant is None or quant == "none":
         if kv:
             raise UsageError(f"kv={kv!r} needs a scheme too; pass quant='fp8', for example")

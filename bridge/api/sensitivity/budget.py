@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from bridge.core.errors import UsageError
 from bridge.core.text import byte_count
+from bridge.quant.schemes.load import AUTO
 
-AUTO = "auto:"
 FORMS = 'write "6.5bits" (a weight, on average), "7GB" (all weights) or "kl=0.01" (nats a token)'
 
 
