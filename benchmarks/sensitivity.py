@@ -3,11 +3,16 @@
     python benchmarks/sensitivity.py             every unit's cost: bridge, auto_quantize (kl_div, gradient), copies
     python benchmarks/sensitivity.py --ranks     rank correlation between halves of the held-out text, and of methods
     python benchmarks/sensitivity.py --budgets   what budgets buy: sum of the parts against the whole, measured
+    python benchmarks/sensitivity.py --auto      several schemes: bridge's choice and auto_quantize's at the same bits
 
 Seconds are of the processor, after the imports, on one thread (OMP_NUM_THREADS=1): a busy machine changes them little.
 All measure the same four rows of 128 tokens. `bridge` includes opening the model and calibrating on 32 rows, `copies`
 (one for each unit, in which that unit alone is quantized, as a script would do) that calibration each time;
 auto_quantize calibrates on the four.
+
+`--auto`: auto_quantize calibrates and scores on all 32 rows, told what each format takes with its scales; bridge
+calibrates on 28 of them and measures on the other four. Its budget is what auto_quantize's choice takes. Both choices
+are run with the same quantizers on 64 other rows.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import argparse
 import contextlib
 import copy
 import io
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -28,12 +34,15 @@ from scipy.stats import spearmanr
 
 import bridge
 from bridge.api.request import data_of
+from bridge.api.sensitivity.budget import parse_budget
+from bridge.api.sensitivity.choose import choose
+from bridge.api.sensitivity.divergence import kl
+from bridge.api.sensitivity.job import make_job
+from bridge.api.sensitivity.measure import Bench, costs, make_bench
+from bridge.calibration.data import Sampling
 from bridge.calibration.quantizers import numeric_cfg
 from bridge.core.progress import no_progress
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.sensitivity.divergence import kl
-from bridge.workflows.sensitivity.job import make_job
-from bridge.workflows.sensitivity.measure import Bench, make_bench
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "models" / "tiny-llama")
 SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
@@ -41,11 +50,11 @@ SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
 
 def bench(scheme: str, samples: int) -> Bench:
     job = make_job(MODEL, scheme, None, None, "kl", None, None, None)
-    return make_bench(job, data_of(job.source, None, samples, 128), None, no_progress)
+    return make_bench(job, data_of(job.source, None, Sampling(samples, 128)), None, no_progress)
 
 
 def alone(made: Bench) -> list[float]:
-    return list(made.measure([made.variant([unit.name]) for unit in made.job.units]).nats)
+    return list(made.measure([made.variant({unit.name: 0}) for unit in made.job.units]).nats)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -75,7 +84,7 @@ def auto(method: str, scheme: str, made: Bench) -> None:
     def loss(out: Any, batch: Any) -> Any:
         return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
-    model, held = copy.deepcopy(made.made.plain), list(made.data.held_out)
+    model, held = copy.deepcopy(made.quantized.plain), list(made.data.held_out)
     extra = {"loss_func": loss} if method == "gradient" else {}
     mtq.auto_quantize(
         model, {"effective_bits": 12.0}, [config(scheme)], data_loader=held, method=method, num_calib_steps=len(held),
@@ -96,10 +105,10 @@ def copies(scheme: str, made: Bench) -> None:
         others = (site.module for other in made.job.units if other is not unit for site in other.sites)
         said["quant_cfg"] += [{"quantizer_name": f"{name}.*", "enable": False} for name in (*others, "lm_head")]
         loop = (lambda model: [run(model, batch) for batch in made.data.batches]) if scheme == "fp8" else None
-        quantized = mtq.quantize(copy.deepcopy(made.made.plain), said, loop)
+        quantized = mtq.quantize(copy.deepcopy(made.quantized.plain), said, loop)
         for batch in made.data.held_out:
             rows = torch.arange(batch["input_ids"].numel())
-            kl(run(made.made.plain, batch), run(quantized, batch), rows)
+            kl(run(made.quantized.plain, batch), run(quantized, batch), rows)
 
 
 def times() -> None:
@@ -149,14 +158,102 @@ def budgets() -> None:
     ):  # fmt: skip
         found = bridge.sensitivity(MODEL, scheme, budget=budget, fallback=fallback)
         assert found.choice
-        stay = f"{len(found.choice.lifted)} of {len(found.layers)} {fallback or 'unquantized'}"
+        lifted = sum(scheme != found.schemes[0] for scheme in found.choice.formats.values())
+        stay = f"{lifted} of {len(found.layers)} {fallback or 'unquantized'}"
         figures = f"{found.choice.expected:.4g} | {found.choice.measured:.4g} | {found.whole:.4g}"
         print(f"| `{scheme}` | {budget} | {stay} | {found.choice.bits:.2f} | {figures} | {found.choice.rounds} |")
+
+
+CANDIDATES = (("int4_wo", "fp8", "int8_wo"), ("int4_awq", "int8_wo"), ("int4_awq", "int4_wo", "fp8", "int8_wo"))
+
+
+def peer(made: Bench, method: str, bits: float) -> dict[str, int]:
+    """The units of ModelOpt's auto_quantize, each with the number of its candidate."""
+    import modelopt.torch.quantization as mtq
+
+    def loss(out: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+    job, rows = made.job, [*made.data.batches, *made.data.held_out]
+    formats = job.candidates.formats
+    asked = []
+    for candidate in formats[:-1]:
+        mean = 8 * sum(unit.bytes for unit in candidate.units.values()) / sum(u.weights for u in job.units)
+        algorithm = "awq_lite" if candidate.scheme.format.prescales else "max"
+        asked.append({**config(candidate.name), "effective_bits": mean, "algorithm": {"method": algorithm}})
+    inside = {name for modules in made.base.modules.values() for name in modules}
+    model = copy.deepcopy(made.quantized.plain)
+    outside = [name for name, _ in model.named_modules() if name and name not in inside]
+    extra = {"loss_func": loss} if method == "gradient" else {}
+    # its mean is of all matrices, those included that stay unquantized at 16 bits a weight
+    linear = (m for n, m in model.named_modules() if n in outside and type(m).__name__ in ("Linear", "Conv1D"))
+    rest, weights = sum(module.weight.numel() for module in linear), sum(unit.weights for unit in job.units)
+    bits = (bits * weights + 16 * rest) / (weights + rest)
+    _, state = mtq.auto_quantize(
+        model, {"effective_bits": bits}, asked, data_loader=rows, method=method, num_calib_steps=len(rows),
+        forward_step=lambda m, batch: m(**batch, use_cache=False).logits, num_score_steps=len(rows),
+        disabled_layers=outside, **extra,
+    )  # fmt: skip
+    chosen = {}
+    for name, recipe in state["best"]["recipe"].items():
+        # it names the formats that are given as settings CUSTOM_0, CUSTOM_1 ..., and unquantized ones NONE
+        found = re.match(r"CUSTOM_(\d+)", str(recipe))
+        at = int(found[1]) if found else len(formats) - 1
+        chosen |= dict.fromkeys(state["candidate_stats"][name]["module_names"], at)
+    return {unit: chosen[modules[0]] for unit, modules in made.base.modules.items()}
+
+
+def other_rows(made: Bench, count: int) -> tuple[dict[str, Any], ...]:
+    """Rows of the embedded text that neither calibrates nor is measured on."""
+    data = data_of(made.job.source, None, Sampling(4 * count, 128))
+    used = {tuple(row.tolist()) for batch in (*made.data.batches, *made.data.held_out) for row in batch["input_ids"]}
+    rows = [row for batch in (*data.batches, *data.held_out) for row in batch["input_ids"]]
+    fresh = torch.stack([row for row in rows if tuple(row.tolist()) not in used][:count])
+    return tuple({"input_ids": part, "attention_mask": torch.ones_like(part)} for part in fresh.split(8))
+
+
+def chosen_by(work: Callable[[], Any]) -> tuple[Any, float]:
+    found: list[Any] = []
+    return found, seconds(lambda: found.append(work()))
+
+
+def automatic(models: list[str]) -> None:
+    print("| model | schemes | bits | auto_quantize | bridge | seconds of each |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for model in (str(Path(MODEL).parent / name) for name in models):
+        for schemes in CANDIDATES:
+            job = make_job(model, list(schemes), None, None, "kl", None, None, None)
+            # of 16 bits a weight, as auto_quantize counts them: the example is stored in 32
+            plain = {unit.name: replace(unit, bytes=2 * unit.weights) for unit in job.units}
+            last = replace(job.candidates.formats[-1], units=plain)
+            job = replace(job, candidates=replace(job.candidates, formats=(*job.candidates.formats[:-1], last)))
+            made = make_bench(job, data_of(job.source, None, Sampling(32, 128)), None, no_progress)
+            fresh = replace(made, data=replace(made.data, held_out=other_rows(made, 64)))
+            costs_, took = chosen_by(lambda: costs(made))  # noqa: B023
+            for bits in (4.8, 5.5, 6.5):
+                for method in ("gradient", "kl_div"):
+                    (theirs,), other = chosen_by(lambda: peer(made, method, bits))  # noqa: B023
+                    nbytes = sum(job.bytes_of(unit, theirs[unit.name]) for unit in job.units)
+                    asked = replace(job, budget=parse_budget(f"{job.bits(nbytes) + 1e-9}bits"))
+                    pick, _ = choose(replace(made, job=asked), costs_[0])
+                    nats = [fresh.divergence(without(made, formats)) for formats in (theirs, pick.formats)]
+                    words = f"| {Path(model).name} | {', '.join(schemes)} | {job.bits(nbytes):.2f} | {method} "
+                    figures = f"{nats[0]:.4f} | {nats[1]:.4f} | {other:.1f} s, {took:.1f} s |"
+                    print(words + figures, flush=True)
+
+
+def without(made: Bench, formats: Any) -> dict[str, int]:
+    """Without the units that stay unquantized."""
+    return {unit: at for unit, at in formats.items() if at < len(made.copies)}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--budgets", action="store_true")
+    parser.add_argument("--auto", action="store_true")
+    parser.add_argument(
+        "--models", nargs="+", default=["tiny-llama", "tiny-gpt2"], help="of examples/models, for --auto"
+    )
     asked = parser.parse_args()
-    ranks() if asked.ranks else budgets() if asked.budgets else times()
+    automatic(asked.models) if asked.auto else ranks() if asked.ranks else budgets() if asked.budgets else times()

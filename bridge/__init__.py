@@ -23,8 +23,8 @@ _HOME = {
     "run": "bridge.api.run",
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
-    "sensitivity": "bridge.workflows.sensitivity.run",
-    "Sensitivity": "bridge.workflows.sensitivity.result",
+    "sensitivity": "bridge.api.sensitivity.run",
+    "Sensitivity": "bridge.api.sensitivity.result",
     "Plan": "bridge.planning.plan",
     "Report": "bridge.reporting.report",
     "Calibration": "bridge.quant.calibration",
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from bridge import targets as targets
     from bridge.api.nemo import Quantizer
     from bridge.api.run import run
+    from bridge.api.sensitivity.result import Sensitivity
+    from bridge.api.sensitivity.run import sensitivity
     from bridge.api.tripy import (
         convert_to_scale,
         create_forward_loop,
@@ -67,8 +69,6 @@ if TYPE_CHECKING:
     from bridge.workflows import golden as golden
     from bridge.workflows.batch.report import BatchReport
     from bridge.workflows.batch.run import batch
-    from bridge.workflows.sensitivity.result import Sensitivity
-    from bridge.workflows.sensitivity.run import sensitivity
 
 __all__ = [
     "BatchReport",

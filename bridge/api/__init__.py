@@ -1,1 +1,1 @@
-"""The functions that scripts call, and one conversion stage by stage."""
+"""What scripts call: one conversion stage by stage, sensitivity, other names."""

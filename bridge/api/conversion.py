@@ -22,10 +22,11 @@ from bridge.api.request import (
     unwarned_data_of,
     warn_of,
 )
+from bridge.api.sensitivity.budget import choice_notes, is_automatic
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, SourceError, warn
 from bridge.core.output.directory import check_disk, output_directory
-from bridge.core.output.names import CALIBRATING, CALIBRATION
+from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
 from bridge.core.output.replace import check_free, recover
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
@@ -118,13 +119,17 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A conversion that passed all checks. `runs`: the output is run, to compare its outputs with the source's."""
+    """A conversion that passed all checks. `runs`: the output is run, to compare its outputs with the source's.
+
+    `recipe`: the text of the recipe that `auto:` chose, "" without it.
+    """
 
     request: Request
     resolved: ResolvedRequest
     data: Data | None
     identity: str
     runs: bool
+    recipe: str = ""
 
 
 def _run(request: Request, options: RunOptions) -> Report:
@@ -149,6 +154,9 @@ def _run(request: Request, options: RunOptions) -> Report:
         )  # fmt: skip
         with clock.stage("write"):
             manifest = write(context)
+            if prepared.recipe:
+                (work.directory / RECIPE).parent.mkdir(exist_ok=True)
+                (work.directory / RECIPE).write_text(prepared.recipe, encoding="utf-8")
         proof = None
         if request.verify:
             with clock.stage("verify"):
@@ -170,7 +178,11 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     from bridge.calibration.modelopt import check_device, import_frameworks
 
     source = open_source(request.model, request.config, request.tokenizer)
+    request, recipe = _chosen(source, request, clock)
     resolved = resolve(source, request)
+    if recipe:
+        plan = resolved.plan
+        resolved = replace(resolved, plan=replace(plan, notes=(*plan.notes, *choice_notes(recipe))))
     given = resolved.calibration
     recover(resolved.out)
     check_free(resolved.out, request.overwrite)
@@ -180,7 +192,7 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     if resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, request.device)
-    else:
+    elif not recipe:
         _warn_of_unused(request, compared)
     if resolved.uncalibrated or compared:
         with clock.stage("imports"):
@@ -195,7 +207,17 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, source.fingerprint, statistics)
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return _Prepared(request, resolved, data, identity, runs)
+    return _Prepared(request, resolved, data, identity, runs, recipe)
+
+
+def _chosen(source: Source, request: Request, clock: Clock) -> tuple[Request, str]:
+    """The request with a scheme, and the recipe that was chosen; "" if the caller named the scheme."""
+    if not is_automatic(request.quant):
+        return request, ""
+    from bridge.api.sensitivity.automatic import choose_recipe
+
+    with clock.stage("choose"):
+        return choose_recipe(source, request)
 
 
 def _warn_of_unused(request: Request, compared: bool) -> None:
@@ -220,7 +242,8 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
     with clock.stage("calibrate"):
         if saved.exists():
             return Calibration.load(saved)
-        warn_of(prepared.data)
+        if not prepared.recipe:  # it was chosen with the same data
+            warn_of(prepared.data)
         device, progress = prepared.request.device, prepared.request.progress
         progress(0, 0, "calibrate")
         needed = {module for step in resolved.plan.quantized for module in step.modules}  # a target may keep some

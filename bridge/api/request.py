@@ -62,15 +62,9 @@ def plan_of(
 
     `runtime`, or a target that is the name of a program: of the outputs that it loads, the first that can be written.
     """
-    named = program_of(target)
-    program = named if runtime is None else load_runtime(runtime)
-    if named and program is not named:
-        raise UsageError(f"target {target!r} and runtime {runtime!r} (--for) are two programs; leave one out")
+    program, contracts = contracts_of(target, options, runtime)
     if program is None:
         return _planned(_plan_inputs(source, structure, target, scheme, options))
-    written = None if named else load_target(target).name
-    contracts = [contract for contract in program.contracts if written in (None, contract.target)]
-    contracts = [c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())]
     refused: dict[str, list[str]] = {}
     for contract in contracts:
         if scheme and (why := contract.lacks(scheme.formats, structure.architecture)):
@@ -93,6 +87,21 @@ def plan_of(
             return replace(plan, notes=notes, program=program.name)
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     raise SchemeError(_refusal(program, target, scheme, structure.architecture, options, contracts, refused))
+
+
+def contracts_of(target: str, options: Mapping[str, Any], runtime: str | None) -> tuple[Runtime | None, list[Contract]]:
+    """The program that `runtime` or `target` names, None if neither does, and its contracts for these options."""
+    named = program_of(target)
+    program = named if runtime is None else load_runtime(runtime)
+    if named and program is not named:
+        raise UsageError(f"target {target!r} and runtime {runtime!r} (--for) are two programs; leave one out")
+    if program is None:
+        return None, []
+    written = None if named else load_target(target).name
+    contracts = [contract for contract in program.contracts if written in (None, contract.target)]
+    return program, [
+        c for c in contracts if all(options.get(name, value) == value for name, value in c.options.items())
+    ]
 
 
 def _planned(inputs: PlanInputs) -> Plan:
@@ -143,9 +152,11 @@ def _refusal(
     return "\n  ".join([what + ":", *lines])
 
 
-def incompatibilities_of(source: Source, structure: Structure, target: str, scheme: Scheme) -> list[tuple[str, str]]:
-    """What a plan without options would refuse; see `bridge.planning.make.incompatibilities`."""
-    return incompatibilities(_plan_inputs(source, structure, target, scheme, {}))
+def incompatibilities_of(
+    source: Source, structure: Structure, target: str, scheme: Scheme, options: Mapping[str, Any] | None = None
+) -> list[tuple[str, str]]:
+    """What a plan would refuse; see `bridge.planning.make.incompatibilities`."""
+    return incompatibilities(_plan_inputs(source, structure, target, scheme, dict(options or {})))
 
 
 def _plan_inputs(

@@ -170,8 +170,10 @@ def convert(
         model: a `transformers` model in memory (left as it is), a directory (local, or at https://, s3://, gs://, az://,
             hf://), a hub id, or a `Source`.
         target: "hf", "trt", "ort", "tripy", "trtllm", "megatron", "torchtitan", or a name that an entry point adds.
-        quant: a scheme name, the path of a recipe, or a `Scheme`; None converts without quantizing. For a quantized
-            source, None copies its codes, "none" dequantizes, and a scheme dequantizes and re-quantizes.
+        quant: a scheme name, the path of a recipe, or a `Scheme`; None converts without quantizing. "auto:4.8bits",
+            "auto:7GB" or "auto:kl=0.01" measures each layer in several schemes and chooses one for each (after another
+            colon, their names: "auto:4.8bits:int4_awq,fp8"); the recipe is kept beside `out`. For a quantized source,
+            None copies its codes, "none" dequantizes, and a scheme dequantizes and re-quantizes.
         out: the directory to write, local or at s3://, gs:// or az://; None names it after model, scheme and target.
         calib: a `Calibration`, or the path of a saved one; an importance matrix of llama-imatrix (.gguf); or what
             `data` takes.

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from bridge.cli.terminal import Terminal
 
 
-def _complete_target(begin: str) -> list[str]:
+def complete_target(begin: str) -> list[str]:
     """Targets, and the programs that stand for them, for the shell's completion."""
     from bridge.planning.contract_files import runtime_names
     from bridge.targets import ALIASES, target_names
@@ -44,7 +44,7 @@ def _complete_kv(begin: str) -> list[str]:
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a directory, a hub id or an address")]
 Written = Annotated[str, typer.Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")]
 Target = Annotated[
-    str, typer.Option(help="the format to write: see `qbridge show targets`", autocompletion=_complete_target)
+    str, typer.Option(help="the format to write: see `qbridge show targets`", autocompletion=complete_target)
 ]
 Runtime = Annotated[
     str | None,
@@ -57,7 +57,7 @@ Runtime = Annotated[
 Quant = Annotated[
     str | None,
     typer.Option(
-        help="scheme name (`qbridge show schemes`) or recipe file; default: no quantization",
+        help="scheme name (`qbridge show schemes`), recipe file, or auto:4.8bits (chosen per layer); default: none",
         autocompletion=complete_scheme,
     ),
 ]

@@ -17,23 +17,33 @@ from bridge.cli.arguments import (
     Kv,
     Model,
     Quiet,
+    Runtime,
     Samples,
-    Scheme,
     Sequence,
     Tokenizer,
     complete_scheme,
+    complete_target,
     epilog,
 )
 from bridge.cli.terminal import session
 from bridge.core.errors import UsageError
 
-EPILOG = epilog("qbridge sensitivity MODEL --quant int4_awq --budget 4.5bits")
+EPILOG = epilog("qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits")
 
 
 def sensitivity(
     model: Model,
-    quant: Scheme,
+    quant: Annotated[
+        str,
+        typer.Option(
+            help="scheme name, recipe file, or schemes to choose from: int4_awq,fp8", autocompletion=complete_scheme
+        ),
+    ],
     data: Data = None,
+    target: Annotated[
+        str | None, typer.Option(help="what the recipe is for; default: hf", autocompletion=complete_target)
+    ] = None,
+    runtime: Runtime = None,
     budget: Annotated[
         str | None, typer.Option(help="6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token")
     ] = None,
@@ -59,20 +69,21 @@ def sensitivity(
 ) -> None:
     """Rank layers by the cost of quantizing each one alone.
 
-    The cost is the divergence of the model's output distribution on held-out text. With a budget, layers that cost much
-    for their bytes are excluded from the scheme by a recipe.
+    The cost is the divergence of the model's output distribution on held-out text. With a budget, a recipe excludes
+    layers from the scheme, or gives each layer one of several schemes, so that the sum of costs is the least possible.
     """
     with session(debug=debug, quiet=quiet) as terminal:
+        from bridge.api.sensitivity.run import sensitivity as run
         from bridge.core.output.directory import check_file_free
-        from bridge.workflows.sensitivity.run import sensitivity as run
 
         if out is not None:
             if budget is None:
                 raise UsageError(f"--out {out}: a recipe needs --budget, for example 6.5bits or kl=0.01")
             check_file_free(out, overwrite, "a recipe", ".toml")
         result = run(
-            model, quant, data, budget=budget, fallback=fallback, method=method, kv=kv, device=device, config=config,
-            tokenizer=tokenizer, samples=samples, sequence=sequence, field=field, progress=terminal.progress,
+            model, quant.split(",") if "," in quant else quant, data, target=target, runtime=runtime, budget=budget,
+            fallback=fallback, method=method, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            samples=samples, sequence=sequence, field=field, progress=terminal.progress,
         )  # fmt: skip
         if out is not None:
             result.save(out, overwrite)

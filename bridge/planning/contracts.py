@@ -175,6 +175,11 @@ class Verdict:
         return "run" if all(evidence.how == "run" for evidence in self.evidence) else "read"
 
 
+def misfits(runtime: Runtime, contract: Contract, plan: Plan) -> list[tuple[str, str]]:
+    """What of a plan a contract does not have: the module, "" for none, and why."""
+    return list(_problems(runtime, contract, plan))
+
+
 def verdict(runtime: Runtime, plan: Plan) -> Verdict:
     """Hold a plan against a program's contract."""
     contract = runtime.contract_of(plan)

@@ -1,1 +1,1 @@
-"""Jobs built on the API: batch, goldens, sensitivity."""
+"""Jobs built on the API: batch and goldens."""

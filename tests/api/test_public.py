@@ -24,8 +24,8 @@ SIGNATURES = {
     "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, stream=None",
     "check": "",
     "sensitivity": (
-        "model, quant, data=None, *, budget=None, fallback=None, method='kl', kv=None, device=None, config=None, "
-        "tokenizer=None, samples=None, sequence=None, field=None, progress=None"
+        "model, quant, data=None, *, target=None, runtime=None, budget=None, fallback=None, method='kl', kv=None, "
+        "device=None, config=None, tokenizer=None, samples=None, sequence=None, field=None, progress=None, **options"
     ),
     "batch": (
         "manifest, *, engine=None, workers=None, memory=None, dry_run=False, resume=True, only=None, strict=None, "

@@ -10,7 +10,8 @@ CARD = "README.md"  # the source's, until a report replaces it
 # Runtimes load every *.safetensors beside config.json if there is no index: ours lies one level down.
 CALIBRATION = "bridge/calibration.safetensors"
 CALIBRATING = "bridge/calibration.partial"  # the finished blocks of a calibration, while it runs
-WRITES = (MANIFEST, CALIBRATION, "report.json", "report.html", JOURNAL)
+RECIPE = "bridge/recipe.toml"  # the recipe that quant="auto:..." chose
+WRITES = (MANIFEST, CALIBRATION, RECIPE, "report.json", "report.html", JOURNAL)
 
 DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint
 GGUF = ".gguf"  # the suffix of llama.cpp's files

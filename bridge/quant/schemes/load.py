@@ -12,6 +12,8 @@ from bridge.quant.schemes.catalog import kv_names, kv_numeric, named_scheme, rea
 from bridge.quant.schemes.grammar import read_toml
 from bridge.quant.schemes.scheme import Scheme
 
+AUTO = "auto:"  # before a budget: `convert` chooses a scheme for each layer
+
 
 def check_schemes() -> list[str]:
     """Read every scheme and every KV format; return their problems."""
@@ -44,6 +46,13 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
     if not isinstance(quant, str | Path | Scheme):
         raise UsageError(f"quant takes a scheme's name, a recipe's path or a Scheme, not {type(quant).__name__}")
     check_here(quant=quant)
+    if isinstance(quant, str) and quant.startswith(AUTO):
+        budget, _, names = quant.removeprefix(AUTO).partition(":")
+        raise UsageError(
+            f"quant={quant!r}: only `convert` chooses by itself, since that runs the model; choose first: `qbridge "
+            f"sensitivity MODEL --quant {names or 'int4_awq,fp8'} --budget {budget or '4.8bits'} --out recipe.toml`, "
+            "then pass the recipe as quant"
+        )
     if isinstance(quant, Scheme):
         scheme = quant
     elif isinstance(quant, Path) or str(quant).endswith(".toml") or "/" in str(quant):

@@ -1,9 +1,8 @@
-"""Units, budgets and recipes of `bridge.workflows.sensitivity`: arithmetic and text, no model is run."""
+"""Units, budgets and recipes of `bridge.api.sensitivity`: arithmetic and text, no model is run."""
 
 from __future__ import annotations
 
-import itertools
-import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,12 @@ from typing import Any
 import pytest
 
 import bridge
+from bridge.api.sensitivity.budget import parse_automatic, parse_budget
+from bridge.api.sensitivity.candidates import Destination
+from bridge.api.sensitivity.choose import choose
+from bridge.api.sensitivity.job import make_job
+from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.units import units_of
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
 from bridge.core.values import Format
 from bridge.planning.make import PlanInputs, make_plan
@@ -19,25 +24,9 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
 from bridge.tables.architectures.structure import structure
 from bridge.targets import load_target, make_options
-from bridge.workflows.sensitivity import run
-from bridge.workflows.sensitivity.budget import Item, expected, parse_budget, within_bytes, within_cost
-from bridge.workflows.sensitivity.job import make_job
-from bridge.workflows.sensitivity.recipe import recipe, recipe_base
-from bridge.workflows.sensitivity.units import units_of
 from tests.models.sources_made import made_llama
 
 MODEL = "examples/models/tiny-llama"
-
-
-def items(seed: int, count: int = 7) -> list[Item]:
-    rng = random.Random(seed)
-    return [
-        Item(f"u{n}", rng.expovariate(1), 100 + n, rng.random() / 20, 200 + rng.randrange(90)) for n in range(count)
-    ]
-
-
-def spent(all_: list[Item], lifted: Any) -> tuple[float, int]:
-    return expected(all_, lifted), sum(i.excluded_bytes if i in lifted else i.bytes for i in all_)
 
 
 @pytest.mark.parametrize(
@@ -57,50 +46,31 @@ def test_a_budget_without_a_sense_is_refused_with_the_ways_to_write_one(text: st
         parse_budget(text)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_budget_of_bytes_is_met_and_no_unit_that_gains_would_still_fit(seed: int) -> None:
-    found = items(seed)
-    limit = random.Random(seed).uniform(800, 1400)
-    lifted = within_bytes(found, limit)
-    cost, nbytes = spent(found, lifted)
-    assert nbytes <= limit or not lifted
-    assert all(nbytes + item.added > limit for item in found if item not in lifted and item.gain > 0)
-    # as good as half of the best there is, which a greedy choice need not find
-    subsets = itertools.chain.from_iterable(itertools.combinations(found, n) for n in range(8))
-    best = min((spent(found, some)[0] for some in subsets if spent(found, some)[1] <= limit), default=cost)
-    everything = spent(found, [])[0]
-    assert everything - cost >= (everything - best) / 2
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_budget_of_cost_is_met_and_nothing_is_excluded_in_vain(seed: int) -> None:
-    found = items(seed)
-    limit = random.Random(seed).uniform(0.4, 4)
-    lifted = within_cost(found, limit)
-    assert expected(found, lifted) <= limit
-    for item in lifted:
-        assert expected(found, [other for other in lifted if other is not item]) > limit
-
-
-def test_infinite_costs_are_excluded_first_and_leave_finite_sums() -> None:
-    found = [*items(1), replace(items(1)[0], name="nan", cost=float("inf"), excluded_cost=0.0)]
-    lifted = within_cost(found, 2.0)
-    assert lifted[0].name == "nan"
-    assert expected(found, lifted) <= 2.0
-
-
 def test_parts_that_promise_too_much_are_tightened_until_the_whole_fits() -> None:
     job: Any = make_job(MODEL, "int4_wo", "kl=0.05", None, "kl", None, None, None)
-    found: Any = SimpleNamespace(alone=tuple(0.001 * (n + 1) for n in range(20)), fallback=(), cache=None)
     names = [unit.name for unit in job.units]
+    costs = {(name, 0): 0.001 * (n + 1) for n, name in enumerate(names)}
 
-    def divergence(lifted: Any) -> float:  # the whole is three times the sum of its parts
-        return 3 * sum(cost for name, cost in zip(names, found.alone, strict=True) if name not in lifted)
+    def divergence(formats: Any) -> float:  # the whole is three times the sum of its parts
+        return 3 * sum(costs[name, at] for name, at in formats.items())
 
-    choice = run._choose(SimpleNamespace(job=job, divergence=divergence), found)  # type: ignore[arg-type]
+    found: Any = SimpleNamespace(alone=costs, cache=None)
+    bench: Any = SimpleNamespace(job=job, divergence=divergence)
+    pick, choice = choose(bench, found)
     assert choice.measured == pytest.approx(3 * choice.expected)
     assert choice.measured <= 0.05
     assert choice.rounds > 1
+    # with one layer more, it would be above the budget
+    more = min(cost for (name, _), cost in costs.items() if pick.formats[name])
+    assert 3 * (choice.expected + more) > 0.05
+
+
+def test_parts_that_promise_too_little_are_raised_while_the_whole_fits() -> None:
+    job: Any = make_job(MODEL, "int4_wo", "kl=0.05", None, "kl", None, None, None)
+    costs = {(unit.name, 0): 0.01 for unit in job.units}
+    bench: Any = SimpleNamespace(job=job, divergence=lambda formats: 0.006 * len(formats))
+    _, choice = choose(bench, SimpleNamespace(alone=costs, cache=None))  # type: ignore[arg-type]
+    assert Counter(choice.formats.values()) == {"int4_wo": 8, "none": 12}
 
 
 def test_units_are_what_runtimes_fuse_and_hold_every_quantized_matrix_once() -> None:
@@ -153,7 +123,7 @@ def test_a_recipe_reads_back_as_what_was_chosen(start: str, tmp_path: Path) -> N
     lifted = units[1::3]
     modules = [site.module for site in arch.sites]
     path = tmp_path / "made.toml"
-    path.write_text(recipe(recipe_base(quant, "fp8"), ["said"], lifted, "int8_wo", modules))
+    path.write_text(recipe(recipe_base(quant, "fp8"), ["said"], [("int8_wo", lifted)], modules))
     after = load_scheme(path).bound(arch.sites)
     names = {site.module for unit in lifted for site in unit.sites}
     wanted = load_scheme("int8_wo").format
@@ -172,7 +142,7 @@ def test_experts_of_a_layer_are_one_unit_and_one_glob(tmp_path: Path) -> None:
     job = make_job(model, "int8_wo", "9bits", None, "kl", None, None, None)
     experts = [unit for unit in job.units if unit.name.endswith(".experts.*")]
     assert [len(unit.sites) for unit in experts] == [9, 9]  # three matrices of three experts, in two layers
-    text = recipe(job.base, [], experts[:1], "none", [site.module for site in job.structure.sites])
+    text = recipe(job.base, [], [("none", experts[:1])], [site.module for site in job.structure.sites])
     assert '"model.layers.0.block_sparse_moe.experts.*"' in text
     (tmp_path / "r.toml").write_text(text)
     after = load_scheme(tmp_path / "r.toml").bound(job.structure.sites)
@@ -215,7 +185,7 @@ def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one()
 def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is_not_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def incompatibilities_of(source: Any, structure: Any, target: str, scheme: Any) -> list[tuple[str, str]]:
+    def incompatibilities_of(source: Any, structure: Any, *_: Any) -> list[tuple[str, str]]:
         name = "model.layers.1.self_attn.k_proj"
         return [(name, "is odd")] if name in {site.module for site in structure.sites} else []
 
@@ -227,7 +197,9 @@ def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is
     (tmp_path / "base.toml").write_text(job.base)
     read = load_scheme(tmp_path / "base.toml").bound(job.structure.sites)
     for site in job.structure.sites:
-        assert isinstance(read.format_of(site), Format) == isinstance(job.scheme.format_of(site), Format), site.module
+        assert isinstance(read.format_of(site), Format) == isinstance(job.schemes[0].format_of(site), Format), (
+            site.module
+        )
     assert len(job.units) == 19
 
 
@@ -236,7 +208,7 @@ def test_what_hf_refuses_and_another_target_takes_is_planned_for_that_target(mon
         "bridge.api.request.incompatibilities_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt")
     )
     job = make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
-    assert (job.candidates.target, job.candidates.kept) == ("trt", ())
+    assert (job.candidates.destination.target, job.candidates.kept) == ("trt", ())
     monkeypatch.setattr("bridge.api.request.incompatibilities_of", lambda *_: [("KV cache", "no")])
     with pytest.raises(SchemeError, match=r"hf:\n  KV cache: no"):
         make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
@@ -260,3 +232,66 @@ def test_a_recipe_that_no_rule_can_follow_is_refused(text: str, said: str, tmp_p
     path.write_text(text)
     with pytest.raises(BridgeError, match=said):
         recipe_base(path, None)
+
+
+SEVERAL = ["int4_wo", "fp8", "int8_wo"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"quant": []}, UsageError, "names no scheme"),
+        ({"quant": ["fp8", "fp8"]}, UsageError, "'fp8' is there twice"),
+        ({"quant": ["fp8", "int4_woo"]}, UsageError, "nearest: int4_wo"),
+        ({"quant": ["fp8", "own.toml"]}, BridgeError, "no such file"),
+        ({"fallback": "int8_wo"}, UsageError, "add it to them"),
+        ({"method": "modelopt"}, UsageError, "use method='kl' for several"),
+        ({"budget": "3bits"}, SchemeError, r"smallest format of int4_wo, fp8, int8_wo takes 4\.25 bits a weight"),
+        ({"budget": "32bits"}, SchemeError, "everything unquantized takes 32.00"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_several_schemes_is_refused_before_work(changes: Any, error: Any, said: str) -> None:
+    words = {"quant": SEVERAL, "budget": None, "fallback": None, "method": "kl", "kv": None} | changes
+    with pytest.raises(error, match=said):
+        make_job(MODEL, **words, config=None, tokenizer=None)
+
+
+def several(where: Destination, schemes: list[str] = SEVERAL, model: Any = MODEL) -> Any:
+    return make_job(model, schemes, "6bits", None, "kl", None, None, None, where)
+
+
+def test_every_scheme_has_the_same_units_and_each_may_stay_unquantized() -> None:
+    job = several(Destination())
+    (menu,) = job.candidates.menus
+    names = frozenset(unit.name for unit in job.units)
+    assert [candidate.name for candidate in job.candidates.formats] == [*SEVERAL, "none"]
+    assert menu.fits == dict.fromkeys(range(4), names)
+    assert len(names) == 20
+
+
+def test_a_program_that_reads_one_format_for_all_modules_gets_menus_of_one() -> None:
+    menus = several(Destination("hf", {}, "vllm")).candidates.menus
+    assert any(set(menu.fits) >= {0, 1} for menu in menus)  # compressed-tensors mixes
+    assert any(menu.fits.keys() & {0, 1, 2} == {0} for menu in menus)  # GPTQ does not
+    job = several(Destination("hf", {"format": "gptq"}, "vllm"), ["int4_wo", "int8_wo"])
+    assert [sorted(menu.fits) for menu in job.candidates.menus] == [[0, 2], [1, 2]]
+    assert {menu.target for menu in job.candidates.menus} == {"hf"}
+
+
+def test_a_scheme_that_a_program_does_not_load_is_refused_by_name() -> None:
+    with pytest.raises(SchemeError, match=r"(?s)llama\.cpp takes these schemes for no matrix.*\n  fp8: "):
+        several(Destination("llama.cpp"), ["fp8", "q8_0"])
+
+
+@pytest.mark.parametrize("quant", ["auto:4.8bits", "auto:kl=0.01:fp8,int8_wo"])
+def test_a_verb_that_cannot_measure_tells_the_command_that_can(quant: str) -> None:
+    with pytest.raises(UsageError, match=r"only `convert` chooses.*`qbridge sensitivity MODEL --quant .*--out recipe"):
+        bridge.plan(MODEL, "hf", quant)
+
+
+@pytest.mark.parametrize(
+    "quant", ["auto:", "auto:4.8", "auto:kl=-1", "auto:nanbits", "auto:4.8bits:", "auto:4.8bits:fp8,,int8_wo"]
+)
+def test_a_choice_without_a_sense_is_refused_with_the_way_to_write_one(quant: str) -> None:
+    with pytest.raises(UsageError, match=r"^quant='auto:.*auto:\S+"):
+        parse_automatic(quant)

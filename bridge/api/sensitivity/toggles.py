@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from bridge.api.sensitivity.units import Unit
 from bridge.calibration.modelopt import FakeQuantized
 from bridge.core.errors import CalibrationError
 from bridge.core.values import CACHE
-from bridge.workflows.sensitivity.units import Unit
 
 Turn = Callable[[bool], None]
 
@@ -55,20 +55,15 @@ class Toggles:
 
 
 @contextmanager
-def turned_on(
-    base: Toggles, units: Iterable[str], other: Toggles | None = None, fallback: Iterable[str] = ()
-) -> Iterator[None]:
-    """Run with `units` on, and with the units `fallback` taken from `other`; afterwards everything is off again."""
+def turned_on(base: Toggles, parts: Sequence[tuple[Toggles, Sequence[str]]]) -> Iterator[None]:
+    """Run `base` with units on, those of other copies in their modules; afterwards everything is off again."""
     with ExitStack() as undo:
-        for unit in units:
-            undo.callback(base.turn, unit, False)
-            base.turn(unit, True)
-        for unit in fallback:
-            assert other
-            undo.callback(other.turn, unit, False)
-            other.turn(unit, True)
-            for module in other.modules[unit]:
-                undo.callback(_replace_module(base.model, module, other.model.get_submodule(module)))
+        for copy, units in parts:
+            for unit in units:
+                undo.callback(copy.turn, unit, False)
+                copy.turn(unit, True)
+                for module in copy.modules[unit] if copy is not base else ():
+                    undo.callback(_replace_module(base.model, module, copy.model.get_submodule(module)))
         yield
 
 

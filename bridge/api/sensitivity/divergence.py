@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.api.sensitivity.prefix_cache import Prefix
 from bridge.calibration.reference_outputs import runner, unpadded
 from bridge.core.errors import CalibrationError
-from bridge.workflows.sensitivity.prefix_cache import Prefix
 
 CHUNK = 1 << 22  # logits that are compared at once, in float64: 32 MB per temporary array
 

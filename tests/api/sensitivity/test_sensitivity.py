@@ -22,6 +22,10 @@ from typer.testing import CliRunner  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.api import request as opening  # noqa: E402
+from bridge.api.sensitivity.divergence import Variant, kl, measure  # noqa: E402
+from bridge.api.sensitivity.job import make_job  # noqa: E402
+from bridge.api.sensitivity.measure import Bench, make_bench  # noqa: E402
+from bridge.api.sensitivity.prefix_cache import Prefix  # noqa: E402
 from bridge.calibration.data import Sampling  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.cli.main import app  # noqa: E402
@@ -29,10 +33,6 @@ from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeE
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.sensitivity.divergence import Variant, kl, measure  # noqa: E402
-from bridge.workflows.sensitivity.job import make_job  # noqa: E402
-from bridge.workflows.sensitivity.measure import Bench, make_bench  # noqa: E402
-from bridge.workflows.sensitivity.prefix_cache import Prefix  # noqa: E402
 from tests.models.export_families import GPT2, build, tokens  # noqa: E402
 from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
@@ -70,7 +70,7 @@ def test_a_layer_costs_what_a_copy_says_in_which_modelopt_quantized_it_alone(sch
     made = bench(scheme)
     names = [unit.name for unit in made.job.units]
     some = [names[0], names[7], names[13]]
-    found = made.measure([made.variant([name]) for name in some])
+    found = made.measure([made.variant({name: 0}) for name in some])
     plain = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     (batch,) = made.data.held_out
     before = torch.log_softmax(logits(plain, batch).double(), -1)
@@ -99,8 +99,8 @@ def test_with_every_unit_off_the_twin_is_the_model_and_with_all_on_what_modelopt
         assert torch.allclose(logits(made.base.model, batch), logits(model, batch), rtol=0, atol=1e-5)
     else:
         assert torch.equal(logits(made.base.model, batch), logits(model, batch))
-    whole = fake_quantize(made.job.source, made.job.structure, made.job.scheme, made.data).model
-    with made.variant(list(made.base.modules)).on():
+    whole = fake_quantize(made.job.source, made.job.structure, made.job.schemes[0], made.data).model
+    with made.variant(dict.fromkeys(made.base.modules, 0)).on():
         assert torch.equal(logits(made.base.model, batch), logits(whole, batch))
     assert not torch.equal(logits(whole, batch), logits(model, batch))
 
@@ -125,7 +125,7 @@ def test_a_fallback_takes_the_place_of_what_costs_most(tmp_path: Path) -> None:
     assert found.choice
     assert found.choice.bits <= 5.5
     assert found.choice.measured < found.whole
-    assert all(layer.fallback_cost is not None and layer.fallback_cost < layer.cost for layer in found.layers)
+    assert all(layer.formats[1].cost < layer.cost for layer in found.layers)
     source = open_source(MODEL)
     structure = opening.structure_of(source)
     data = opening.data_of(source, None, Sampling(**SMALL))
@@ -136,6 +136,58 @@ def test_a_fallback_takes_the_place_of_what_costs_most(tmp_path: Path) -> None:
     assert nats == pytest.approx(found.choice.measured, rel=1e-9)
 
 
+@pytest.fixture(scope="module")
+def mixed() -> bridge.Sensitivity:
+    return bridge.sensitivity(MODEL, ["int4_wo", "int8_wo", "fp8"], budget="5.5bits", **SMALL)
+
+
+@pytest.mark.slow
+def test_a_layer_costs_in_each_of_several_schemes_what_it_costs_in_that_scheme_alone(
+    mixed: bridge.Sensitivity, int4: bridge.Sensitivity
+) -> None:
+    alone = {layer.name: layer.cost for layer in int4.layers}
+    made = bench("fp8")
+    names = [unit.name for unit in made.job.units][::7]
+    fp8 = dict(zip(names, made.measure([made.variant({name: 0}) for name in names]).nats, strict=True))
+    for layer in mixed.layers:
+        costs = {it.scheme: it.cost for it in layer.formats}
+        assert costs["int4_wo"] == alone[layer.name]
+        assert layer.name not in fp8 or costs["fp8"] == fp8[layer.name]
+    assert mixed.wholes[0].measured == int4.whole
+
+
+@pytest.mark.slow
+def test_a_choice_of_several_schemes_is_measured_as_modelopt_runs_its_recipe(
+    mixed: bridge.Sensitivity, tmp_path: Path
+) -> None:
+    assert mixed.choice
+    assert len(set(mixed.choice.formats.values())) > 1
+    assert 5.4 < mixed.choice.bits <= 5.5
+    source = open_source(MODEL)
+    structure = opening.structure_of(source)
+    data = opening.data_of(source, None, Sampling(**SMALL))
+    scheme = load_scheme(mixed.save(tmp_path / "mixed.toml")).bound(structure.sites)
+    (batch,) = data.held_out
+    whole = logits(fake_quantize(source, structure, scheme, data).model, batch)
+    nats = kl(logits(source.load_model(), batch), whole, torch.arange(64)) / 64
+    assert nats == pytest.approx(mixed.choice.measured, rel=1e-9)
+    written = {scheme.name: scheme for scheme in map(load_scheme, mixed.schemes)}
+    for layer in mixed.layers:
+        wanted = written[mixed.choice.formats[layer.name]].format
+        assert {scheme.format_of(site) for site in structure.sites if site.module in layer.modules} == {wanted}
+
+
+@pytest.mark.slow
+def test_several_schemes_within_a_divergence_take_fewer_bytes_than_one() -> None:
+    one = bridge.sensitivity(MODEL, "int8_wo", budget="kl=0.01", **SMALL)
+    several = bridge.sensitivity(MODEL, ["int4_wo", "int8_wo"], budget="kl=0.01", **SMALL)
+    assert one.choice and several.choice
+    assert several.choice.measured <= 0.01
+    assert several.choice.bits < one.choice.bits
+    with pytest.raises(SchemeError, match=r"cannot be met by quantizing anything: .* in (int4|int8)_wo, the"):
+        bridge.sensitivity(MODEL, ["int4_wo", "int8_wo"], budget="kl=1e-12", **SMALL)
+
+
 def test_the_result_is_plain_data_and_says_what_was_held(int4: bridge.Sensitivity) -> None:
     said = json.loads(int4.to_json())
     assert [layer["cost"] for layer in said["layers"]] == sorted((la.cost for la in int4.layers), reverse=True)
@@ -143,7 +195,7 @@ def test_the_result_is_plain_data_and_says_what_was_held(int4: bridge.Sensitivit
     assert (said["tokens"], said["cost_is"]) == (64, "nats a token")
     assert said["held"] == 64 * 4 * (1536 + 5 * 128)  # logits, and what five layers answer
     assert said["choice"]["expected"] == pytest.approx(
-        sum(layer["cost"] for layer in said["layers"] if layer["name"] not in said["choice"]["lifted"])
+        sum(layer["cost"] for layer in said["layers"] if said["choice"]["formats"][layer["name"]] == "int4_wo")
     )
 
 
@@ -192,7 +244,7 @@ def test_the_kv_cache_is_measured_apart_and_counts_against_the_budget() -> None:
 def test_runs_that_start_late_answer_what_whole_runs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench("fp8")
     names = [unit.name for unit in made.job.units]
-    variants = [made.variant([name]) for name in (names[0], names[9], names[-1])]
+    variants = [made.variant({name: 0}) for name in (names[0], names[9], names[-1])]
     calls = {"n": 0}
     first = made.base.model.get_submodule("model.layers.0.mlp")
     handle = first.register_forward_hook(lambda *_: calls.__setitem__("n", calls["n"] + 1))
@@ -235,7 +287,7 @@ def test_what_a_switch_raises_leaves_every_unit_off() -> None:
     (batch,) = made.data.held_out
     before = logits(made.base.model, batch)
     names = [unit.name for unit in made.job.units]
-    with pytest.raises(KeyboardInterrupt), made.variant(names[:3], names[3:]).on():
+    with pytest.raises(KeyboardInterrupt), made.variant(dict.fromkeys(names[:3], 0) | dict.fromkeys(names[3:], 1)).on():
         assert not torch.equal(logits(made.base.model, batch), before)
         raise KeyboardInterrupt
     assert torch.equal(logits(made.base.model, batch), before)
@@ -352,6 +404,6 @@ def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -
 def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.workflows.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
+    monkeypatch.setattr("bridge.api.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
     with pytest.raises(PlanError, match="in = 80 does not divide"):
         bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")

@@ -7,10 +7,10 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bridge.api.sensitivity.units import Unit, globs
 from bridge.core.errors import UsageError
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
-from bridge.workflows.sensitivity.units import Unit, globs
 
 
 def recipe_base(quant: str | Path | Scheme, kv: str | None) -> str:
@@ -35,15 +35,17 @@ def recipe_base(quant: str | Path | Scheme, kv: str | None) -> str:
     return f"{first}{text.rstrip()}\n"
 
 
-def recipe(base: str, comment: Sequence[str], excluded: Sequence[Unit], quant: str, modules: Iterable[str]) -> str:
-    """The recipe's text: `comment`, `base`, and one rule that gives `quant` to `excluded`."""
-    head = "".join(f"# {line}\n" for line in comment)
-    if not excluded:
-        return head + base
-    others = list(modules)
-    names = ",\n".join(f"    {json.dumps(name)}" for unit in excluded for name in globs(unit, others))
-    override = "override = true\n" if "[[rule]]" in base else ""
-    return f"{head}{base}\n[[rule]]\nmodules = [\n{names},\n]\nquant = {json.dumps(quant)}\n{override}"
+def recipe(
+    base: str, comment: Sequence[str], rules: Sequence[tuple[str, Sequence[Unit]]], modules: Iterable[str]
+) -> str:
+    """The recipe's text: `comment`, `base`, and one rule for each scheme (or "none") of `rules` with its units."""
+    text = "".join(f"# {line}\n" for line in comment) + base
+    others, override = list(modules), "override = true\n" if "[[rule]]" in base else ""
+    for quant, units in rules:
+        if units:
+            names = ",\n".join(f"    {json.dumps(name)}" for unit in units for name in globs(unit, others))
+            text += f"\n[[rule]]\nmodules = [\n{names},\n]\nquant = {json.dumps(quant)}\n{override}"
+    return text
 
 
 def _is_named(scheme: Scheme) -> bool:

@@ -1,0 +1,153 @@
+"""Choose a format for each unit, and measure the whole choice.
+
+The sum of the costs of units alone is only a prediction. For a budget of divergence, the sum that is aimed at is
+corrected by what the last choice measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bridge.api.sensitivity.job import Job
+from bridge.api.sensitivity.measure import Bench, Costs
+from bridge.api.sensitivity.result import NATS, Choice
+from bridge.api.sensitivity.solve import Option, fewest_bytes, least_cost, total
+from bridge.core.errors import SchemeError
+
+# Choices that are measured after one that meets a budget of divergence, in search of fewer bytes.
+MORE_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Units with the numbers of their candidates; `cost` is the sum of the units' own."""
+
+    target: str
+    formats: Mapping[str, int]
+    cost: float
+    bytes: int
+
+
+def choose(bench: Bench, costs: Costs) -> tuple[Pick, Choice]:
+    """The choice for the budget, measured; SchemeError if none meets it."""
+    job, menus = bench.job, options(bench.job, costs)
+    assert job.budget
+    if job.budget.kind == "kl":
+        return _within_divergence(bench, costs, menus)
+    picks = [pick for target, units in menus if (pick := _picked(job, target, units, least_cost(units, job.limit)))]
+    if not picks:
+        raise SchemeError(f"budget {job.budget.text!r} cannot be met: outputs of every smaller format hold NaN")
+    pick = min(picks, key=lambda pick: (pick.cost, pick.bytes))
+    return pick, _choice(bench, costs, pick, bench.divergence(_quantized(job, pick)), 1)
+
+
+def options(job: Job, costs: Costs) -> list[tuple[str, list[dict[int, Option]]]]:
+    """The target of each menu, and for each unit the options that the menu has."""
+    formats = job.candidates.formats
+    return [
+        (
+            menu.target,
+            [
+                {
+                    at: Option(costs.alone.get((unit.name, at), 0.0), formats[at].units[unit.name].bytes)
+                    for at, fits in menu.fits.items()
+                    if unit.name in fits
+                }
+                for unit in job.units
+            ],
+        )
+        for menu in job.candidates.menus
+    ]
+
+
+def _within_divergence(
+    bench: Bench, costs: Costs, menus: Sequence[tuple[str, list[dict[int, Option]]]]
+) -> tuple[Pick, Choice]:
+    """The fewest bytes whose measured divergence is within the budget, as far as a few rounds find them.
+
+    A choice that is above the budget lowers the aim, one below it raises the aim: costs do not add up exactly.
+    """
+    job = bench.job
+    assert job.budget
+    limit, rounds, best = job.budget.limit, 0, None
+    low, high = 0.0, float("inf")  # sums that were within the budget, and above it
+    aim = limit - (costs.cache or 0.0)
+    seen: set[tuple[tuple[str, int], ...]] = set()
+    while True:
+        pick = _fewest(job, menus, aim)
+        if best and (pick is None or _key(pick) in seen or rounds >= best[1].rounds + MORE_ROUNDS):
+            return best[0], replace(best[1], rounds=rounds)
+        pick = pick or _cheapest(job, menus)
+        if not _quantized(job, pick) or _key(pick) in seen:
+            raise SchemeError(_why_not(bench, costs, pick))
+        seen.add(_key(pick))
+        rounds += 1
+        measured = bench.divergence(_quantized(job, pick))
+        if measured <= limit:
+            if best is None or pick.bytes < best[0].bytes:
+                best = pick, _choice(bench, costs, pick, measured, rounds)
+            low = max(low, pick.cost)
+            aim = min(pick.cost * limit / max(measured, limit / 2), (pick.cost + high) / 2)
+        else:
+            high = min(high, pick.cost)
+            # at most halved per round: a smaller sum may exclude too much
+            aim = max(pick.cost * max(limit / measured, 0.5), (pick.cost + low) / 2 if best else 0.0)
+            aim = min(aim, pick.cost * 0.999)
+
+
+def _fewest(job: Job, menus: Sequence[tuple[str, list[dict[int, Option]]]], aim: float) -> Pick | None:
+    picks = [pick for target, units in menus if (pick := _picked(job, target, units, fewest_bytes(units, aim)))]
+    return min(picks, key=lambda pick: (pick.bytes, pick.cost), default=None)
+
+
+def _cheapest(job: Job, menus: Sequence[tuple[str, list[dict[int, Option]]]]) -> Pick:
+    """Each unit in the format of its smallest cost."""
+    picks = [
+        _picked(job, target, units, [min(unit, key=lambda at: (unit[at].cost, unit[at].bytes)) for unit in units])
+        for target, units in menus
+    ]
+    return min((pick for pick in picks if pick), key=lambda pick: pick.cost)
+
+
+def _picked(job: Job, target: str, units: list[dict[int, Option]], chosen: Sequence[int] | None) -> Pick | None:
+    if chosen is None:
+        return None
+    sums = total(units, chosen)
+    return Pick(target, dict(zip((unit.name for unit in job.units), chosen, strict=True)), sums.cost, sums.bytes)
+
+
+def _key(pick: Pick) -> tuple[tuple[str, int], ...]:
+    return tuple(pick.formats.items())
+
+
+def _quantized(job: Job, pick: Pick) -> dict[str, int]:
+    return {unit: at for unit, at in pick.formats.items() if job.candidates.formats[at].scheme}
+
+
+def _choice(bench: Bench, costs: Costs, pick: Pick, measured: float, rounds: int) -> Choice:
+    job, names = bench.job, [candidate.name for candidate in bench.job.candidates.formats]
+    assert job.budget
+    return Choice(
+        job.budget.text, {unit: names[at] for unit, at in pick.formats.items()}, job.bits(pick.bytes),
+        pick.bytes + job.rest, pick.cost + (costs.cache or 0.0), measured, rounds,
+    )  # fmt: skip
+
+
+def _why_not(bench: Bench, costs: Costs, pick: Pick) -> str:
+    job = bench.job
+    assert job.budget
+    if job.fallback:
+        count = sum(at == 1 for at in pick.formats.values())
+        measured = bench.divergence(_quantized(job, pick))
+        return (
+            f"budget {job.budget.text!r} cannot be met: with {count} of {len(job.units)} layers in "
+            f"{job.fallback.name}, all that gain by it, the divergence is {measured:.3g} {NATS}; raise the budget"
+        )
+    (name, at), least = min(costs.alone.items(), key=lambda item: item[1])
+    scheme = f" in {job.candidates.formats[at].name}" if job.several else ""
+    cache = f" in addition to the {costs.cache:.3g} of the KV cache" if costs.cache else ""
+    return (
+        f"budget {job.budget.text!r} cannot be met by quantizing anything: {name}{scheme}, the cheapest, costs "
+        f"{least:.3g} {NATS} alone{cache}; raise the budget"
+    )

@@ -1,0 +1,238 @@
+"""The job of a sensitivity run, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.api import request
+from bridge.api.sensitivity.budget import Budget, parse_budget
+from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, check_recipe, one_scheme, several_schemes
+from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.result import METHODS
+from bridge.api.sensitivity.units import Unit
+from bridge.core.errors import CalibrationError, SchemeError, UsageError
+from bridge.core.text import nearest, size
+from bridge.core.values import Structure
+from bridge.planning.structure import structure_of
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.recipe import NONE
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+
+ANYWHERE = Destination()
+# What `auto:` chooses from, as far as the target takes it and ModelOpt simulates it here. INT8 has unquantized inputs:
+# on tiny-llama its divergence is a twentieth of that of FP8 at the same bits.
+DEFAULT = ("nvfp4", "int4_awq", "int4_wo", "fp8", "int8_wo")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Units, and the formats to choose from. `quant`: the schemes as they were named.
+
+    `base` is the recipe's text before the choice: "" without a budget, and with several schemes.
+    """
+
+    source: Source
+    structure: Structure
+    quant: tuple[Any, ...]
+    kv: str | None
+    candidates: Candidates
+    several: bool
+    budget: Budget | None
+    base: str
+    method: str
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.candidates.units
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """The schemes of the candidates, whose numbers they have; `none` is the last candidate, if it is one."""
+        return [candidate.scheme for candidate in self.candidates.formats if candidate.scheme]
+
+    @property
+    def fallback(self) -> Scheme | None:
+        return None if self.several else self.candidates.formats[1].scheme
+
+    @property
+    def title(self) -> str:
+        return ", ".join(scheme.name for scheme in (self.schemes if self.several else self.schemes[:1]))
+
+    @property
+    def rest(self) -> int:
+        """Bytes of the weights outside the units."""
+        return sum(spec.nbytes for spec in self.source.specs.values()) - sum(unit.plain for unit in self.units)
+
+    @property
+    def limit(self) -> float:
+        """A budget of bits or bytes as bytes of the units."""
+        assert self.budget
+        if self.budget.kind == "bits":
+            return self.budget.limit * sum(unit.weights for unit in self.units) / 8
+        return self.budget.limit - self.rest
+
+    def bits(self, nbytes: int) -> float:
+        """Bits per quantizable weight, on average, if the units take `nbytes`."""
+        return 8 * nbytes / sum(unit.weights for unit in self.units)
+
+    def bytes_of(self, unit: Unit, at: int) -> int:
+        """Bytes of a unit in a candidate; unquantized if it does not fit."""
+        return self.candidates.formats[at].units.get(unit.name, unit).bytes
+
+
+def make_job(
+    model: Any,
+    quant: Any,
+    budget: str | None,
+    fallback: str | None,
+    method: str,
+    kv: str | None,
+    config: Mapping[str, Any] | str | Path | None,
+    tokenizer: Any,
+    destination: Destination = ANYWHERE,
+) -> Job:
+    """Make the job; refuse unknown names, no candidates, models that cannot run here, and impossible sizes."""
+    if method not in METHODS:
+        raise UsageError(f"method={method!r} is unknown; {nearest(method, METHODS)}")
+    parsed = None if budget is None else parse_budget(budget)
+    several = isinstance(quant, list | tuple)
+    if several:
+        _check_several(quant, fallback, method)
+    second = None if fallback is None else _named(fallback, f"fallback={fallback!r}")
+    source = open_source(model, config, tokenizer)
+    structure = structure_of(source)
+    words = tuple(quant) if several else (quant,)
+    schemes = [request.scheme_of(word, kv if at == 0 else None, structure) for at, word in enumerate(words)]
+    named = [scheme for scheme in schemes if scheme]
+    if len(named) < len(words):
+        raise UsageError("sensitivity needs a scheme; pass quant='int4_wo', for example")
+    if not source.can_run:
+        raise CalibrationError(f"{source.where}: cannot be run here; pip install 'qbridge[calibrate]'")
+    _check_simulated(*named, second)
+    if several:
+        candidates, base = several_schemes(source, structure, named, destination, optional=False), ""
+    else:
+        candidates = one_scheme(source, structure, named[0], second, destination)
+        names = [site.module for site in structure.sites]
+        base = recipe(recipe_base(quant, kv), [], [(NONE, candidates.kept)], names)
+        if destination.runtime or destination.target:
+            check_recipe(source, structure, candidates.destination, base)
+    job = Job(source, structure, words, kv, candidates, several, parsed, base if parsed else "", method)
+    _check_method(job)
+    _check_size(job)
+    return job
+
+
+def automatic_job(
+    source: Source, structure: Structure, schemes: Sequence[str], budget: Budget, kv: str | None, place: Destination
+) -> Job:
+    """The job of `auto:`: of `schemes`, or of those of `DEFAULT` that the target takes and that are simulated here."""
+    names = list(schemes)
+    if not names:
+        names = [name for name in DEFAULT if not _not_simulated(load_scheme(name))]
+    else:
+        _check_several(names, None, "kl")
+    named = [load_scheme(name, kv if at == 0 else None).bound(structure.sites) for at, name in enumerate(names)]
+    if not source.can_run:
+        raise CalibrationError(f"{source.where}: cannot be run here; pip install 'qbridge[calibrate]'")
+    _check_simulated(*named)
+    candidates = several_schemes(source, structure, named, place, optional=not schemes)
+    job = Job(source, structure, tuple(names), kv, candidates, True, budget, "", "kl")
+    _check_size(job)
+    return job
+
+
+def _check_several(quant: Sequence[Any], fallback: str | None, method: str) -> None:
+    """Refuse what does not go with several schemes."""
+    if not quant:
+        raise UsageError("quant=[] names no scheme; pass quant=['int4_awq', 'fp8'], for example")
+    if twice := next((word for word in quant if quant.count(word) > 1), None):
+        raise UsageError(f"quant: {twice!r} is there twice; name each scheme once")
+    if fallback is not None:
+        raise UsageError(f"fallback={fallback!r} does not go with several schemes; add it to them")
+    if method != "kl":
+        raise UsageError("method='modelopt' ranks layers in one scheme; use method='kl' for several")
+    for word in quant:
+        _named(word, f"quant: {word!r}")
+
+
+def _named(name: Any, where: str) -> Scheme:
+    scheme = load_scheme(name)
+    if scheme.rules or not scheme.origin or str(name).endswith(".toml"):
+        raise UsageError(f"{where} is not a scheme name; the rule of a recipe cannot name another recipe")
+    return scheme
+
+
+def _not_simulated(scheme: Scheme | None) -> str:
+    import torch
+
+    return scheme.simulation_needs_cuda if scheme and not torch.cuda.is_available() else ""
+
+
+def _check_simulated(*schemes: Scheme | None) -> None:
+    for scheme in schemes:
+        if scheme and (why := _not_simulated(scheme)):
+            raise CalibrationError(
+                f"scheme {scheme.name} cannot be measured without CUDA: {why}; measure on a machine with a GPU, or "
+                "rank with a scheme of the same number of bits that runs here (int4_wo)"
+            )
+
+
+def _check_method(job: Job) -> None:
+    if job.method == "kl":
+        return
+    formats = {form for unit in job.units for form in unit.formats}
+    if len(formats) > 1 or formats.pop().algorithm != "max" or job.schemes[0].kv or job.fallback:
+        raise UsageError(
+            "method='modelopt': ModelOpt scores one format for all layers, calibrated by max: no AWQ or SmoothQuant, "
+            "no second format in a recipe, no kv, no fallback; use method='kl'"
+        )
+    kind = job.structure.architecture
+    if "ForCausalLM" not in kind and not kind.endswith("LMHeadModel"):
+        raise UsageError(f"method='modelopt': {kind} has no next-token loss to take gradients of; use method='kl'")
+    if job.budget and job.budget.kind == "kl":
+        text = job.budget.text
+        raise UsageError(f"budget {text!r}: ModelOpt's scores are not in nats; use method='kl', or give bits")
+
+
+def _check_size(job: Job) -> None:
+    names = [candidate.name for candidate in job.candidates.formats]
+    if job.several:
+        least, most = min(_least(job, menu) for menu in job.candidates.menus), _sum(job, len(names) - 1)
+        small, state = f"its smallest format of {job.title}", "unquantized"
+    else:
+        least, most = _sum(job, 0), _sum(job, 1)
+        small, state = names[0], f"in {names[1]}" if job.fallback else "unquantized"
+    if job.fallback and most < least:
+        raise SchemeError(
+            f"fallback {names[1]} takes {job.bits(most):.2f} bits a weight, {names[0]} {job.bits(least):.2f}: the "
+            "fallback must take more; swap the two"
+        )
+    if job.budget is None or job.budget.kind == "kl":
+        return
+    text = job.budget.text
+    if job.limit < least:
+        raise SchemeError(f"budget {text!r} cannot be met: everything in {small} takes {_size(least, job)}")
+    if job.limit >= most:
+        raise SchemeError(f"budget {text!r} has no effect: everything {state} takes {_size(most, job)}; give less")
+
+
+def _sum(job: Job, at: int) -> int:
+    return sum(job.bytes_of(unit, at) for unit in job.units)
+
+
+def _least(job: Job, menu: Menu) -> int:
+    """The bytes of the units in the smallest formats of a menu."""
+    return sum(
+        min(job.candidates.formats[at].units[unit.name].bytes for at, fits in menu.fits.items() if unit.name in fits)
+        for unit in job.units
+    )
+
+
+def _size(nbytes: int, job: Job) -> str:
+    return f"{job.bits(nbytes):.2f} bits a weight, {size(nbytes + job.rest)} of weights"

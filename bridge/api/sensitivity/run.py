@@ -1,0 +1,167 @@
+"""`bridge.sensitivity`: rank layers by cost, and choose a recipe within a budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+from bridge.api import request
+from bridge.api.sensitivity.candidates import Destination, check_recipe
+from bridge.api.sensitivity.choose import Pick, choose
+from bridge.api.sensitivity.job import Job, make_job
+from bridge.api.sensitivity.measure import Costs, costs, make_bench
+from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
+from bridge.api.sensitivity.units import Unit
+from bridge.api.words import TargetOptions
+from bridge.calibration.data import Data, Sampling
+from bridge.core.errors import CalibrationError
+from bridge.core.progress import Progress
+from bridge.core.progress_bar import callback_of, shows_progress
+from bridge.quant.schemes.recipe import NONE
+
+
+@shows_progress
+def sensitivity(
+    model: Any,
+    quant: Any,
+    data: Any = None,
+    *,
+    target: str | None = None,
+    runtime: str | None = None,
+    budget: str | None = None,
+    fallback: str | None = None,
+    method: str = "kl",
+    kv: str | None = None,
+    device: str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    field: str | None = None,
+    progress: Progress | bool | None = None,
+    **options: Unpack[TargetOptions],
+) -> Sensitivity:
+    """Rank layers by the cost of quantizing each one alone; with a budget, choose a format for each and measure that.
+
+    Args:
+        quant: a scheme or a recipe, whose expensive layers are excluded; or a list of scheme names, from which each
+            layer gets the one, or none, with which the sum of costs is least.
+        data: as `calibrate` takes it; costs are measured on the held-out part.
+        samples: number of sequences; an eighth of them, at least one, is held out.
+        sequence: tokens per sequence.
+        field: the key of a JSONL or dataset record that holds its text or chat.
+        target: what the recipe is for, "hf" if it is not given; formats that it does not take are left out.
+        runtime: the program that will load the output, as `convert` takes it.
+        options: options of the target, as `convert` takes them.
+        budget: "6.5bits" per quantizable weight on average, "7GB" for all weights, or "kl=0.01" nats per token.
+        fallback: the scheme of layers that are excluded from `quant`; None leaves them unquantized.
+        method: "kl" runs the model once per unit. "modelopt" takes the gradient scores of ModelOpt's `auto_quantize`,
+            from one forward and backward run on the calibration data; they are not in nats.
+
+    >>> import bridge
+    >>> result = bridge.sensitivity("examples/models/tiny-llama", "int4_wo", budget="kl=0.01", samples=8, sequence=64)
+    >>> len(result.layers), result.choice.measured <= 0.01  # nats a token
+    (20, True)
+    >>> path = result.save("recipe.toml")
+    >>> mixed = bridge.sensitivity(
+    ...     "examples/models/tiny-llama", ["int4_wo", "int8_wo"], budget="5.5bits", samples=8, sequence=64
+    ... )
+    >>> mixed.choice.bits <= 5.5, mixed.choice.measured < mixed.whole
+    (True, True)
+    """
+    place = Destination(target or "", dict(options), runtime)
+    job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer, place)
+    prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
+    return measured(job, prepared, device, callback_of(progress))
+
+
+def measured(job: Job, data: Data, device: str | None, progress: Progress) -> Sensitivity:
+    """Run a job."""
+    if not data.held_out:
+        raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
+    bench = make_bench(job, data, device, progress)
+    found = costs(bench)
+    pick, choice = choose(bench, found) if job.budget else (None, None)
+    return Sensitivity(
+        architecture=job.structure.architecture,
+        schemes=tuple(scheme.name for scheme in (job.schemes if job.several else job.schemes[:1])),
+        fallback=job.fallback.name if job.fallback else "",
+        method=job.method,
+        cost_is=METHODS[job.method],
+        layers=_layers(job, found),
+        wholes=_wholes(job, found),
+        cache=found.cache,
+        plain_bits=job.bits(sum(unit.plain for unit in job.units)),
+        tokens=found.tokens,
+        data_digest=data.digest,
+        held=found.held,
+        versions=bench.quantized.calibration.provenance.versions,
+        choice=choice,
+        recipe=_recipe(job, pick, choice, found.tokens) if pick and choice else "",
+        notes=_notes(job),
+    )
+
+
+def _layers(job: Job, found: Costs) -> tuple[Layer, ...]:
+    layers = []
+    for unit in job.units:
+        formats = tuple(
+            InFormat(scheme.name, found.alone[unit.name, at], job.bytes_of(unit, at))
+            for at, scheme in enumerate(job.schemes)
+            if (unit.name, at) in found.alone
+        )
+        modules = tuple(site.module for site in unit.sites)
+        layers.append(Layer(unit.name, modules, unit.weights, unit.plain, formats))
+    return tuple(sorted(layers, key=lambda layer: -layer.cost))
+
+
+def _wholes(job: Job, found: Costs) -> tuple[Whole, ...]:
+    """Everything in each scheme; units that do not fit it stay unquantized."""
+    unquantized = {unit.name: unit.plain for unit in job.units}
+    return tuple(
+        Whole(scheme.name, nats, job.bits(sum((unquantized | {n: u.bytes for n, u in it.units.items()}).values())))
+        for scheme, nats, it in zip(job.schemes, found.whole, job.candidates.formats, strict=False)
+    )
+
+
+def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
+    """The recipe of a choice; with several schemes, it starts from the one that most weights get."""
+    kept, formats = job.candidates.kept, [candidate.name for candidate in job.candidates.formats]
+    comment = [
+        f"Layers chosen by the cost of quantizing each: budget {choice.budget}, {choice.bits:.2f} bits a weight,",
+        f"divergence {choice.measured:.3g} {NATS} measured on {tokens:,} held-out tokens.",
+    ]
+    if job.several:
+        counts = Counter(choice.formats.values())
+        named = [f"{counts[name]} {'unquantized' if name == NONE else name}" for name in formats if counts[name]]
+        comment.append(f"Layers by format: {', '.join(named)}.")
+    if kept:
+        comment.append(f"{len(kept)} more stay unquantized: they do not fit {job.title}.")
+    base, first = job.base, 0
+    unfit: tuple[Unit, ...] = ()
+    if job.several:
+        weights = [sum(u.weights for u in job.units if pick.formats[u.name] == at) for at in range(len(job.schemes))]
+        first, unfit = weights.index(max(weights)), kept
+        base = recipe_base(job.quant[first], job.kv)
+    rules = [
+        (name, [*[unit for unit in job.units if pick.formats[unit.name] == at], *(unfit if name == NONE else ())])
+        for at, name in enumerate(formats)
+        if at != first
+    ]
+    text = recipe(base, comment, rules, [site.module for site in job.structure.sites])
+    check_recipe(job.source, job.structure, job.candidates.destination, text)
+    return text
+
+
+def _notes(job: Job) -> tuple[str, ...]:
+    why, candidates = job.structure.ungrouped, job.candidates
+    notes = [f"a target may refuse the recipe: modules with the same input are unknown ({why})"] if why else []
+    if count := len(candidates.kept):
+        target = candidates.destination.runtime or candidates.destination.target
+        notes.append(f"{count} more stay unquantized: target {target} does not support them in {job.title}")
+    elif candidates.why and job.several:
+        notes.append("formats that were left out:")
+    return (*notes, *(f"  {line}" for line in candidates.why))
