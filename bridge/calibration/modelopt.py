@@ -38,7 +38,7 @@ from bridge.core.text import fold_layers
 from bridge.core.values import Structure
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
-from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_static
+from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _run(
         part = [w for w in bindings if w.format.algorithm == algorithm]
         kv = scheme.kv if algorithm == cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
-        static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_static(kv))
+        static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_measured(kv))
         forward, method = loop if static else None, _method(algorithm, scheme)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
             forward = smoothable(loop, {w.module for w in part})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,8 @@ def quant_cfg(
 
 def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:
     """Return ModelOpt's quantizer attributes of one numeric."""
+    if numeric.constant:
+        return numeric_cfg(replace(numeric, constant=0.0), weight) | {"constant_amax": numeric.constant}
     bits = _BITS[numeric.dtype]
     if numeric.per == "tensor":
         return {"num_bits": bits, "axis": None}

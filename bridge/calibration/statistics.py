@@ -12,7 +12,7 @@ from bridge.calibration.policies import settle
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.quant.calibration import Applied
 from bridge.quant.codec.scales import SMALLEST
-from bridge.quant.schemes.scheme import Scheme, is_static
+from bridge.quant.schemes.scheme import Scheme, is_measured
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_statistics(
     arrays["expert_tokens"] = fake.tokens
     for binding in fake.bindings:
         name, form = binding.site.module, binding.format
-        if form.input is not None and is_static(form.input):
+        if form.input is not None and is_measured(form.input):
             bounds[name] = form.input.maxbound
             values = [v for v in (raw.get(name), _amax(fake.model, binding.input_quantizer)) if v is not None]
             raw[name] = max(values, default=None)
@@ -71,7 +71,7 @@ def read_statistics(
     sites = [binding.site for binding in fake.bindings]
     arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies, needed)
     applied += used
-    for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
+    for letter in "kv" if scheme.kv is not None and is_measured(scheme.kv) else "":
         amax = {ours: _amax(fake.model, f"{live}.{letter}_bmm_quantizer") for live, ours in fake.attention.items()}
         full = dict.fromkeys(amax, scheme.kv.maxbound if scheme.kv else 1.0)
         arrays[f"{letter}_amax"], used = settle(amax, f"{letter} amax", (), full, scheme.policies)

@@ -89,6 +89,7 @@ class Numeric:
     "token".
     `scale_dtype`: "float32"; "float8_e4m3fn" means block scales in fp8 under one float32 scale per tensor (NVFP4);
     "float8_e8m0fnu" means powers of two (MX). `dynamic`: scales are computed when the model runs (activations only).
+    `constant`: the amax of activations that is taken unmeasured; 0 if it is measured.
     """
 
     dtype: str
@@ -96,11 +97,17 @@ class Numeric:
     block: tuple[int, ...] = ()
     scale_dtype: str = "float32"
     dynamic: bool = False
+    constant: float = 0.0
 
     @property
     def maxbound(self) -> float:
         """The largest magnitude of a code: scale = amax / maxbound."""
         return MAXBOUND[self.dtype]
+
+    @property
+    def static(self) -> bool:
+        """Whether a scale is stored with the model: of NVFP4 activations, the one above those of the blocks."""
+        return not self.dynamic or self.scale_dtype == "float8_e4m3fn"
 
 
 # ModelOpt's `maxbound`: int codes use the symmetric range, although -128 and -8 are legal codes.

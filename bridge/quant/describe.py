@@ -38,6 +38,11 @@ def contract_words(format_: Format) -> str:
     return f"{' + '.join(map(numeric_words, format_.weight))} | {numeric_words(format_.input)}"
 
 
+def amax_words(numeric: Numeric, what: str) -> str:
+    """Where the amax of an input or a cache comes from, for the expressions of a plan."""
+    return f"{numeric.constant:g}" if numeric.constant else f"calibration: {what} amax"
+
+
 def weights(scheme: Scheme) -> str:
     """The weight numerics of a scheme in words."""
     return ", then ".join(numeric(n) for n in scheme.weight)
@@ -53,7 +58,8 @@ def numeric(entry: Numeric | None) -> str:
         return "not quantized"
     block = f" of {'x'.join(map(str, entry.block))}" if entry.block else ""
     scale = f", {entry.scale_dtype} scales" if entry.scale_dtype != "float32" else ""
-    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}"
+    fixed = f", amax {entry.constant:g}" if entry.constant else ""
+    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}{fixed}"
 
 
 def needs(scheme: Scheme) -> str:

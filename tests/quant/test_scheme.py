@@ -21,7 +21,7 @@ from bridge.verification.weight_error import compare
 
 ALL = [
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_wo", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
+    "nvfp4_input_scale1", "nvfp4_wo", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -41,7 +41,7 @@ norm   = [0.9, 1.1]
 
 def test_the_schemes_of_the_design_are_there_and_hold_together() -> None:
     assert scheme_names() == ALL
-    assert kv_names() == ["fp8", "int8", "nvfp4"]
+    assert kv_names() == ["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]
     assert check_schemes() == []
 
 
@@ -56,6 +56,7 @@ def test_only_schemes_with_static_activations_or_pre_scales_need_calibration() -
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
     assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"}
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
+    assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
 
 
 def test_gates_are_two_sided_and_a_dropped_scale_fails_them() -> None:
@@ -93,7 +94,9 @@ def test_experts_and_convolutions_are_not_smoothed(site: Site) -> None:
 def test_unknown_names_tell_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"'fp9' is unknown.*nearest: fp8"):
         load_scheme("fp9")
-    with pytest.raises(UsageError, match=r"kv='fp9' is unknown; known: fp8, int8, nvfp4; nearest: fp8"):
+    with pytest.raises(
+        UsageError, match=r"kv='fp9' is unknown; known: fp8, fp8_cast, int8, nvfp4, nvfp4_cast; nearest: fp8"
+    ):
         load_scheme("fp8", kv="fp9")
 
 
@@ -120,6 +123,15 @@ def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
         ('[input]\ndtype = "int8"\nper = "block"\nblock = [0]', "needs one or two sizes"),
         ('[input]\ndtype = "int8"\nper = "token"', "write dynamic = true"),
         ('[input]\ndtype = "int8"\nper = "tensor"\ndynamic = 1', "expected true or false"),
+        (
+            '[input]\ndtype = "int8"\nper = "tensor"\nconstant = -1',
+            "constant = -1; expected the amax, a positive number",
+        ),
+        ('[input]\ndtype = "int8"\nper = "tensor"\nconstant = true', "constant = True; expected the amax"),
+        (
+            '[input]\ndtype = "float8_e4m3fn"\nper = "token"\ndynamic = true\nconstant = 448',
+            "every scale is computed when the model runs; drop it",
+        ),
         ('[policy]\nzero = "skip"', "zero = 'skip' is unknown; known: error, floor, peers"),
         ("[parity.tensor]", "cannot be read as TOML"),
     ],

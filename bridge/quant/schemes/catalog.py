@@ -11,6 +11,7 @@ from bridge.core.values import Numeric
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
+    parse_activation,
     parse_numeric,
     parse_options,
     parse_parity,
@@ -70,7 +71,7 @@ def kv_numeric(kv: str) -> Numeric:
     if kv not in tables:
         raise UsageError(f"kv={kv!r} is unknown; {nearest(kv, tables)}")
     words = {key: value for key, value in tables[kv].items() if key != "summary"}
-    return parse_numeric(words, f"{path}: [{kv}]")
+    return parse_activation(words, f"{path}: [{kv}]")
 
 
 def named_scheme(name: str) -> Scheme:
@@ -109,7 +110,7 @@ def read_scheme(path: Path) -> Scheme:
         name=path.stem,
         summary=str(words["summary"]),
         weight=tuple(parse_numeric(w, f"{where}: [[weight]]") for w in weights),
-        input=None if activation is None else parse_numeric(activation, f"{where}: [input]"),
+        input=None if activation is None else parse_activation(activation, f"{where}: [input]"),
         parity=parse_parity(words["parity"], where),
         algorithm=algorithm,
         options=parse_options(words.get("options", {}), algorithm, where),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ ALGORITHMS = {
 }
 POLICIES = ("error", "floor", "peers")
 _PER = ("tensor", "channel", "block", "token")
+_KEYS = {"dtype", "per", "block", "scale_dtype", "dynamic"}
 _SCALES = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
 
 
@@ -57,8 +59,8 @@ class Policies:
 
 
 def parse_numeric(words: Any, where: str) -> Numeric:
-    """Parse a table of dtype, per, block, scale_dtype, dynamic."""
-    check_keys(words, {"dtype", "per", "block", "scale_dtype", "dynamic"}, where)
+    """Parse the format of a weight: a table of dtype, per, block, scale_dtype, dynamic."""
+    check_keys(words, _KEYS, where)
     for key, known in (("dtype", [*MAXBOUND, *K_QUANTS]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
             raise SchemeError(f"{where}: `{key}` is missing")
@@ -76,6 +78,20 @@ def parse_numeric(words: Any, where: str) -> Numeric:
         raise SchemeError(f'{where}: per = "token" is computed when the model runs: write dynamic = true')
     scale = words.get("scale_dtype", "float32")
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
+
+
+def parse_activation(words: Any, where: str) -> Numeric:
+    """Parse the format of an input or of a cache: that of a weight, and `constant`, an amax that is not measured."""
+    check_keys(words, _KEYS | {"constant"}, where)
+    numeric = parse_numeric({key: value for key, value in words.items() if key != "constant"}, where)
+    if "constant" not in words:
+        return numeric
+    constant = words["constant"]
+    if type(constant) not in (int, float) or not 0 < constant < math.inf:
+        raise SchemeError(f"{where}: constant = {constant!r}; expected the amax, a positive number")
+    if not numeric.static:
+        raise SchemeError(f"{where}: constant = {constant}, but every scale is computed when the model runs; drop it")
+    return replace(numeric, constant=float(constant))
 
 
 def parse_parity(words: Any, where: str) -> Gates:

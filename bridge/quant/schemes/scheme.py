@@ -103,7 +103,7 @@ class Scheme:
     @property
     def needs_calibration(self) -> bool:
         """Whether the output depends on statistics of activations."""
-        kv = self.kv is not None and is_static(self.kv)
+        kv = self.kv is not None and is_measured(self.kv)
         return kv or any(is_calibrated(form) for form in self.formats)
 
     @property
@@ -177,13 +177,12 @@ def _without_smoothing(form: Format, site: Site) -> Format:
 
 def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
-    return form.prescales or (form.input is not None and is_static(form.input))
+    return form.prescales or (form.input is not None and is_measured(form.input))
 
 
-def is_static(numeric: Numeric) -> bool:
+def is_measured(numeric: Numeric) -> bool:
     """Whether calibration fixes a scale of `numeric`."""
-    # NVFP4 activations: block scales are computed when the model runs, the one scale above them is calibrated
-    return not numeric.dynamic or numeric.scale_dtype == "float8_e4m3fn"
+    return numeric.static and not numeric.constant
 
 
 def has_tensor_scale(form: Format) -> bool:

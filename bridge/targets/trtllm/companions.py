@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.planning.plan import Output, Step
-from bridge.quant.schemes.scheme import is_static
+from bridge.quant.describe import amax_words
 from bridge.tables.expressions.regions import Shape
 from bridge.targets.modelopt_format import has_second, setting
 
@@ -83,9 +83,9 @@ def outputs(format_: Format, module: str, shape: Shape, experts: int, text: str,
         bound = 448.0 if len(format_.weight) == 2 else 448.0 * first.maxbound
         tensors.append(("scale_2", "weights_scaling_factor_2", *_scalar(first), f"amax / {bound:g}"))
     entry = format_.input
-    if entry and is_static(entry):
+    if entry and entry.static:
         bound = entry.maxbound * (448 if entry.dynamic else 1)
-        expression = f"calibration: input amax / {bound:g}"
+        expression = f"{amax_words(entry, 'input')} / {bound:g}"
         tensors.append(("input_scale", "activation_scaling_factor", *_scalar(entry), expression))
     if format_.prescales:
         expression = f"calibration: {format_.algorithm}"

@@ -22,7 +22,7 @@ from tests.oracles import export_oracle as oracle
 
 SCHEMES = (
     "fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_plain", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq",
-    "nvfp4_wo", "mxfp8",
+    "nvfp4_wo", "nvfp4_input_scale1", "mxfp8",
 )  # fmt: skip
 # (dtype of the source, dtype of the export)
 DTYPES = (("bf16", "bf16"), ("fp16", "bf16"), ("fp32", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
@@ -30,7 +30,7 @@ KV = (None, "fp8")
 SHARDS = ("10GB", "10GB", "300KB")
 EXCEPTIONS = oracle.exceptions("hf")
 # Exceptions that need a model made for them; each has a test of its own below.
-MADE = {"all-zero", "scale-rounds-to-zero", "one-tile", "kept-conv1d", "untied-head"}
+MADE = {"all-zero", "scale-rounds-to-zero", "one-tile", "kept-conv1d", "untied-head", "cast-cache"}
 
 
 class Case:
@@ -80,6 +80,7 @@ def allowed(family: str, scheme: str) -> list[dict[str, Any]]:
         ("llama", "w4a8_awq", None, ("fp32", "bf16"), "10GB"),
         ("llama", "fp8_block", None, ("fp16", "fp16"), "10GB"),
         ("llama", "mxfp8", None, ("bf16", "bf16"), "10GB"),
+        ("llama", "nvfp4_input_scale1", None, ("fp32", "bf16"), "10GB"),
         ("llama-tied", "nvfp4_wo", "fp8", ("bf16", "bf16"), "300KB"),
         ("gemma3", "int4_awq", None, ("fp32", "fp32"), "10GB"),
         ("gpt2", "fp8_pc_pt", "fp8", ("fp16", "bf16"), "10GB"),
@@ -203,6 +204,19 @@ def test_weights_near_the_smallest_numbers_equal_modelopts_export(
     ours = oracle.convert(directory, scheme, None, answer, tmp_path / "ours", None)
     theirs = oracle.export(answer, tmp_path / "theirs", oracle.DTYPES[dtype])
     assert oracle.differences(ours, theirs) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4_wo"])
+def test_a_cast_cache_has_the_scales_of_one_that_modelopt_leaves_out(scheme: str, tmp_path: Path) -> None:
+    directory = oracle.source("llama", "bf16")
+    for cache in ("fp8_cast", "fp8_448"):
+        answer = oracle.calibrated(directory, scheme, cache, tokens())
+        assert not answer.calibration.k_amax or cache == "fp8_448"
+        ours = oracle.convert(directory, scheme, "fp8_cast", answer, tmp_path / cache, None)
+        theirs = oracle.export(answer, tmp_path / f"theirs-{cache}", torch.bfloat16)
+        allowed = [EXCEPTIONS["cast-cache"]] if cache == "fp8_cast" else []
+        assert oracle.unexplained(oracle.differences(ours, theirs), allowed) == []
 
 
 def test_every_exception_names_its_section_and_what_it_is_about() -> None:
