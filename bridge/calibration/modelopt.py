@@ -22,7 +22,7 @@ import numpy as np
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.quantizers import QuantizerBinding, bind, numeric_cfg, quant_cfg
+from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, numeric_cfg, quant_cfg
 from bridge.calibration.reference_outputs import Run, as_arrays, blaming, perplexity, pick, refusal, runner, sample
 from bridge.calibration.statistics import (
     FakeModel,
@@ -215,12 +215,12 @@ def _run(
     algorithm, as ModelOpt's presets do (AWQ searches with the cache quantized), and by "max" if there are several.
     """
     names = [name for name, _ in fake.named_modules()]
-    used = {w.format.algorithm for w in bindings}
+    used = {calibrator(w.format) for w in bindings}
     cache = next(iter(used)) if len(used) == 1 else "max"
     used |= {cache} if live else set()
     enabled: list[str] = []
-    for algorithm in (a for a in ("max", "smoothquant", "awq") if a in used):
-        part = [w for w in bindings if w.format.algorithm == algorithm]
+    for algorithm in (a for a in ("max", "mse", "smoothquant", "awq") if a in used):
+        part = [w for w in bindings if calibrator(w.format) == algorithm]
         kv = scheme.kv if algorithm == cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
         static = any(is_calibrated(w.format) for w in part) or bool(kv and live and is_measured(kv))
@@ -245,7 +245,7 @@ def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
     if algorithm == "awq":
         # debug keeps the float32 scale of the weight; the buffer is rounded to the model's dtype
         return {"method": "awq_lite", "alpha_step": options.get("alpha_step", 0.1), "debug": True}
-    return {"method": "max"}
+    return {"method": algorithm}
 
 
 def _loop(plain: Any, data: Data, report: Progress, passes: int) -> Callable[[Any], None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.core.values import Format, Numeric, Site
+from bridge.core.values import MSE, Format, Numeric, Site
 
 if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import Origin
@@ -109,6 +109,12 @@ def quant_cfg(
     for pattern, setting in _globbed(named, others):
         entries.append({"quantizer_name": pattern, "cfg": setting})
     return entries
+
+
+def calibrator(form: Format) -> str:
+    """The algorithm by which ModelOpt calibrates a format; for NVFP4 it searches with CUDA only, and amax stands in."""
+    first = form.weight[0]
+    return MSE if (form.algorithm, first.dtype, first.search) == ("max", "int4", MSE) else form.algorithm
 
 
 def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bridge.core.values import Format, Numeric
+from bridge.core.values import FOUR_OVER_SIX, MSE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
+SEARCHED = {MSE: ", scales with the least error", FOUR_OVER_SIX: ", each scale the better of two"}
 SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}
 
 
@@ -59,7 +60,8 @@ def numeric(entry: Numeric | None) -> str:
     block = f" of {'x'.join(map(str, entry.block))}" if entry.block else ""
     scale = f", {entry.scale_dtype} scales" if entry.scale_dtype != "float32" else ""
     fixed = f", amax {entry.constant:g}" if entry.constant else ""
-    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}{fixed}"
+    searched = SEARCHED.get(entry.search, "")
+    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}{fixed}{searched}"
 
 
 def needs(scheme: Scheme) -> str:

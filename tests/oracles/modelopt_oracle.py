@@ -17,6 +17,7 @@ import torch
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.live_models.checkpoint_names import live_modules, live_names
+from tests.oracles.plain_fp4 import on_a_cpu
 
 PRESETS = {
     "fp8": "FP8_DEFAULT_CFG",
@@ -32,6 +33,10 @@ PRESETS = {
     "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
     "nvfp4_input_scale1": "NVFP4_DEFAULT_CFG",
+    "int4_mse": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "nvfp4_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "nvfp4_wo_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "nvfp4_four_over_six": "NVFP4_FOUR_OVER_SIX_CFG",
 }
 # ModelOpt has it as a recipe for experts: general/ptq/nvfp4_experts_only_input_scale1-kv_fp8_cast.yaml.
 CONSTANT = {"nvfp4_input_scale1": 2688.0}
@@ -110,7 +115,12 @@ def ask(
         config["algorithm"] = {"method": "smoothquant", "alpha": dict(load_scheme("int8").options)["alpha"]}
     if "awq" in scheme:
         config["algorithm"] = {"method": "awq_lite", "alpha_step": 0.1, "debug": True}
-    quantized = mtq.quantize(copy.deepcopy(model), config, forward_loop)
+    if scheme == "int4_mse":
+        config["algorithm"] = "mse"
+    if scheme == "nvfp4_wo_mse":
+        config["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
+    with on_a_cpu():
+        quantized = mtq.quantize(copy.deepcopy(model), config, forward_loop)
     input_amax: dict[str, np.ndarray] = {}
     smoothing: dict[str, np.ndarray] = {}
     awq: dict[str, np.ndarray] = {}

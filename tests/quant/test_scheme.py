@@ -20,8 +20,9 @@ from bridge.quant.schemes.load import check_schemes, load_scheme
 from bridge.verification.weight_error import compare
 
 ALL = [
-    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_input_scale1", "nvfp4_wo", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
+    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
+    "mxfp8", "nvfp4", "nvfp4_four_over_six", "nvfp4_input_scale1", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0",
+    "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -54,7 +55,7 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
 
 def test_only_schemes_with_static_activations_or_pre_scales_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
-    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"}
+    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4", "nvfp4_mse", "nvfp4_four_over_six"}
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
     assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
 
@@ -131,6 +132,14 @@ def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
         (
             '[input]\ndtype = "float8_e4m3fn"\nper = "token"\ndynamic = true\nconstant = 448',
             "every scale is computed when the model runs; drop it",
+        ),
+        (
+            '[[weight]]\ndtype = "int8"\nper = "channel"\nsearch = "mse"',
+            "is for .* INT4 in blocks, not for int8 per channel",
+        ),
+        (
+            '[[weight]]\ndtype = "int8"\nper = "channel"\nsearch = "best"',
+            "search = 'best' is unknown; known: four_over_six, mse",
         ),
         ('[policy]\nzero = "skip"', "zero = 'skip' is unknown; known: error, floor, peers"),
         ("[parity.tensor]", "cannot be read as TOML"),

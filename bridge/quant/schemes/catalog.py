@@ -12,10 +12,10 @@ from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
     parse_activation,
-    parse_numeric,
     parse_options,
     parse_parity,
     parse_policies,
+    parse_weight,
     read_toml,
 )
 from bridge.quant.schemes.scheme import Scheme
@@ -109,7 +109,7 @@ def read_scheme(path: Path) -> Scheme:
     return Scheme(
         name=path.stem,
         summary=str(words["summary"]),
-        weight=tuple(parse_numeric(w, f"{where}: [[weight]]") for w in weights),
+        weight=tuple(parse_weight(w, f"{where}: [[weight]]") for w in weights),
         input=None if activation is None else parse_activation(activation, f"{where}: [input]"),
         parity=parse_parity(words["parity"], where),
         algorithm=algorithm,

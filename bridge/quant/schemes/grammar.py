@@ -11,7 +11,7 @@ from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import SchemeError
 from bridge.core.parsing import load_toml
 from bridge.core.text import nearest
-from bridge.core.values import MAXBOUND, Numeric
+from bridge.core.values import FOUR_OVER_SIX, MAXBOUND, MSE, SEARCHES, Numeric
 
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
@@ -59,7 +59,7 @@ class Policies:
 
 
 def parse_numeric(words: Any, where: str) -> Numeric:
-    """Parse the format of a weight: a table of dtype, per, block, scale_dtype, dynamic."""
+    """Parse a table of dtype, per, block, scale_dtype, dynamic."""
     check_keys(words, _KEYS, where)
     for key, known in (("dtype", [*MAXBOUND, *K_QUANTS]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
@@ -80,8 +80,25 @@ def parse_numeric(words: Any, where: str) -> Numeric:
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
 
 
+def parse_weight(words: Any, where: str) -> Numeric:
+    """Parse the format of a weight: a numeric, and `search`, how the scales of its blocks are chosen."""
+    check_keys(words, _KEYS | {"search"}, where)
+    numeric = parse_numeric({key: value for key, value in words.items() if key != "search"}, where)
+    if "search" not in words:
+        return numeric
+    search = words["search"]
+    if search not in SEARCHES:
+        raise SchemeError(f"{where}: search = {search!r} is unknown; {nearest(str(search), SEARCHES)}")
+    kind = (numeric.dtype, numeric.scale_dtype, len(numeric.block))
+    nvfp4 = kind == ("float4_e2m1fn", "float8_e4m3fn", 1)
+    if not nvfp4 and (search == FOUR_OVER_SIX or kind != ("int4", "float32", 1)):
+        known = "FP4 in blocks under FP8 scales (NVFP4)" + (" and INT4 in blocks" if search == MSE else "")
+        raise SchemeError(f"{where}: search = {search!r} is for {known}, not for {numeric.dtype} per {numeric.per}")
+    return replace(numeric, search=search)
+
+
 def parse_activation(words: Any, where: str) -> Numeric:
-    """Parse the format of an input or of a cache: that of a weight, and `constant`, an amax that is not measured."""
+    """Parse the format of an input or of a cache: a numeric, and `constant`, an amax that is not measured."""
     check_keys(words, _KEYS | {"constant"}, where)
     numeric = parse_numeric({key: value for key, value in words.items() if key != "constant"}, where)
     if "constant" not in words:

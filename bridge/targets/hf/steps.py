@@ -218,8 +218,8 @@ def _output(part: Part, format_: Format, spec: TensorSpec, group: int, fused: in
     shared, joined = (f", the largest of {count}" if count >= MIN_GROUP else "" for count in (group, fused))
     text = {
         "weight": f"codes({weight})",
-        "scale": f"amax({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
-        "scale_2": f"amax({weight}){shared} / {6 * 448 if len(format_.weight) == 1 else 448}",
+        "scale": f"{first.search or 'amax'}({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
+        "scale_2": f"amax({weight}){shared} / {6 * first.largest_scale if len(format_.weight) == 1 else 448:g}",
         "input_scale": _input_scale(format_.input, shared),
         "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}",
     }

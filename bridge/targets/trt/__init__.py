@@ -304,11 +304,11 @@ def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bo
     """Codes and scales of a weight for ONNX: scales are (), (out,) per channel, [in / block, out] per block."""
     first, shapes = format_.weight[0], stored_shapes(format_.weight, spec.shape, site.layout, transpose, site.module)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    scale, bound = f"{site.module}.weight_scale", 6 * 448 if len(format_.weight) == 1 else 448
+    scale, bound = f"{site.module}.weight_scale", 6 * first.largest_scale if len(format_.weight) == 1 else 448.0
     what = {
         "codes": (site.weight, "weight", f"codes({text})"),
-        "scale": (scale, "scale", f"amax({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
-        "scale_2": (f"{scale}_2", "scale_2", f"amax({spec.name}) / {bound}"),
+        "scale": (scale, "scale", f"{first.search or 'amax'}({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
+        "scale_2": (f"{scale}_2", "scale_2", f"amax({spec.name}) / {bound:g}"),
     }
     outputs = []
     for key, (stored, shape) in shapes.items():

@@ -80,7 +80,7 @@ def outputs(format_: Format, module: str, shape: Shape, experts: int, text: str,
     tensors = [("weight", "weight", (*lead, *extents), stored, f"codes({text})")]
     tensors.append(_scale(format_, lead, rows, in_))
     if has_second(format_):
-        bound = 448.0 if len(format_.weight) == 2 else 448.0 * first.maxbound
+        bound = 448.0 if len(format_.weight) == 2 else first.largest_scale * first.maxbound
         tensors.append(("scale_2", "weights_scaling_factor_2", *_scalar(first), f"amax / {bound:g}"))
     entry = format_.input
     if entry and entry.static:
@@ -115,7 +115,7 @@ def _scale(format_: Format, lead: Shape, out: int, in_: int) -> tuple[str, str, 
     elif len(first.block) == 2 and not lead:
         shape = (out // first.block[0], 1, in_ // first.block[1], 1)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    return "scale", name, shape, kind, f"amax({first.per}{block}) / {first.maxbound:g}"
+    return "scale", name, shape, kind, f"{first.search or 'amax'}({first.per}{block}) / {first.maxbound:g}"
 
 
 def _scalar(numeric: Numeric) -> tuple[Shape, str]:
