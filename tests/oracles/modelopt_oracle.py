@@ -37,6 +37,8 @@ PRESETS = {
     "nvfp4_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
     "nvfp4_wo_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
     "nvfp4_four_over_six": "NVFP4_FOUR_OVER_SIX_CFG",
+    "nvfp4_mlp_only": "NVFP4_MLP_ONLY_CFG",
+    "nvfp4_experts_only": "NVFP4_EXPERTS_ONLY_CFG",
 }
 # ModelOpt has it as a recipe for experts: general/ptq/nvfp4_experts_only_input_scale1-kv_fp8_cast.yaml.
 CONSTANT = {"nvfp4_input_scale1": 2688.0}

@@ -17,12 +17,13 @@ from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.catalog import kv_names, read_scheme, scheme_names
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import check_schemes, load_scheme
+from bridge.quant.schemes.scheme import Rule
 from bridge.verification.weight_error import compare
 
 ALL = [
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
-    "mxfp8", "nvfp4", "nvfp4_four_over_six", "nvfp4_input_scale1", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0",
-    "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
+    "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_input_scale1", "nvfp4_mlp_only",
+    "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "w4a8_awq",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -55,7 +56,8 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
 
 def test_only_schemes_with_static_activations_or_pre_scales_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
-    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4", "nvfp4_mse", "nvfp4_four_over_six"}
+    fp4 = {"nvfp4", "nvfp4_mse", "nvfp4_four_over_six", "nvfp4_mlp_only", "nvfp4_experts_only"}
+    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq"} | fp4
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
     assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
 
@@ -90,6 +92,15 @@ def test_experts_and_convolutions_are_not_smoothed(site: Site) -> None:
         form = load_scheme(name).format_of(site)
         assert isinstance(form, Format) and not form.prescales
         assert form.weight == load_scheme(name).weight
+
+
+def test_a_scheme_that_names_modules_leaves_the_others_and_a_rule_overrides_it() -> None:
+    scheme = load_scheme("nvfp4_mlp_only")
+    inside = replace(PLAIN, module="model.layers.0.mlp.up_proj")
+    assert scheme.format_of(inside) == load_scheme("nvfp4").format_of(inside)
+    assert scheme.format_of(PLAIN).startswith("scheme: only *mlp*, ")
+    rule = Rule("rule 1", "fp8", load_scheme("fp8").format, None, modules=("m.q",))
+    assert replace(scheme, rules=(rule,)).format_of(PLAIN) == load_scheme("fp8").format
 
 
 def test_unknown_names_tell_the_nearest() -> None:
@@ -142,6 +153,7 @@ def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
             "search = 'best' is unknown; known: four_over_six, mse",
         ),
         ('[policy]\nzero = "skip"', "zero = 'skip' is unknown; known: error, floor, peers"),
+        ('only = "*mlp*"', "expected names or globs in quotes"),
         ("[parity.tensor]", "cannot be read as TOML"),
     ],
 )

@@ -12,6 +12,7 @@ from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
     parse_activation,
+    parse_only,
     parse_options,
     parse_parity,
     parse_policies,
@@ -50,7 +51,7 @@ ELSEWHERE = {
 }
 KEYS = {
     "summary", "aliases", "algorithm", "needs_cuda", "simulation_needs_cuda",
-    "weight", "input", "options", "parity", "policy",
+    "weight", "input", "options", "parity", "policy", "only",
 }  # fmt: skip
 
 
@@ -117,5 +118,6 @@ def read_scheme(path: Path) -> Scheme:
         policies=parse_policies(words.get("policy", {}), where),
         needs_cuda=str(words.get("needs_cuda", "")),
         simulation_needs_cuda=str(words.get("simulation_needs_cuda", "")),
+        only=parse_only(words.get("only", []), where),
         origin=where,
     )

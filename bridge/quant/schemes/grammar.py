@@ -147,6 +147,13 @@ def parse_policies(words: Any, where: str) -> Policies:
     return Policies(**words)
 
 
+def parse_only(words: Any, where: str) -> tuple[str, ...]:
+    """Parse `only`: globs of module names."""
+    if not isinstance(words, list) or not all(isinstance(glob, str) and glob for glob in words):
+        raise SchemeError(f"{where}: only = {words!r}; expected names or globs in quotes")
+    return tuple(words)
+
+
 def check_keys(words: Any, known: set[str], where: str) -> None:
     """Raise SchemeError for what is not a table, or has unknown keys: a misspelled one must not be ignored."""
     if not isinstance(words, dict):

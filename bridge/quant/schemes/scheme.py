@@ -72,7 +72,8 @@ class Scheme:
 
     `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `simulation_needs_cuda`: why ModelOpt's
     fake-quantized model runs on CUDA only (calibration may work without it). `options`: the algorithm's parameters,
-    sorted. `depth`: layers of the model, from which negative layers count (see `bound`).
+    sorted. `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers
+    of the model, from which negative layers count (see `bound`).
     """
 
     name: str
@@ -87,6 +88,7 @@ class Scheme:
     policies: Policies = field(default_factory=Policies)
     needs_cuda: str = ""
     simulation_needs_cuda: str = ""
+    only: tuple[str, ...] = ()
     depth: int = 0
     origin: str = field(default="", compare=False)
 
@@ -110,7 +112,7 @@ class Scheme:
     def digest(self) -> str:
         """Digest of everything that a calibration depends on; the name, the gates and the texts are left out."""
         rules = [(asdict(r.format) if r.format else None, r.roles, r.modules, r.layers) for r in self.rules]
-        parts = [asdict(self.format), self.options, asdict(self.kv) if self.kv else None, rules]
+        parts = [asdict(self.format), self.options, asdict(self.kv) if self.kv else None, rules, self.only]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def bound(self, sites: Sequence[Site]) -> Scheme:
@@ -156,10 +158,16 @@ class Scheme:
         """The format of `site`, or the reason why it stays unquantized."""
         rule = self.rule_of(site)
         if rule is None:
-            return site.keep or _without_smoothing(self.format, site)
+            return site.keep or self._beside(site) or _without_smoothing(self.format, site)
         if rule.format is None:
             return f'recipe: {rule.label} says quant = "none"'
         return _without_smoothing(rule.format, site)
+
+    def _beside(self, site: Site) -> str:
+        """Why the scheme leaves a module out; "" if it does not."""
+        if not self.only or any(fnmatchcase(site.module, glob) for glob in self.only):
+            return ""
+        return f"scheme: only {', '.join(self.only)}"
 
     def gate_of(self, site: Site) -> Gate:
         """The gate that the quantized weight of `site` must pass."""

@@ -144,6 +144,18 @@ def test_searched_scales_equal_modelopts_export(
     assert Case(family, tmp_path).unexplained(scheme, None, dtypes, "10GB") == []
 
 
+PARTS = [
+    ("llama", "nvfp4_mlp_only"), ("qwen3-moe", "nvfp4_mlp_only"), ("mixtral", "nvfp4_mlp_only"),
+    ("qwen3-moe", "nvfp4_experts_only"), ("mixtral", "nvfp4_experts_only"), ("deepseek-v3", "nvfp4_experts_only"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "scheme"), PARTS)
+def test_schemes_of_a_part_of_the_model_equal_modelopts_export(family: str, scheme: str, tmp_path: Path) -> None:
+    assert Case(family, tmp_path).unexplained(scheme, None, ("bf16", "bf16"), "10GB") == []
+
+
 @grid({"scheme": SCHEMES, "dtypes": DTYPES, "kv": KV}, pairs=[("scheme", "kv")])
 def test_all_dtypes_and_kv_of_llama_equal_modelopts_export(
     scheme: str, dtypes: tuple[str, str], kv: str | None, tmp_path: Path
