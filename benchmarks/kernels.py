@@ -37,6 +37,9 @@ CODES = (
     ("int4, two rows a byte",    0.5,           Numeric("int4", "block", (128,)),               HIGH),
     ("int4, eight to an int32",  0.5,           Numeric("int4", "block", (128,)),               WORDS),
     ("nvfp4",                    0.5625,        Numeric(FP4, "block", (16,), FP8),              PLAIN),
+    ("int4_mse",                 0.5,           Numeric("int4", "block", (128,), search="mse"), PLAIN),
+    ("nvfp4_mse",                0.5625,        Numeric(FP4, "block", (16,), FP8, search="mse"), PLAIN),
+    ("nvfp4_four_over_six",      0.5625,        Numeric(FP4, "block", (16,), FP8, search="four_over_six"), PLAIN),
     ("mxfp8",                    1.03125,       Numeric(FP8, "block", (32,), "float8_e8m0fnu"), PLAIN),
     ("mxfp4",                    0.53125,       Numeric(FP4, "block", (32,), "float8_e8m0fnu"), PLAIN),
 )  # fmt: skip

@@ -135,6 +135,16 @@ def _decode(kind, codes, factor, value, half):
 
 
 @kernel
+def _saturated(kind, codes, half):
+    """Make `half` negative at the largest and the smallest code, which are the nearest of all numbers beyond."""
+    low = np.uint8(7 if kind == E2M1 else 8 if kind == INT4 else 248)  # a magnitude of 6; -8 in a nibble, in a byte
+    mask = np.uint8(7 if kind == E2M1 else 15 if kind == INT4 else 255)
+    for i in range(codes.size):
+        c = np.uint8(codes[i] & mask)
+        half[i] = np.float32(-half[i] if c == np.uint8(7) or c == low else half[i])
+
+
+@kernel
 def _again(value, half, scale):
     """Round values to e4m3 times `scale`; the possible change is added to `half`."""
     for i in range(value.size):
@@ -154,8 +164,11 @@ def _value(word, shift, power):
 
 @kernel
 def _beyond(error, weight, half, slack, least):
-    bound = np.float32(np.float32(half + np.float32(np.abs(weight) * slack)) + least)
-    return np.uint32(0) if np.abs(error) <= bound else np.uint32(1)  # 1 for NaN
+    """1 if the error exceeds rounding, or is NaN; of a code that may saturate, see `_saturated`, only towards zero."""
+    bound = np.float32(np.float32(np.abs(half) + np.float32(np.abs(weight) * slack)) + least)
+    inward = np.float32(-error if weight > error else error)  # weight - error is the value of the code
+    off = np.float32(inward if half < np.float32(0) else np.abs(error))
+    return np.uint32(0) if off <= bound else np.uint32(1)
 
 
 @kernel
@@ -215,13 +228,15 @@ def _total(parts, power, sums):
 
 
 @kernel
-def compare(bits, stored, kind, packing, flip, scale, down, across, second, slack, least, sums):
+def compare(bits, stored, kind, packing, flip, scale, down, across, second, slack, least, sums, clips=False):
     """Write [a . a, b . b, |a - b|^2, the largest |a - b|^2 / a . a of a run, codes beyond] of each row to `sums`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32): a.  stored: uint8, the rows of codes that make b.
     kind: INT8, INT4, E4M3 or E2M1.  packing: BYTES, COLUMNS or ROWS.  flip: each byte is first xored with it.
     scale: float32 grid, one number for each `down` x `across` values.  second: if not 0, values are rounded to e4m3
     times it.  A code is beyond if |a - b| exceeds half a step + slack * |a| + least.  sums: (rows, 5) float64.
+    clips: scales of E2M1 or of INT4, in nibbles or bytes, may be too small for the largest values, which are rounded to
+    the last code.
     """
     rows, cols = bits.shape
     codes, factor = np.empty(SEGMENT, np.uint8), np.empty(cols, np.float32)
@@ -244,6 +259,8 @@ def compare(bits, stored, kind, packing, flip, scale, down, across, second, slac
                 _unpack(line, r % 2, packing, flip, codes[:n])
                 line = codes[:n]
             _decode(kind, line, scales, value, half)
+            if clips:
+                _saturated(kind, line, half[:n])
             if second != np.float32(0):
                 _again(value[:n], half, np.float32(second * power))
             source = bits[r, first : first + n]

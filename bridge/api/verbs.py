@@ -90,7 +90,7 @@ def calibrate(
         quant: a scheme name, the path of a recipe, or a `Scheme`.
         data: None (the embedded text), a text or JSONL file, a dataset id, batches, a DataLoader, or a
             `forward_loop(model)`. Batches are mappings of arrays, `input_ids` (batch, sequence) of integers first.
-        kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache.
+        kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache; the casts have none.
         device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
         samples: number of sequences; None takes the default of `bridge.calibration.data`.
         sequence: tokens per sequence; None as for `samples`.
@@ -178,7 +178,7 @@ def convert(
         calib: a `Calibration`, or the path of a saved one; an importance matrix of llama-imatrix (.gguf); or what
             `data` takes.
         data: what to calibrate with, as `calibrate` takes it; so `samples`, `sequence` and `field`.
-        kv: None, "fp8", "int8" or "nvfp4".
+        kv: None, "fp8", "int8" or "nvfp4"; "fp8_cast" or "nvfp4_cast", which need no calibration.
         device: where calibration runs: "cpu", "cuda", "cuda:1".
         config: entries that replace those of config.json, or a JSON file of them, for what a checkpoint leaves out.
         tokenizer: an object, a directory or a hub id, in place of the model's own.

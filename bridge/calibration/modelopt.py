@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.quantizers import QuantizerBinding, bind, known_formats, quant_cfg
+from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, known_formats, quant_cfg
 from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
 from bridge.calibration.schedule import PASSES, Schedule, schedule_of
 from bridge.calibration.statistics import (
@@ -37,7 +37,7 @@ from bridge.core.text import fold_layers
 from bridge.core.values import Structure
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
-from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_static
+from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
@@ -258,10 +258,10 @@ def _run(
     enabled: list[str] = []
     mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
     for algorithm in schedule.algorithms:
-        part = [w for w in bindings if w.format.algorithm == algorithm]
+        part = [w for w in bindings if calibrator(w.format) == algorithm]
         kv = scheme.kv if live and algorithm == schedule.cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
-        static = any(is_calibrated(w.format) for w in part) or bool(kv and is_static(kv))
+        static = any(is_calibrated(w.format) for w in part) or bool(kv and is_measured(kv))
         forward, method = loop if static else None, _method(algorithm, scheme)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
             forward = smoothable(loop, {w.module for w in part})
@@ -284,7 +284,7 @@ def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
     if algorithm == "awq":
         # debug keeps the float32 scale of the weight; the buffer is rounded to the model's dtype
         return {"method": "awq_lite", "alpha_step": options.get("alpha_step", 0.1), "debug": True}
-    return {"method": "max"}
+    return {"method": algorithm}
 
 
 def _loop(plain: Any, data: Data, report: Progress, schedule: Schedule) -> Callable[[Any], None]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.core.values import Format, Numeric, Site
+from bridge.core.values import MSE, Format, Numeric, Site
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -120,8 +120,16 @@ def quant_cfg(
     return entries
 
 
+def calibrator(form: Format) -> str:
+    """The algorithm by which ModelOpt calibrates a format; for NVFP4 it searches with CUDA only, and amax stands in."""
+    first = form.weight[0]
+    return MSE if (form.algorithm, first.dtype, first.search) == ("max", "int4", MSE) else form.algorithm
+
+
 def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:
     """Return ModelOpt's quantizer attributes of one numeric."""
+    if numeric.constant:
+        return numeric_cfg(replace(numeric, constant=0.0), weight) | {"constant_amax": numeric.constant}
     bits = _BITS[numeric.dtype]
     if numeric.per == "tensor":
         return {"num_bits": bits, "axis": None}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge.calibration.quantizers import QuantizerBinding
-from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_static
+from bridge.calibration.quantizers import QuantizerBinding, calibrator
+from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 
-PASSES = {"max": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data, in the order of the algorithms
+PASSES = {"max": 1, "mse": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data, in the order of the algorithms
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ def schedule_of(scheme: Scheme, bindings: Sequence[QuantizerBinding], cached: bo
     weights are still those of the model. The KV cache is calibrated with the only algorithm, as ModelOpt's presets do
     (AWQ searches with the cache quantized), and by "max" if there are several.
     """
-    used = {binding.format.algorithm for binding in bindings}
+    used = {calibrator(binding.format) for binding in bindings}
     cache = (next(iter(used)) if len(used) == 1 else "max") if cached else ""
     algorithms = tuple(name for name in PASSES if name in used | {cache})
-    forwards = {binding.format.algorithm for binding in bindings if is_calibrated(binding.format)}
-    if cached and scheme.kv and is_static(scheme.kv):
+    forwards = {calibrator(binding.format) for binding in bindings if is_calibrated(binding.format)}
+    if cached and scheme.kv and is_measured(scheme.kv):
         forwards.add(cache)
     streams: list[int] = []
     stream = 0

@@ -13,7 +13,7 @@ from bridge.calibration.quantizers import QuantizerBinding
 from bridge.core.values import Site, TensorSpec
 from bridge.quant.calibration import Applied
 from bridge.quant.codec.scales import SMALLEST
-from bridge.quant.schemes.scheme import Scheme, is_static
+from bridge.quant.schemes.scheme import Scheme, is_measured
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def collect(fake: FakeModel, scheme: Scheme) -> Statistics:
     seen: Statistics = {kind: {} for kind in KINDS}
     for binding in fake.bindings:
         name, form = binding.site.module, binding.format
-        if form.input is not None and is_static(form.input):
+        if form.input is not None and is_measured(form.input):
             _keep_largest(seen["input_amax"], name, _amax(fake.model, binding.input_quantizer))
         if form.prescales and (kept := _pre_scale(fake, binding, scheme)):
             seen[kept[0]][name] = kept[1]
-    for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
+    for letter in "kv" if scheme.kv is not None and is_measured(scheme.kv) else "":
         for live, ours in fake.attention.items():
             _keep_largest(seen[f"{letter}_amax"], ours, _amax(fake.model, f"{live}.{letter}_bmm_quantizer"))
     seen["expert_tokens"] = dict(fake.tokens)
@@ -100,7 +100,7 @@ def settle_statistics(
     arrays: Statistics = {kind: dict(seen[kind]) for kind in KINDS}
     for binding in bindings:
         name, form = binding.site.module, binding.format
-        if form.input is not None and is_static(form.input):
+        if form.input is not None and is_measured(form.input):
             bounds[name] = form.input.maxbound
             raw[name] = _value(seen["input_amax"].get(name))
         if form.prescales and not any(name in seen[kind] for kind in ("smoothing_amax", "awq_scale", "pre_scale")):
@@ -109,7 +109,7 @@ def settle_statistics(
     sites = [binding.site for binding in bindings]
     arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies, needed)
     applied += used
-    for letter in "kv" if scheme.kv is not None and is_static(scheme.kv) else "":
+    for letter in "kv" if scheme.kv is not None and is_measured(scheme.kv) else "":
         amax = {name: _value(seen[f"{letter}_amax"].get(name)) for name in attention}
         full = dict.fromkeys(amax, scheme.kv.maxbound if scheme.kv else 1.0)
         arrays[f"{letter}_amax"], used = settle(amax, f"{letter} amax", (), full, scheme.policies)

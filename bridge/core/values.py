@@ -81,6 +81,11 @@ class LazyTensor:
         return array
 
 
+# How scales of blocks are chosen. "mse": those with the least error. "four_over_six": the better of two, under which
+# the largest value of a block has the code 6 or 4; FP4 has no number between.
+MSE, FOUR_OVER_SIX = SEARCHES = ("mse", "four_over_six")
+
+
 @dataclass(frozen=True)
 class Numeric:
     """A number format: the dtype of the codes and the values that share a scale.
@@ -89,6 +94,8 @@ class Numeric:
     "token".
     `scale_dtype`: "float32"; "float8_e4m3fn" means block scales in fp8 under one float32 scale per tensor (NVFP4);
     "float8_e8m0fnu" means powers of two (MX). `dynamic`: scales are computed when the model runs (activations only).
+    `constant`: the amax of activations that is taken unmeasured; 0 if it is measured. `search`: how the scales of a
+    weight's blocks are chosen, one of `SEARCHES`; "" takes those of amax.
     """
 
     dtype: str
@@ -96,11 +103,23 @@ class Numeric:
     block: tuple[int, ...] = ()
     scale_dtype: str = "float32"
     dynamic: bool = False
+    constant: float = 0.0
+    search: str = ""
 
     @property
     def maxbound(self) -> float:
         """The largest magnitude of a code: scale = amax / maxbound."""
         return MAXBOUND[self.dtype]
+
+    @property
+    def static(self) -> bool:
+        """Whether a scale is stored with the model: of NVFP4 activations, the one above those of the blocks."""
+        return not self.dynamic or self.scale_dtype == "float8_e4m3fn"
+
+    @property
+    def largest_scale(self) -> float:
+        """What the largest of NVFP4's block scales is in FP8: the one above them is amax / (maxbound * this)."""
+        return 256.0 if self.search == FOUR_OVER_SIX else 448.0
 
 
 # ModelOpt's `maxbound`: int codes use the symmetric range, although -128 and -8 are legal codes.

@@ -24,7 +24,7 @@ from bridge.core.remote.path import as_path
 from bridge.core.text import fold, fold_layers, grouped, number, pattern
 from bridge.core.typed_json import typed
 from bridge.core.values import Format, Numeric
-from bridge.quant.schemes.scheme import is_calibrated, is_static
+from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
 _STATISTICS = (
@@ -136,7 +136,7 @@ class Calibration(Displayed):
             if not isinstance(form, Format) or not is_calibrated(form):
                 continue
             smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
-            if form.input is not None and is_static(form.input):
+            if form.input is not None and is_measured(form.input):
                 if module not in self.input_amax:
                     lacking.setdefault("input amax", []).append(module)
                 elif smoothed and not form.prescales:
@@ -146,7 +146,7 @@ class Calibration(Displayed):
             known = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale}.get(form.algorithm)
             if known is not None and module not in known and module not in self.pre_scale:
                 lacking.setdefault(f"pre_quant_scale of {form.algorithm}", []).append(module)
-        if kv is not None and is_static(kv):
+        if kv is not None and is_measured(kv):
             for module in attention:
                 if module not in self.k_amax or module not in self.v_amax:
                     lacking.setdefault("KV amax", []).append(module)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bridge.core.values import Format, Numeric
+from bridge.core.values import FOUR_OVER_SIX, MSE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
+SEARCHED = {MSE: ", scales with the least error", FOUR_OVER_SIX: ", each scale the better of two"}
 SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}
 
 
@@ -38,6 +39,11 @@ def contract_words(format_: Format) -> str:
     return f"{' + '.join(map(numeric_words, format_.weight))} | {numeric_words(format_.input)}"
 
 
+def amax_words(numeric: Numeric, what: str) -> str:
+    """Where the amax of an input or a cache comes from, for the expressions of a plan."""
+    return f"{numeric.constant:g}" if numeric.constant else f"calibration: {what} amax"
+
+
 def weights(scheme: Scheme) -> str:
     """The weight numerics of a scheme in words."""
     return ", then ".join(numeric(n) for n in scheme.weight)
@@ -53,7 +59,9 @@ def numeric(entry: Numeric | None) -> str:
         return "not quantized"
     block = f" of {'x'.join(map(str, entry.block))}" if entry.block else ""
     scale = f", {entry.scale_dtype} scales" if entry.scale_dtype != "float32" else ""
-    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}"
+    fixed = f", amax {entry.constant:g}" if entry.constant else ""
+    searched = SEARCHED.get(entry.search, "")
+    return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}{fixed}{searched}"
 
 
 def needs(scheme: Scheme) -> str:

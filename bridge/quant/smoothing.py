@@ -16,7 +16,6 @@ from bridge.core.errors import CalibrationError
 from bridge.core.values import Feed, Format
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast, rounded, smooth
-from bridge.quant.schemes.scheme import is_static
 
 # ModelOpt's guards, unchanged: a channel that is always zero gets the largest scale, not one
 DEAD = 2.0**-31
@@ -128,6 +127,6 @@ def _by_row(scale: Array, feed: Feed, format_: Format, dtype: str) -> Array:
     if feed.repeat == 1:
         return scale
     heads = scale.reshape(-1, feed.repeat, feed.width)
-    if format_.input is not None and is_static(format_.input):
+    if format_.input is not None and format_.input.static:
         return np.ascontiguousarray(heads.min(axis=1).reshape(-1))
     return rounded(np.ascontiguousarray(heads.mean(axis=1, dtype=np.float32).reshape(-1)), dtype)

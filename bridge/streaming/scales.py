@@ -1,4 +1,4 @@
-"""Outputs that calibration alone decides.
+"""Outputs that calibration or the scheme alone decides.
 
 Input scales, pre_quant_scale, K and V scales, the weight's shape.
 """
@@ -25,12 +25,9 @@ from bridge.streaming.rows import Rows
 
 def write_scales(step: Step, context: ConversionContext, sink: Sink) -> None:
     """Write the K and V scales of an attention module."""
-    calibration = context.calibration
-    assert calibration and step.kv
-    scales = {
-        "k_scale": _scale(calibration.k_amax[step.attention], step.kv.maxbound, step.coding.least),
-        "v_scale": _scale(calibration.v_amax[step.attention], step.kv.maxbound, step.coding.least),
-    }
+    assert step.kv
+    bound, least = step.kv.maxbound, step.coding.least
+    scales = {f"{part}_scale": _scale(amax, bound, least) for part, amax in _kv_amax(step, context.calibration).items()}
     scales["kv_scale"] = np.maximum(scales["k_scale"], scales["v_scale"])
     for output in step.outputs:
         sink(output, cast(scales[output.part], "float32", output.spec.dtype), 0)
@@ -66,6 +63,24 @@ def input_modules(step: Step) -> tuple[str, ...]:
     return step.unified or (step.inputs[0].module or step.site.module,)
 
 
+def input_amax(step: Step, calibration: Calibration | None) -> np.ndarray:
+    """The amax of a step's input, float32: the scheme's own, or the largest of the modules that share it."""
+    assert step.format and step.format.input
+    if constant := step.format.input.constant:
+        return np.array(constant, np.float32)
+    assert calibration, "an amax that the scheme does not fix is calibrated"
+    return max(calibration.input_amax[module] for module in input_modules(step))
+
+
+def _kv_amax(step: Step, calibration: Calibration | None) -> dict[str, np.ndarray]:
+    """The amax of keys and of values: the scheme's own, or what was calibrated."""
+    assert step.kv
+    if constant := step.kv.constant:
+        return dict.fromkeys("kv", np.array(constant, np.float32))
+    assert calibration, "an amax that the scheme does not fix is calibrated"
+    return {"k": calibration.k_amax[step.attention], "v": calibration.v_amax[step.attention]}
+
+
 def smoothing_of(step: Step, dtype: str, calibration: Calibration | None) -> Smoothing | None:
     """How the weight of a step, stored in `dtype`, is smoothed; None if its format has no pre-scale."""
     if not (step.format and step.format.prescales):
@@ -95,9 +110,8 @@ def _calibrated(step: Step, context: ConversionContext, outputs: Mapping[str, Ou
     constants: dict[str, Array] = {}
     calibration, format_ = context.calibration, step.format
     if "input_scale" in outputs:
-        assert format_ and format_.input and calibration
-        largest = max(calibration.input_amax[module] for module in input_modules(step))
-        dtype = outputs["input_scale"].spec.dtype
+        assert format_ and format_.input
+        largest, dtype = input_amax(step, calibration), outputs["input_scale"].spec.dtype
         constants["input_scale"] = _input_scale(largest, format_.input, step.coding, dtype)
     if "pre_quant_scale" in outputs:
         smoothing = smoothing_of(step, context.plan.sources[step.source].dtype, calibration)

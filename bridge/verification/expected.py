@@ -63,13 +63,12 @@ class ExpectedScales:
             sizes = [extent(part, self._plan.sources) for part in step.inputs]
             expected["shape"] = Expected(np.array([sum(rows for rows, _ in sizes), sizes[0][1]], np.float64))
         expected |= _grid_parts(step, outputs)
-        if self._calibration is None:
-            return expected
         if step.layout is Layout.SCALES:
-            return {part: self._kv(step, output, self._calibration) for part, output in outputs.items()}
-        if "input_scale" in outputs:
-            expected["input_scale"] = self._input(step, outputs["input_scale"], self._calibration)
-        if "pre_quant_scale" in outputs:
+            known = {part: self._kv_amax(step, part) for part in outputs}
+            return {part: self._kv(step, outputs[part], amax) for part, amax in known.items() if amax}
+        if "input_scale" in outputs and (amax := self._input_amax(step)):
+            expected["input_scale"] = self._input(step, outputs["input_scale"], amax)
+        if "pre_quant_scale" in outputs and self._calibration:
             smoothing, spec = self.smoothing(step), outputs["pre_quant_scale"].spec
             assert smoothing
             scale = cast(np.ascontiguousarray(smoothing.scale()), "float32", spec.dtype)
@@ -128,9 +127,15 @@ class ExpectedScales:
     def _formats(self) -> dict[str, Format]:
         return {step.site.module: step.format for step in self._plan.quantized if step.site and step.format}
 
-    def _input(self, step: Step, output: Output, calibration: Calibration) -> Expected:
+    def _input_amax(self, step: Step) -> float:
+        """max |x| of an input, by the scheme or the calibration; 0 if it is unknown."""
         assert step.format and step.format.input
-        largest = max(float(calibration.input_amax[module]) for module in input_modules(step))
+        if step.format.input.constant or self._calibration is None:
+            return step.format.input.constant
+        return max(float(self._calibration.input_amax[module]) for module in input_modules(step))
+
+    def _input(self, step: Step, output: Output, largest: float) -> Expected:
+        assert step.format and step.format.input
         numeric = step.format.input  # NVFP4's bound covers the FP8 scales of its blocks too
         bound = numeric.maxbound * E4M3_MAX if numeric.dynamic else step.coding.bound or numeric.maxbound
         value = largest / bound
@@ -139,11 +144,17 @@ class ExpectedScales:
         roundings = 3 * UNIT[step.coding.scale_dtype] if inverse else UNIT["float32"]
         return _scalar(value, dtype, roundings)
 
-    def _kv(self, step: Step, output: Output, calibration: Calibration) -> Expected:
-        largest = {"k_scale": calibration.k_amax[step.attention], "v_scale": calibration.v_amax[step.attention]}
-        amax = max(largest.values()) if output.part == "kv_scale" else largest[output.part]
+    def _kv_amax(self, step: Step, part: str) -> float:
+        """max |x| of keys, of values, or the larger of the two; 0 if it is unknown."""
         assert step.kv
-        return _scalar(max(float(amax) / step.kv.maxbound, step.coding.least), output.spec.dtype, UNIT["float32"])
+        if step.kv.constant or self._calibration is None:
+            return step.kv.constant
+        keys, values = (float(a[step.attention]) for a in (self._calibration.k_amax, self._calibration.v_amax))
+        return {"k_scale": keys, "v_scale": values, "kv_scale": max(keys, values)}[part]
+
+    def _kv(self, step: Step, output: Output, amax: float) -> Expected:
+        assert step.kv
+        return _scalar(max(amax / step.kv.maxbound, step.coding.least), output.spec.dtype, UNIT["float32"])
 
 
 def _grid_parts(step: Step, outputs: Mapping[str, Output]) -> dict[str, Expected]:

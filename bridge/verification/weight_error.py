@@ -176,6 +176,7 @@ class Comparer:
                 np.float32(self._slack),
                 np.float32(self._least),
                 sums[part],
+                bool(self._first.search),
             )
         source, decoded, error = (float(v) for v in sums[:, :3].sum(axis=0))
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())

@@ -151,3 +151,21 @@ def dequantize(codes: Tensor, scale: Tensor, block: int, dtype: torch.dtype) -> 
     """Return code * scale of square blocks of a matrix, the product in float32, rounded to `dtype`."""
     rows, cols = codes.shape
     return (values(codes, "float8_e4m3fn") * expand(scale, rows, cols, block, block)).to(dtype)
+
+
+def integer_search(w: Tensor, amax: Tensor, maxbound: float, low: int, high: int) -> Tensor:
+    """Return the amax (rows, blocks) under which blocks along a row have the least error: their own times a multiplier.
+
+    [MO] `MseCalibrator` over `_tensor_quant`, with the candidates of `MseCalibConfig`.
+    """
+    rows, blocks = amax.shape
+    x = w.float().reshape(rows, blocks, -1)
+    tried = [amax * multiplier for multiplier in torch.linspace(0.25, 4.0, 39)]
+    losses = []
+    for one in tried:
+        zero = one <= 2.0**-24
+        scale = torch.where(zero, 0.0, maxbound / one).unsqueeze(-1)
+        codes = (x * scale).round().clamp(low, high)
+        losses.append(((x - codes / torch.where(zero.unsqueeze(-1), 1.0, scale)) ** 2).sum(-1))
+    best = torch.stack(losses).argmin(dim=0, keepdim=True)
+    return torch.stack(tried).gather(0, best).squeeze(0)

@@ -17,6 +17,7 @@ import torch
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.live_models.checkpoint_names import live_modules, live_names
+from tests.oracles.plain_fp4 import on_a_cpu
 
 PRESETS = {
     "fp8": "FP8_DEFAULT_CFG",
@@ -31,11 +32,25 @@ PRESETS = {
     "w4a8_awq": "W4A8_AWQ_BETA_CFG",
     "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
+    "nvfp4_input_scale1": "NVFP4_DEFAULT_CFG",
+    "int4_mse": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "nvfp4_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "nvfp4_wo_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "nvfp4_four_over_six": "NVFP4_FOUR_OVER_SIX_CFG",
+    "nvfp4_mlp_only": "NVFP4_MLP_ONLY_CFG",
+    "nvfp4_experts_only": "NVFP4_EXPERTS_ONLY_CFG",
 }
+# ModelOpt has it as a recipe for experts: general/ptq/nvfp4_experts_only_input_scale1-kv_fp8_cast.yaml.
+CONSTANT = {"nvfp4_input_scale1": 2688.0}
 # Quantizers without a weight: TensorRT gains nothing from them. Heads: we keep them, ModelOpt knows only `lm_head`.
 OFF = ("nn.LayerNorm", "nn.MaxPool2d", "nn.AvgPool2d", "nn.AdaptiveAvgPool2d")
 HEADS = ("*classifier*", "cls.predictions.decoder*")
-KV = {"fp8": (4, 3), "int8": 8}
+KV: dict[str, dict[str, Any]] = {
+    "fp8": {"num_bits": (4, 3), "axis": None},
+    "fp8_cast": {"num_bits": (4, 3), "axis": None, "use_constant_amax": True},  # configs/ptq/units/kv_fp8_cast.yaml
+    "fp8_448": {"num_bits": (4, 3), "axis": None, "constant_amax": 448.0},
+    "int8": {"num_bits": 8, "axis": None},
+}
 
 
 @dataclass
@@ -88,18 +103,26 @@ def ask(
     origins = live_names(model)
     modules = live_modules(origins)
     config = copy.deepcopy(getattr(mtq, PRESETS[scheme]))
+    for entry in config["quant_cfg"]:
+        if scheme in CONSTANT and entry["quantizer_name"] == "*input_quantizer":
+            entry["cfg"]["constant_amax"] = CONSTANT[scheme]
     silent = [{"quantizer_name": "*", "parent_class": kind, "enable": False} for kind in OFF]
     silent += [{"quantizer_name": name, "enable": False} for name in HEADS]
     silent += [{"quantizer_name": name, **change} for name, change in (changes or {}).items()]
     config["quant_cfg"] = [*config["quant_cfg"], *silent]
     if kv:
-        config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": KV[kv], "axis": None}})
+        config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": KV[kv]})
         config["algorithm"] = config["algorithm"] or "max"  # presets with nothing to calibrate name none
     if scheme == "int8":
         config["algorithm"] = {"method": "smoothquant", "alpha": dict(load_scheme("int8").options)["alpha"]}
     if "awq" in scheme:
         config["algorithm"] = {"method": "awq_lite", "alpha_step": 0.1, "debug": True}
-    quantized = mtq.quantize(copy.deepcopy(model), config, forward_loop)
+    if scheme == "int4_mse":
+        config["algorithm"] = "mse"
+    if scheme == "nvfp4_wo_mse":
+        config["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
+    with on_a_cpu():
+        quantized = mtq.quantize(copy.deepcopy(model), config, forward_loop)
     input_amax: dict[str, np.ndarray] = {}
     smoothing: dict[str, np.ndarray] = {}
     awq: dict[str, np.ndarray] = {}

@@ -17,12 +17,14 @@ from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.catalog import kv_names, read_scheme, scheme_names
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import check_schemes, load_scheme
+from bridge.quant.schemes.scheme import Rule
 from bridge.verification.weight_error import compare
 
 ALL = [
-    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_wo", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0",
-    "w4a8_awq",
+    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
+    "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_input_scale1", "nvfp4_mlp_only",
+    "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix",
+    "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -42,7 +44,7 @@ norm   = [0.9, 1.1]
 
 def test_the_schemes_of_the_design_are_there_and_hold_together() -> None:
     assert scheme_names() == ALL
-    assert kv_names() == ["fp8", "int8", "nvfp4"]
+    assert kv_names() == ["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]
     assert check_schemes() == []
 
 
@@ -56,9 +58,11 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
 def test_only_schemes_with_static_activations_pre_scales_or_importance_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
     weighted = {name for name in ALL if name.endswith("_imatrix")}
-    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"} | weighted
+    fp4 = {"nvfp4", "nvfp4_mse", "nvfp4_four_over_six", "nvfp4_mlp_only", "nvfp4_experts_only"}
+    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq"} | fp4 | weighted
     assert not any(load_scheme(name).needs_modelopt for name in weighted)
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
+    assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
 
 
 def test_gates_are_two_sided_and_a_dropped_scale_fails_them() -> None:
@@ -95,10 +99,21 @@ def test_experts_and_convolutions_are_not_smoothed(site: Site) -> None:
         assert form.weight == load_scheme(name).weight
 
 
+def test_a_scheme_that_names_modules_leaves_the_others_and_a_rule_overrides_it() -> None:
+    scheme = load_scheme("nvfp4_mlp_only")
+    inside = replace(PLAIN, module="model.layers.0.mlp.up_proj")
+    assert scheme.format_of(inside) == load_scheme("nvfp4").format_of(inside)
+    assert scheme.format_of(PLAIN).startswith("scheme: only *mlp*, ")
+    rule = Rule("rule 1", "fp8", load_scheme("fp8").format, None, modules=("m.q",))
+    assert replace(scheme, rules=(rule,)).format_of(PLAIN) == load_scheme("fp8").format
+
+
 def test_unknown_names_tell_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"'fp9' is unknown.*nearest: fp8"):
         load_scheme("fp9")
-    with pytest.raises(UsageError, match=r"kv='fp9' is unknown; known: fp8, int8, nvfp4; nearest: fp8"):
+    with pytest.raises(
+        UsageError, match=r"kv='fp9' is unknown; known: fp8, fp8_cast, int8, nvfp4, nvfp4_cast; nearest: fp8"
+    ):
         load_scheme("fp8", kv="fp9")
 
 
@@ -125,7 +140,25 @@ def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
         ('[input]\ndtype = "int8"\nper = "block"\nblock = [0]', "needs one or two sizes"),
         ('[input]\ndtype = "int8"\nper = "token"', "write dynamic = true"),
         ('[input]\ndtype = "int8"\nper = "tensor"\ndynamic = 1', "expected true or false"),
+        (
+            '[input]\ndtype = "int8"\nper = "tensor"\nconstant = -1',
+            "constant = -1; expected the amax, a positive number",
+        ),
+        ('[input]\ndtype = "int8"\nper = "tensor"\nconstant = true', "constant = True; expected the amax"),
+        (
+            '[input]\ndtype = "float8_e4m3fn"\nper = "token"\ndynamic = true\nconstant = 448',
+            "every scale is computed when the model runs; drop it",
+        ),
+        (
+            '[[weight]]\ndtype = "int8"\nper = "channel"\nsearch = "mse"',
+            "is for .* INT4 in blocks, not for int8 per channel",
+        ),
+        (
+            '[[weight]]\ndtype = "int8"\nper = "channel"\nsearch = "best"',
+            "search = 'best' is unknown; known: four_over_six, mse",
+        ),
         ('[policy]\nzero = "skip"', "zero = 'skip' is unknown; known: error, floor, peers"),
+        ('only = "*mlp*"', "expected names or globs in quotes"),
         ("[parity.tensor]", "cannot be read as TOML"),
     ],
 )

@@ -24,6 +24,7 @@ from bridge.quant.codec.fake_quant import fake_quantized
 from bridge.quant.codec.kernels import make_codes
 from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
+from bridge.quant.codec.search import fp4_scales, integer_amax
 
 PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls, more do not fit in the L2 cache
 
@@ -71,6 +72,8 @@ class Encoder:
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
         self._scales = Scales(numeric, dtype, coding, amax)
         self._own = ggml.own_rounding(first, self._packed)
+        self._whole = amax
+        self._search = first.search and amax != 0  # without a scale above it nothing can be searched: all is zero
         self._take = take or Buffers().take
         packed_rows = {"out": 2, "awq": 8}.get(self._packed, 1)
         self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, packed_rows)
@@ -101,7 +104,8 @@ class Encoder:
         if self._own:
             words, _ = self._readable(flat, ONE, n)
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
-        parts, divisor = self._scales.of(own if largest is None else largest)
+        own = own if largest is None else largest
+        parts, divisor = self._searched(flat, own) if self._search else self._scales.of(own)
         codes = self._take("codes", (n, blocks.cols), np.uint8)
         for part in self._chunks(n):
             of = part if divisor.shape[0] > 1 else slice(0, 1)
@@ -119,6 +123,14 @@ class Encoder:
         if "scale" in parts and self._numeric.per == "channel":
             parts["scale"] = parts["scale"].reshape(-1)
         return parts | {"codes": stored}
+
+    def _searched(self, flat: Array, own: Array) -> tuple[dict[str, Array], Array]:
+        """`Scales.of` for the searched scales of some rows, whose block maxima are `own`."""
+        words = arrays.readable(flat, self._dtype, self._take("single", (flat.size,), np.uint32))
+        if self._numeric.scale_dtype == "float32":
+            return self._scales.of(integer_amax(words, own, self._numeric, self._blocks.across, self._scales.bound))
+        assert self._whole is not None
+        return self._scales.of_codes(fp4_scales(words, own, self._numeric, self._blocks.across, self._whole))
 
     def _fake_quantized(self, codes: Array, scale: Array | None, down: int) -> Array:
         """The values of codes under the stored scales; SourceError if the dtype cannot represent one."""

@@ -49,7 +49,7 @@ assert (*TYPES, *K_QUANTS) == BLOCKS
 
 def own_rounding(numeric: Numeric, packed: str) -> bool:
     """Whether codes are llama.cpp's own: integers in its blocks of 32, which other scales than its cannot make."""
-    return packed in ("q8_0", "q4_0") and numeric.block == OWN_BLOCK
+    return packed in ("q8_0", "q4_0") and numeric.block == OWN_BLOCK and not numeric.search
 
 
 def own_codes(words: Array, packed: str, name: str, take: Take = fresh) -> tuple[Array, Array]:

@@ -33,7 +33,7 @@ class Scales:
         """dtype: of the weight before any cast.  amax: of the whole weight, if a scale covers it."""
         self._numeric, self._rounded, self._values = numeric[0], coding.scale_dtype, coding.values
         searched = numeric[0].dtype in SEARCHED  # with their codes, in `kquants`
-        self._bound, self._reciprocal = coding.bound or (1.0 if searched else numeric[0].maxbound), coding.reciprocal
+        self.bound, self._reciprocal = coding.bound or (1.0 if searched else numeric[0].maxbound), coding.reciprocal
         # ModelOpt has the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
         # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer clamps none.
         unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
@@ -46,7 +46,7 @@ class Scales:
             scale, self._divisor = self._single(whole, self._tiny)
             self.constants["scale"] = scale.reshape(())
         if numeric[0].scale_dtype == "float8_e4m3fn":
-            bound = numeric[0].maxbound * E4M3_MAX
+            bound = numeric[0].maxbound * numeric[0].largest_scale
             self._divisor = reciprocal(whole, bound, self._rounded) if coding.reciprocal else _scale(whole, bound, 0.0)
             self.constants["scale_2"] = self._divisor.reshape(())
         elif len(numeric) == 2:
@@ -74,9 +74,15 @@ class Scales:
             e8m0(largest, numeric.maxbound, codes, divisor)
         return {"scale": codes}, divisor
 
+    def of_codes(self, codes: Array) -> tuple[dict[str, Array], Array]:
+        """The same for block scales whose e4m3 codes were searched."""
+        scale, above = values(codes, "float8_e4m3fn"), self._divisor[0, 0]
+        divisor = scale / above if self._reciprocal else scale * above
+        return {"scale": codes}, np.maximum(divisor, np.float32(SMALLEST["float32"]))
+
     def _single(self, largest: Array, tiny: float) -> tuple[Array, Array]:
         """The scale as stored, and its value in float32."""
-        scale = _scale(largest, self._bound, tiny)
+        scale = _scale(largest, self.bound, tiny)
         if self._values:
             return self._factors(largest, scale, tiny)
         if self._rounded == "float32":
@@ -93,7 +99,7 @@ class Scales:
         """
         representable = round_up_subnormals(scale, self._values)
         stored = from_float32(representable, self._values)
-        bound = np.float32(self._bound)
+        bound = np.float32(self.bound)
         exact = (representable == scale) & (largest > np.float32(tiny))
         largest = np.where(exact, largest, representable * bound)
         if self._numeric.dtype in INTEGER_RANGE:
@@ -103,7 +109,7 @@ class Scales:
     def _under_reciprocal(self, largest: Array) -> tuple[dict[str, Array], Array]:
         """Block scales times the reciprocal above them, in e4m3; one that rounds to zero becomes 1 / 8."""
         above = self._divisor[0, 0]
-        block = rounded(largest / np.float32(self._bound), self._rounded) * above
+        block = rounded(largest / np.float32(self.bound), self._rounded) * above
         np.minimum(block, np.float32(E4M3_MAX), out=block)
         codes = np.empty(block.shape, np.uint8)
         fp8(block.view(np.uint32), np.ones((1, 1), np.float32), *block.shape, codes)

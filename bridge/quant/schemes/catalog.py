@@ -12,10 +12,12 @@ from bridge.core.values import Numeric
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
-    parse_numeric,
+    parse_activation,
+    parse_only,
     parse_options,
     parse_parity,
     parse_policies,
+    parse_weight,
     read_toml,
 )
 from bridge.quant.schemes.scheme import Scheme
@@ -54,7 +56,7 @@ ELSEWHERE = {
 }
 KEYS = {
     "summary", "aliases", "algorithm", "needs_cuda", "simulation_needs_cuda",
-    "weight", "input", "options", "parity", "policy",
+    "weight", "input", "options", "parity", "policy", "only",
 }  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def kv_numeric(kv: str) -> Numeric:
     if kv not in tables:
         raise UsageError(f"kv={kv!r} is unknown; {nearest(kv, tables)}")
     words = {key: value for key, value in tables[kv].items() if key != "summary"}
-    return parse_numeric(words, f"{path}: [{kv}]")
+    return parse_activation(words, f"{path}: [{kv}]")
 
 
 def named_scheme(name: str) -> Scheme:
@@ -110,7 +112,7 @@ def read_scheme(path: Path) -> Scheme:
     if not isinstance(weights, list) or not weights or not all(isinstance(w, dict) for w in weights):
         raise SchemeError(f"{where}: `weight` is written as one or several [[weight]] tables")
     activation = words.get("input")
-    numerics = tuple(parse_numeric(w, f"{where}: [[weight]]") for w in weights)
+    numerics = tuple(parse_weight(w, f"{where}: [[weight]]") for w in weights)
     if algorithm == "imatrix" and any(numeric.dtype not in SEARCHED for numeric in numerics):
         raise SchemeError(
             f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)} only, llama.cpp's blocks"
@@ -119,12 +121,13 @@ def read_scheme(path: Path) -> Scheme:
         name=path.stem,
         summary=str(words["summary"]),
         weight=numerics,
-        input=None if activation is None else parse_numeric(activation, f"{where}: [input]"),
+        input=None if activation is None else parse_activation(activation, f"{where}: [input]"),
         parity=parse_parity(words["parity"], where),
         algorithm=algorithm,
         options=parse_options(words.get("options", {}), algorithm, where),
         policies=parse_policies(words.get("policy", {}), where),
         needs_cuda=str(words.get("needs_cuda", "")),
         simulation_needs_cuda=str(words.get("simulation_needs_cuda", "")),
+        only=parse_only(words.get("only", []), where),
         origin=where,
     )

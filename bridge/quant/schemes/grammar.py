@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.errors import SchemeError
 from bridge.core.parsing import load_toml
 from bridge.core.text import nearest
-from bridge.core.values import MAXBOUND, Numeric
+from bridge.core.values import FOUR_OVER_SIX, MAXBOUND, MSE, SEARCHES, Numeric
 
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
@@ -21,6 +22,7 @@ ALGORITHMS = {
 }
 POLICIES = ("error", "floor", "peers")
 _PER = ("tensor", "channel", "block", "token")
+_KEYS = {"dtype", "per", "block", "scale_dtype", "dynamic"}
 _SCALES = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
 
 
@@ -59,7 +61,7 @@ class Policies:
 
 def parse_numeric(words: Any, where: str) -> Numeric:
     """Parse a table of dtype, per, block, scale_dtype, dynamic."""
-    check_keys(words, {"dtype", "per", "block", "scale_dtype", "dynamic"}, where)
+    check_keys(words, _KEYS, where)
     for key, known in (("dtype", [*MAXBOUND, *SEARCHED]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
             raise SchemeError(f"{where}: `{key}` is missing")
@@ -81,6 +83,37 @@ def parse_numeric(words: Any, where: str) -> Numeric:
         )
     scale = words.get("scale_dtype", "float32")
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
+
+
+def parse_weight(words: Any, where: str) -> Numeric:
+    """Parse the format of a weight: a numeric, and `search`, how the scales of its blocks are chosen."""
+    check_keys(words, _KEYS | {"search"}, where)
+    numeric = parse_numeric({key: value for key, value in words.items() if key != "search"}, where)
+    if "search" not in words:
+        return numeric
+    search = words["search"]
+    if search not in SEARCHES:
+        raise SchemeError(f"{where}: search = {search!r} is unknown; {nearest(str(search), SEARCHES)}")
+    kind = (numeric.dtype, numeric.scale_dtype, len(numeric.block))
+    nvfp4 = kind == ("float4_e2m1fn", "float8_e4m3fn", 1)
+    if not nvfp4 and (search == FOUR_OVER_SIX or kind != ("int4", "float32", 1)):
+        known = "FP4 in blocks under FP8 scales (NVFP4)" + (" and INT4 in blocks" if search == MSE else "")
+        raise SchemeError(f"{where}: search = {search!r} is for {known}, not for {numeric.dtype} per {numeric.per}")
+    return replace(numeric, search=search)
+
+
+def parse_activation(words: Any, where: str) -> Numeric:
+    """Parse the format of an input or of a cache: a numeric, and `constant`, an amax that is not measured."""
+    check_keys(words, _KEYS | {"constant"}, where)
+    numeric = parse_numeric({key: value for key, value in words.items() if key != "constant"}, where)
+    if "constant" not in words:
+        return numeric
+    constant = words["constant"]
+    if type(constant) not in (int, float) or not 0 < constant < math.inf:
+        raise SchemeError(f"{where}: constant = {constant!r}; expected the amax, a positive number")
+    if not numeric.static:
+        raise SchemeError(f"{where}: constant = {constant}, but every scale is computed when the model runs; drop it")
+    return replace(numeric, constant=float(constant))
 
 
 def parse_parity(words: Any, where: str) -> Gates:
@@ -117,6 +150,13 @@ def parse_policies(words: Any, where: str) -> Policies:
         if value not in POLICIES:
             raise SchemeError(f"{where}: [policy] {key} = {value!r} is unknown; {nearest(str(value), POLICIES)}")
     return Policies(**words)
+
+
+def parse_only(words: Any, where: str) -> tuple[str, ...]:
+    """Parse `only`: globs of module names."""
+    if not isinstance(words, list) or not all(isinstance(glob, str) and glob for glob in words):
+        raise SchemeError(f"{where}: only = {words!r}; expected names or globs in quotes")
+    return tuple(words)
 
 
 def check_keys(words: Any, known: set[str], where: str) -> None:

@@ -72,7 +72,8 @@ class Scheme:
 
     `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `simulation_needs_cuda`: why ModelOpt's
     fake-quantized model runs on CUDA only (calibration may work without it). `options`: the algorithm's parameters,
-    sorted. `depth`: layers of the model, from which negative layers count (see `bound`).
+    sorted. `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers
+    of the model, from which negative layers count (see `bound`).
     """
 
     name: str
@@ -87,6 +88,7 @@ class Scheme:
     policies: Policies = field(default_factory=Policies)
     needs_cuda: str = ""
     simulation_needs_cuda: str = ""
+    only: tuple[str, ...] = ()
     depth: int = 0
     origin: str = field(default="", compare=False)
 
@@ -103,20 +105,20 @@ class Scheme:
     @property
     def needs_calibration(self) -> bool:
         """Whether the output depends on statistics of activations."""
-        kv = self.kv is not None and is_static(self.kv)
+        kv = self.kv is not None and is_measured(self.kv)
         return kv or any(is_calibrated(form) for form in self.formats)
 
     @property
     def needs_modelopt(self) -> bool:
         """Whether ModelOpt collects any of these statistics; an importance matrix takes the plain model."""
-        kv = self.kv is not None and is_static(self.kv)
+        kv = self.kv is not None and is_measured(self.kv)
         return kv or any(is_calibrated(form) and not form.weighted for form in self.formats)
 
     @property
     def digest(self) -> str:
         """Digest of everything that a calibration depends on; the name, the gates and the texts are left out."""
         rules = [(asdict(r.format) if r.format else None, r.roles, r.modules, r.layers) for r in self.rules]
-        parts = [asdict(self.format), self.options, asdict(self.kv) if self.kv else None, rules]
+        parts = [asdict(self.format), self.options, asdict(self.kv) if self.kv else None, rules, self.only]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def bound(self, sites: Sequence[Site]) -> Scheme:
@@ -162,10 +164,16 @@ class Scheme:
         """The format of `site`, or the reason why it stays unquantized."""
         rule = self.rule_of(site)
         if rule is None:
-            return site.keep or _without_smoothing(self.format, site)
+            return site.keep or self._beside(site) or _without_smoothing(self.format, site)
         if rule.format is None:
             return f'recipe: {rule.label} says quant = "none"'
         return _without_smoothing(rule.format, site)
+
+    def _beside(self, site: Site) -> str:
+        """Why the scheme leaves a module out; "" if it does not."""
+        if not self.only or any(fnmatchcase(site.module, glob) for glob in self.only):
+            return ""
+        return f"scheme: only {', '.join(self.only)}"
 
     def gate_of(self, site: Site) -> Gate:
         """The gate that the quantized weight of `site` must pass."""
@@ -183,13 +191,12 @@ def _without_smoothing(form: Format, site: Site) -> Format:
 
 def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
-    return form.prescales or form.weighted or (form.input is not None and is_static(form.input))
+    return form.prescales or form.weighted or (form.input is not None and is_measured(form.input))
 
 
-def is_static(numeric: Numeric) -> bool:
+def is_measured(numeric: Numeric) -> bool:
     """Whether calibration fixes a scale of `numeric`."""
-    # NVFP4 activations: block scales are computed when the model runs, the one scale above them is calibrated
-    return not numeric.dynamic or numeric.scale_dtype == "float8_e4m3fn"
+    return numeric.static and not numeric.constant
 
 
 def has_tensor_scale(form: Format) -> bool:

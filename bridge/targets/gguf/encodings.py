@@ -5,7 +5,6 @@ from __future__ import annotations
 from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.values import Encoding, Format, Numeric
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
-from bridge.quant.schemes.scheme import is_static
 
 # General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
 FILE_TYPES = {
@@ -36,7 +35,7 @@ def why_unsupported(format_: Format) -> str:
     if format_.prescales:
         near = _nearest(format_.weight[0])
         return f"llama.cpp divides no input by a pre-scale, as {format_.algorithm} needs; use {near}"
-    if format_.input is not None and (is_static(format_.input) or block_type(format_) or _is_integer(format_)):
+    if format_.input is not None and (format_.input.static or block_type(format_) or _is_integer(format_)):
         return f"llama.cpp rounds activations by itself, to 8 bits in blocks; use {_nearest(format_.weight[0])}"
     if not block_type(format_):
         first = format_.weight[0]

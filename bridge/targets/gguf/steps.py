@@ -87,7 +87,8 @@ class Drafting(DialectDrafting):
         outputs = [Output(TensorSpec(placed.name, shape, kind), "weight", f"blocks({text})", FILE)]
         if kind == "nvfp4":
             name = f"{placed.name.removesuffix('.weight')}.scale"
-            outputs.append(Output(TensorSpec(name, (1,), "float32"), "scale_2", f"amax({text}) / {6 * 448}", FILE))
+            above = f"amax({text}) / {6 * format_.weight[0].largest_scale:g}"
+            outputs.append(Output(TensorSpec(name, (1,), "float32"), "scale_2", above, FILE))
         if note := rounding_note(format_):
             self._notes[note] = None
         self._drafted.steps.append(Step(placed.slices, tuple(outputs), sites[0], format_, coding=coding(format_)))

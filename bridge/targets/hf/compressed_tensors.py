@@ -13,7 +13,6 @@ from typing import Any
 
 from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.planning.plan import STACKED, Plan
-from bridge.quant.schemes.scheme import is_static
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
 
@@ -57,7 +56,7 @@ def why_stack_unsupported(format_: Format, site: Site) -> str:
 
 
 def why_kv_unsupported(kv: Numeric) -> str:
-    if kv == KV:
+    if (kv.dtype, kv.per) == (KV.dtype, KV.per):
         return ""
     return f"runtimes read FP8 with one scale for K and one for V, not {kv.dtype} per {kv.per}; use kv='fp8'"
 
@@ -103,7 +102,7 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     tensors.append(Part("scale", f"{module}.weight_scale", _grid(first, (out, in_)), scale_dtype))
     if compression_name == "pack-quantized":
         tensors.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
-    if format_.input is not None and is_static(format_.input):
+    if format_.input is not None and format_.input.static:
         block_scaled = format_.input.dynamic
         name = "input_global_scale" if block_scaled else "input_scale"
         tensors.append(Part("input_scale", f"{module}.{name}", (1,), "float32" if block_scaled else dtype))
@@ -119,7 +118,7 @@ def unifies(format_: Format) -> bool:
 
     A pre-scale that goes into a norm is that of all its readers.
     """
-    static = format_.input is not None and format_.input.dtype == "int8" and is_static(format_.input)
+    static = format_.input is not None and format_.input.dtype == "int8" and format_.input.static
     return format_.weight[0].scale_dtype == NV or format_.prescales or static
 
 

@@ -16,7 +16,6 @@ from bridge.core.text import pattern
 from bridge.core.values import Feed, Format, InputGroup
 from bridge.planning.plan import PASSTHROUGH
 from bridge.planning.target import Draft
-from bridge.quant.schemes.scheme import is_static
 from bridge.targets.hf.spelling import Traits
 
 MIN_GROUP = 2  # a group of one shares nothing
@@ -129,7 +128,7 @@ class Folding:
 
 
 def _what(feed: Feed) -> str:
-    static = feed.format is not None and feed.format.input is not None and is_static(feed.format.input)
+    static = feed.format is not None and feed.format.input is not None and feed.format.input.static
     return "the least" if static else "the mean"
 
 

@@ -14,7 +14,6 @@ from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.core.version import __version__
 from bridge.planning.plan import STACKED, TILE, Plan
 from bridge.quant.describe import numeric_words
-from bridge.quant.schemes.scheme import is_static
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.modelopt_format import (
@@ -96,7 +95,7 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     """The tensors of a module whose weight is [out, in]: codes first, then its companions in their order."""
     first, module = format_.weight[0], site.module
     prefix = f"{module}_" if site.stacked else f"{module}."
-    static = format_.input is not None and is_static(format_.input)
+    static = format_.input is not None and format_.input.static
     entry = [Part("input_scale", f"{prefix}input_scale", (), "float32")] if static else []
     second = [Part("scale_2", f"{prefix}weight_scale_2", (), "float32")] if has_second(format_) else []
     stored = "uint8" if first.dtype in PACKED else first.dtype

@@ -11,6 +11,7 @@ from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Draft, Drafted
+from bridge.quant.describe import amax_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
 from bridge.targets.hf.folding import MIN_GROUP, Folding
@@ -182,7 +183,7 @@ class Drafting:
     def _kv_step(self, attention: str, kv: Numeric) -> Step:
         outputs = []
         for part in self._spelling.kv_parts(attention, self._draft.options.dtype):
-            text = f"calibration: {part.part[0]} amax / {kv.maxbound:g}"
+            text = f"{amax_words(kv, part.part[0])} / {kv.maxbound:g}"
             outputs.append(Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text))
         return Step((), tuple(outputs), attention=attention, kv=kv)
 
@@ -220,12 +221,18 @@ def _output(part: Part, format_: Format, spec: TensorSpec, group: int, fused: in
     shared, joined = (f", the largest of {count}" if count >= MIN_GROUP else "" for count in (group, fused))
     text = {
         "weight": f"codes({weight})",
-        "scale": f"amax({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
-        "scale_2": f"amax({weight}){shared} / {6 * 448 if len(format_.weight) == 1 else 448}",
-        "input_scale": f"calibration: input amax{shared} / {format_.input.maxbound if format_.input else 1:g}",
+        "scale": f"{first.search or 'amax'}({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
+        "scale_2": f"amax({weight}){shared} / {6 * first.largest_scale if len(format_.weight) == 1 else 448:g}",
+        "input_scale": _input_scale(format_.input, shared),
         "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}",
     }
     return Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text.get(part.part, part.part))
+
+
+def _input_scale(numeric: Numeric | None, shared: str) -> str:
+    if numeric is None:
+        return ""
+    return f"{amax_words(numeric, 'input')}{'' if numeric.constant else shared} / {numeric.maxbound:g}"
 
 
 def _state_order(steps: Sequence[Step]) -> list[TensorSpec]:

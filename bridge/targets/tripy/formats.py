@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.planning.plan import Output
+from bridge.quant.describe import amax_words
 
 # Our dtype -> Tripy's
 CODES = {"int8": "int8", "int4": "int4", "float8_e4m3fn": "float8"}
@@ -71,16 +72,17 @@ def outputs(format_: Format, weight: str, shape: tuple[int, int], source: str, d
     scale: tuple[int, ...] = () if first.per == "tensor" else (out,)
     if first.per == "block":
         scale = (in_ // first.block[0], out) if transposed(format_) else (out // first.block[0], in_)
+    chosen = first.search or "amax"
     values, stored = f"codes({text}) * weight_scale", shape
     if transposed(format_):
         values, stored = f"transpose({values})", shape[::-1]
     rows: list[tuple[str, str, tuple[int, ...], str]] = [
         ("weight", weight, stored, values),
-        ("scale", f"{module}.weight_scale", scale, f"amax({text}, {first.per}{block}) / {first.maxbound:g}"),
+        ("scale", f"{module}.weight_scale", scale, f"{chosen}({text}, {first.per}{block}) / {first.maxbound:g}"),
     ]
     if format_.input:
         bound = format_.input.maxbound
-        rows.append(("input_scale", f"{module}.input_scale", (), f"calibration: input amax / {bound:g}"))
+        rows.append(("input_scale", f"{module}.input_scale", (), f"{amax_words(format_.input, 'input')} / {bound:g}"))
     if format_.prescales:
         rows.append(("pre_quant_scale", f"{module}.pre_quant_scale", (in_,), f"calibration: {format_.algorithm}"))
     return [Output(TensorSpec(name, size, dtype), part, expression) for part, name, size, expression in rows]

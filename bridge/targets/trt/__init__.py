@@ -17,7 +17,8 @@ from bridge.core.values import Format, Numeric, Program, Site, Slice, Structure,
 from bridge.planning.plan import Output, Plan, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
-from bridge.quant.schemes.scheme import has_tensor_scale, is_static
+from bridge.quant.describe import amax_words
+from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_in
 from bridge.targets.config_json import generation_problems
 from bridge.targets.trt.graph.tasks import TASKS, choose_task
@@ -218,10 +219,10 @@ class Trt(StreamedTarget):
             _, in_ = out_in(spec, site)
             scale = TensorSpec(f"{site.module}.pre_quant_scale", (in_,), options.dtype or spec.dtype)
             outputs.append(Output(scale, "pre_quant_scale", f"calibration: {format_.algorithm}"))
-        if format_.input and is_static(format_.input):
+        if format_.input and format_.input.static:
             bound = format_.input.maxbound * (448 if format_.input.dynamic else 1)
             scale = TensorSpec(f"{site.module}.input_scale", (), "float32")
-            outputs.append(Output(scale, "input_scale", f"calibration: input amax / {bound:g}"))
+            outputs.append(Output(scale, "input_scale", f"{amax_words(format_.input, 'input')} / {bound:g}"))
         whole = Slice(spec.name, module=site.module)
         shares = site.shares if has_tensor_scale(format_) else ""
         return Step((whole,), tuple(outputs), site, format_, transpose=transpose, shares=shares)
@@ -230,7 +231,7 @@ class Trt(StreamedTarget):
         outputs = []
         for p in ("k", "v"):
             scale = TensorSpec(f"{attention}.{p}_scale", (), "float32")
-            outputs.append(Output(scale, f"{p}_scale", f"calibration: {p} amax / {kv.maxbound:g}"))
+            outputs.append(Output(scale, f"{p}_scale", f"{amax_words(kv, p)} / {kv.maxbound:g}"))
         return Step((), tuple(outputs), attention=attention, kv=kv)
 
     def notes(self, structure: Structure, options: TrtOptions) -> tuple[str, ...]:
@@ -305,11 +306,11 @@ def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bo
     """Codes and scales of a weight for ONNX: scales are (), (out,) per channel, [in / block, out] per block."""
     first, shapes = format_.weight[0], stored_shapes(format_.weight, spec.shape, site.layout, transpose, site.module)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    scale, bound = f"{site.module}.weight_scale", 6 * 448 if len(format_.weight) == 1 else 448
+    scale, bound = f"{site.module}.weight_scale", 6 * first.largest_scale if len(format_.weight) == 1 else 448.0
     what = {
         "codes": (site.weight, "weight", f"codes({text})"),
-        "scale": (scale, "scale", f"amax({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
-        "scale_2": (f"{scale}_2", "scale_2", f"amax({spec.name}) / {bound}"),
+        "scale": (scale, "scale", f"{first.search or 'amax'}({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
+        "scale_2": (f"{scale}_2", "scale_2", f"amax({spec.name}) / {bound:g}"),
     }
     outputs = []
     for key, (stored, shape) in shapes.items():

@@ -18,6 +18,7 @@ from bridge.planning.plan import Plan, Step
 from bridge.quant.smoothing import pre_scale
 from bridge.streaming.context import ConversionContext, WriteResult
 from bridge.streaming.passthrough import copied_constants
+from bridge.streaming.scales import input_amax
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -154,8 +155,8 @@ def _constants(context: ConversionContext) -> dict[str, bytes]:
             name, module = output.spec.name, step.site.module
             if output.part in copied:
                 constants[name] = copied[output.part].tobytes()
-            elif output.part == "input_scale" and calibration:
-                constants[name] = calibration.input_amax[module].tobytes()
+            elif output.part == "input_scale":
+                constants[name] = input_amax(step, calibration).tobytes()
             elif output.part == "pre_quant_scale" and calibration:
                 constants[name] = pre_scale(calibration, module, step.format).tobytes()
     return constants

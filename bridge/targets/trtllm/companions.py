@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.planning.plan import Output, Step
-from bridge.quant.schemes.scheme import is_static
+from bridge.quant.describe import amax_words
 from bridge.tables.expressions.regions import Shape
 from bridge.targets.modelopt_format import has_second, setting
 
@@ -80,12 +80,12 @@ def outputs(format_: Format, module: str, shape: Shape, experts: int, text: str,
     tensors = [("weight", "weight", (*lead, *extents), stored, f"codes({text})")]
     tensors.append(_scale(format_, lead, rows, in_))
     if has_second(format_):
-        bound = 448.0 if len(format_.weight) == 2 else 448.0 * first.maxbound
+        bound = 448.0 if len(format_.weight) == 2 else first.largest_scale * first.maxbound
         tensors.append(("scale_2", "weights_scaling_factor_2", *_scalar(first), f"amax / {bound:g}"))
     entry = format_.input
-    if entry and is_static(entry):
+    if entry and entry.static:
         bound = entry.maxbound * (448 if entry.dynamic else 1)
-        expression = f"calibration: input amax / {bound:g}"
+        expression = f"{amax_words(entry, 'input')} / {bound:g}"
         tensors.append(("input_scale", "activation_scaling_factor", *_scalar(entry), expression))
     if format_.prescales:
         expression = f"calibration: {format_.algorithm}"
@@ -115,7 +115,7 @@ def _scale(format_: Format, lead: Shape, out: int, in_: int) -> tuple[str, str, 
     elif len(first.block) == 2 and not lead:
         shape = (out // first.block[0], 1, in_ // first.block[1], 1)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    return "scale", name, shape, kind, f"amax({first.per}{block}) / {first.maxbound:g}"
+    return "scale", name, shape, kind, f"{first.search or 'amax'}({first.per}{block}) / {first.maxbound:g}"
 
 
 def _scalar(numeric: Numeric) -> tuple[Shape, str]:

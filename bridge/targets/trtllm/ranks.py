@@ -10,6 +10,7 @@ from bridge.core.text import pattern
 from bridge.core.values import Encoding, Format, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Drafted
+from bridge.quant.describe import amax_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.tables.dialects.dialect import DialectRow
 from bridge.tables.dialects.layout import roles_by_layer
@@ -149,7 +150,7 @@ class Ranks(DialectDrafting):
             module, outputs = self.dialect.cache.replace("{l}", str(local)), []
             for part in ("k", "v", "kv"):
                 spec = TensorSpec(f"{module}.{part}_cache_scaling_factor", (1,), "float32")
-                text = f"calibration: {part} amax / {kv.maxbound:g}, at least {least:g}"
+                text = f"{amax_words(kv, part)} / {kv.maxbound:g}, at least {least:g}"
                 outputs.append(Output(spec, f"{part}_scale", text, file))
             step = Step((), tuple(outputs), coding=Encoding(least=least), attention=attention, kv=kv)
             self._drafted.steps.append(step)

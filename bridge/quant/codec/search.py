@@ -1,0 +1,86 @@
+"""Scales of blocks that are searched: those under which a weight changes least.
+
+ModelOpt's `mse_calibrate` (nvidia-modelopt 0.47, torch/quantization/model_calib.py) with its candidates, and its rule
+that the first of equal ones is taken. Errors are float32 sums; where two candidates differ in the last digits of theirs
+alone, another order of adding, such as that of another processor in torch, may choose the other one.
+`tests/oracles/codec_reference.py` has the formulas in plain torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge._kernels.fp8 import fp8
+from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_errors
+from bridge.core.values import FOUR_OVER_SIX, MSE, Numeric
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.decode import ONE, values
+from bridge.quant.codec.kernels import INTEGER_RANGE
+
+# MseCalibConfig: `start_multiplier`, `stop_multiplier`, and the steps that its `step_size` of 0.1 makes.
+START, STOP, STEPS = 0.25, 4.0, 39
+SIX_OR_FOUR = (1.0, 1.5)  # the largest value of a block becomes a code of 6, or of 4: NVFP4_FOUR_OVER_SIX_CFG
+ZERO = np.float32(2.0**-24)  # ModelOpt's quantizers take a smaller amax for zero
+E4M3_MAX, LEAST = np.float32(448), np.float32(2.0**-9)
+SCALES = values(np.arange(1, 127, dtype=np.uint8).reshape(1, -1), "float8_e4m3fn").reshape(-1)  # all but 0 and NaN
+
+
+def multipliers() -> Array:
+    """What an amax is multiplied by, as `torch.linspace` gives it: from both ends to the middle, each rounded once.
+
+    >>> multipliers()[[0, 19, -1]].tolist()
+    [0.25, 2.125, 4.0]
+    """
+    step = np.float64(np.float32((STOP - START) / (STEPS - 1)))
+    at = np.arange(STEPS)
+    low, high = START + at * step, STOP - at[::-1] * step
+    return np.where(at < STEPS // 2, low, high).astype(np.float32)
+
+
+def integer_amax(words: Array, amax: Array, numeric: Numeric, across: int, bound: float) -> Array:
+    """The amax of each block with the least error: its own times one of `multipliers`.
+
+    words: see `arrays.readable`.  amax: float32 (rows, blocks) of `across` values each.  bound: amax / scale.
+    """
+    low, high = INTEGER_RANGE[numeric.dtype]
+    loss, best, chosen = np.empty(amax.shape, np.float32), np.full(amax.shape, np.inf, np.float32), amax
+    for multiplier in multipliers():
+        tried = amax * multiplier
+        scale = np.divide(np.float32(bound), tried, out=np.zeros_like(tried), where=tried > ZERO)
+        integer_errors(words, scale, across, low, high, loss)
+        better = loss < best
+        best, chosen = np.where(better, loss, best), np.where(better, tried, chosen)
+    return chosen
+
+
+def fp4_scales(words: Array, amax: Array, numeric: Numeric, across: int, whole: float) -> Array:
+    """The e4m3 codes of the scales of blocks.  whole: the amax of the weight; other arguments: see `integer_amax`."""
+    if numeric.search == MSE:
+        codes = np.empty(amax.shape, np.uint8)
+        scales = SCALES / E4M3_MAX * np.float32(whole) / np.float32(numeric.maxbound)
+        e4m3_sweep(words, amax, np.maximum(scales, np.float32(2.0**-149)), across, codes)
+        return codes
+    assert numeric.search == FOUR_OVER_SIX
+    return _four_over_six(words, amax, numeric, across, np.float32(whole))
+
+
+def _four_over_six(words: Array, amax: Array, numeric: Numeric, across: int, whole: np.float32) -> Array:
+    losses, tried = [], [amax * np.float32(multiplier) for multiplier in SIX_OR_FOUR]
+    bound, most = np.float32(numeric.maxbound), np.float32(numeric.largest_scale)
+    # `compute_fp4_scales` rounds the scales that it tries by another formula than the export those that it writes
+    covered = whole * (E4M3_MAX / most) / bound
+    factor = E4M3_MAX / (covered if covered > ZERO else np.float32(1))
+    for one in tried:
+        codes = _e4m3(np.minimum(one / bound * factor, E4M3_MAX))
+        loss = np.empty(amax.shape, np.float32)
+        fp4_errors(words, values(codes, "float8_e4m3fn") * (np.float32(1) / factor), across, loss)
+        losses.append(loss)
+    scale = np.where(losses[1] < losses[0], tried[1], tried[0]) / bound
+    scale[scale == 0] = 1
+    return _e4m3(np.clip(scale * most / (whole / bound), LEAST, E4M3_MAX))
+
+
+def _e4m3(numbers: Array) -> Array:
+    codes = np.empty(numbers.shape, np.uint8)
+    fp8(np.ascontiguousarray(numbers, np.float32).view(np.uint32), ONE, *numbers.shape, codes)
+    return codes

@@ -1,0 +1,98 @@
+"""Searched scales are those of ModelOpt's calibrators, and no scale of a block has a smaller error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.core.values import Numeric
+from bridge.quant.codec.arrays import readable
+from bridge.quant.codec.decode import decode
+from bridge.quant.codec.encode import encode
+from bridge.quant.codec.search import fp4_scales, integer_amax, multipliers
+from tests.oracles import codec_reference as reference
+from tests.oracles import plain_fp4
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INT4 = Numeric("int4", "block", (128,), search="mse")
+FP4 = {
+    search: Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn", search=search)
+    for search in ("mse", "four_over_six")
+}
+
+
+def weight(dtype: str, rows: int = 48, cols: int = 512) -> torch.Tensor:
+    """Student t (3) rows of different size, with zeros, a block with one value, and one of very small ones."""
+    rng = np.random.default_rng(0)
+    w = torch.from_numpy(rng.standard_t(3, (rows, cols)) * np.exp2(rng.integers(-6, 4, (rows, 1)))).float() * 0.02
+    w[3] = 0
+    w[5, 32:160] = 0
+    w[5, 33] = 0.25
+    w[7, :128] *= 2.0**-20
+    w[9, :256] = torch.tensor([0.5, -1.0, 2.0, 0.25] * 64)
+    return w.to(DTYPES[dtype])
+
+
+def stored(w: torch.Tensor) -> np.ndarray:
+    return (w.view(torch.uint16) if w.dtype == torch.bfloat16 else w).numpy()
+
+
+def words(w: torch.Tensor, dtype: str) -> np.ndarray:
+    return readable(stored(w), dtype, np.empty(w.numel(), np.uint32))
+
+
+def test_multipliers_are_those_of_torch() -> None:
+    np.testing.assert_array_equal(multipliers(), torch.linspace(0.25, 4.0, 39).numpy())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_amax_is_that_of_the_plain_search(dtype: str) -> None:
+    w = weight(dtype)
+    amax = reference.block_amax(w, 1, 128)
+    theirs = reference.integer_search(w, amax, 7.0, -8, 7)
+    ours = integer_amax(words(w, dtype), amax.numpy(), INT4, 128, 7.0)
+    np.testing.assert_array_equal(ours, theirs.numpy())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("whole", [1.0, 8.0], ids=["own amax", "a larger amax"])
+def test_the_sweep_finds_what_modelopts_finds(dtype: str, whole: float) -> None:
+    w = weight(dtype)
+    amax = reference.block_amax(w, 1, 16)
+    top = amax.max() * whole
+    codes = fp4_scales(words(w, dtype), amax.numpy(), FP4["mse"], 16, float(top))
+    theirs = plain_fp4.sweep(w, top)
+    index = (reference.values(torch.from_numpy(codes), "float8_e4m3fn") / 448.0 * top).reshape(-1)
+    np.testing.assert_array_equal(index.numpy(), theirs.numpy())
+
+
+@pytest.mark.parametrize("search", FP4)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_searched_nvfp4_is_never_worse_than_amax(search: str, dtype: str) -> None:
+    w = weight(dtype)
+    plain = Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn")
+
+    def errors(numeric: Numeric) -> np.ndarray:
+        arrays = encode(stored(w), dtype, (numeric,))
+        off = decode(arrays, (numeric,), tuple(w.shape)) - w.float().numpy()
+        return np.square(off.astype(np.float64)).sum()
+
+    assert errors(FP4[search]) < 0.95 * errors(plain)
+
+
+def test_a_weight_of_zeros_is_written_as_zeros() -> None:
+    for numeric in (INT4, *FP4.values()):
+        arrays = encode(np.zeros((4, 256), np.float32), "float32", (numeric,))
+        assert not arrays["codes"].any() and (np.asarray(arrays["scale"]) != 0).all()
+
+
+@pytest.mark.parametrize("numeric", [INT4, *FP4.values()], ids=["int4", *FP4])
+def test_pieces_of_rows_and_the_transpose_get_the_same_scales(numeric: Numeric) -> None:
+    bits = stored(weight("bfloat16"))
+    whole = encode(bits, "bfloat16", (numeric,))
+    turned = encode(bits, "bfloat16", (numeric,), transpose=True)
+    np.testing.assert_array_equal(turned["scale"], whole["scale"].T)
+    amax = float(reference.block_amax(weight("bfloat16"), 1, 512).max())
+    half = encode(bits[24:], "bfloat16", (numeric,), amax=amax)
+    np.testing.assert_array_equal(half["scale"], whole["scale"][24:])
