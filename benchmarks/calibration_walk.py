@@ -62,7 +62,9 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int) -> Non
     else:
         calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress)
     seconds = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base
+    # getrusage counts the parent's memory, too: the peak is kept over exec
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 - base
     found = calibration_need(source.specs, source.config, bound, tokens_of(data))
     told = found.whole if way == "whole" else found.blocks
     figures = {

@@ -201,7 +201,8 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         if resolved.uncalibrated:
             assert resolved.scheme
             data = unwarned_data_of(source, own, request.sampling)
-            runs_by_blocks(source, resolved.scheme, data, request.memory, request.device)
+            if runs_by_blocks(source, resolved.scheme, data, request.memory, request.device):
+                runs = False  # the written model would be run whole
         else:
             data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""

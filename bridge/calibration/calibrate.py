@@ -1,4 +1,4 @@
-"""Calibrate the model of a source: whole, or block by block where memory is too small for that."""
+"""Calibrate a model: whole, or block by block where memory is small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of the data that ModelOpt's algorithms ask for, and the activations of each."""
+"""The runs of the data that ModelOpt's algorithms ask for."""
 
 from __future__ import annotations
 

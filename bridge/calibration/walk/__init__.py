@@ -1,1 +1,1 @@
-"""Calibrate a model block by block, so that memory holds one block and the activations between blocks."""
+"""Calibrate a model block by block, within bounded memory."""

@@ -1,4 +1,7 @@
-"""Cut a model into blocks: the parts that are read, run and dropped as a whole."""
+"""Cut a model into blocks.
+
+A block is a part of the model that is read, run and dropped as a whole.
+"""
 
 from __future__ import annotations
 

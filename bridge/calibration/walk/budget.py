@@ -1,4 +1,4 @@
-"""Decide from headers whether the whole model is calibrated at once or block by block, before a weight is read."""
+"""Decide from headers whether to calibrate block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantize the weights of a block in place, a few rows at a time, before the quantized model runs."""
+"""Quantize the weights of a block in place, by rows."""
 
 from __future__ import annotations
 

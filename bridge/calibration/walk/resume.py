@@ -1,8 +1,8 @@
-"""Keep on disk what a walk has finished, so that a killed run goes on at the next block.
+"""Keep on disk what a walk has finished.
 
-The outputs of the last finished block stand for those of all blocks before it when the forwards run again; the digest
-of what the next block is given proves that nothing else was carried along (T5's decoder also gets the encoder's states,
-so it starts again).
+A killed run goes on at the next block. The outputs of the last finished block stand for those of all blocks before it
+when the forwards run again; the digest of what the next block is given proves that nothing else was carried along (T5's
+decoder also gets the encoder's states, so it starts again).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Calibrate block by block: read one, run every batch through it, keep its statistics, drop it.
+"""Calibrate block by block, with the bytes of the whole model.
 
-The result is that of the whole model, byte for byte: ModelOpt's code runs on each block with the activations that the
-whole model has there.
+Each block is read, runs every batch, leaves its statistics and is dropped. ModelOpt's code runs on each with the
+activations that the whole model has there.
 """
 
 from __future__ import annotations

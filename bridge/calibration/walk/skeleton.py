@@ -1,4 +1,7 @@
-"""A model without weights whose blocks are stand-ins that pause, and the parts of it that ModelOpt is given."""
+"""A model whose blocks are stand-ins that pause.
+
+The model has no weights; ModelOpt is given the parts of it that hold one block.
+"""
 
 from __future__ import annotations
 
