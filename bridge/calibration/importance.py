@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.modelopt import check_device, fingerprint
+from bridge.calibration.modelopt import check_device, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import answer_of, blaming, refusal, runner
@@ -24,8 +24,7 @@ from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers
 from bridge.core.values import Structure
-from bridge.core.version import installed
-from bridge.quant.calibration import Calibration, HeldOut, Provenance
+from bridge.quant.calibration import Calibration, HeldOut
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 
@@ -66,17 +65,8 @@ def measure_importance(
     squares, applied = settle_importance(inputs.measured(), scheme.policies, needed)
     if beside is not None:
         return replace(beside, input_square=squares, applied=(*beside.applied, *applied))
-    provenance = Provenance(
-        scheme=scheme.name,
-        scheme_digest=scheme.digest,
-        architecture=structure.architecture,
-        model=fingerprint(structure, source),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        data_digest=data.digest,
-        samples=data.samples,
-        sequence=data.sequence,
-        versions={name: installed(name) or "unknown" for name in ("qbridge", "torch", "transformers")},
-    )
+    used = ("qbridge", "torch", "transformers")
+    provenance = provenance_of(source, structure, scheme, data, model, used)
     held = _held_out(model, data)
     return Calibration(provenance, input_square=squares, expert_tokens=routing.tokens, applied=applied, held_out=held)
 

@@ -42,6 +42,7 @@ from bridge.sources.source import Source
 
 if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import Origin
+PACKAGES = ("nvidia-modelopt", "qbridge", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,10 @@ def fake_quantize(
     return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
 
 
-def provenance_of(source: Source, structure: Structure, scheme: Scheme, data: Data, model: Any) -> Provenance:
-    """Return what a calibration with these arguments was made from."""
+def provenance_of(
+    source: Source, structure: Structure, scheme: Scheme, data: Data, model: Any, used: Sequence[str] = PACKAGES
+) -> Provenance:
+    """Return what a calibration with these arguments was made from; `used`: the packages that took part."""
     return Provenance(
         scheme=scheme.name,
         scheme_digest=scheme.digest,
@@ -109,7 +112,7 @@ def provenance_of(source: Source, structure: Structure, scheme: Scheme, data: Da
         data_digest=data.digest,
         samples=data.samples,
         sequence=data.sequence,
-        versions={p: installed(p) or "unknown" for p in ("nvidia-modelopt", "qbridge", "torch", "transformers")},
+        versions={package: installed(package) or "unknown" for package in used},
     )
 
 

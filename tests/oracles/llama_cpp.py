@@ -16,6 +16,7 @@ from bridge.core.dtypes import K_QUANTS
 from bridge.planning.plan import Plan, Step
 from bridge.tables.expressions.regions import reordered
 from bridge.targets.gguf.runtime import LlamaCpp
+from bridge.targets.manifest import load_manifest
 
 
 def log_probabilities(path: Path, prompts: Sequence[list[int]], vocab: int) -> list[np.ndarray]:
@@ -73,6 +74,25 @@ def _undo(step: Step, values: np.ndarray, stored: Mapping[str, np.ndarray]) -> N
         view[:] = piece.T if part.transposed else piece
         at += rows
     assert at == len(values), step.outputs[0].spec.name
+
+
+def divergence(source: Path, out: Path, work: Path) -> float:
+    """The largest KL of llama.cpp's last position from the written weights with rounded inputs, over three prompts.
+
+    `work`: a directory for a link to the source, whose weights `dequantized` replaces.
+    """
+    link = work / source.name
+    link.symlink_to(source)
+    plan = load_manifest(out).plan
+    model = dequantized(out, link, plan)
+    vocab = model.config.vocab_size
+    prompts = [np.random.default_rng(0).integers(3, vocab, length).tolist() for length in (3, 17, 60)]
+    divergences = []
+    for prompt, ours in zip(prompts, log_probabilities(out / "model.gguf", prompts, vocab), strict=True):
+        with torch.no_grad(), RoundedInputs(model, plan):
+            theirs = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].double(), -1).numpy()
+        divergences.append(float((np.exp(theirs) * (theirs - ours)).sum()))
+    return max(divergences)
 
 
 class RoundedInputs(TorchFunctionMode):

@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 
 import bridge
 from bridge.core.dtypes import DTYPES, from_float32, to_float32
@@ -25,7 +24,7 @@ from bridge.targets.manifest import load_manifest
 from bridge.verification.weight_error import Comparer, ErrorSums
 from tests.blocks import ROOT
 from tests.models.gguf_families import save
-from tests.oracles.llama_cpp import RoundedInputs, dequantized, log_probabilities
+from tests.oracles.llama_cpp import divergence
 
 SCHEMES = ["q4_k", "q5_k", "q6_k"]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -107,20 +106,7 @@ def test_llama_cpp_computes_the_written_weights(llama: Path, scheme: str, tmp_pa
     report = bridge.convert(str(llama), target="gguf", quant=scheme, out=tmp_path / "out")
     assert report.passed and not report.findings
     assert {spec.dtype for spec in GgufFile(tmp_path / "out" / "model.gguf").specs.values()} == {"float32", scheme}
-    assert_computed(llama, tmp_path)
-
-
-def assert_computed(llama: Path, tmp_path: Path) -> None:
-    """llama.cpp computes the written weights of `tmp_path / "out"`."""
-    out, vocab, work = tmp_path / "out", 300, tmp_path / "llama"
-    work.symlink_to(llama)
-    plan = load_manifest(out).plan
-    model = dequantized(out, work, plan)
-    prompts = [np.random.default_rng(0).integers(3, vocab, length).tolist() for length in (3, 17, 60)]
-    for prompt, ours in zip(prompts, log_probabilities(out / "model.gguf", prompts, vocab), strict=True):
-        with torch.no_grad(), RoundedInputs(model, plan):
-            theirs = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].double(), -1).numpy()
-        assert (np.exp(theirs) * (theirs - ours)).sum() <= ROUNDED
+    assert divergence(llama, tmp_path / "out", tmp_path) <= ROUNDED
 
 
 def test_a_recipe_mixes_types_as_llama_quantize_does(llama: Path, tmp_path: Path) -> None:
@@ -133,7 +119,7 @@ def test_a_recipe_mixes_types_as_llama_quantize_does(llama: Path, tmp_path: Path
     assert found["attn_v"] == found["ffn_down"] == found["output"] == "q6_k"
     assert found["attn_q"] == found["ffn_up"] == "q4_k"
     assert verdict(load_runtime("llama.cpp"), plan).how == "run"
-    assert_computed(llama, tmp_path)
+    assert divergence(llama, tmp_path / "out", tmp_path) <= ROUNDED
 
 
 def test_narrow_rows_are_refused_with_a_scheme_of_smaller_blocks() -> None:
