@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from bridge.api.request import (
     unwarned_data_of,
     warn_of,
 )
+from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, SourceError, warn
 from bridge.core.output.directory import check_disk, output_directory
@@ -189,7 +190,7 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
             import_frameworks(with_modelopt=resolved.uncalibrated and resolved.needs_modelopt)
         own = request.calib if given is None and request.data is None else request.data
         if resolved.uncalibrated:
-            data = unwarned_data_of(source, own, request.sampling)
+            data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
         else:
             data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
@@ -200,7 +201,9 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
 
 def _warn_of_unused(request: Request, compared: bool) -> None:
     """Warn of arguments that only a calibration uses; data serve the comparison of outputs, too."""
-    for_data = {} if compared else {"data": request.data, **asdict(request.sampling)}
+    sampling = request.sampling
+    of_data = {"samples": sampling.samples, "sequence": sampling.sequence, "field": sampling.field}
+    for_data = {} if compared else {"data": request.data, **of_data}
     for name, value in {"device": request.device, **for_data}.items():
         if value is not None:
             why = "; weights are quantized on the CPU" if name == "device" else ""

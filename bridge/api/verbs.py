@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bridge.api import conversion
 from bridge.api.request import Request, data_of, data_to_compare, passthrough_of, plan_of, scheme_of
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
+from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling
 from bridge.core.errors import TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
@@ -83,8 +84,8 @@ def calibrate(
             `forward_loop(model)`. Batches are mappings of arrays, `input_ids` (batch, sequence) of integers first.
         kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache.
         device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
-        samples: number of sequences; None takes the default of `bridge.calibration.data`.
-        sequence: tokens per sequence; None as for `samples`.
+        samples: number of sequences; None takes 128 for SmoothQuant, which needs every channel's maximum, else 32.
+        sequence: tokens per sequence; None takes 128, or the model's positions if they are fewer.
         field: the key of a JSONL or dataset record that holds its text or chat; None takes "text", else "messages".
 
     Raises:
@@ -101,7 +102,7 @@ def calibrate(
     scheme = scheme_of(quant, kv, structure)
     if scheme is None:
         raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
-    prepared = data_of(source, data, Sampling(samples, sequence, field))
+    prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
     return conversion.calibrate(source, structure, scheme, prepared, device, callback)
 
 
@@ -120,7 +121,8 @@ def fake_quantize(
     from bridge.calibration.modelopt import fake_quantize as run
 
     source = open_source(model)
-    prepared = replace(data_of(source, data, Sampling(samples, sequence)), held_out=())
+    sampling = sampling_for(Sampling(samples, sequence), scheme)
+    prepared = replace(data_of(source, data, sampling), held_out=())
     return run(source, structure_of(source), scheme, prepared, least=least)
 
 

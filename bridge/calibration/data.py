@@ -21,7 +21,7 @@ from bridge.core.text import number
 from bridge.sources.source import Source
 
 # On a 22 M encoder three times as many samples changed embeddings by less than 0.001: FP8 0.9979 both times, INT8
-# (alpha 0.7) 0.9953 to 0.9947.
+# (alpha 0.7) 0.9953 to 0.9947. `bridge.calibration.amount` has what algorithms need beyond it.
 SAMPLES = 32
 SEQUENCE = 128  # a wrong RoPE permute shows after some twenty positions, so held-out rows must be longer
 HELD_OUT = 8  # one row is held out for every so many that calibrate
@@ -48,16 +48,25 @@ class Data:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text."""
+    """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text.
+
+    `default`: the number if `samples` is None.
+    """
 
     samples: int | None = None
     sequence: int | None = None
     field: str | None = None
+    default: int = SAMPLES
 
     def __post_init__(self) -> None:
         for name, value in (("samples", self.samples), ("sequence", self.sequence)):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r}; expected a positive whole number")
+
+    @property
+    def rows(self) -> int:
+        """The number of rows to calibrate with."""
+        return self.samples or self.default
 
 
 DEFAULT = Sampling()
@@ -77,7 +86,7 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
             )
         return _default(source, sampling)
     if isinstance(data, str | Path):
-        texts = documents(data, source.load_tokenizer, sampling.samples or SAMPLES, sampling.field)
+        texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field)
         return _rows(texts, source, str(data), sampling)
     if sampling.field:
         raise UsageError(f"field={sampling.field!r} (--field) names a key of JSONL records, and data= holds none")
@@ -128,7 +137,7 @@ def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) 
     content = length - len(before) - len(after)
     if content < 1:
         raise CalibrationError(f"sequence={length} leaves no room for text: {len(before) + len(after)} special tokens")
-    asked = sampling.samples or SAMPLES
+    asked = sampling.rows
     wanted, have = asked + -(-asked // HELD_OUT), len(ids) // content
     if not ids:
         raise CalibrationError(

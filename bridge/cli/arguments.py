@@ -69,7 +69,9 @@ Config = Annotated[str | None, typer.Option(help="JSON file; its entries replace
 Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
 Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
-Samples = Annotated[int | None, typer.Option(min=1, help="number of calibration sequences; default: 32")]
+Samples = Annotated[
+    int | None, typer.Option(min=1, help="number of calibration sequences; default: 32, 128 for SmoothQuant")
+]
 Sequence = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")]
 Field = Annotated[str | None, typer.Option(help="key of a JSONL record that holds its text or chat")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON on stdout instead of tables")]

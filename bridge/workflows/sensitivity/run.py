@@ -42,7 +42,7 @@ def sensitivity(
 
     Args:
         data: as `calibrate` takes it; costs are measured on the held-out part.
-        samples: number of sequences; an eighth of them, at least one, is held out.
+        samples: number of sequences, 32 for None; an eighth of them, at least one, is held out.
         sequence: tokens per sequence.
         field: the key of a JSONL or dataset record that holds its text or chat.
         budget: "6.5bits" per quantizable weight on average, "7GB" for all weights, or "kl=0.01" nats per token.
