@@ -99,19 +99,23 @@ def calibrate(
 
     `needed`: modules that will be quantized, None for all that the scheme quantizes.
     """
+    from bridge.calibration.automatic import choose
     from bridge.calibration.importance import measure_importance
     from bridge.calibration.modelopt import fake_quantize
 
     try:
+        if data.cut:
+            data = choose(source, structure, scheme, data, device, progress)
+            warn_of(data)
         made, weighted = None, any(form.weighted for form in scheme.formats)
         if scheme.needs_modelopt or not weighted:
             run = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
             made = run.calibration
-        if made and not weighted:
-            return made
-        return measure_importance(
-            source, structure, scheme, data, device=device, progress=progress, needed=needed, beside=made
-        )
+        if made is None or weighted:
+            made = measure_importance(
+                source, structure, scheme, data, device=device, progress=progress, needed=needed, beside=made
+            )
+        return replace(made, provenance=replace(made.provenance, chosen=data.chosen)) if data.chosen else made
     except CalibrationError as error:
         from bridge.verification.finite import first_not_finite
 

@@ -69,7 +69,7 @@ def calibrate(
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
-    samples: int | None = None,
+    samples: int | str | None = None,
     sequence: int | None = None,
     field: str | None = None,
     progress: Progress | bool | None = None,
@@ -85,6 +85,8 @@ def calibrate(
         kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache.
         device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
         samples: number of sequences; None takes 128 for SmoothQuant, which needs every channel's maximum, else 32.
+            "auto" runs the model first and doubles the default, up to 512, until every expert has 64 tokens and the
+            maxima of SmoothQuant's channels have settled.
         sequence: tokens per sequence; None takes 128, or the model's positions if they are fewer.
         field: the key of a JSONL or dataset record that holds its text or chat; None takes "text", else "messages".
 
@@ -135,7 +137,7 @@ def convert(
     *,
     calib: Any = None,
     data: Any = None,
-    samples: int | None = None,
+    samples: int | str | None = None,
     sequence: int | None = None,
     field: str | None = None,
     kv: KvName | str | None = None,

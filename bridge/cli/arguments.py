@@ -70,7 +70,7 @@ Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the 
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
 Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
 Samples = Annotated[
-    int | None, typer.Option(min=1, help="number of calibration sequences; default: 32, 128 for SmoothQuant")
+    str | None, typer.Option(metavar="N|auto", help="number of calibration sequences; default: 32, 128 for SmoothQuant")
 ]
 Sequence = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")]
 Field = Annotated[str | None, typer.Option(help="key of a JSONL record that holds its text or chat")]
@@ -86,6 +86,11 @@ SECTIONS = {
     "Output": ("target", "runtime", "out", "overwrite", "no_resume"),
     "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device"),
 }
+
+
+def count_or_auto(samples: str | None) -> Any:
+    """The value of --samples: a number where it is one; the verbs refuse other words than "auto"."""
+    return int(samples) if samples and samples.isdecimal() else samples
 
 
 def epilog(example: str, exits: str = "") -> str:

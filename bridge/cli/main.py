@@ -33,6 +33,7 @@ from bridge.cli.arguments import (
     Tokenizer,
     Verbose,
     Written,
+    count_or_auto,
     epilog,
     print_json,
     takes_target_options,
@@ -114,7 +115,8 @@ def convert(
 
         load_kernels()
         report = bridge.convert(
-            model, target, quant, out, calib=calib, data=data, samples=samples, sequence=sequence, field=field, kv=kv,
+            model, target, quant, out, calib=calib, data=data, samples=count_or_auto(samples),
+            sequence=sequence, field=field, kv=kv,
             device=device, config=config, tokenizer=tokenizer, verify=not no_verify, overwrite=overwrite,
             resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
             runtime=runtime, **options,
@@ -179,7 +181,8 @@ def calibrate(
 
         check_file_free(out, overwrite, "a calibration", ".safetensors")
         calibration = bridge.calibrate(
-            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, samples=samples,
+            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            samples=count_or_auto(samples),
             sequence=sequence, field=field, progress=terminal.progress,
         )  # fmt: skip
         calibration.save(out)

@@ -6,18 +6,24 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
 from bridge.calibration.amount import BY_ALGORITHM, default_samples  # noqa: E402
+from bridge.calibration.automatic import EVERY_EXPERT, choose  # noqa: E402
 from bridge.calibration.data import Sampling, prepare  # noqa: E402
+from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.core.errors import UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
+from tests.calibration.test_data import TEXT, Letters  # noqa: E402
+from tests.models.calibrated_models import built  # noqa: E402
 
 LLAMA = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
 
@@ -73,8 +79,6 @@ def divergence(plain: Any, quantized: Any, batches: Sequence[dict[str, Any]]) ->
 
 @pytest.mark.product
 def test_smoothquant_at_its_default_is_as_good_as_with_four_times_as_much() -> None:
-    from bridge.calibration.modelopt import fake_quantize
-
     source, scheme, texts = open_source(LLAMA), load_scheme("int8_sq"), library_text()
     measured = prepare(None, source, Sampling(samples=48)).batches
 
@@ -87,3 +91,59 @@ def test_smoothquant_at_its_default_is_as_good_as_with_four_times_as_much() -> N
     most = run(512)  # 0.0018
     assert run(default_samples(scheme)) <= 1.1 * most  # 1.0
     assert run(32) > 1.5 * most  # 1.8: the default of other algorithms is too few
+
+
+@pytest.mark.slow
+def test_auto_has_the_bytes_of_the_number_that_it_chose(tmp_path: Path) -> None:
+    auto = bridge.calibrate(LLAMA, "int8_sq", samples="auto", sequence=32)
+    number, why = auto.provenance.samples, auto.provenance.chosen
+    assert number >= 128 and "channel maxima moved by 0.0" in why and why in "\n".join(auto.lines())
+    plain = replace(auto, provenance=replace(auto.provenance, chosen=""))
+    assert plain.to_bytes() == bridge.calibrate(LLAMA, "int8_sq", samples=number, sequence=32).to_bytes()
+    assert bridge.Calibration.load(auto.save(tmp_path / "a.safetensors")).provenance == auto.provenance
+
+
+@pytest.mark.slow
+def test_auto_adds_rows_until_every_expert_has_64_tokens() -> None:
+    source = open_source(built("mixtral"), tokenizer=Letters())
+    scheme, structure = load_scheme("fp8"), structure_of(source)
+    data = prepare([TEXT * 12], source, Sampling("auto", 4))
+    chosen = choose(source, structure, scheme, data)
+
+    def least(samples: int) -> int:
+        rows = prepare([TEXT * 12], source, Sampling(samples, 4))
+        tokens = fake_quantize(source, structure, scheme, rows).calibration.expert_tokens
+        return int(min(count.min() for count in tokens.values()))
+
+    assert chosen.samples > 32 and least(chosen.samples) >= EVERY_EXPERT > least(chosen.samples // 2)
+    assert chosen.chosen == f"each expert has {least(chosen.samples)} tokens or more"
+
+
+def test_auto_says_when_the_text_ends_first() -> None:
+    source = open_source(built("mixtral"), tokenizer=Letters())
+    chosen = choose(source, structure_of(source), load_scheme("fp8"), prepare([TEXT[:80]], source, Sampling("auto", 4)))
+    assert chosen.samples < 64 and chosen.chosen.startswith("the text has no more; each expert has ")
+    assert "were wanted: give more text" in chosen.warnings[0]
+
+
+def test_auto_is_the_default_where_no_model_needs_more() -> None:
+    source = open_source(built("llama"), tokenizer=Letters())
+    chosen = choose(source, structure_of(source), load_scheme("fp8"), prepare([TEXT], source, Sampling("auto", 16)))
+    assert (chosen.samples, chosen.chosen) == (32, "max needs no more than its default")
+
+
+@pytest.mark.parametrize("data", [[[1, 2, 3], [4, 5, 6]], lambda model: None, torch.ones(4, 8, dtype=torch.int64)])
+def test_auto_is_refused_for_data_that_are_used_as_they_are(data: Any) -> None:
+    with pytest.raises(UsageError, match=r'samples="auto" chooses how many rows are cut from text; this \w+ is used'):
+        prepare(data, open_source(LLAMA), Sampling("auto"))
+
+
+@pytest.mark.parametrize("samples", ["Auto", "12", 0, -3, 2.0, True])
+def test_another_word_than_auto_is_refused(samples: Any) -> None:
+    with pytest.raises(UsageError, match=r'expected a positive whole number, or "auto"'):
+        Sampling(samples)
+
+
+def test_sensitivity_refuses_auto() -> None:
+    with pytest.raises(UsageError, match="sensitivity measures on held-out rows"):
+        bridge.sensitivity(LLAMA, "int8_wo", samples=cast(Any, "auto"))

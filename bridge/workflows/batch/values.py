@@ -42,7 +42,7 @@ class Row:
     overwrite: bool = False
     resume: bool = True
     data: str | None = None
-    samples: int | None = None
+    samples: int | str | None = None
     sequence: int | None = None
     memory: int | None = None
     shards: int = 1

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge.api import request
-from bridge.calibration.data import Sampling
-from bridge.core.errors import CalibrationError, SchemeError
+from bridge.calibration.data import AUTO, Sampling
+from bridge.core.errors import CalibrationError, SchemeError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.quant.schemes.recipe import NONE
@@ -33,7 +33,7 @@ def sensitivity(
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
-    samples: int | None = None,
+    samples: int | str | None = None,
     sequence: int | None = None,
     field: str | None = None,
     progress: Progress | bool | None = None,
@@ -56,6 +56,8 @@ def sensitivity(
     (20, True)
     >>> path = result.save("recipe.toml")
     """
+    if samples == AUTO:
+        raise UsageError('samples="auto" is for calibrate and convert; sensitivity measures on held-out rows: a number')
     job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
     if not prepared.held_out:

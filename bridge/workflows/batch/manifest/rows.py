@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge.calibration.data import AUTO
 from bridge.core.errors import BridgeError, UsageError
 from bridge.core.places import ELSEWHERE, HERE, is_remote, shown
 from bridge.core.problems import ENOUGH, SHOWN, Problems
@@ -240,7 +241,9 @@ def _mistyped(key: str, value: Any) -> str:
     if key == "config":
         return "" if isinstance(value, str | dict) and value and _is_json(value) else _CONFIG
     if key in COUNTS:
-        return "" if type(value) is int and value > 0 else "expected 1 or more"
+        auto = key == "samples"
+        good = (type(value) is int and value > 0) or (auto and value == AUTO)
+        return "" if good else "expected 1 or more" + ', or "auto"' * auto
     if key == "timeout":
         return "" if type(value) in (int, float) and 0 < value < math.inf else "expected seconds, more than 0"
     if key == "memory":

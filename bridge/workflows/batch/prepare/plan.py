@@ -141,7 +141,7 @@ def _model_of(row: Row) -> str:
     return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
 
 
-def _data_of(row: Row) -> tuple[str | None, int | None, int | None, str | None]:
+def _data_of(row: Row) -> tuple[str | None, int | str | None, int | None, str | None]:
     """What a row calibrates with, and how rows are cut from it."""
     return (row.data or row.calib, row.samples, row.sequence, row.field)
 
