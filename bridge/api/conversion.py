@@ -94,19 +94,24 @@ def calibrate(
     device: str | None,
     progress: Progress,
     needed: Collection[str] | None = None,
+    compute: str | None = None,
 ) -> Calibration:
     """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
 
-    `needed`: modules that will be quantized, None for all that the scheme quantizes.
+    `needed`: modules that will be quantized, None for all that the scheme quantizes. `compute`: None or "fp32".
     """
     from bridge.calibration.automatic import choose
+    from bridge.calibration.compute import source_for
     from bridge.calibration.importance import measure_importance
     from bridge.calibration.modelopt import fake_quantize
 
     try:
+        source = source_for(source, compute)
         if data.cut:
+            _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
             data = choose(source, structure, scheme, data, device, progress)
             warn_of(data)
+        _warn_of_time("", source, structure, scheme, data, device, compute)
         made, weighted = None, any(form.weighted for form in scheme.formats)
         if scheme.needs_modelopt or not weighted:
             run = fake_quantize(source, structure, scheme, data, device=device, progress=progress, needed=needed)
@@ -122,6 +127,16 @@ def calibrate(
         if name := first_not_finite(source):  # ModelOpt sees it as a NaN among activations
             raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
         raise
+
+
+def _warn_of_time(
+    head: str, source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, compute: str | None
+) -> None:
+    """Say before a long calibration how long it takes, and what float32 would save."""
+    from bridge.calibration.estimate import told
+
+    for line in told(source, structure, scheme, data, device, compute):
+        warn(head + line)
 
 
 @dataclass(frozen=True)
@@ -198,7 +213,7 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         else:
             data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
-    parts = (__version__, resolved.plan.digest, source.fingerprint, statistics)
+    parts = (__version__, resolved.plan.digest, source.fingerprint, statistics, *filter(None, [request.compute]))
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return _Prepared(request, resolved, data, identity, runs)
 
@@ -208,7 +223,7 @@ def _warn_of_unused(request: Request, compared: bool) -> None:
     sampling = request.sampling
     of_data = {"samples": sampling.samples, "sequence": sampling.sequence, "field": sampling.field}
     for_data = {} if compared else {"data": request.data, **of_data}
-    for name, value in {"device": request.device, **for_data}.items():
+    for name, value in {"device": request.device, "compute": request.compute, **for_data}.items():
         if value is not None:
             why = "; weights are quantized on the CPU" if name == "device" else ""
             warn(f"{name}= (--{name}) is not used: this conversion calibrates nothing{why}")
@@ -232,7 +247,8 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
         progress(0, 0, "calibrate")
         needed = {step.site.module for step in resolved.plan.quantized if step.site}  # a target may keep some
         calibration = calibrate(
-            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed
-        )
+            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed,
+            prepared.request.compute,
+        )  # fmt: skip
         calibration.save(saved)
         return calibration

@@ -26,8 +26,15 @@ SAMPLES = 32
 SEQUENCE = 128  # a wrong RoPE permute shows after some twenty positions, so held-out rows must be longer
 AUTO = "auto"  # `samples`: see `bridge.calibration.automatic`
 MOST_SAMPLES = 512  # rows that "auto" chooses at most
+FP32 = "fp32"  # `compute`: see `bridge.calibration.compute`
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
+
+
+def check_compute(compute: str | None) -> None:
+    """UsageError for another dtype to calibrate in than fp32, or None for the model's own."""
+    if compute not in (None, FP32):
+        raise UsageError(f"compute={compute!r} (--compute) is unknown; known: fp32; without it, the model's own dtype")
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4",
 Config = Annotated[str | None, typer.Option(help="JSON file; its entries replace those of config.json")]
 Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
+Compute = Annotated[str | None, typer.Option(help="fp32: calibrate in float32; default: the model's dtype")]
 Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
 Samples = Annotated[
     str | None, typer.Option(metavar="N|auto", help="number of calibration sequences; default: 32, 128 for SmoothQuant")
@@ -84,7 +85,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks and framew
 SECTIONS = {
     "Model": ("model", "config", "tokenizer"),
     "Output": ("target", "runtime", "out", "overwrite", "no_resume"),
-    "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device"),
+    "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device", "compute"),
 }
 
 

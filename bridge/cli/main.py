@@ -14,6 +14,7 @@ import typer
 import bridge
 from bridge.cli import batch, golden, sensitivity
 from bridge.cli.arguments import (
+    Compute,
     Config,
     Data,
     Debug,
@@ -95,6 +96,7 @@ def convert(
     field: Field = None,
     kv: Kv = None,
     device: Device = None,
+    compute: Compute = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
@@ -119,7 +121,7 @@ def convert(
             sequence=sequence, field=field, kv=kv,
             device=device, config=config, tokenizer=tokenizer, verify=not no_verify, overwrite=overwrite,
             resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
-            runtime=runtime, **options,
+            runtime=runtime, compute=compute, **options,
         )  # fmt: skip
         terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
@@ -165,6 +167,7 @@ def calibrate(
     field: Field = None,
     kv: Kv = None,
     device: Device = None,
+    compute: Compute = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
@@ -184,6 +187,7 @@ def calibrate(
             model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer,
             samples=count_or_auto(samples),
             sequence=sequence, field=field, progress=terminal.progress,
+            compute=compute,
         )  # fmt: skip
         calibration.save(out)
         if not quiet:

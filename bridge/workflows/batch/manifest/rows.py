@@ -32,12 +32,36 @@ from bridge.workflows.batch.manifest.naming import (
 )
 from bridge.workflows.batch.values import Row
 
-TEXTS = ("name", "model", "target", "quant", "out", "calib", "data", "field", "kv", "device", "tokenizer", "runtime")
+TEXTS = (
+    "name",
+    "model",
+    "target",
+    "quant",
+    "out",
+    "calib",
+    "data",
+    "field",
+    "kv",
+    "device",
+    "tokenizer",
+    "runtime",
+    "compute",
+)
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
 PLACES = ("model", "calib", "data", "tokenizer")  # a path relative to the manifest, an address or a hub id
-UNCHANGED = ("kv", "device", "verify", "overwrite", "field", "runtime", *COUNTS, "timeout")  # copied to the row
+UNCHANGED = (
+    "kv",
+    "device",
+    "verify",
+    "overwrite",
+    "field",
+    "runtime",
+    "compute",
+    *COUNTS,
+    "timeout",
+)  # copied to the row
 NAME, OUT = "{model}-{quant}-{target}", "{name}"
 MAX_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
 MAX_ROWS = 10_000  # of a manifest: planning so many takes seconds; axes with more combinations are a mistake

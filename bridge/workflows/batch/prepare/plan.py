@@ -208,6 +208,7 @@ def _key(row: Row, resolved: ResolvedRequest) -> str:
         data,
         sampling,
         row.device,
+        *filter(None, [row.compute]),
     ]
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
