@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from bridge.api.request import (
     warn_of,
 )
 from bridge.api.sensitivity.budget import choice_notes, is_automatic
+from bridge.calibration.amount import sampling_for
+from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, SourceError, warn
 from bridge.core.output.directory import check_disk, output_directory
@@ -96,25 +98,50 @@ def calibrate(
     needed: Collection[str] | None = None,
     memory: int | None = None,
     partial: Path | None = None,
+    compute: str | None = None,
 ) -> Calibration:
     """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
 
     `needed`: modules that will be quantized, None for all that the scheme quantizes. `memory`: bytes that the run may
-    take, None for most of what is free. `partial`: where finished blocks are kept meanwhile.
+    take, None for most of what is free. `partial`: where finished blocks are kept meanwhile. `compute`: None or "fp32".
     """
+    from bridge.calibration.automatic import choose
     from bridge.calibration.calibrate import calibrate as run
+    from bridge.calibration.calibrate import runs_by_blocks
 
     try:
-        return run(
+        source = source_for(source, compute)
+        if data.cut:
+            if runs_by_blocks(source, scheme, data, memory, device):
+                raise CalibrationError(
+                    'samples="auto" (--samples auto) runs the whole model first, which does not fit into memory; give '
+                    "a number of samples, or more memory (memory=, --memory)"
+                )
+            _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
+            data = choose(source, structure, scheme, data, device, progress)
+            warn_of(data)
+        _warn_of_time("", source, structure, scheme, data, device, compute)
+        made = run(
             source, structure, scheme, data, device=device, progress=progress, needed=needed, memory=memory,
             partial=partial,
         )  # fmt: skip
+        return replace(made, provenance=replace(made.provenance, chosen=data.chosen)) if data.chosen else made
     except CalibrationError as error:
         from bridge.verification.finite import first_not_finite
 
         if name := first_not_finite(source):  # ModelOpt sees it as a NaN among activations
             raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
         raise
+
+
+def _warn_of_time(
+    head: str, source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, compute: str | None
+) -> None:
+    """Say before a long calibration how long it takes, and what float32 would save."""
+    from bridge.calibration.estimate import told
+
+    for line in told(source, structure, scheme, data, device, compute):
+        warn(head + line)
 
 
 @dataclass(frozen=True)
@@ -200,13 +227,14 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         own = request.calib if given is None and request.data is None else request.data
         if resolved.uncalibrated:
             assert resolved.scheme
-            data = unwarned_data_of(source, own, request.sampling)
-            if runs_by_blocks(source, resolved.scheme, data, request.memory, request.device):
+            data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
+            run_as = source_for(source, request.compute)
+            if runs_by_blocks(run_as, resolved.scheme, data, request.memory, request.device):
                 runs = False  # the written model would be run whole
         else:
             data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
-    parts = (__version__, resolved.plan.digest, source.fingerprint, statistics)
+    parts = (__version__, resolved.plan.digest, source.fingerprint, statistics, *filter(None, [request.compute]))
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return _Prepared(request, resolved, data, identity, runs, recipe)
 
@@ -223,8 +251,10 @@ def _chosen(source: Source, request: Request, clock: Clock) -> tuple[Request, st
 
 def _warn_of_unused(request: Request, compared: bool) -> None:
     """Warn of arguments that only a calibration uses; data serve the comparison of outputs, too."""
-    for_data = {} if compared else {"data": request.data, **asdict(request.sampling)}
-    for name, value in {"device": request.device, **for_data}.items():
+    sampling = request.sampling
+    of_data = {"samples": sampling.samples, "sequence": sampling.sequence, "field": sampling.field}
+    for_data = {} if compared else {"data": request.data, **of_data}
+    for name, value in {"device": request.device, "compute": request.compute, **for_data}.items():
         if value is not None:
             why = "; weights are quantized on the CPU" if name == "device" else ""
             warn(f"{name}= (--{name}) is not used: this conversion calibrates nothing{why}")
@@ -250,7 +280,7 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
         needed = {module for step in resolved.plan.quantized for module in step.modules}  # a target may keep some
         calibration = calibrate(
             resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed,
-            prepared.request.memory, directory / CALIBRATING,
+            prepared.request.memory, directory / CALIBRATING, prepared.request.compute,
         )  # fmt: skip
         calibration.save(saved)
         return calibration

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.calibration.data import DEFAULT, Data, Sampling, prepare
+from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
 from bridge.calibration.walk.budget import Need, calibration_need
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.places import check_here
@@ -219,6 +219,7 @@ class Request:
     memory: int | None = None
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    compute: str | None = None
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,7 @@ class ResolvedRequest:
 def resolve(source: Source, request: Request) -> ResolvedRequest:
     """Resolve what `convert` would do, from its arguments and the headers of the source."""
     check_here(calib=request.calib)
+    check_compute(request.compute)
     if request.calib is not None and request.data is not None:
         raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
     structure = structure_of(source)

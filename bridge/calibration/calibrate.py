@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from bridge.calibration.data import Data
@@ -12,7 +13,7 @@ from bridge.core.errors import CalibrationError
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import size
-from bridge.core.values import Structure
+from bridge.core.values import Structure, TensorSpec
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.memory import MemorySource
@@ -44,7 +45,7 @@ def calibrate(
     check_device(scheme, device)
     check_data(scheme, data)
     report = progress or no_progress
-    found = calibration_need(source.specs, source.config, scheme, tokens_of(data))
+    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
     if not runs_by_blocks(source, scheme, data, memory, device):
         return _at_once(source, structure, scheme, data, device, report, needed)
     from bridge.calibration.walk.run import calibrate_by_blocks
@@ -82,7 +83,7 @@ def _weighted(scheme: Scheme) -> bool:
 
 def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> bool:
     """Whether the calibration goes block by block; reads headers, and refuses what no way fits."""
-    found = calibration_need(source.specs, source.config, scheme, tokens_of(data))
+    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
     driven, resident = data.forward_loop is not None, isinstance(source, MemorySource)
     cut = by_blocks(found, memory, _free(device), driven=driven, resident=resident)
     if cut and _weighted(scheme):
@@ -91,6 +92,12 @@ def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | Non
             f"{size(found.whole)} of memory; give more (memory=, --memory), or the file of llama-imatrix (calib=)"
         )
     return cut
+
+
+def _in_memory(source: Source) -> Mapping[str, TensorSpec]:
+    """The tensors in the dtype that the model runs in, which `compute=` may choose."""
+    dtype = getattr(source, "runs_in", "")
+    return {name: replace(spec, dtype=dtype) for name, spec in source.specs.items()} if dtype else source.specs
 
 
 def _free(device: str | None) -> int:

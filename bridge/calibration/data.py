@@ -21,11 +21,20 @@ from bridge.core.text import number
 from bridge.sources.source import Source
 
 # On a 22 M encoder three times as many samples changed embeddings by less than 0.001: FP8 0.9979 both times, INT8
-# (alpha 0.7) 0.9953 to 0.9947.
+# (alpha 0.7) 0.9953 to 0.9947. `bridge.calibration.amount` has what algorithms need beyond it.
 SAMPLES = 32
 SEQUENCE = 128  # a wrong RoPE permute shows after some twenty positions, so held-out rows must be longer
+AUTO = "auto"  # `samples`: see `bridge.calibration.automatic`
+MOST_SAMPLES = 512  # rows that "auto" chooses at most
+FP32 = "fp32"  # `compute`: see `bridge.calibration.compute`
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
+
+
+def check_compute(compute: str | None) -> None:
+    """UsageError for another dtype to calibrate in than fp32, or None for the model's own."""
+    if compute not in (None, FP32):
+        raise UsageError(f"compute={compute!r} (--compute) is unknown; known: fp32; without it, the model's own dtype")
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Data:
 
     `missing`: why the default text gives no batches; a scheme without statistics needs none. `forward_loop`: the user's
     own loop, which runs the model; `batches` is then empty. `warnings`: what a user should know before calibrating.
+    `cut`: with samples="auto", the same text cut into another number of rows; `chosen`: why it has this number.
     """
 
     batches: tuple[dict[str, Any], ...] = ()
@@ -44,20 +54,33 @@ class Data:
     missing: str = ""
     forward_loop: Callable[[Any], Any] | None = None
     warnings: tuple[str, ...] = ()
+    cut: Callable[[int], Data] | None = None
+    chosen: str = ""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text."""
+    """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text.
 
-    samples: int | None = None
+    `samples`: a number or "auto"; `default`: the number if it is None.
+    """
+
+    samples: int | str | None = None
     sequence: int | None = None
     field: str | None = None
+    default: int = SAMPLES
 
     def __post_init__(self) -> None:
         for name, value in (("samples", self.samples), ("sequence", self.sequence)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name}={value!r}; expected a positive whole number")
+            auto = name == "samples" and value == AUTO
+            if value is not None and not auto and (type(value) is not int or value < 1):
+                or_auto = ', or "auto"' if name == "samples" else ""
+                raise UsageError(f"{name}={value!r}; expected a positive whole number{or_auto}")
+
+    @property
+    def rows(self) -> int:
+        """The number of rows to calibrate with."""
+        return self.samples if isinstance(self.samples, int) else self.default
 
 
 DEFAULT = Sampling()
@@ -70,6 +93,8 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     >>> prepare("corpus.txt", open_source("examples/models/tiny-llama")).samples  # doctest: +SKIP
     32
     """
+    if sampling.samples == AUTO:
+        return _automatic(data, source, sampling)
     if data is None:
         if sampling.field:
             raise UsageError(
@@ -77,7 +102,7 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
             )
         return _default(source, sampling)
     if isinstance(data, str | Path):
-        texts = documents(data, source.load_tokenizer, sampling.samples or SAMPLES, sampling.field)
+        texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field)
         return _rows(texts, source, str(data), sampling)
     if sampling.field:
         raise UsageError(f"field={sampling.field!r} (--field) names a key of JSONL records, and data= holds none")
@@ -94,6 +119,25 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
             "DataLoader, or a forward_loop(model)"
         )
     return _given(items, source, sampling)
+
+
+def _automatic(data: Any, source: Source, sampling: Sampling) -> Data:
+    """Return the most rows that may be chosen, which are cut again when the number is known."""
+    texts = isinstance(data, list | tuple) and all(isinstance(item, str) for item in data)
+    if not (data is None or isinstance(data, str | Path) or texts):
+        kind = type(data).__name__
+        raise UsageError(
+            f'samples="auto" chooses how many rows are cut from text; this {kind} is used as it is: leave out samples='
+        )
+
+    def cut(rows: int) -> Data:
+        return prepare(data, source, replace(sampling, samples=rows))
+
+    most = cut(MOST_SAMPLES)
+    if not most.batches:
+        return most
+    digest = hashlib.sha256(f"{AUTO} {most.digest}".encode()).hexdigest()
+    return replace(most, digest=digest, warnings=(), cut=cut)
 
 
 def _default(source: Source, sampling: Sampling) -> Data:
@@ -128,7 +172,7 @@ def _rows(texts: Sequence[str], source: Source, where: str, sampling: Sampling) 
     content = length - len(before) - len(after)
     if content < 1:
         raise CalibrationError(f"sequence={length} leaves no room for text: {len(before) + len(after)} special tokens")
-    asked = sampling.samples or SAMPLES
+    asked = sampling.rows
     wanted, have = asked + -(-asked // HELD_OUT), len(ids) // content
     if not ids:
         raise CalibrationError(
@@ -199,7 +243,7 @@ def _given(items: Iterable[Any], source: Source, sampling: Sampling) -> Data:
         batch = _batch(item, f"batch {at} of the calibration data", torch)
         taken.append(batch)
         rows += _size(batch)
-        if rows >= (sampling.samples or 1024) + 1:  # a generator need not end
+        if rows >= (sampling.rows if sampling.samples else 1024) + 1:  # a generator need not end
             break
     if texts and not taken:
         return _rows(texts, source, "the calibration texts", sampling)

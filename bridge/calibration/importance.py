@@ -59,7 +59,7 @@ def measure_importance(
     formats = {site.module: form for site in structure.sites if (form := scheme.format_of(site))}
     weighted = [s for s in structure.sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
     bindings = bind(weighted, formats, live_names(model, source.specs), tied_names(model))
-    copied = _same_memory(model)
+    copied = same_memory(model)
     inputs, routing = InputSquares(copied if device is None else copied.to(device), bindings), ExpertTokens(bindings)
     routing.first(inputs.over(_loop(model, data, progress)))(inputs.model)
     squares, applied = settle_importance(inputs.measured(), scheme.policies, needed)
@@ -78,7 +78,7 @@ def _held_out(model: Any, data: Data) -> HeldOut | None:
     return answer_of(model, data)
 
 
-def _same_memory(model: Any) -> Any:
+def same_memory(model: Any) -> Any:
     """A copy of the modules that shares the weights, so that the caller's modules get no hook and do not move."""
     memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}

@@ -69,8 +69,11 @@ Config = Annotated[str | None, typer.Option(help="JSON file; its entries replace
 Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
 Memory = Annotated[str | None, typer.Option(help="bytes that the run may take: 2GB, 512MiB")]
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
+Compute = Annotated[str | None, typer.Option(help="fp32: calibrate in float32; default: the model's dtype")]
 Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
-Samples = Annotated[int | None, typer.Option(min=1, help="number of calibration sequences; default: 32")]
+Samples = Annotated[
+    str | None, typer.Option(metavar="N|auto", help="number of calibration sequences; default: 32, 128 for SmoothQuant")
+]
 Sequence = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")]
 Field = Annotated[str | None, typer.Option(help="key of a JSONL record that holds its text or chat")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON on stdout instead of tables")]
@@ -83,8 +86,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks and framew
 SECTIONS = {
     "Model": ("model", "config", "tokenizer"),
     "Output": ("target", "runtime", "out", "overwrite", "no_resume"),
-    "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device"),
+    "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device", "compute"),
 }
+
+
+def count_or_auto(samples: str | None) -> Any:
+    """The value of --samples: a number where it is one; the verbs refuse other words than "auto"."""
+    return int(samples) if samples and samples.isdecimal() else samples
 
 
 def epilog(example: str, exits: str = "") -> str:

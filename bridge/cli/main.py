@@ -14,6 +14,7 @@ import typer
 import bridge
 from bridge.cli import batch, golden, sensitivity
 from bridge.cli.arguments import (
+    Compute,
     Config,
     Data,
     Debug,
@@ -34,6 +35,7 @@ from bridge.cli.arguments import (
     Tokenizer,
     Verbose,
     Written,
+    count_or_auto,
     epilog,
     print_json,
     takes_target_options,
@@ -95,6 +97,7 @@ def convert(
     field: Field = None,
     kv: Kv = None,
     device: Device = None,
+    compute: Compute = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
@@ -115,10 +118,11 @@ def convert(
 
         load_kernels()
         report = bridge.convert(
-            model, target, quant, out, calib=calib, data=data, samples=samples, sequence=sequence, field=field, kv=kv,
+            model, target, quant, out, calib=calib, data=data, samples=count_or_auto(samples),
+            sequence=sequence, field=field, kv=kv,
             device=device, config=config, tokenizer=tokenizer, verify=not no_verify, overwrite=overwrite,
             resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
-            runtime=runtime, **options,
+            runtime=runtime, compute=compute, **options,
         )  # fmt: skip
         terminal.finish(report, report_table(report, verbose), as_json, quiet)
 
@@ -165,6 +169,7 @@ def calibrate(
     field: Field = None,
     kv: Kv = None,
     device: Device = None,
+    compute: Compute = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     memory: Memory = None,
@@ -182,9 +187,9 @@ def calibrate(
 
         check_file_free(out, overwrite, "a calibration", ".safetensors")
         calibration = bridge.calibrate(
-            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, samples=samples,
-            sequence=sequence, field=field, memory=memory, partial=out.with_name(f"{out.name}.partial"),
-            progress=terminal.progress,
+            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            samples=count_or_auto(samples), sequence=sequence, field=field, memory=memory,
+            partial=out.with_name(f"{out.name}.partial"), progress=terminal.progress, compute=compute,
         )  # fmt: skip
         calibration.save(out)
         if not quiet:

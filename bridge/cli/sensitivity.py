@@ -18,7 +18,6 @@ from bridge.cli.arguments import (
     Model,
     Quiet,
     Runtime,
-    Samples,
     Sequence,
     Tokenizer,
     complete_scheme,
@@ -55,7 +54,7 @@ def sensitivity(
         str, typer.Option(help="kl: one run per layer; modelopt: ModelOpt's gradient scores, in one run")
     ] = "kl",
     out: Annotated[Path | None, typer.Option(help="recipe to write: NAME.toml, for --quant of the other verbs")] = None,
-    samples: Samples = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="number of calibration sequences; default: 32")] = None,
     sequence: Sequence = None,
     field: Field = None,
     kv: Kv = None,

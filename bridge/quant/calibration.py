@@ -39,6 +39,7 @@ class Provenance:
     """Where a calibration comes from. `model` is a digest of architecture and tensor specs, not of the weights.
 
     `dtype` is the model's: statistics are taken in it and stored as float32, which represents all three dtypes exactly.
+    `chosen`: why so many samples, if samples="auto" chose them.
     """
 
     scheme: str
@@ -50,6 +51,7 @@ class Provenance:
     samples: int
     sequence: int
     versions: dict[str, str] = field(default_factory=dict)
+    chosen: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Calibration(Displayed):
         of = self.provenance
         head = f"calibration of {of.architecture} for {of.scheme}: {of.samples} sequences of {of.sequence} tokens"
         modules = len({name for kind in _STATISTICS for name in getattr(self, kind)})
-        more = [f"{number(len(self.applied), 'policy', 'policies')} applied"] if self.applied else []
+        more = [f"samples chosen: {of.chosen}"] if of.chosen else []
+        more += [f"{number(len(self.applied), 'policy', 'policies')} applied"] if self.applied else []
         perplexity = ""
         if (held := self.held_out) and held.source_perplexity and held.quantized_perplexity:
             perplexity = f"; perplexity {held.source_perplexity:.2f} -> {held.quantized_perplexity:.2f}"
@@ -215,7 +218,8 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        header: dict[str, Any] = {"provenance": asdict(self.provenance), "applied": [asdict(a) for a in self.applied]}
+        provenance = {name: value for name, value in asdict(self.provenance).items() if name != "chosen" or value}
+        header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:
             header["perplexity"] = [self.held_out.source_perplexity, self.held_out.quantized_perplexity]
         return {"qbridge.calibration": VERSION, "qbridge": json.dumps(header, sort_keys=True)}
@@ -238,7 +242,7 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
         else:
             raise ValueError(f"unknown tensor {name!r}")
     return Calibration(
-        provenance=typed(Provenance, header["provenance"]),
+        provenance=typed(Provenance, {"chosen": "", **header["provenance"]}),
         **statistics,
         applied=typed(tuple[Applied, ...], header["applied"]),
         held_out=_parse_held_out(held_out, header.get("perplexity")) if held_out else None,

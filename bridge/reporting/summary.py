@@ -156,5 +156,6 @@ def made_from(plan: Plan, source: Source, calibration: Calibration | None) -> di
     if calibration and plan.scheme_digest:
         of = calibration.provenance
         facts["calibration"] = f"scheme {of.scheme}, {of.samples} sequences of {of.sequence} tokens, {of.dtype}"
+        facts["calibration samples"] = of.chosen
         facts["calibration data"] = of.data_digest or "unknown"
     return {what: value for what, value in facts.items() if value}

@@ -16,8 +16,8 @@ from bridge.api.sensitivity.recipe import recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
 from bridge.api.sensitivity.units import Unit
 from bridge.api.words import TargetOptions
-from bridge.calibration.data import Data, Sampling
-from bridge.core.errors import CalibrationError
+from bridge.calibration.data import AUTO, Data, Sampling
+from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.quant.schemes.recipe import NONE
@@ -38,7 +38,7 @@ def sensitivity(
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
-    samples: int | None = None,
+    samples: int | str | None = None,
     sequence: int | None = None,
     field: str | None = None,
     progress: Progress | bool | None = None,
@@ -50,7 +50,7 @@ def sensitivity(
         quant: a scheme or a recipe, whose expensive layers are excluded; or a list of scheme names, from which each
             layer gets the one, or none, with which the sum of costs is least.
         data: as `calibrate` takes it; costs are measured on the held-out part.
-        samples: number of sequences; an eighth of them, at least one, is held out.
+        samples: number of sequences, 32 for None; an eighth of them, at least one, is held out.
         sequence: tokens per sequence.
         field: the key of a JSONL or dataset record that holds its text or chat.
         target: what the recipe is for, "hf" if it is not given; formats that it does not take are left out.
@@ -72,6 +72,8 @@ def sensitivity(
     >>> mixed.choice.bits <= 5.5, mixed.choice.measured < mixed.whole
     (True, True)
     """
+    if samples == AUTO:
+        raise UsageError('samples="auto" is for calibrate and convert; sensitivity measures on held-out rows: a number')
     place = Destination(target or "", dict(options), runtime)
     job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))

@@ -15,7 +15,14 @@ from bridge.core.text import size
 DONE, BELOW, FAILED, PLANNED = "done", "below", "failed", "planned"
 WORDS = {DONE: "done", BELOW: "FAILED parity", FAILED: "FAILED", PLANNED: "planned"}
 
-FOR_CALIBRATION = ("device", "data", "samples", "sequence", "field")  # arguments that only a calibration uses
+FOR_CALIBRATION = (
+    "device",
+    "data",
+    "samples",
+    "sequence",
+    "field",
+    "compute",
+)  # arguments that only a calibration uses
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,8 @@ class Row:
     """One conversion of a manifest: the arguments of `bridge.convert`, with absolute paths.
 
     `where` is its table in the manifest, for messages. `memory` is the stream's byte budget, None for the plan's
-    figure. `data`, `samples`, `sequence` and `field` are those of `bridge.calibrate`. `shards`: the number of processes
-    that write the output, on an engine of several machines. `timeout`: seconds that the conversion may take.
+    figure. `data`, `samples`, `sequence`, `field`, `compute` are those of `bridge.calibrate`. `shards`: the number of
+    processes that write the output, on an engine of several machines. `timeout`: seconds that the conversion may take.
     """
 
     name: str
@@ -42,12 +49,13 @@ class Row:
     overwrite: bool = False
     resume: bool = True
     data: str | None = None
-    samples: int | None = None
+    samples: int | str | None = None
     sequence: int | None = None
     memory: int | None = None
     shards: int = 1
     timeout: float | None = None
     runtime: str | None = None
+    compute: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     field: str | None = None  # the last one: after it the function of that name is not seen
 

@@ -194,9 +194,9 @@ def test_data_and_how_rows_are_cut_from_it_reach_the_calibration(
         assert not one.failed, one.failed
         return one
 
-    keys = ['data = "mine.jsonl"', 'field = "mine"', "samples = 4", "sequence = 64"]
-    sets = ["", *("\n".join(keys[: n + 1]) for n in range(4))]
-    assert len({planned(more).key for more in sets}) == 5  # each is another calibration
+    keys = ['data = "mine.jsonl"', 'field = "mine"', "samples = 4", "sequence = 64", 'compute = "fp32"']
+    sets = ["", 'samples = "auto"', *("\n".join(keys[: n + 1]) for n in range(5))]
+    assert len({planned(more).key for more in sets}) == 7  # each is another calibration
     calibrating, converting = calibrations.make_jobs([planned("\n".join(keys))], tmp_path, None)
     assert converting.row.data is None and converting.row.calib == calibrating.calibrates
     given: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def test_data_and_how_rows_are_cut_from_it_reach_the_calibration(
 
     monkeypatch.setattr("bridge.workflows.batch.job.calibrate", calibrate)
     assert run_job(calibrating, lambda event: None).error == "enough"
-    expected = {"data": str(tmp_path / "mine.jsonl"), "field": "mine", "samples": 4, "sequence": 64}
+    expected = {"data": str(tmp_path / "mine.jsonl"), "field": "mine", "samples": 4, "sequence": 64, "compute": "fp32"}
     assert given | expected == given
 
 

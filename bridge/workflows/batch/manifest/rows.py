@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge.calibration.data import AUTO
 from bridge.core.errors import BridgeError, UsageError
 from bridge.core.places import ELSEWHERE, HERE, is_remote, shown
 from bridge.core.problems import ENOUGH, SHOWN, Problems
@@ -31,12 +32,36 @@ from bridge.workflows.batch.manifest.naming import (
 )
 from bridge.workflows.batch.values import Row
 
-TEXTS = ("name", "model", "target", "quant", "out", "calib", "data", "field", "kv", "device", "tokenizer", "runtime")
+TEXTS = (
+    "name",
+    "model",
+    "target",
+    "quant",
+    "out",
+    "calib",
+    "data",
+    "field",
+    "kv",
+    "device",
+    "tokenizer",
+    "runtime",
+    "compute",
+)
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
 PLACES = ("model", "calib", "data", "tokenizer")  # a path relative to the manifest, an address or a hub id
-UNCHANGED = ("kv", "device", "verify", "overwrite", "field", "runtime", *COUNTS, "timeout")  # copied to the row
+UNCHANGED = (
+    "kv",
+    "device",
+    "verify",
+    "overwrite",
+    "field",
+    "runtime",
+    "compute",
+    *COUNTS,
+    "timeout",
+)  # copied to the row
 NAME, OUT = "{model}-{quant}-{target}", "{name}"
 MAX_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
 MAX_ROWS = 10_000  # of a manifest: planning so many takes seconds; axes with more combinations are a mistake
@@ -240,7 +265,9 @@ def _mistyped(key: str, value: Any) -> str:
     if key == "config":
         return "" if isinstance(value, str | dict) and value and _is_json(value) else _CONFIG
     if key in COUNTS:
-        return "" if type(value) is int and value > 0 else "expected 1 or more"
+        auto = key == "samples"
+        good = (type(value) is int and value > 0) or (auto and value == AUTO)
+        return "" if good else "expected 1 or more" + ', or "auto"' * auto
     if key == "timeout":
         return "" if type(value) in (int, float) and 0 < value < math.inf else "expected seconds, more than 0"
     if key == "memory":

@@ -94,6 +94,7 @@ def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -
                 jobs[one.key] = Job(_unique(name, jobs), row, need, one.work, calibrates=str(file), timeout=timeout)
             after = (jobs[one.key].name,) if one.key in jobs else ()
             row = replace(row, calib=str(file), device=None, data=None, samples=None, sequence=None, field=None)
+            row = replace(row, compute=None)
         jobs[f"row {row.name}"] = Job(
             row.name, row, min(one.memory, most), one.work, after=after, runs=bool(one.key), timeout=row.timeout
         )

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bridge.api.request import ResolvedRequest, data_of, resolve
+from bridge.calibration.amount import sampling_for
 from bridge.calibration.modelopt import check_device
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.places import is_remote, server_of, shown
 from bridge.core.remote.upload import check_out, made_at
 from bridge.core.version import versions
+from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target
@@ -123,11 +125,12 @@ class _Opened:
             self.unreachable.answered(row.model)
         return self.sources[name]
 
-    def data_digest(self, row: Row) -> str:
+    def data_digest(self, row: Row, scheme: Scheme) -> str:
         """The digest of the row's calibration data; an error if the tokenizer or the data are missing."""
-        name = json.dumps([_model_of(row), *_data_of(row)])
+        sampling = sampling_for(sampling_of(row), scheme)
+        name = json.dumps([_model_of(row), *_data_of(row), sampling.default])
         if name not in self.data:
-            data = data_of(self.source(row), row.data or row.calib, sampling_of(row))
+            data = data_of(self.source(row), row.data or row.calib, sampling)
             if data.missing:
                 raise CalibrationError(f"scheme {row.quant} needs statistics of activations: {data.missing}")
             self.data[name] = data.digest
@@ -138,7 +141,7 @@ def _model_of(row: Row) -> str:
     return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
 
 
-def _data_of(row: Row) -> tuple[str | None, int | None, int | None, str | None]:
+def _data_of(row: Row) -> tuple[str | None, int | str | None, int | None, str | None]:
     """What a row calibrates with, and how rows are cut from it."""
     return (row.data or row.calib, row.samples, row.sequence, row.field)
 
@@ -150,7 +153,7 @@ def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
     if engine.here and resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, row.device)
-        statistics = (resolved.scheme.digest, opened.data_digest(row))
+        statistics = (resolved.scheme.digest, opened.data_digest(row, resolved.scheme))
     values = sum(spec.size for spec in source.specs.values())
     stored = sum(spec.nbytes for spec in source.specs.values())
     stream = FRESH + load_target(row.target).base_memory + resolved.memory
@@ -205,6 +208,7 @@ def _key(row: Row, resolved: ResolvedRequest) -> str:
         data,
         sampling,
         row.device,
+        *filter(None, [row.compute]),
     ]
     return _digest(json.dumps(parts, sort_keys=True).encode())
 

@@ -1,0 +1,46 @@
+"""Run the model in float32 for calibration: `compute="fp32"`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from bridge.calibration.data import check_compute
+from bridge.sources.source import Source
+
+
+def source_for(source: Source, compute: str | None) -> Source:
+    """Return a source whose model runs in the dtype that was asked for; the stored weights stay as they are."""
+    check_compute(compute)
+    return source if compute is None else cast("Source", _InFloat32(source))
+
+
+class _InFloat32:
+    """A source whose model has float32 weights of its own, with the values of the stored ones."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    runs_in = "float32"
+
+    def load_skeleton(self) -> Any:
+        return self._source.load_skeleton().float()
+
+    def load_model(self) -> Any:
+        from bridge.calibration.importance import same_memory  # loads torch
+
+        return same_memory(self._source.load_model()).float()
+
+
+def has_bf16_instructions() -> bool:
+    """Whether torch has fast bfloat16 on this CPU: AVX-512 BF16 or AMX on x86; true where torch cannot tell."""
+    import platform
+
+    import torch
+
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return not all(asked) or any(ask() for ask in asked if ask)

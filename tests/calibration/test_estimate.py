@@ -1,0 +1,141 @@
+"""How long a calibration takes is said before it starts, and what float32 would save where bfloat16 is slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
+
+import bridge  # noqa: E402
+from bridge.calibration import estimate  # noqa: E402
+from bridge.calibration.compute import has_bf16_instructions, source_for  # noqa: E402
+from bridge.calibration.data import Data, Sampling, prepare  # noqa: E402
+from bridge.core.errors import BridgeWarning, UsageError  # noqa: E402
+from bridge.planning.structure import structure_of  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests.models.calibrated_models import IDS, built  # noqa: E402
+
+LLAMA = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
+BATCHES = [{"input_ids": ids} for ids in IDS]  # 2 x 40 tokens each, the last held out
+
+
+def flops(model: Any, quant: str, data: Data | None = None) -> float:
+    source = open_source(model)
+    return estimate.flops(source, structure_of(source), load_scheme(quant), data or prepare(BATCHES, source))
+
+
+def linears(model: Any) -> int:
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+
+@pytest.mark.parametrize(("quant", "forwards"), [("fp8", 1), ("int8_sq", 1), ("int4_awq", 13)])
+def test_flop_count_weights_tokens_and_forwards(quant: str, forwards: int) -> None:
+    model = built("llama")
+    assert flops(model, quant) == 2 * linears(model) * (forwards * 160 + 2 * 80)
+
+
+def test_flop_are_those_that_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, ids = built("llama"), IDS[0]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, use_cache=False)
+    linear = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    data = Data(({"input_ids": ids},))
+    assert flops(model, "fp8", data) == linear
+
+
+def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
+    model = built("mixtral")
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    routers = sum(p.numel() for name, p in model.named_parameters() if ".gate.weight" in name)
+    active = linears(model) + experts * 2 / 5
+    assert 2 * active * 320 <= flops(model, "fp8") <= 2 * (active + routers) * 320
+
+
+def told(seconds: dict[str, float], compute: str | None = None, device: str | None = None) -> list[str]:
+    """What is said of tiny-llama if a calibration takes `seconds` in a dtype."""
+    source = open_source(LLAMA)
+    structure, scheme, data = structure_of(source), load_scheme("fp8"), prepare(None, source, Sampling(512))
+    work = estimate.flops(source, structure, scheme, data)
+
+    def rate(dtype: str, _: str | None) -> float:
+        return work / seconds[dtype]
+
+    return estimate.told(source, structure, scheme, data, device, compute, rate)
+
+
+@pytest.fixture
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in bfloat16 on a CPU without instructions for it, whose work is worth measuring."""
+    monkeypatch.setattr(estimate, "SMALL", 0.0)
+    monkeypatch.setattr(estimate, "main_dtype", lambda specs: "bfloat16")
+    monkeypatch.setattr(estimate, "has_bf16_instructions", lambda: False)
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_hours_are_told_and_what_float32_would_save() -> None:
+    time, save = told({"bfloat16": 5 * 3600, "float32": 4000})
+    assert time.startswith("calibration: about 5 h (") and time.endswith(" TFLOP/s)")
+    assert 'compute="fp32" (--compute fp32) would take about 67 min instead of about 5 h' in save
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_nothing_is_told_of_seconds_or_where_float32_is_no_faster() -> None:
+    assert told({"bfloat16": 50, "float32": 10}) == []
+    assert told({"bfloat16": 500, "float32": 450}) == []
+    assert len(told({"bfloat16": 500, "float32": 100})) == 1  # no estimate below ten minutes, but a faster way
+    assert len(told({"bfloat16": 9e9, "float32": 5000}, compute="fp32")) == 1
+    assert len(told({"bfloat16": 5000, "float32": 5000}, device="cuda")) == 1
+
+
+def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(built("llama"))
+
+    def rate(*_: Any) -> float:
+        raise AssertionError("measured")
+
+    scheme, data = load_scheme("fp8"), prepare(BATCHES, source)
+    assert estimate.told(source, structure_of(source), scheme, data, None, None, rate) == []
+
+
+def test_the_measured_rate_is_that_of_a_processor() -> None:
+    assert 1e8 < estimate.measured_rate("float32", None) < 1e15
+    assert has_bf16_instructions() in (True, False)
+
+
+@pytest.mark.slow
+def test_calibrate_says_the_estimate_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "SMALL", 0.0)
+    monkeypatch.setattr(estimate, "measured_rate", lambda *_: 1.0)
+    with pytest.warns(BridgeWarning, match="calibration: about .* days"):
+        bridge.calibrate(built("llama"), "fp8", BATCHES)
+
+
+@pytest.mark.slow
+def test_fp32_calibrates_in_float32_and_leaves_the_model_as_it_is() -> None:
+    model = built("llama", torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    own, wide = (bridge.calibrate(model, "fp8", BATCHES, compute=compute) for compute in (None, "fp32"))
+    assert (own.provenance.dtype, wide.provenance.dtype) == ("bfloat16", "float32")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert own.provenance.model == wide.provenance.model  # one calibration or the other serves the same checkpoint
+    for name, amax in own.input_amax.items():
+        assert abs(float(wide.input_amax[name]) / float(amax) - 1) < 0.05, name
+    same = bridge.calibrate(model.float(), "fp8", BATCHES)
+    assert all(wide.input_amax[name] == amax for name, amax in same.input_amax.items())
+
+
+def test_another_dtype_is_refused() -> None:
+    for run in (
+        lambda: bridge.calibrate(LLAMA, "fp8", compute="fp16"),
+        lambda: bridge.convert(LLAMA, "hf", "fp8", compute="fp16"),
+        lambda: source_for(open_source(LLAMA), "fp16"),
+    ):
+        with pytest.raises(UsageError, match=r"compute='fp16' \(--compute\) is unknown; known: fp32"):
+            run()
