@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
 from bridge.core.formats.safetensors import stored_shape
+from bridge.core.output.names import GENERATION
 from bridge.core.remote.opening import written_at
 from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import read_json
-from bridge.sources.configs.token_ids import GENERATION, TOKENIZER, TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
 from bridge.targets.generation import Settings, check_decoder, context_length

@@ -36,7 +36,8 @@ def check_paths(paths: Sequence[str]) -> list[Problem]:
     problems: list[Problem] = []
     for path in paths:
         try:
-            problems += [Problem(f"{path}: {text}", fatal) for text, fatal in check_path(path)]
+            found = check_path(path)
+            problems += [Problem(t if t.startswith(f"{path}:") else f"{path}: {t}", fatal) for t, fatal in found]
         except BridgeError as error:
             if len(paths) == 1:
                 raise
@@ -91,7 +92,7 @@ def _lint(path: Path) -> list[str]:
         manifest = load_manifest(path)
         plan = manifest.plan
         target = load_target(plan.target)
-        findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest, target.loads)]
+        findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
 

@@ -42,6 +42,7 @@ from bridge.cli.arguments import (
 )
 from bridge.cli.terminal import FAILED, Exit, guarded, open_streams, session
 from bridge.core.machine import keep_pages
+from bridge.core.output.names import MANIFEST
 from bridge.core.text import byte_count, number
 from bridge.quant.codec.warm_up import load_kernels
 
@@ -266,7 +267,9 @@ def check(
             print_json(terminal, [problem._asdict() for problem in problems])
         else:
             where = ", ".join(map(str, paths or [])) or "tables and schemes"
-            count = number(len(problems), "problem") if problems else "all is well"
+            written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
+            well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
+            count = number(len(problems), "problem") if problems else well
             terminal.print(
                 *(problem.text for problem in problems), *loaded_by(paths or [], problems), f"{where}: {count}"
             )

@@ -68,5 +68,6 @@ def loading_line(entries: Iterable[Loading]) -> str:
     """The programs that load an output; "" if no contract is about its target."""
     entries = list(entries)
     names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"]
-    loaded = ", ".join(names) or "no program that a contract is about"
+    why = next((f" ({entry.program}: {entry.where})" for entry in entries), "")
+    loaded = ", ".join(names) or f"no program that a contract is about{why}"
     return "; ".join([loaded, *(f"not {e.program}: {e.mistake}" for e in entries if e.mistake)]) if entries else ""

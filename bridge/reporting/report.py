@@ -209,7 +209,7 @@ def report_lines(report: Report) -> list[Text]:
         line("parity", verdict(report) + _figures(report.parity)),
         line("written", report.out),
     ]
-    loads = loading_line(report.programs)
+    loads = loading_line(report.programs) if report.passed else ""  # what failed is not for any program
     return lines + [line(name, text) for name, text in (("loads in", loads), ("next", report.command)) if text]
 
 

@@ -67,7 +67,8 @@ def load_target(name: str) -> Target:
     program = program_of(name)
     name = program.contracts[0].target if program else ALIASES.get(name.lower(), name.lower())
     if name not in BUILT_IN:
-        raise UsageError(f"target {name!r} is unknown; {nearest(name, [*target_names(), *ALIASES, *runtime_names()])}")
+        known = [*dict.fromkeys([*target_names(), *ALIASES, *runtime_names()])]
+        raise UsageError(f"target {name!r} is unknown; {nearest(name, known)}")
     return importlib.import_module(f"bridge.targets.{name}").TARGET  # type: ignore[no-any-return]
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError
-from bridge.sources.config_json import read_json
-from bridge.sources.configs.token_ids import GENERATION
+from bridge.core.output.names import GENERATION
 
 
 def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None, untied: bool) -> bytes:
@@ -27,6 +26,8 @@ def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | Non
 
 def generation_settings(files: Mapping[str, Path | bytes]) -> dict[str, Any]:
     """The source's generation_config.json, {} without one; SourceError if it is broken."""
+    from bridge.sources.config_json import read_json  # loads numpy
+
     return read_json(files[GENERATION], GENERATION) if GENERATION in files else {}
 
 
@@ -42,7 +43,7 @@ def generation_problems(files: Mapping[str, Path | bytes]) -> list[tuple[str, st
 
 def generation_config(file: Path | bytes) -> bytes:
     """The source's generation_config.json, with `do_sample` set if it samples; transformers refuses it otherwise."""
-    settings = read_json(file, GENERATION)
+    settings = generation_settings({GENERATION: file})
     samples = settings.get("top_k") is not None or settings.get("top_p") is not None
     if not samples or settings.get("do_sample") is True:
         return file if isinstance(file, bytes) else file.read_bytes()

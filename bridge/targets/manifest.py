@@ -19,6 +19,9 @@ from bridge.planning.plan import Plan
 from bridge.quant.schemes.grammar import Gate
 from bridge.streaming.context import WriteResult
 
+# Files that users adjust after a conversion: settings of generation and sessions, chat templates, texts.
+ADJUSTED = ("generation_config.json", "genai_config.json", "tokenizer_config.json", "*.jinja", "*.md", "*.txt")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -84,10 +87,10 @@ def file_digests(directory: Path, apart: Collection[str]) -> dict[str, str]:
     return {name: _sha256(path) for name, path in names.items() if name not in apart}
 
 
-def altered(directory: Path, manifest: Manifest, loads: Collection[str]) -> list[str]:
+def altered(directory: Path, manifest: Manifest) -> list[str]:
     """A line for each file beside the weights that is missing, or is not as it was written.
 
-    `loads`: patterns of the files that a runtime needs to load the output, a change of which is an error.
+    That is an error, except in files that users adjust after a conversion.
     """
     findings = []
     for name, digest in manifest.files.items():
@@ -95,11 +98,9 @@ def altered(directory: Path, manifest: Manifest, loads: Collection[str]) -> list
         if not path.is_file():
             findings.append(f"error [files] {name}: is missing; convert again")
         elif _sha256(path) != digest:
-            needed = any(fnmatchcase(name, pattern) for pattern in loads)
-            why = "was changed after it was written"
-            findings.append(
-                f"error [files] {name}: {why}; convert again" if needed else f"warning [files] {name}: {why}"
-            )
+            adjusted = any(fnmatchcase(name, pattern) for pattern in ADJUSTED)
+            kind, remedy = ("warning", "") if adjusted else ("error", "; convert again")
+            findings.append(f"{kind} [files] {name}: was changed after it was written{remedy}")
     return findings
 
 

@@ -16,7 +16,7 @@ from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, HeldOut
 from bridge.sources.source import Source
 from bridge.targets import load_target
-from bridge.targets.manifest import Manifest
+from bridge.targets.manifest import Manifest, altered
 from bridge.verification.outputs import apart, float_error, output_parity
 from bridge.verification.parity import OutputParity, Parity
 from bridge.verification.tensors import tensor_parity
@@ -54,6 +54,8 @@ def prove(
     plan = manifest.plan
     target = load_target(plan.target)
     findings = list(target.lint(directory, plan))
+    if not remote(directory):
+        findings += [finding for finding in altered(directory, manifest) if finding not in findings]
     saved = directory / CALIBRATION  # its scales come from it
     statistics = calibration or (Calibration.load(saved) if saved.exists() else None)
     compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)

@@ -210,15 +210,27 @@ def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None
     assert "nearest" not in done.stderr
 
 
+NVFP4 = [
+    "nvfp4",
+    "nvfp4_experts_only",
+    "nvfp4_four_over_six",
+    "nvfp4_input_scale1",
+    "nvfp4_mlp_only",
+    "nvfp4_mse",
+    "nvfp4_wo",
+    "nvfp4_wo_mse",
+]
+
+
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
         ("convert --target t", ["torchtitan", "tripy", "trt", "trtllm", "transformers", "tensorrt"]),
-        ("plan --quant nv", ["nvfp4", "nvfp4_wo"]),
-        ("calibrate --quant nv", ["nvfp4", "nvfp4_wo"]),
+        ("plan --quant nv", NVFP4),
+        ("calibrate --quant nv", NVFP4),
         ("sensitivity --quant mx", ["mxfp4_wo", "mxfp8"]),
         ("sensitivity --fallback fp8_", ["fp8_block", "fp8_pc_pt"]),
-        ("convert --kv ", ["fp8", "int8", "nvfp4"]),
+        ("convert --kv ", ["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]),
     ],
 )
 def test_targets_schemes_and_caches_complete(asked: str, names: list[str]) -> None:

@@ -418,6 +418,11 @@ def test_the_next_command_is_that_of_the_program_that_was_asked_for(program: str
     assert dataclasses.replace(plan, notes=same.notes).digest == same.digest, "the program decides no byte"
 
 
+def test_the_next_command_has_the_ranks_that_were_asked_for() -> None:
+    command = load_target("hf").next_command(bridge.plan(TINY, "vllm", "fp8_pc_pt", tp=2))
+    assert command == "vllm serve {out} --tensor-parallel-size 2"
+
+
 def test_own_scales_without_weights_that_it_changes_is_told() -> None:
     assert any(
         "own_scales changes nothing" in note for note in bridge.plan(TINY, "hf", "int8_wo", own_scales=True).notes
@@ -436,12 +441,18 @@ def test_every_file_beside_the_weights_that_changed_or_is_gone_is_found(tmp_path
     (out / "tokenizer_config.json").unlink()
     lines = {problem.text: problem.fatal for problem in check_path(out)}
     assert {text for text, fatal in lines.items() if not fatal} == {
-        f"warning [files] {name}: was changed after it was written" for name in changed
+        "warning [files] genai_config.json: was changed after it was written"
     }
     assert {text for text, fatal in lines.items() if fatal and "[files]" in text} == {
-        "error [files] model.onnx: was changed after it was written; convert again",
+        *(
+            f"error [files] {name}: was changed after it was written; convert again"
+            for name in ("config.json", "model.onnx", "tokenizer.json")
+        ),
         "error [files] tokenizer_config.json: is missing; convert again",
     }
+    report = bridge.verify(out, TINY)
+    assert not report.passed and not any(line.startswith("loads in") for line in report.lines())
+    assert any("config.json: was changed" in finding for finding in report.findings)
     data = json.loads((out / "bridge.json").read_text())
     data["plan"]["scheme"] = "fp8"
     (out / "bridge.json").write_text(json.dumps(data))

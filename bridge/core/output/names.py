@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MANIFEST = "bridge.json"  # in every model that bridge wrote: it tells an output from other directories
 JOURNAL = "journal.jsonl"
+GENERATION = "generation_config.json"
 CARD = "README.md"  # the source's, until a report replaces it
 
 # Files beside what the target writes; see bridge.verification.verify and bridge.core.output.directory.

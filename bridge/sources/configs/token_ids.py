@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.core.output.names import GENERATION
 from bridge.core.parsing import load_json, parse_json
 
-GENERATION, TOKENIZER_CONFIG, TOKENIZER = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 _ID = re.compile(r"[0-9]{1,9}")  # Python refuses to convert thousands of digits
 NAMES = ("bos_token", "eos_token", "pad_token")
 

@@ -8,8 +8,9 @@ from string import ascii_letters, digits
 from typing import Any
 
 from bridge.core.formats.gguf import Typed, u32
+from bridge.core.output.names import GENERATION
 from bridge.core.text import described
-from bridge.sources.configs.token_ids import GENERATION, TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.token_ids import TOKENIZER_CONFIG, token_ids
 from bridge.targets.gguf.tokenizer_file import ANEW, DEFAULT, JSON, Files, Part, Reading, TokenizerFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import UsageError
+from bridge.core.output.names import GENERATION
 from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
-from bridge.sources.configs.token_ids import GENERATION
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems
 from bridge.targets.generation import DECODERS
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from bridge.streaming.context import ConversionContext, WriteResult
     from bridge.targets.generation import Generator
 
-# program -> its command; that of the program that was asked for comes first, then in this order
+# program -> its command, and its flag for ranks; that of the program that was asked for comes first, then in this order
 SERVERS = {
-    "vllm": "vllm serve {out}",
-    "sglang": "python -m sglang.launch_server --model-path {out}",
-    "trtllm": "trtllm-serve {out}",
+    "vllm": ("vllm serve {out}", "--tensor-parallel-size"),
+    "sglang": ("python -m sglang.launch_server --model-path {out}", "--tp-size"),
+    "trtllm": ("trtllm-serve {out}", "--tp_size"),
 }
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
@@ -145,10 +145,12 @@ class Hf(StreamedTarget):
         """The command of a server that loads it, for a language model."""
         if not plan.architecture.endswith(DECODERS):
             return ""
-        if plan.program:
-            return SERVERS.get(plan.program, "")
-        loading = (command for name, command in SERVERS.items() if not verdict(load_runtime(name), plan).why_not)
-        return next(loading, "")
+        loading = (name for name in SERVERS if not verdict(load_runtime(name), plan).why_not)
+        program = plan.program or next(loading, "")
+        if program not in SERVERS:
+            return ""
+        command, ranks = SERVERS[program]
+        return f"{command} {ranks} {plan.options['tp']}" if plan.options["tp"] > 1 else command
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source

@@ -251,7 +251,7 @@ class Trt(StreamedTarget):
         return tuple(notes)
 
     def next_command(self, plan: Plan) -> str:
-        return "cd {out} && sh trtexec.txt"
+        return "" if plan.program else "cd {out} && sh trtexec.txt"  # no program with a contract is TensorRT
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.trt.lint import lint
