@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
-HELD_OUT = ROOT / "bridge" / "quant" / "default_text.txt"
+HELD_OUT = ROOT / "bridge" / "calibration" / "default_text.txt"
 HELD_OUT_BYTES = 80_000
 MAX_HELD_OUT = 12_000  # one long document must not become half of the calibration text
 END = "<|endoftext|>"
