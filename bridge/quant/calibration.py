@@ -241,8 +241,9 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
             statistics[kind][module] = _checked(name, array, 0 if kind in _SCALARS else 1)
         else:
             raise ValueError(f"unknown tensor {name!r}")
+    said = header["provenance"]
     return Calibration(
-        provenance=typed(Provenance, {"chosen": "", **header["provenance"]}),
+        provenance=typed(Provenance, {"chosen": "", **said} if isinstance(said, dict) else said),
         **statistics,
         applied=typed(tuple[Applied, ...], header["applied"]),
         held_out=_parse_held_out(held_out, header.get("perplexity")) if held_out else None,

@@ -59,9 +59,9 @@ def config_file(root: Path) -> dict[str, Any] | None:
 
 def read_json(file: Path | bytes, where: str = "") -> dict[str, Any]:
     """Return the JSON object of a file, or of its content; SourceError if it is none. `where`: its name in messages."""
-    name = where or (file.name if isinstance(file, Path) else "")
+    name = where or ("" if isinstance(file, bytes) else file.name)  # a remote file has a path of its own class
     try:
-        content = load_json(file) if isinstance(file, Path) else parse_json(file)
+        content = parse_json(file) if isinstance(file, bytes) else load_json(file)
     except (ValueError, OSError) as error:
         raise SourceError(f"{name}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import bridge
@@ -70,10 +71,11 @@ def _calibration(name: str) -> str:
 
 
 def _written(name: str, target: str) -> str:
+    scheme = load_scheme(name)
     try:
-        plan = bridge.plan(MODEL, target, name)
+        plan = bridge.plan(MODEL, target, replace(scheme, only=()))  # the tiny Llama has no experts
     except PlanError:  # its rows are too narrow
-        kind = load_scheme(name).weight[0]
+        kind = scheme.weight[0]
         size = DTYPES[kind.dtype]
         return f"One tensor of target `{target}` in blocks of {size.block} values of a row, {size.size} bytes each."
     head = f"For target `{target}` and a weight `W` of the tiny Llama, as `qbridge plan` prints it:"

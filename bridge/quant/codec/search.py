@@ -1,4 +1,4 @@
-"""Scales of blocks that are searched: those under which a weight changes least.
+"""Search the scales of blocks under which a weight changes least.
 
 ModelOpt's `mse_calibrate` (nvidia-modelopt 0.47, torch/quantization/model_calib.py) with its candidates, and its rule
 that the first of equal ones is taken. Errors are float32 sums; where two candidates differ in the last digits of theirs
