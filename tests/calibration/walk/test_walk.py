@@ -250,3 +250,16 @@ def transformers_config(name: str) -> Any:
     ).eval()  # fmt: skip
     model.config.architectures = [name]
     return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["megatron", "torchtitan", "quantized"])
+def test_every_kind_of_source_is_read_block_by_block(kind: str, tmp_path: Path) -> None:
+    build("LlamaForCausalLM").save_pretrained(tmp_path / "hf")
+    target, quant = ("hf", "int8_wo") if kind == "quantized" else (kind, None)
+    bridge.convert(tmp_path / "hf", target, quant, tmp_path / kind, verify=False, progress=False)
+    source = open_source(tmp_path / kind)
+    for name, kv in (("fp8", "fp8"), ("int4_awq", None)):
+        scheme = load_scheme(name, kv=kv).bound(structure_of(source).sites)
+        data = prepare(batches(), source)
+        assert walked(source, scheme, data).to_bytes() == whole(source, scheme, data).to_bytes()
