@@ -112,13 +112,9 @@ def calibrate(
     try:
         source = source_for(source, compute)
         if data.cut:
-            if runs_by_blocks(source, scheme, data, memory, device):
-                raise CalibrationError(
-                    'samples="auto" (--samples auto) runs the whole model first, which does not fit into memory; give '
-                    "a number of samples, or more memory (memory=, --memory)"
-                )
+            cut = runs_by_blocks(source, scheme, data, memory, device)
             _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
-            data = choose(source, structure, scheme, data, device, progress)
+            data = choose(source, structure, scheme, data, device, progress, by_blocks=cut)
             warn_of(data)
         _warn_of_time("", source, structure, scheme, data, device, compute)
         made = run(

@@ -47,12 +47,13 @@ def choose(
     data: Data,
     device: str | None = None,
     progress: Progress = no_progress,
+    by_blocks: bool = False,
 ) -> Data:
     """Return data with the number of rows that the scheme needs on this model, and why (`chosen`).
 
     Other data than those of `samples="auto"` are returned as they are. With experts, the model runs until each has
     `EVERY_EXPERT` tokens. For SmoothQuant the first blocks run until their channels' maxima move by less than `MOVED`.
-    The scheme's default is the least.
+    The scheme's default is the least. `by_blocks`: with one block of the model in memory at a time.
     """
     if data.cut is None:
         return data
@@ -67,11 +68,19 @@ def choose(
     if not layers and not experts:
         rows = default_samples(scheme)
         return replace(data.cut(rows), chosen=f"{scheme.algorithm} needs no more than its default")
-    model = source.load_model()
+    model = source.load_skeleton() if by_blocks else source.load_model()
     bindings = bind(used, formats, live_names(model, source.specs), tied_names(model))
     first = {one.module for one in bindings if one.site.layer in layers and one.site.module in smoothed}
-    copied = same_memory(model)
-    watch = partial(_watch, copied if device is None else copied.to(device), model, bindings, first, experts)
+    if by_blocks:
+        from bridge.calibration.walk.run import watch_by_blocks
+
+        def watch(data: Data) -> _Seen:
+            seen = _Watch(bindings, first, experts)
+            watch_by_blocks(source, structure, scheme, replace(data, held_out=()), device, progress, seen)
+            return _Seen(seen.channels, seen.routing.tokens)
+    else:
+        copied = same_memory(model)
+        watch = partial(_watch, copied if device is None else copied.to(device), model, bindings, first, experts)
     least = default_samples(scheme)
     return _doubled(data.cut, watch, least // 2 if first else least, progress)
 
@@ -133,6 +142,30 @@ def _watch(
 
     routing.first(loop)(model)
     return _Seen(channels, routing.tokens)
+
+
+class _Watch:
+    """Keeps what `_watch` keeps, of a model that runs block by block."""
+
+    def __init__(self, bindings: Collection[QuantizerBinding], first: Collection[str], experts: bool) -> None:
+        self.channels: dict[str, np.ndarray] = {}
+        self.routing = ExpertTokens(bindings)
+        self._first = first
+        counted = {one.module for one in bindings if one.site.stacked or one.expert is not None} if experts else set()
+        self.modules = {*first, *counted}
+
+    def prepare(self, model: Any) -> None:
+        """Nothing to ready."""
+
+    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The loop, watched."""
+
+        def run(model: Any) -> None:
+            held = {name for name, _ in model.named_modules()}
+            with _hooked(model, held & set(self._first), self.channels, stop=False):
+                self.routing.first(loop)(model)
+
+        return run
 
 
 @contextmanager

@@ -9,10 +9,8 @@ from pathlib import Path
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import check_data, check_device, fake_quantize
 from bridge.calibration.walk.budget import USED, by_blocks, calibration_need, tokens_of
-from bridge.core.errors import CalibrationError
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import size
 from bridge.core.values import Structure, TensorSpec
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
@@ -46,34 +44,21 @@ def calibrate(
     check_data(scheme, data)
     report = progress or no_progress
     found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
-    if not runs_by_blocks(source, scheme, data, memory, device):
-        return _at_once(source, structure, scheme, data, device, report, needed)
-    from bridge.calibration.walk.run import calibrate_by_blocks
+    cut, weighted, made = runs_by_blocks(source, scheme, data, memory, device), _weighted(scheme), None
+    if cut and (scheme.needs_modelopt or not weighted):
+        from bridge.calibration.walk.run import calibrate_by_blocks
 
-    budget = memory if memory is not None else int(available_memory() * USED)
-    ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
-    return calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead)
-
-
-def _at_once(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    device: str | None,
-    report: Progress,
-    needed: Collection[str] | None,
-) -> Calibration:
-    """Calibrate with the whole model; an importance matrix takes a run of its own, of the plain model."""
-    made, weighted = None, _weighted(scheme)
-    if scheme.needs_modelopt or not weighted:
+        budget = memory if memory is not None else int(available_memory() * USED)
+        ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
+        made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead)
+    elif scheme.needs_modelopt or not weighted:
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
     if made and not weighted:
         return made
-    from bridge.calibration.importance import measure_importance
+    from bridge.calibration.importance import measure_importance  # a run of its own, of the plain model
 
     return measure_importance(
-        source, structure, scheme, data, device=device, progress=report, needed=needed, beside=made
+        source, structure, scheme, data, device=device, progress=report, needed=needed, beside=made, by_blocks=cut
     )
 
 
@@ -85,13 +70,7 @@ def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | Non
     """Whether the calibration goes block by block; reads headers, and refuses what no way fits."""
     found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
     driven, resident = data.forward_loop is not None, isinstance(source, MemorySource)
-    cut = by_blocks(found, memory, _free(device), driven=driven, resident=resident)
-    if cut and _weighted(scheme):
-        raise CalibrationError(
-            f"scheme {scheme.name}: an importance matrix is collected from the whole model, which takes "
-            f"{size(found.whole)} of memory; give more (memory=, --memory), or the file of llama-imatrix (calib=)"
-        )
-    return cut
+    return by_blocks(found, memory, _free(device), driven=driven, resident=resident)
 
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:

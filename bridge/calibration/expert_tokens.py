@@ -13,7 +13,7 @@ from bridge.core.values import Site
 
 
 class ExpertTokens:
-    """`tokens`: checkpoint name of a layer's experts -> tokens of each, over the first run of the data.
+    """`tokens`: checkpoint name of a layer's experts -> tokens of each, over the first run of the data through it.
 
     transformers has the experts of a layer in one module, which is called with every token's experts. A module that is
     called with other arguments is not counted.
@@ -23,16 +23,15 @@ class ExpertTokens:
         self.tokens: dict[str, np.ndarray] = {}
         experts = (one for one in bindings if one.site.stacked or one.expert is not None)
         self._names = {one.module: experts_of(one.site) for one in experts}  # live module -> checkpoint name
-        self._ran = False
 
     def first(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return the loop with its first run counted; an algorithm may run it more than once."""
+        """Return the loop with its first run through each layer counted; an algorithm may run it more than once."""
 
         def run(model: Any) -> None:
-            counted, self._ran = not self._ran, True
             handles = [
-                model.get_submodule(module).register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
-                for module, name in (self._names if counted else {}).items()
+                module.register_forward_pre_hook(partial(self._count, self._names[name]), with_kwargs=True)
+                for name, module in model.named_modules()
+                if name in self._names and self._names[name] not in self.tokens
             ]
             try:
                 loop(model)

@@ -19,7 +19,7 @@ from bridge.calibration.expert_tokens import ExpertTokens
 from bridge.calibration.modelopt import check_device, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
-from bridge.calibration.reference_outputs import answer_of, blaming, refusal, runner
+from bridge.calibration.reference_outputs import answer_of, blaming, held_out_of, refusal, runner
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers
@@ -41,11 +41,12 @@ def measure_importance(
     progress: Progress = no_progress,
     needed: Collection[str] | None = None,
     beside: Calibration | None = None,
+    by_blocks: bool = False,
 ) -> Calibration:
     """Run the model of `source` and return the mean square of the input of every site with a weighted format.
 
     `needed`: modules that will be quantized, None for all. `beside`: other statistics of the same model and data, which
-    are returned too. The model is not changed.
+    are returned too. `by_blocks`: with one block of the model in memory at a time. The model is not changed.
 
     Raises:
         CalibrationError: there are no data, the model cannot be run on them, or a statistic cannot be used.
@@ -55,20 +56,29 @@ def measure_importance(
         raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 
-    scheme, model = scheme.bound(structure.sites), source.load_model()
+    scheme, model = scheme.bound(structure.sites), source.load_skeleton() if by_blocks else source.load_model()
     formats = {site.module: form for site in structure.sites if (form := scheme.format_of(site))}
     weighted = [s for s in structure.sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
     bindings = bind(weighted, formats, live_names(model, source.specs), tied_names(model))
-    copied = same_memory(model)
-    inputs, routing = InputSquares(copied if device is None else copied.to(device), bindings), ExpertTokens(bindings)
-    routing.first(inputs.over(_loop(model, data, progress)))(inputs.model)
-    squares, applied = settle_importance(inputs.measured(), scheme.policies, needed)
+    watch, held = InputSquares(bindings), None
+    if by_blocks:
+        from bridge.calibration.walk.run import watch_by_blocks
+
+        seen = data if beside is None else replace(data, held_out=())
+        model, answers = watch_by_blocks(source, structure, scheme, seen, device, progress, watch)
+        held = held_out_of(data.held_out, answers, None) if seen.held_out else None
+    else:
+        copied = same_memory(model)
+        copied = copied if device is None else copied.to(device)
+        watch.prepare(copied)
+        watch.over(_loop(model, data, progress))(copied)
+    squares, applied = settle_importance(watch.measured(model), scheme.policies, needed)
     if beside is not None:
         return replace(beside, input_square=squares, applied=(*beside.applied, *applied))
     used = ("qbridge", "torch", "transformers")
     provenance = provenance_of(source, structure, scheme, data, model, used)
-    held = _held_out(model, data)
-    return Calibration(provenance, input_square=squares, expert_tokens=routing.tokens, applied=applied, held_out=held)
+    held = held if by_blocks else _held_out(model, data)
+    return Calibration(provenance, input_square=squares, expert_tokens=watch.tokens, applied=applied, held_out=held)
 
 
 def _held_out(model: Any, data: Data) -> HeldOut | None:
@@ -102,11 +112,12 @@ class InputSquares:
     """Sums over the inputs of the live matrices of bindings, in float64, in the order of the tokens.
 
     Linear layers are seen by hooks. transformers holds the experts of a layer in one module; in its eager
-    implementation, which `model` gets, each expert is a call of `linear` with a part of a stacked weight.
+    implementation each expert is a call of `linear` with a part of a stacked weight. `modules`: the live modules that
+    are watched. `tokens`: those of each expert.
     """
 
-    def __init__(self, model: Any, bindings: Iterable[QuantizerBinding]) -> None:
-        self.model, self._bindings = model, list(bindings)
+    def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
+        self._bindings = list(bindings)
         if stacked := [one.site.module for one in self._bindings if one.site.stacked]:
             raise CalibrationError(
                 f"{', '.join(fold_layers(stacked))}: an importance matrix needs each expert as a tensor of its own; "
@@ -114,29 +125,35 @@ class InputSquares:
             )
         self._sums: dict[tuple[str, str, int], np.ndarray] = {}
         self._tokens: dict[tuple[str, str, int], int] = {}
-        stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
-        if stacks and hasattr(model, "set_experts_implementation"):
+        self._plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is None)
+        self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
+        self._routing = ExpertTokens(self._bindings)
+        self.modules, self.tokens = {one.module for one in self._bindings}, self._routing.tokens
+
+    def prepare(self, model: Any) -> None:
+        """Let a model run expert by expert."""
+        if self._stacks and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
-        self._experts: dict[int, tuple[str, str, int]] = {}  # address of an expert's weight -> its key
-        for module, name in stacks:
-            weight = getattr(model.get_submodule(module), name)
-            size = weight.stride(0) * weight.element_size()
-            self._experts |= {weight.data_ptr() + at * size: (module, name, at) for at in range(len(weight))}
 
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The loop, watched."""
+        """The loop, watched; its model may be a part that holds some of the modules."""
 
         def run(model: Any) -> None:
-            plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is None)
+            held = dict(model.named_modules())
+            experts: dict[int, tuple[str, str, int]] = {}  # address of an expert's weight -> its key
+            for module, name in self._stacks:
+                if module in held:
+                    weight = getattr(held[module], name)
+                    size = weight.stride(0) * weight.element_size()
+                    experts |= {weight.data_ptr() + at * size: (module, name, at) for at in range(len(weight))}
             handles = [
-                model.get_submodule(module).register_forward_pre_hook(
-                    lambda _, args, key=(module, name, -1): self._add(key, args[0])
-                )
-                for module, name in plain
+                held[module].register_forward_pre_hook(lambda _, args, key=(module, name, -1): self._add(key, args[0]))
+                for module, name in self._plain
+                if module in held
             ]
             try:
-                with torch.no_grad(), _ExpertCalls(self._experts, self._add):
-                    loop(model)
+                with torch.no_grad(), _ExpertCalls(experts, self._add):
+                    self._routing.first(loop)(model)
             finally:
                 for handle in handles:
                     handle.remove()
@@ -152,7 +169,7 @@ class InputSquares:
             self._sums[key] = self._sums[key] + sums if key in self._sums else sums
         self._tokens[key] = self._tokens.get(key, 0) + len(rows)
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self, model: Any) -> dict[str, Measured]:
         """What was seen, by checkpoint module; of a module that is several live matrices, all of them together."""
         seen = {(module, name) for module, name, _ in self._tokens}
         if hidden := [one.site.module for one in self._bindings if self._hides(one, seen)]:
@@ -163,7 +180,8 @@ class InputSquares:
         found: dict[str, Measured] = {}
         for one in self._bindings:
             key = (one.module, one.parameter, -1 if one.expert is None else one.expert)
-            zero = np.zeros(self._width(one))
+            shape = getattr(model.get_submodule(one.module), one.parameter).shape
+            zero = np.zeros(int(shape[0] if one.site.layout == "in_out" else shape[-1]))
             before = found.get(one.site.module, Measured(zero, 0, one.expert is not None))
             sums, tokens = self._sums.get(key, zero), self._tokens.get(key, 0)
             found[one.site.module] = replace(before, sums=before.sums + sums, tokens=before.tokens + tokens)
@@ -171,10 +189,6 @@ class InputSquares:
 
     def _hides(self, one: QuantizerBinding, seen: Collection[tuple[str, str]]) -> bool:
         return one.expert is not None and (one.module, one.parameter) not in seen
-
-    def _width(self, one: QuantizerBinding) -> int:
-        shape = getattr(self.model.get_submodule(one.module), one.parameter).shape
-        return int(shape[0] if one.site.layout == "in_out" else shape[-1])
 
 
 class _ExpertCalls(TorchFunctionMode):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial as bound_to
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ from bridge.calibration.modelopt import (
     simulates,
 )
 from bridge.calibration.reference_outputs import Answers, held_out_of, refused, runner
-from bridge.calibration.schedule import schedule_of
+from bridge.calibration.schedule import Schedule, schedule_of
 from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.fold import fold_weights
@@ -73,6 +73,37 @@ def calibrate_by_blocks(
     return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
 
 
+class Watch(Protocol):
+    """Takes statistics of the unquantized model, without ModelOpt."""
+
+    @property
+    def modules(self) -> Collection[str]:
+        """The live modules that it watches; each runs once for a batch."""
+
+    def prepare(self, model: Any) -> None:
+        """Ready a model without weights."""
+
+    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a loop over the data, watched; its model holds some of the modules."""
+
+
+def watch_by_blocks(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    device: str | None,
+    report: Progress,
+    watch: Watch,
+    ahead: bool = False,
+) -> tuple[Any, Answers]:
+    """Run the data through the unquantized model for `watch`; return the model, without weights, and its answers."""
+    with torch.no_grad():
+        walk = Walk(source, structure, scheme, data, device or "cpu", report, ahead=ahead, watch=watch)
+        walk.run()
+    return walk.plain.model, walk.source_answers
+
+
 class Walk:
     """One walk over the blocks of a model. `seen`: the statistics of the blocks that are done.
 
@@ -90,22 +121,28 @@ class Walk:
         report: Progress,
         left: Partial | None = None,
         ahead: bool = False,
+        watch: Watch | None = None,
     ) -> None:
-        self._left, self._ahead = left, ahead
+        self._left, self._ahead, self._watch, self._scheme = left, ahead, watch, scheme
         model = source.load_skeleton()
         origins = live_names(model, source.specs)
-        self.bindings, self.attention = bindings_of(structure, scheme, origins, tied_names(model))
-        self._scheme, self._schedule = scheme, schedule_of(scheme, self.bindings, bool(self.attention))
         self._weights = Weights(source, model, origins, device)
         self._reads = Ahead(self._weights)
         fake = copy_modules(model)
-        register_modules(fake)
-        self.blocks = find_blocks(model, {binding.module for binding in self.bindings} | set(self.attention))
+        self.bindings, self.attention = bindings_of(structure, scheme, origins, tied_names(model))
+        modules = {binding.module for binding in self.bindings} | set(self.attention)
+        if watch:
+            watch.prepare(fake)
+            self._schedule, modules = Schedule(streams=(0,)), set(watch.modules)
+        else:
+            register_modules(fake)
+            self._schedule = schedule_of(scheme, self.bindings, bool(self.attention))
+        self.blocks = find_blocks(model, modules)
         self.plain, self._fake = Skeleton(model, self.blocks, device), Skeleton(fake, self.blocks, device)
         self.seen: Statistics = {kind: {} for kind in KINDS}
         held_out = data.held_out
         self.source_answers = Answers(held_out, model)
-        self.answers = Answers(held_out, model) if held_out and simulates(scheme) else None
+        self.answers = Answers(held_out, model) if held_out and not watch and simulates(scheme) else None
         count = max(self._schedule.streams, default=-1) + 1
         run, run_fake = runner(model, device), runner(fake, device)
         self._held = [_Batch(at, batch, run) for at, batch in enumerate(self.source_answers.batches)]
@@ -133,7 +170,7 @@ class Walk:
                 self._go_on(batch)
             if self._left and self._left.blocks and not self._take_up(self._left):
                 return False
-            while waiting := [batch.forward.block for batch in self._all if batch.forward.block]:
+            while not self._seen_all() and (waiting := [b.forward.block for b in self._all if b.forward.block]):
                 block = min(waiting, key=lambda block: block.order)
                 seen = self._visit(block)
                 merge(self.seen, seen)
@@ -143,6 +180,12 @@ class Walk:
             for batch in self._all:
                 batch.forward.close()
         return True
+
+    def _seen_all(self) -> bool:
+        """Whether all that a watch asks for was seen, and no answer is asked for."""
+        return (
+            self._watch is not None and not self._held and not {b for b in self.blocks if b.quantized} - self._visited
+        )
 
     def _take_up(self, left: Partial) -> bool:
         """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
@@ -189,6 +232,20 @@ class Walk:
         with self._blamed():
             self._pass(self._held, self.plain.modules[block.name], block)
         share(fake, plain)
+        seen = self._watched(block) if self._watch else self._calibrated(block)
+        drop(plain)
+        drop(self._fake.inside(block))
+        return seen
+
+    def _watched(self, block: Block) -> Statistics:
+        """Run the data through a block without quantizers; what is seen stays with the watch."""
+        assert self._watch
+        with self._blamed():
+            self._watch.over(self._loop(block))(self._fake.part(block))
+        return {kind: {} for kind in KINDS}
+
+    def _calibrated(self, block: Block) -> Statistics:
+        """Run ModelOpt on a block, and then the held-out inputs."""
         root = self._fake.part(block)
         bindings = [binding for binding in self.bindings if block.holds(binding.module)]
         attention = {live: ours for live, ours in self.attention.items() if block.holds(live)}
@@ -202,10 +259,7 @@ class Walk:
             if self._quantized:
                 fold_weights(root, bindings)
             self._pass(self._quantized, root.get_submodule(block.name), block)
-        seen = collect(calibrated, self._scheme)
-        drop(plain)
-        drop(self._fake.inside(block))
-        return seen
+        return collect(calibrated, self._scheme)
 
     def _following(self, block: Block) -> Block | None:
         """The block that most likely runs next."""
