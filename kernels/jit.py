@@ -1,7 +1,7 @@
-"""The decorator of all kernels.
+"""The decorators of kernels.
 
-Its options are part of the arithmetic: no `fastmath` (it replaces a division by a multiplication with the reciprocal,
-which changes codes), `error_model="numpy"` (division without a test for zero, so loops are vectorized).
+The options of `kernel` are part of the arithmetic: no `fastmath` (it replaces a division by a multiplication with the
+reciprocal, which changes codes), `error_model="numpy"` (division without a test for zero, so loops are vectorized).
 
 numba's cache does not notice a change of a function in another file than its caller: a kernel and the functions that it
 calls are in one file.
@@ -28,3 +28,11 @@ def kernel(function: Callable[..., Any]) -> Any:
             stacklevel=1,  # this line, so Python shows it once for all kernels
         )
         return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def estimate(function: Callable[..., Any]) -> Any:
+    """Compile a sum that may be added in any order: it bounds another one, and never is a result.
+
+    Several floats are added at once. Rounding by a magic number would be optimized away: write `np.rint`.
+    """
+    return numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)

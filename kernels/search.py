@@ -10,7 +10,9 @@ from builtins import max, min  # noqa: UP029  torch.export replaces them in `bui
 
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import estimate, kernel
+
+TINY = 2.0**-128  # more than the squares of a block lose when they underflow
 
 
 @kernel
@@ -86,18 +88,88 @@ def _integer_error(x, scale, low, high, errors):
     return _total(errors[: x.size])
 
 
+@estimate
+def _integer_estimate(x, scale, low, high):
+    """About `_integer_error`: a product with the reciprocal in place of the division, added in any order."""
+    inverse = np.float32(1) / (scale if scale > np.float32(0) else np.float32(1))
+    total = np.float32(0)
+    for i in range(x.size):
+        c = np.float32(x[i] * scale)
+        c = np.float32(low if c < low else c)
+        c = np.float32(high if c > high else c)
+        d = np.float32(x[i] - np.float32(np.rint(c)) * inverse)
+        total += np.float32(d * d)
+    return total
+
+
 @kernel
-def integer_errors(bits, scale, block, low, high, out):
-    """`fp4_errors` of integers low..high; `scale` is what values are multiplied by, 0 for codes of 0."""
+def _estimates(x, scales, slack, order, low, high, estimates):
+    """Write estimates of the errors of x under each scale; return the root of the most that the least of them can be.
+
+    The root of an exact error lies within `slack` of that of its estimate, but for roundings of the sums (2^-12 for
+    2,048 values) and squares that underflow (`TINY`). An estimate ends when its first values exceed the least by more.
+    """
+    root, chunk = np.inf, max(16, x.size // 4)
+    for k in order:
+        most = (root + slack[k]) * (root + slack[k]) + TINY
+        total, start = 0.0, 0
+        while start < x.size and not total > most:
+            total += _integer_estimate(x[start : start + chunk], scales[k], low, high)
+            start += chunk
+        estimates[k] = total
+        if total < most:
+            root = min(root, (np.sqrt(total + TINY) + slack[k]) * (1 + 2.0**-11))
+    return root
+
+
+@kernel
+def _least_error(x, scales, slack, order, low, high, estimates, errors):
+    """The number of the scale under which x has the least error, the first of equal ones; -1 if no error is finite."""
+    root = _estimates(x, scales, slack, order, low, high, estimates)
+    near, best = 0, -1
+    for k in range(scales.size):
+        if not estimates[k] > (root + slack[k]) * (root + slack[k]) + TINY:
+            near, best = near + 1, k
+    if near == 1:
+        return best
+    best, error = -1, np.float32(np.inf)
+    for k in range(scales.size):
+        if not estimates[k] > (root + slack[k]) * (root + slack[k]) + TINY:
+            loss = _integer_error(x, scales[k], low, high, errors)
+            if loss < error:
+                best, error = k, loss
+    return best
+
+
+@kernel
+def integer_sweep(bits, amax, multipliers, order, bound, least, block, low, high, out):
+    """Write the amax of each block under which it has the least error as integers low..high, the first of equal ones.
+
+    bits, block: see `fp4_errors`.  amax, out: (rows, blocks) float32.  Those that are tried are amax times one of
+    `multipliers`, under a scale of `bound` over it, 0 from `least` down.  order: theirs, likely ones first.
+
+    Estimates decide. If two are too close, exact errors of those alone follow. The values of codes differ from the
+    exact ones by at most four roundings of the largest. Squares of values above 2^56 may overflow: no estimates.
+    """
     cols, shift = bits.shape[1], _shift(bits[0])
     x, errors = np.empty(block, np.float32), np.empty(block, np.float32)
-    least, most = np.float32(low), np.float32(high)
+    scales = np.empty(multipliers.size, np.float32)
+    slack, estimates = np.empty(scales.size, np.float64), np.zeros(scales.size, np.float64)
+    rounded = 2.0**-22 * np.sqrt(np.float64(block)) * max(-low, high) / bound
     for r in range(bits.shape[0]):
         for b in range(out.shape[1]):
-            part = bits[r, b * block : min(cols, (b + 1) * block)]
+            part, own = bits[r, b * block : min(cols, (b + 1) * block)], np.float32(amax[r, b])
             for i in range(part.size):
                 x[i] = np.uint32(np.uint32(part[i]) << shift).view(np.float32)
-            out[r, b] = _integer_error(x[: part.size], scale[r, b], least, most, errors)
+            for k in range(scales.size):
+                tried = np.float32(own * multipliers[k])
+                scales[k] = np.float32(np.float32(bound) / tried) if tried > np.float32(least) else np.float32(0)
+                slack[k] = rounded * tried
+            tries = order if own < np.float32(2.0**56) else order[:0]
+            best = _least_error(
+                x[: part.size], scales, slack, tries, np.float32(low), np.float32(high), estimates, errors
+            )
+            out[r, b] = np.float32(own * multipliers[best]) if best >= 0 else own
 
 
 @kernel

@@ -136,7 +136,8 @@ def test_kernels_compile_without_the_options_that_change_numbers() -> None:
         for name, value in vars(module).items() if module else ():
             if isinstance(value, numba.core.dispatcher.Dispatcher):
                 options = value.targetoptions
-                assert not options.get("fastmath") and not options.get("parallel"), name
+                free = {"reassoc", "nsz", "contract"} if name.endswith("_estimate") else set()  # they only bound
+                assert set(options.get("fastmath") or ()) == free and not options.get("parallel"), name
                 assert options["error_model"] == "numpy" and options["nogil"], name
 
 

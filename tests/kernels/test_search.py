@@ -55,6 +55,56 @@ def test_int4_amax_is_that_of_the_plain_search(dtype: str) -> None:
     np.testing.assert_array_equal(ours, theirs.numpy())
 
 
+def every_error(w: np.ndarray, amax: np.ndarray, bound: float) -> np.ndarray:
+    """The error of each block (rows, blocks, values) under each multiplier, every operation rounded to float32."""
+    found = []
+    for multiplier in multipliers():
+        with np.errstate(over="ignore"):
+            tried = amax * multiplier
+        scale = np.divide(np.float32(bound), tried, out=np.zeros_like(tried), where=tried > 2.0**-24)[..., None]
+        codes = np.clip(np.rint(w * scale), -8, 7).astype(np.float32)
+        with np.errstate(over="ignore"):
+            errors = np.square(w - codes / np.where(scale > 0, scale, np.float32(1)))
+        while (n := errors.shape[-1]) > 1:  # the second half is added to the first
+            half = n // 2
+            with np.errstate(over="ignore"):
+                low = errors[..., :half] + errors[..., n - half :]
+            errors = np.concatenate([low, errors[..., half : n - half]], axis=-1)
+        found.append(errors[..., 0])
+    return np.stack(found)
+
+
+def sized(values: np.ndarray, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows times a power of two between 2^low and 2^high."""
+    return values * np.exp2(rng.integers(low, high, (len(values), 1)))
+
+
+KINDS = {
+    "normal": lambda rng, shape: rng.normal(size=shape) * 0.02,
+    "heavy tails": lambda rng, shape: sized(rng.standard_t(3, shape), -30, 20, rng),
+    "squares that underflow": lambda rng, shape: sized(rng.normal(size=shape), -140, -18, rng),
+    "squares that overflow": lambda rng, shape: sized(rng.normal(size=shape), 50, 125, rng),
+    "codes, which several scales hold": lambda rng, shape: sized(rng.integers(-8, 8, shape), -9, 9, rng),
+    "few different values": lambda rng, shape: rng.integers(-3, 4, shape) * 0.1,
+    "mostly zeros": lambda rng, shape: rng.normal(size=shape) * (rng.random(shape) < 0.02),
+}
+
+
+@pytest.mark.parametrize("bound", [7.0, 8.0])
+@pytest.mark.parametrize("block", [128, 100, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimates_choose_what_exact_errors_choose(kind: str, block: int, bound: float) -> None:
+    w = KINDS[kind](np.random.default_rng(block), (64, 8 * block)).astype(np.float32)
+    blocks = w.reshape(64, 8, block)
+    amax = np.abs(blocks).max(axis=-1)
+    losses = every_error(blocks, amax, bound)
+    best = np.take_along_axis(amax * multipliers()[:, None, None], losses.argmin(axis=0)[None], axis=0)[0]
+    theirs = np.where(np.isfinite(losses.min(axis=0)), best, amax)
+    numeric = Numeric("int4", "block", (block,), search="mse")
+    ours = integer_amax(readable(w, "float32", np.empty(w.size, np.uint32)), amax, numeric, block, bound)
+    np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("whole", [1.0, 8.0], ids=["own amax", "a larger amax"])
 def test_the_sweep_finds_what_modelopts_finds(dtype: str, whole: float) -> None:

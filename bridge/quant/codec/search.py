@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from bridge._kernels.fp8 import fp8
-from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_errors
+from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_sweep
 from bridge.core.values import FOUR_OVER_SIX, MSE, Numeric
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import ONE, values
@@ -21,6 +21,8 @@ from bridge.quant.codec.kernels import INTEGER_RANGE
 START, STOP, STEPS = 0.25, 4.0, 39
 SIX_OR_FOUR = (1.0, 1.5)  # the largest value of a block becomes a code of 6, or of 4: NVFP4_FOUR_OVER_SIX_CFG
 ZERO = np.float32(2.0**-24)  # ModelOpt's quantizers take a smaller amax for zero
+# Multipliers in the order of their distance to 0.94, which half of the blocks of normal values take.
+LIKELY = np.array(sorted(range(STEPS), key=lambda at: abs(at - 7)))
 E4M3_MAX, LEAST = np.float32(448), np.float32(2.0**-9)
 SCALES = values(np.arange(1, 127, dtype=np.uint8).reshape(1, -1), "float8_e4m3fn").reshape(-1)  # all but 0 and NaN
 
@@ -43,13 +45,8 @@ def integer_amax(words: Array, amax: Array, numeric: Numeric, across: int, bound
     words: see `arrays.readable`.  amax: float32 (rows, blocks) of `across` values each.  bound: amax / scale.
     """
     low, high = INTEGER_RANGE[numeric.dtype]
-    loss, best, chosen = np.empty(amax.shape, np.float32), np.full(amax.shape, np.inf, np.float32), amax
-    for multiplier in multipliers():
-        tried = amax * multiplier
-        scale = np.divide(np.float32(bound), tried, out=np.zeros_like(tried), where=tried > ZERO)
-        integer_errors(words, scale, across, low, high, loss)
-        better = loss < best
-        best, chosen = np.where(better, loss, best), np.where(better, tried, chosen)
+    chosen = np.empty(amax.shape, np.float32)
+    integer_sweep(words, amax, multipliers(), LIKELY, np.float32(bound), ZERO, across, low, high, chosen)
     return chosen
 
 
