@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from bridge.core.dtypes import DTYPES
 from bridge.core.values import FOUR_OVER_SIX, MSE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
@@ -69,3 +72,22 @@ def needs(scheme: Scheme) -> str:
     if not scheme.needs_calibration:
         return "none"
     return f"needs CUDA: {scheme.needs_cuda}" if scheme.needs_cuda else "CPU or CUDA"
+
+
+def nominal_bits(scheme: Scheme) -> float:
+    """Bits of a weight with its share of the block scales, whatever a target packs.
+
+    >>> from bridge.quant.schemes.load import load_scheme
+    >>> nominal_bits(load_scheme("nvfp4")), nominal_bits(load_scheme("q4_k"))
+    (4.5, 4.5)
+    """
+    first = scheme.weight[0]
+    kind = DTYPES[first.dtype]
+    if kind.size:
+        return 8 * kind.size / kind.block
+    return kind.bits + (DTYPES[first.scale_dtype].bits / math.prod(first.block) if first.block else 0)
+
+
+def input_bits(scheme: Scheme) -> int:
+    """Bits of an activation; 16 if it is not quantized."""
+    return DTYPES[scheme.input.dtype].bits if scheme.input else 16

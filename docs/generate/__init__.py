@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import api, code_map, command_line, errors, limits, matrix, runtimes, schemes, targets
+from docs.generate import api, code_map, command_line, costs, errors, limits, matrix, runtimes, schemes, targets
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -19,6 +19,9 @@ def file(path: str) -> str:
 # What the mark `<!-- generated: NAME WORDS -->` in a page names: see docs/hooks.py.
 PARTS: dict[str, Callable[..., str]] = {
     "schemes": matrix.schemes,
+    "costs": costs.costs,
+    "picks": costs.picks,
+    "best": costs.best,
     "caches": matrix.caches,
     "tables": matrix.tables,
     "dialects": matrix.dialects,
