@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from bridge.core.values import plain
 from bridge.planning.contract_files import runtimes
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
-from bridge.quant.describe import needs, numeric, weights
+from bridge.quant.describe import input_bits, needs, nominal_bits, numeric, weights
 from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.costs import LANGUAGE, Cost, read_costs
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Rule, Scheme
@@ -32,6 +34,9 @@ from bridge.tables.dialects.listing import find_table, lines_of, merged
 from bridge.targets import load_target, target_names
 from bridge.targets.manifest import manifest_data
 
+MODEL = LANGUAGE[0]  # whose KL divergence a list of schemes has
+SUMMARY = 68  # characters of a summary, so that a row has at most 120
+WEIGHTS_ONLY = ", activations unquantized"  # which the column of inputs says
 LISTS = ("schemes", "targets", "architectures", "runtimes")
 Description = tuple[Any, list[RenderableType]]  # plain data for --json, and what is printed without it
 
@@ -59,10 +64,20 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Desc
 
 
 def _schemes() -> Description:
-    schemes = [load_scheme(name) for name in scheme_names()]
-    rows = [(s.name, weights(s), numeric(s.input), s.algorithm, needs(s), s.summary) for s in schemes]
-    columns = ("scheme", "weights", "activations", "algorithm", "calibration", "what it is")
-    return [_scheme_data(scheme) for scheme in schemes], [Columns(columns, rows)]
+    schemes, costs = [load_scheme(name) for name in scheme_names()], read_costs()
+    rows = []
+    for scheme in schemes:
+        cost = costs.get(scheme.name, {}).get(MODEL, Cost())
+        bits, divergence = cost.bits or nominal_bits(scheme), "-" if cost.kl is None else f"{cost.kl:.4f}"
+        data = ("CUDA" if scheme.needs_cuda else "yes") if scheme.needs_calibration else "no"
+        summary = textwrap.shorten(scheme.summary.removesuffix(WEIGHTS_ONLY), SUMMARY, placeholder=" ...")
+        rows.append((scheme.name, f"{bits:.2f}", f"{input_bits(scheme):g}", divergence, data, summary))
+    note = (
+        f"bits: of the file, a weight (16 of one that is left out). inputs: bits of activations. KL: nats a token on "
+        f"{MODEL}.\ndata: whether it is calibrated. More of one scheme: `qbridge show fp8`."
+    )
+    columns = ("scheme", "bits", "inputs", "KL", "data", "what it is")
+    return [_scheme_data(scheme) for scheme in schemes], [Columns(columns, rows, (1, 2, 3), wrap=False), "", note]
 
 
 def _targets() -> Description:
@@ -146,6 +161,7 @@ def _scheme(what: str) -> Description:
         ("KV cache", numeric(scheme.kv)),
         ("algorithm", " ".join([scheme.algorithm, *(f"{k}={v:g}" for k, v in scheme.options)])),
         ("calibration", needs(scheme)),
+        *(("cost", _cost(model, cost)) for model, cost in read_costs().get(scheme.name, {}).items() if not cost.why),
         ("gate, weights", _gate(scheme.parity.tensor)),
         ("gate, outputs", _gate(scheme.parity.output)),
     ]
@@ -163,6 +179,13 @@ def _matches(rule: Rule) -> str:
     layers = [f"{a}..{b}" if a != b else str(a) for a, b in rule.layers]
     selected = {"roles": rule.roles, "modules": rule.modules, "layers": layers}
     return "; ".join(f"{key} {', '.join(values)}" for key, values in selected.items() if values) or "everywhere"
+
+
+def _cost(model: str, cost: Cost) -> str:
+    """Its figures on one model in words."""
+    if cost.kl is None:
+        return f"{model}: {cost.bits:.2f} bits a weight, cosine of embeddings {cost.cosine:.4f}"
+    return f"{model}: {cost.bits:.2f} bits a weight, KL {cost.kl:.4f}, perplexity {cost.perplexity:.2f}"
 
 
 def _gate(gate: Gate) -> str:

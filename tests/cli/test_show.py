@@ -17,6 +17,8 @@ from bridge.cli.terminal import Terminal
 from bridge.core.text import fold, size
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.plan import Output, Plan, Step
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.costs import read_costs
 from bridge.reporting.plan_table import plan_table
 from bridge.reporting.report import Advice, Coverage, Outliers, Report, Storage, report_from_dict, report_table
 from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
@@ -227,3 +229,15 @@ def test_a_calibration_shows_where_it_comes_from_and_its_ranges(tmp_path: Path) 
 )
 def test_sizes_are_said_in_powers_of_1000(nbytes: int, said: str) -> None:
     assert size(nbytes) == said
+
+
+def test_each_scheme_is_one_line_of_120_columns_with_what_it_costs() -> None:
+    data, tables = describe("schemes")
+    head, *lines = "".join(text(table) for table in tables).partition("\n\n")[0].splitlines()
+    assert head.split() == ["scheme", "bits", "inputs", "KL", "data", "what", "it", "is"]
+    assert [line.split()[0] for line in lines] == scheme_names() == [entry["name"] for entry in data]
+    assert all(len(line) <= 120 for line in lines)
+    kl = f"{read_costs()['int4_mse']['tiny-llama'].kl:.4f}"
+    said = next(line for line in lines if line.split()[0] == "int4_mse")
+    assert said.split()[1:5] == ["4.25", "16", kl, "no"] and "unquantized" not in said
+    assert [line.split()[3] for line in lines if line.split()[0] == "nvfp4_experts_only"] == ["-"]
