@@ -118,7 +118,12 @@ class Numeric:
 
     @property
     def largest_scale(self) -> float:
-        """What the largest of NVFP4's block scales is in FP8: the one above them is amax / (maxbound * this)."""
+        """What the largest of NVFP4's block scales is in FP8: the one above them is amax / (maxbound * this).
+
+        Blocks of 32 are W4A8_NVFP4_FP8's, whose kernel turns code * block scale into FP8: the product may be 448.
+        """
+        if self.block == (32,) and self.scale_dtype == "float8_e4m3fn":
+            return 448.0 / self.maxbound
         return 256.0 if self.search == FOUR_OVER_SIX else 448.0
 
 

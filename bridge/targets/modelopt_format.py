@@ -28,6 +28,7 @@ ALGORITHMS: dict[tuple[str, str], tuple[str, bool]] = {
     ("int4 block, fp8 tensor", "fp8 tensor"):  ("W4A8_AWQ", True),
     ("fp4 block 16 e4m3", "none"):             ("W4A16_NVFP4", True),
     ("fp4 block 16 e4m3", "fp4 block 16 e4m3 dynamic"): ("NVFP4", True),
+    ("fp4 block 32 e4m3", "fp8 tensor"):       ("W4A8_NVFP4_FP8", True),
     ("fp8 block 32 e8m0", "fp8 block 32 e8m0 dynamic"): ("MXFP8", True),
     ("fp4 block 32 e8m0", "none"):             ("W4A16_MXFP4", True),  # TensorRT-LLM's name; ModelOpt says mxfp4
 }  # fmt: skip

@@ -68,6 +68,7 @@ MODELOPT = {
     "w4a8_awq": "W4A8_AWQ_BETA_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
     "mxfp8": "MXFP8_DEFAULT_CFG",
+    "w4a8_nvfp4_fp8": "W4A8_NVFP4_FP8_CFG",
 }
 
 

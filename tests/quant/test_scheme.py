@@ -24,7 +24,7 @@ ALL = [
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
     "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_input_scale1", "nvfp4_mlp_only",
     "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix",
-    "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq",
+    "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -58,7 +58,7 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
 def test_only_schemes_with_static_activations_pre_scales_or_importance_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
     weighted = {name for name in ALL if name.endswith("_imatrix")}
-    fp4 = {"nvfp4", "nvfp4_mse", "nvfp4_four_over_six", "nvfp4_mlp_only", "nvfp4_experts_only"}
+    fp4 = {"nvfp4", "nvfp4_mse", "nvfp4_four_over_six", "nvfp4_mlp_only", "nvfp4_experts_only", "w4a8_nvfp4_fp8"}
     assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq"} | fp4 | weighted
     assert not any(load_scheme(name).needs_modelopt for name in weighted)
     assert load_scheme("int8_wo", kv="fp8").needs_calibration

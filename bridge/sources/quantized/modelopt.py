@@ -14,6 +14,7 @@ from bridge.sources.quantized.parts import StorageLayout
 _E4M3 = Numeric("float8_e4m3fn", "tensor")
 _INT8 = Numeric("int8", "channel")
 _NVFP4 = Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn")
+_NVFP4_IN_FP8 = Numeric("float4_e2m1fn", "block", (32,), "float8_e4m3fn")
 _NVFP4_INPUT = Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn", dynamic=True)
 _MXFP8 = Numeric("float8_e4m3fn", "block", (32,), "float8_e8m0fnu")
 _MXFP8_INPUT = Numeric("float8_e4m3fn", "block", (32,), "float8_e8m0fnu", dynamic=True)
@@ -31,7 +32,7 @@ ALGORITHMS: dict[str, tuple[tuple[Numeric, ...], Numeric | None]] = {
     "NVFP4": ((_NVFP4,), _NVFP4_INPUT),
     "NVFP4_AWQ": ((_NVFP4,), _NVFP4_INPUT),
     "W4A16_NVFP4": ((_NVFP4,), None),
-    "W4A8_NVFP4_FP8": ((_NVFP4,), _E4M3),
+    "W4A8_NVFP4_FP8": ((_NVFP4_IN_FP8,), _E4M3),
     "W4A16_MXFP4": ((Numeric("float4_e2m1fn", "block", (32,), "float8_e8m0fnu"),), None),
     "MXFP8": ((_MXFP8,), _MXFP8_INPUT),
 }

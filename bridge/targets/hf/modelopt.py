@@ -227,6 +227,7 @@ def _group(algo: str, block: int | None) -> dict[str, Any]:
         "W4A8_AWQ": (eight | size, four | size),  # sic: its codes are integers
         "W4A16_NVFP4": (None, four | size),
         "NVFP4": (four | size, four | size),
+        "W4A8_NVFP4_FP8": (eight, four | size),
         "MXFP8": (eight | size, eight | size),
     }
     if algo not in known:

@@ -265,6 +265,7 @@ def test_a_mixed_recipe_names_the_modules_of_each_group(tmp_path: Path) -> None:
     ("quant", "words"),
     [
         ("w4a8_awq", "has one level of weight quantization"),
+        ("w4a8_nvfp4_fp8", "has FP4 in blocks of 16 with FP8 scales, or of 32 with power-of-two scales"),
         (dataclasses.replace(load_scheme("w4a8_awq"), algorithm="max"), "has one level of weight quantization"),
     ],
 )

@@ -22,7 +22,7 @@ from tests.oracles import export_oracle as oracle
 
 SCHEMES = (
     "fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_plain", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq",
-    "nvfp4_wo", "nvfp4_input_scale1", "mxfp8",
+    "nvfp4_wo", "nvfp4_input_scale1", "mxfp8", "w4a8_nvfp4_fp8",
 )  # fmt: skip
 # ModelOpt searches their scales for seconds: by 39 candidates, 126, or two.
 SEARCHED = ("int4_mse", "nvfp4_mse", "nvfp4_wo_mse", "nvfp4_four_over_six")
@@ -83,6 +83,7 @@ def allowed(family: str, scheme: str) -> list[dict[str, Any]]:
         ("llama", "fp8_block", None, ("fp16", "fp16"), "10GB"),
         ("llama", "mxfp8", None, ("bf16", "bf16"), "10GB"),
         ("llama", "nvfp4_input_scale1", None, ("fp32", "bf16"), "10GB"),
+        ("llama", "w4a8_nvfp4_fp8", "fp8", ("fp32", "bf16"), "10GB"),
         ("llama-tied", "nvfp4_wo", "fp8", ("bf16", "bf16"), "300KB"),
         ("gemma3", "int4_awq", None, ("fp32", "fp32"), "10GB"),
         ("gpt2", "fp8_pc_pt", "fp8", ("fp16", "bf16"), "10GB"),
