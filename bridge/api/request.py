@@ -325,8 +325,15 @@ def _importance_of(path: Path, plan_: Plan, scheme: Scheme | None) -> Calibratio
 
 
 def _check_lengths(calib: Calibration, plan_: Plan) -> None:
-    """CalibrationError if an importance matrix has another number of inputs than a weight."""
+    """CalibrationError if an importance matrix or clips are of another shape than a weight."""
     wrong = {}
+    for step in (step for step in plan_.quantized if step.site and step.format and step.format.clipped):
+        for part in (part for part in step.inputs if part.source):
+            module = part.module or (step.site.module if step.site else "")
+            spec, block = plan_.sources[part.source], step.format.weight[0].block[-1] if step.format else 1
+            out, in_ = spec.shape[::-1] if step.site and step.site.layout == "in_out" else spec.shape
+            if (have := calib.weight_clip[module].shape) != (grid := (out, -(-in_ // block))):
+                wrong[module] = f"clips of blocks {have}, and the weight has {grid}"
     for step in (step for step in plan_.quantized if step.site and step.format and step.format.weighted):
         for part in (part for part in step.inputs if part.source):
             module = part.module or (step.site.module if step.site else "")

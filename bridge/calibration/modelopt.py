@@ -17,11 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bridge.calibration.clips import take_clips
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
 from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, known_formats, quant_cfg
 from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
-from bridge.calibration.schedule import PASSES, Schedule, schedule_of
+from bridge.calibration.schedule import PASSES, Schedule, method_of, schedule_of
 from bridge.calibration.statistics import (
     FakeModel,
     collect,
@@ -201,7 +202,8 @@ def calibrate_root(
         _run(mtq, root, scheme, schedule, bindings, attention, routing.first(loop))
         _check_hooked(root, bindings, attention)
         scales = smoothquant_scales(root, before, dict(scheme.options).get("alpha", 1.0))
-    return FakeModel(root, tuple(bindings), attention, scales, routing.tokens)
+        clips = take_clips(root, bindings)
+    return FakeModel(root, tuple(bindings), attention, scales, routing.tokens, clips)
 
 
 def register_modules(model: Any) -> None:
@@ -265,7 +267,8 @@ def _run(
         kv = scheme.kv if live and algorithm == schedule.cache else None
         config = quant_cfg(part, list(live) if kv else [], kv, names)
         static = any(is_calibrated(w.format) for w in part) or bool(kv and is_measured(kv))
-        forward, method = loop if static else None, _method(algorithm, scheme)
+        widest = max((root.get_submodule(w.module).weight.shape[1] for w in part if w.format.clipped), default=0)
+        forward, method = loop if static else None, method_of(algorithm, scheme, widest)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
             forward = smoothable(loop, {w.module for w in part})
         mtq.set_quantizer_attributes_partial(root, "*", {"enable": False})
@@ -278,16 +281,6 @@ def _run(
         enabled += [entry["quantizer_name"] for entry in config[1:]]
     for pattern in enabled if len(schedule.algorithms) > 1 else []:
         mtq.set_quantizer_attributes_partial(root, pattern, {"enable": True})
-
-
-def _method(algorithm: str, scheme: Scheme) -> dict[str, Any]:
-    options = dict(scheme.options)
-    if algorithm == "smoothquant":
-        return {"method": "smoothquant", "alpha": options.get("alpha", 1.0)}
-    if algorithm == "awq":
-        # debug keeps the float32 scale of the weight; the buffer is rounded to the model's dtype
-        return {"method": "awq_lite", "alpha_step": options.get("alpha_step", 0.1), "debug": True}
-    return {"method": algorithm}
 
 
 def _loop(plain: Any, data: Data, report: Progress, schedule: Schedule) -> Callable[[Any], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,17 @@ _SCALE_BITS = {"float8_e4m3fn": (4, 3), "float8_e8m0fnu": (8, 0)}
 
 @dataclass(frozen=True)
 class QuantizerBinding:
-    """One site and the quantizers of its live module; experts of a stack share the input's."""
+    """One site and the quantizers of its live module; experts of a stack share the input's.
+
+    `rows`: of the live matrix that are the site's, None for all; sites in one matrix share its quantizers.
+    """
 
     site: Site
     format: Format
     module: str
     parameter: str
     expert: int | None = None
+    rows: tuple[int, int] | None = field(default=None, compare=False)
 
     @property
     def weight_quantizer(self) -> str:
@@ -68,6 +72,7 @@ def bind(
     """
     bindings: list[QuantizerBinding] = []
     lost: list[str] = []
+    unclear: list[str] = []
     for site in sites:
         form = formats[site.module]
         if not isinstance(form, Format):
@@ -76,15 +81,22 @@ def bind(
         if origin is None:
             lost.append(site.module)
             continue
+        if form.clipped and (origin.ref is None or (origin.ref.rows and site.layout != "out_in")):
+            unclear.append(site.module)
         for part in origin.parts:
             module, _, parameter = _own(site, part.live, tied).rpartition(".")
             # a stack is indexed by the expert; other parts are a matrix or a range of its rows
-            binding = QuantizerBinding(site, form, module, parameter, part.expert)
+            binding = QuantizerBinding(site, form, module, parameter, part.expert, part.rows)
             if binding not in bindings[-len(origin.parts) :]:
                 bindings.append(binding)
     if lost:
         raise CalibrationError(
             f"the model in memory lacks modules that the plan quantizes: {', '.join(fold_layers(lost))}"
+        )
+    if unclear:
+        raise CalibrationError(
+            f"the model in memory has other matrices than {', '.join(fold_layers(unclear))}, so that the clips of "
+            'their blocks are unknown; write a recipe that gives them quant = "int4_awq"'
         )
     return bindings
 

@@ -1,14 +1,19 @@
-"""The runs of the data that ModelOpt's algorithms ask for."""
+"""ModelOpt's algorithms: their order, arguments, and runs of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from bridge.calibration.clips import rows_at_once
 from bridge.calibration.quantizers import QuantizerBinding, calibrator
+from bridge.quant.schemes.grammar import ALGORITHMS
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 
-PASSES = {"max": 1, "mse": 1, "smoothquant": 1, "awq": 2}  # runs of the whole data, in the order of the algorithms
+# Runs of the whole data, in the order of the algorithms: first those that leave the weights as they are.
+PASSES = {"max": 1, "mse": 1, "awq_clip": 1, "smoothquant": 1, "awq": 2, "awq_full": 3}
+SMOOTHS = ("smoothquant", "awq", "awq_full")
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,8 @@ class Schedule:
     `algorithms`: one run of ModelOpt for each, in this order. `cache`: the algorithm that calibrates the KV cache, ""
     without one. `forwards`: the algorithms that run the data. `streams`: for each run of the data, which activations
     reach a layer. While statistics are collected no quantizer works, so runs share the activations of the unquantized
-    model, 0, but for two: AWQ searches with the cache quantized, and after SmoothQuant weights are smoothed.
+    model, 0, but where AWQ searches with the cache quantized, and where weights are smoothed: after SmoothQuant and
+    AWQ, and between the two parts of awq_full.
     """
 
     algorithms: tuple[str, ...] = ()
@@ -41,12 +47,29 @@ def schedule_of(scheme: Scheme, bindings: Sequence[QuantizerBinding], cached: bo
     if cached and scheme.kv and is_measured(scheme.kv):
         forwards.add(cache)
     streams: list[int] = []
-    stream = 0
+    stream, smoothed = 0, False
     for name in (name for name in algorithms if name in forwards):
-        if name == "awq" and "smoothquant" in forwards:
-            stream += 1
+        stream += smoothed
         streams.append(stream)
-        if name == "awq":
-            stream += cache == "awq"
+        if name in ("awq", "awq_full"):
+            stream += cache == name
             streams.append(stream)
+        if name == "awq_full":
+            stream += 1
+            streams.append(stream)
+        smoothed = name in SMOOTHS
     return Schedule(algorithms, cache, frozenset(forwards), tuple(streams))
+
+
+def method_of(algorithm: str, scheme: Scheme, widest: int = 0) -> dict[str, Any]:
+    """Return ModelOpt's arguments of an algorithm. `widest`: the largest `in` of the matrices that it clips."""
+    options = dict(scheme.options)
+    if algorithm == "smoothquant":
+        return {"method": "smoothquant", "alpha": options.get("alpha", 1.0)}
+    # debug keeps the float32 scale of the weight (the buffer is rounded to the model's dtype), and the losses of clips
+    awq = {name: options.get(name, value) for name, value in ALGORITHMS.get(algorithm, {}).items()} | {"debug": True}
+    if algorithm == "awq":
+        return {"method": "awq_lite", **awq}
+    if algorithm in ("awq_clip", "awq_full"):
+        return {"method": algorithm, **awq, "max_co_batch_size": rows_at_once(widest)}
+    return {"method": algorithm}

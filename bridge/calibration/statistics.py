@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from bridge.calibration.clips import settle_clip
 from bridge.calibration.policies import settle
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.core.values import Site, TensorSpec
@@ -20,7 +22,8 @@ from bridge.quant.schemes.scheme import Scheme, is_measured
 class FakeModel:
     """ModelOpt's fake-quantized model and the quantizers of our sites. `scales` are the pre-scales by live module.
 
-    `tokens`: the count of each expert, by the checkpoint name of a layer's experts.
+    `tokens`: the count of each expert, by the checkpoint name of a layer's experts. `clips`: of the blocks of a weight,
+    by live module.
     """
 
     model: Any
@@ -28,6 +31,7 @@ class FakeModel:
     attention: dict[str, str]  # live -> checkpoint
     scales: dict[str, Any]
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
+    clips: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:
@@ -44,7 +48,7 @@ def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:
 
 
 Statistics = dict[str, dict[str, np.ndarray]]  # kind -> checkpoint module -> float32
-KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "expert_tokens")
+KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_clip", "expert_tokens")
 
 
 def collect(fake: FakeModel, scheme: Scheme) -> Statistics:
@@ -56,6 +60,8 @@ def collect(fake: FakeModel, scheme: Scheme) -> Statistics:
             _keep_largest(seen["input_amax"], name, _amax(fake.model, binding.input_quantizer))
         if form.prescales and (kept := _pre_scale(fake, binding, scheme)):
             seen[kept[0]][name] = kept[1]
+        if form.clipped and (clip := fake.clips.get(binding.module)) is not None:
+            seen["weight_clip"][name] = clip[slice(*(binding.rows or (None,)))]
     for letter in "kv" if scheme.kv is not None and is_measured(scheme.kv) else "":
         for live, ours in fake.attention.items():
             _keep_largest(seen[f"{letter}_amax"], ours, _amax(fake.model, f"{live}.{letter}_bmm_quantizer"))
@@ -106,6 +112,9 @@ def settle_statistics(
         if form.prescales and not any(name in seen[kind] for kind in ("smoothing_amax", "awq_scale", "pre_scale")):
             applied.append(Applied(name, "pre-scale", "never seen", "ones", 1.0))
             arrays["pre_scale"][name] = np.ones(_width(specs[binding.site.weight], binding.site), np.float32)
+        if form.clipped:
+            arrays["weight_clip"][name], used = settle_clip(name, seen, _blocks(specs, binding))
+            applied += used
     sites = [binding.site for binding in bindings]
     arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies, needed)
     applied += used
@@ -119,6 +128,12 @@ def settle_statistics(
 
 def _value(array: np.ndarray | None) -> float | None:
     return None if array is None else float(array)
+
+
+def _blocks(specs: Mapping[str, TensorSpec], binding: QuantizerBinding) -> tuple[int, int]:
+    """The grid (out, blocks) of a weight."""
+    spec, in_ = specs[binding.site.weight], _width(specs[binding.site.weight], binding.site)
+    return prod(spec.shape) // in_, -(-in_ // binding.format.weight[0].block[-1])
 
 
 def _width(spec: TensorSpec, site: Site) -> int:
@@ -136,7 +151,7 @@ def _amax(model: Any, quantizer: str) -> float | None:
 def _pre_scale(fake: FakeModel, binding: QuantizerBinding, scheme: Scheme) -> tuple[str, np.ndarray] | None:
     """Return the kind of a module's pre-scale and its values; None if no token arrived."""
     module = fake.model.get_submodule(binding.module)
-    if binding.format.algorithm == "awq":
+    if binding.format.algorithm in ("awq", "awq_full"):
         scale, kind = getattr(getattr(module, "awq_lite", None), "best_scale", None), "awq_scale"
     elif dict(scheme.options).get("alpha", 1.0) == 1.0:
         scale, kind = getattr(module.input_quantizer, "_amax_for_smoothing", None), "smoothing_amax"

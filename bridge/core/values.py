@@ -137,12 +137,17 @@ class Format:
 
     weight: tuple[Numeric, ...]
     input: Numeric | None = None
-    algorithm: str = "max"  # "max", "smoothquant", "awq", "imatrix"
+    algorithm: str = "max"  # "max", "smoothquant", "awq", "awq_clip", "awq_full", "imatrix"
 
     @property
     def prescales(self) -> bool:
         """Whether the input is multiplied by a per-`in` factor that the weight is divided by."""
-        return self.algorithm in ("smoothquant", "awq")
+        return self.algorithm in ("smoothquant", "awq", "awq_full")
+
+    @property
+    def clipped(self) -> bool:
+        """Whether calibration decides which part of its amax the scale of each block of the weight covers."""
+        return self.algorithm in ("awq_clip", "awq_full")
 
     @property
     def weighted(self) -> bool:

@@ -127,6 +127,8 @@ def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...
     experts = any(step.format and step.site and step.site.expert is not None for step in steps)
     if scheme and experts and scheme.format.prescales:
         return (f"experts are not smoothed by {scheme.format.algorithm}: they share one input, as in ModelOpt",)
+    if scheme and experts and scheme.format.clipped:
+        return (f"experts are not clipped by {scheme.format.algorithm}, which sees single matrices, as in ModelOpt",)
     return ()
 
 

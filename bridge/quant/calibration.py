@@ -28,10 +28,11 @@ from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
 _STATISTICS = (
-    "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "input_square", "expert_tokens",
+    "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "input_square", "weight_clip",
+    "expert_tokens",
 )  # fmt: skip
 _MAY_BE_ZERO = ("smoothing_amax", "input_square", "expert_tokens")
-_SCALARS = ("input_amax", "k_amax", "v_amax")
+_AXES = {"input_amax": 0, "k_amax": 0, "v_amax": 0, "weight_clip": 2}  # of the others 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Calibration(Displayed):
     `pre_scale` (in,): factor of the input, by which the weight is divided, if it does not follow from the two above
     (SmoothQuant with another alpha, modules that no token reached). `k_amax`, `v_amax` (): by attention module.
     `input_square` (in,): mean of x^2 of the input over the tokens that reached it: llama.cpp's importance matrix.
+    `weight_clip` (out, blocks): the part of its amax that the scale of each block of the weight covers, 1 for all.
     `expert_tokens` (experts,): tokens that each expert received, by the name of a layer's experts.
     """
 
@@ -104,6 +106,7 @@ class Calibration(Displayed):
     k_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
     v_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
     input_square: Mapping[str, np.ndarray] = field(default_factory=dict)
+    weight_clip: Mapping[str, np.ndarray] = field(default_factory=dict)
     expert_tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
     applied: tuple[Applied, ...] = ()
     held_out: HeldOut | None = None
@@ -146,7 +149,10 @@ class Calibration(Displayed):
                     lacking.setdefault("amax of the input before smoothing", []).append(module)
             if form.weighted and module not in self.input_square:
                 lacking.setdefault("mean square of the input (importance matrix)", []).append(module)
-            known = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale}.get(form.algorithm)
+            if form.clipped and module not in self.weight_clip:
+                lacking.setdefault("clip of the blocks of the weight", []).append(module)
+            scales = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale, "awq_full": self.awq_scale}
+            known = scales.get(form.algorithm)
             if known is not None and module not in known and module not in self.pre_scale:
                 lacking.setdefault(f"pre_quant_scale of {form.algorithm}", []).append(module)
         if kv is not None and is_measured(kv):
@@ -168,7 +174,7 @@ class Calibration(Displayed):
         try:
             for kind in _STATISTICS:
                 for module, array in getattr(self, kind).items():
-                    _checked(f"{kind}/{module}", np.asarray(array), 0 if kind in _SCALARS else 1)
+                    _checked(f"{kind}/{module}", np.asarray(array), _AXES.get(kind, 1))
         except ValueError as cause:
             raise CalibrationError(f"the calibration cannot be used: {cause}") from cause
 
@@ -238,7 +244,7 @@ def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibr
         if kind == "held_out":
             held_out[module] = array
         elif kind in statistics and module:
-            statistics[kind][module] = _checked(name, array, 0 if kind in _SCALARS else 1)
+            statistics[kind][module] = _checked(name, array, _AXES.get(kind, 1))
         else:
             raise ValueError(f"unknown tensor {name!r}")
     said = header["provenance"]
@@ -258,6 +264,8 @@ def _checked(name: str, array: np.ndarray, ndim: int) -> np.ndarray:
     least = np.float32(0) if zero else np.nextafter(np.float32(0), np.float32(1))
     if not np.isfinite(array).all() or (array < least).any():
         raise ValueError(f"{name}: contains a value that is not finite or not positive")
+    if name.startswith("weight_clip/") and (array > 1).any():
+        raise ValueError(f"{name}: contains a value above 1")
     return array
 
 

@@ -42,6 +42,11 @@ def contract_words(format_: Format) -> str:
     return f"{' + '.join(map(numeric_words, format_.weight))} | {numeric_words(format_.input)}"
 
 
+def scale_words(format_: Format) -> str:
+    """What the scale of a block follows from, for the expressions of a plan."""
+    return "calibration: clip * amax" if format_.clipped else format_.weight[0].search or "amax"
+
+
 def amax_words(numeric: Numeric, what: str) -> str:
     """Where the amax of an input or a cache comes from, for the expressions of a plan."""
     return f"{numeric.constant:g}" if numeric.constant else f"calibration: {what} amax"

@@ -77,7 +77,7 @@ def pre_scale(calibration: Calibration, module: str, format_: Format) -> Array:
     """Return the float32 pre-scale (in,) of a module: the input times it, the weight times its reciprocal."""
     if module in calibration.pre_scale:
         return calibration.pre_scale[module]
-    if format_.algorithm == "awq":
+    if format_.algorithm in ("awq", "awq_full"):
         return np.float32(1) / calibration.awq_scale[module]
     if format_.algorithm != "smoothquant":
         raise CalibrationError(f"{module}: algorithm {format_.algorithm} has no pre-scale")

@@ -25,7 +25,7 @@ from bridge.streaming.experts import write_experts
 from bridge.streaming.passthrough import copy_step
 from bridge.streaming.plain import finite_amax, write_plain
 from bridge.streaming.rows import Part, Rows, join
-from bridge.streaming.scales import importance_of, row_factor_of, smoothing_of, write_constants, write_scales
+from bridge.streaming.scales import clip_of, importance_of, row_factor_of, smoothing_of, write_constants, write_scales
 
 
 def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> float:
@@ -97,15 +97,16 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     for part, value in encoder.constants().items():
         sink(outputs[part], value, 0)
     written = dict.fromkeys(("codes", "scale"), 0)
-    nonzero = False
-    for _, parts in rows.pieces(encoder.unit):
+    nonzero, clip = False, clip_of(step, context.plan.sources, context.calibration)
+    for first, parts in rows.pieces(encoder.unit):
         for same in [[part] for part in parts] if step.format.weighted else [parts]:
             bits = join([(part, prepared.rows(part)) for part in same], buffers)
             maxima = amax_by_block(bits, spec.dtype, 1, rows.cols) if cut else None
             bits = np.ascontiguousarray(bits[:, cut]) if cut else bits
             nonzero = nonzero or bool(bits.any())
             importance = importance_of(step, same[0].slice, context.calibration)
-            for part, array in encoder.rows(bits, same[0].first, maxima, importance).items():
+            own = None if clip is None else clip.rows(first, first + len(bits))
+            for part, array in encoder.rows(bits, same[0].first, maxima, importance, own).items():
                 sink(outputs["weight" if part == "codes" else part], array, written[part])
                 written[part] += array.nbytes
     return not nonzero
@@ -125,6 +126,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
         transpose=step.transpose,
         coding=step.coding,
         amax=amax,
+        clip=clip_of(step, context.plan.sources, context.calibration),
         name=", ".join(part.source for part in step.inputs),
     )
     block = step.format.weight[0].block

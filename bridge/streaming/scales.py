@@ -12,15 +12,18 @@ import numpy as np
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import SourceError
 from bridge.core.pages import Buffers
-from bridge.core.values import Encoding, Numeric, Slice
+from bridge.core.values import Encoding, Numeric, Site, Slice, TensorSpec
+from bridge.planning.memory import extent
 from bridge.planning.plan import Output, Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.packing import zero_word
 from bridge.quant.codec.scales import reciprocal, round_up_subnormals
 from bridge.quant.smoothing import Smoothing, row_factor
 from bridge.streaming.context import ConversionContext, Sink
 from bridge.streaming.rows import Rows
+from bridge.tables.expressions.regions import reordered
 
 
 def write_scales(step: Step, context: ConversionContext, sink: Sink) -> None:
@@ -95,6 +98,29 @@ def importance_of(step: Step, part: Slice, calibration: Calibration | None) -> A
         return None
     assert calibration and step.site, "a format with an importance matrix is calibrated"
     return np.asarray(calibration.input_square[part.module or step.site.module][slice(*(part.inner or (None, None)))])
+
+
+def clip_of(step: Step, specs: Mapping[str, TensorSpec], calibration: Calibration | None) -> Clip | None:
+    """The clips of the blocks of a step's matrix; None if its format has none."""
+    if not (step.format and step.format.clipped):
+        return None
+    assert calibration and step.site, "a clipped format is calibrated"
+    block = step.format.weight[0].block[-1]
+    factors = [_factors(part, block, step.site, specs, calibration) for part in step.inputs]
+    return Clip(np.concatenate(factors), specs[step.source].dtype if step.format.algorithm == "awq_clip" else "float32")
+
+
+def _factors(part: Slice, block: int, site: Site, specs: Mapping[str, TensorSpec], calibration: Calibration) -> Array:
+    rows, cols = extent(part, specs)
+    if not part.source:  # padding
+        return np.ones((rows, -(-cols // block)), np.float32)
+    turned = part.transposed or site.layout == "in_out"
+    out, inner = (part.cols, part.rows) if turned else (part.rows, part.cols)
+    begin, end = inner or (0, None)
+    assert begin % block == 0, "a target refuses a cut inside of a block"
+    clip = calibration.weight_clip[part.module or site.module]
+    clip = clip[slice(*(out or (None,))), begin // block : None if end is None else -(-end // block)][:: part.step]
+    return np.ascontiguousarray(reordered(clip, part.rope) if part.rope else clip)
 
 
 def row_factor_of(step: Step, dtype: str, rows: int, calibration: Calibration | None) -> Array | None:

@@ -68,6 +68,7 @@ def _compare_rows(
         step.coding,
         output.read(above) if above else None,
         roundings=smoother.roundings,
+        beyond=step.format.clipped,
         take=buffers.take,
     )
     down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs.get("scale")
@@ -114,6 +115,7 @@ def _compare_whole(
         transpose=step.transpose,
         coding=step.coding,
         roundings=smoother.roundings,
+        beyond=step.format.clipped,
     )
 
 

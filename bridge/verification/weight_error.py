@@ -104,16 +104,19 @@ class Comparer:
         above: Array | None,
         *,
         roundings: float = 0,
+        beyond: bool = False,
         take: Callable[[str, tuple[int, ...], Any], Array] = lambda _, shape, kind: np.empty(shape, kind),
     ) -> None:
         """packed: see `blocks.packing`.  above: the second scale.
 
         roundings: how often values were rounded to `dtype` since they were read, beyond those of the coding.
+        beyond: whether scales may be so small that values lie beyond the last code, which then is the nearest.
         take: returns memory by purpose, as `bridge.core.pages.Buffers.take` does.
         """
         first, wide = numeric[0], coding.cast or dtype
         self._dtype, self._first, self._coding, self._above = dtype, first, coding, above
         self._blocks, self._take = blocks, take
+        self._beyond = beyond or bool(first.search)
         self._counted = False  # the scales that cover all rows come with every piece
         in_row = COLUMNS if packed and first.dtype in FOUR_BITS else BYTES
         self._how = int(ROWS if packed == "out" else in_row)
@@ -176,7 +179,7 @@ class Comparer:
                 np.float32(self._slack),
                 np.float32(self._least),
                 sums[part],
-                bool(self._first.search),
+                self._beyond,
             )
         source, decoded, error = (float(v) for v in sums[:, :3].sum(axis=0))
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
@@ -241,6 +244,7 @@ def compare(
     transpose: bool = False,
     coding: Encoding = PLAIN,
     roundings: float = 0,
+    beyond: bool = False,
 ) -> ErrorSums:
     """Return the error sums of `encode`'s arrays against the weight they were made from.
 
@@ -262,7 +266,8 @@ def compare(
         scale = np.ascontiguousarray(scale.reshape(blocks.shape[::-1]).T)
     halves, down = 2 if packed == "out" else 1, blocks.down if blocks.down < blocks.rows else 0
     codes, scale = codes.reshape(blocks.rows // halves, -1), scale.reshape(blocks.shape)
-    comparer = Comparer(numeric, dtype, blocks, packed, coding, arrays.get("scale_2"), roundings=roundings)
+    above = arrays.get("scale_2")
+    comparer = Comparer(numeric, dtype, blocks, packed, coding, above, roundings=roundings, beyond=beyond)
     total = ErrorSums()
     for part in _bits.chunks(blocks.rows, blocks.cols, math.lcm(8, down or 1)):
         chunk = _bits.transposed(flat[:, part]) if across else flat[part]

@@ -29,6 +29,8 @@ PRESETS = {
     "int8_wo": "INT8_WEIGHT_ONLY_CFG",
     "int4_wo": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
     "int4_awq": "INT4_AWQ_CFG",
+    "int4_awq_clip": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "int4_awq_full": "INT4_AWQ_CFG",
     "w4a8_awq": "W4A8_AWQ_BETA_CFG",
     "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
@@ -117,7 +119,8 @@ def ask(
     if scheme == "int8":
         config["algorithm"] = {"method": "smoothquant", "alpha": dict(load_scheme("int8").options)["alpha"]}
     if "awq" in scheme:
-        config["algorithm"] = {"method": "awq_lite", "alpha_step": 0.1, "debug": True}
+        method = {"int4_awq_clip": "awq_clip", "int4_awq_full": "awq_full"}.get(scheme, "awq_lite")
+        config["algorithm"] = {"method": method, "debug": True} | ({} if method == "awq_clip" else {"alpha_step": 0.1})
     if scheme == "int4_mse":
         config["algorithm"] = "mse"
     if scheme == "nvfp4_wo_mse":
@@ -128,6 +131,7 @@ def ask(
     smoothing: dict[str, np.ndarray] = {}
     awq: dict[str, np.ndarray] = {}
     pre_scale: dict[str, np.ndarray] = {}
+    clips: dict[str, np.ndarray] = {}
     kv_amax: dict[str, dict[str, np.ndarray]] = {"k": {}, "v": {}}
     live: dict[str, str] = {}
     for name, module in quantized.named_modules():
@@ -146,6 +150,8 @@ def ask(
             found = getattr(module, "awq_lite", None)
             if found is not None and getattr(found, "best_scale", None) is not None:
                 awq[ours[0]] = _array(found.best_scale).reshape(-1)
+            if getattr(module, "awq_clip", None) is not None:
+                clips[ours[0]] = _clip(module.awq_clip)
         for part, key in (("gate_up_proj", "gate_up_proj_input_quantizer"), ("down_proj", "down_proj_input_quantizer")):
             quantizer = getattr(module, key, None)
             if quantizer is None or getattr(quantizer, "_amax", None) is None:
@@ -158,8 +164,16 @@ def ask(
             if quantizer is not None and getattr(quantizer, "_amax", None) is not None:
                 kv_amax[letter][ours[0] if len(ours) == 1 else name] = _array(quantizer._amax).reshape(())
     provenance = Provenance(scheme, "", type(model).__name__, "", "float32", "", 0, 0)
-    calibration = Calibration(provenance, input_amax, smoothing, awq, pre_scale, kv_amax["k"], kv_amax["v"])
+    calibration = Calibration(provenance, input_amax, smoothing, awq, pre_scale, kv_amax["k"], kv_amax["v"], {}, clips)
     return Answer(quantized.eval(), calibration, live)
+
+
+def _clip(search: Any) -> np.ndarray:
+    """The part of its own amax that ModelOpt's of each block is: the one of its ratios that gives it."""
+    of = torch.full(search.w_amax.shape, torch.nan)
+    for ratio in search.loss:
+        of = torch.where(of.isnan() & (search.w_amax * ratio == search.best_clip_val), ratio, of)
+    return _array(of).reshape(next(iter(search.loss.values())).shape)
 
 
 def _array(tensor: Any) -> np.ndarray:

@@ -21,10 +21,10 @@ from bridge.quant.schemes.scheme import Rule
 from bridge.verification.weight_error import compare
 
 ALL = [
-    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
-    "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_input_scale1", "nvfp4_mlp_only",
-    "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix",
-    "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
+    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_awq_clip", "int4_awq_full", "int4_mse", "int4_wo", "int8",
+    "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six",
+    "nvfp4_input_scale1", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k",
+    "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -59,7 +59,9 @@ def test_only_schemes_with_static_activations_pre_scales_or_importance_need_cali
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
     weighted = {name for name in ALL if name.endswith("_imatrix")}
     fp4 = {"nvfp4", "nvfp4_mse", "nvfp4_four_over_six", "nvfp4_mlp_only", "nvfp4_experts_only", "w4a8_nvfp4_fp8"}
-    assert needing == {"fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq"} | fp4 | weighted
+    assert (
+        needing == {"fp8", "int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq"} | fp4 | weighted
+    )
     assert not any(load_scheme(name).needs_modelopt for name in weighted)
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
     assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
@@ -92,10 +94,10 @@ def test_format_of_keeps_what_the_architecture_keeps() -> None:
 
 
 @pytest.mark.parametrize("site", [replace(PLAIN, expert=3), replace(PLAIN, layout="conv")])
-def test_experts_and_convolutions_are_not_smoothed(site: Site) -> None:
-    for name in ("int8", "int8_sq", "int4_awq", "w4a8_awq"):
+def test_experts_and_convolutions_are_neither_smoothed_nor_clipped(site: Site) -> None:
+    for name in ("int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq"):
         form = load_scheme(name).format_of(site)
-        assert isinstance(form, Format) and not form.prescales
+        assert isinstance(form, Format) and not form.prescales and not form.clipped
         assert form.weight == load_scheme(name).weight
 
 
@@ -157,6 +159,8 @@ def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
             '[[weight]]\ndtype = "int8"\nper = "channel"\nsearch = "best"',
             "search = 'best' is unknown; known: four_over_six, mse",
         ),
+        ('algorithm = "awq_clip"', "'awq_clip' clips INT4 in blocks along `in`, without .input. or search"),
+        ('algorithm = "awq_clip"\n[options]\nmin_clip_ratio = 1', "min_clip_ratio = 1 clips nothing"),
         ('[policy]\nzero = "skip"', "zero = 'skip' is unknown; known: error, floor, peers"),
         ('only = "*mlp*"', "expected names or globs in quotes"),
         ("[parity.tensor]", "cannot be read as TOML"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import bridge
-from bridge.core.errors import SchemeError
+from bridge.core.errors import CalibrationError, SchemeError
 from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.quant.calibration import Calibration, Provenance
+from bridge.sources.opening import open_source
 from tests.blocks import ROOT
 
 LLAMA = ROOT / "examples" / "models" / "tiny-llama"
@@ -51,6 +55,57 @@ def test_an_output_has_the_tensors_and_config_of_the_plain_scheme(scheme: str, t
     assert (ours / "config.json").read_bytes() == (plain / "config.json").read_bytes()
     files = [SafetensorsFile(path / "model.safetensors").specs for path in (ours, plain)]
     assert files[0] == files[1]
+
+
+@pytest.fixture(scope="module")
+def clipped() -> Calibration:
+    """Clips of every block of tiny-llama, all different."""
+    source, rng = open_source(LLAMA), np.random.default_rng(4)
+    shapes = {name.removesuffix(".weight"): spec.shape for name, spec in source.specs.items() if "_proj" in name}
+    clips = {name: rng.uniform(0.8, 1, (out, -(-in_ // 128))).astype(np.float32) for name, (out, in_) in shapes.items()}
+    return Calibration(Provenance("", "", "", "", "", "", 0, 0), weight_clip=clips)
+
+
+@pytest.mark.parametrize("format_", ["modelopt", "compressed-tensors", "awq", "gptq"])
+def test_clipped_scales_are_written_as_those_of_int4_wo(format_: str, clipped: Calibration, tmp_path: Path) -> None:
+    bridge.convert(LLAMA, "hf", "int4_wo", tmp_path / "plain", verify=False, progress=False, format=format_)
+    bridge.convert(LLAMA, "hf", "int4_awq_clip", tmp_path / "ours", calib=clipped, progress=False, format=format_)
+    ours, plain = (tmp_path / name for name in ("ours", "plain"))
+    assert (ours / "config.json").read_bytes() == (plain / "config.json").read_bytes()
+    assert all(
+        SafetensorsFile(path).specs == SafetensorsFile(plain / path.name).specs for path in ours.glob("*.safetensors")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("trtllm", {}),
+        ("gguf", {}),
+        *(pytest.param(target, {}, marks=pytest.mark.product) for target in ("trt", "ort", "tripy")),
+    ],
+)
+def test_clipped_scales_are_proved_in_every_target(
+    target: str, options: dict[str, Any], clipped: Calibration, tmp_path: Path
+) -> None:
+    report = bridge.convert(LLAMA, target, "int4_awq_clip", tmp_path / "out", calib=clipped, progress=False, **options)
+    assert report.passed and report.parity and not report.findings
+
+
+def test_blocks_along_out_have_no_clips(clipped: Calibration) -> None:
+    with pytest.raises(SchemeError, match="clips are of blocks along `in`"):
+        bridge.plan(LLAMA, "tripy", "int4_awq_clip", linear=True)
+
+
+def test_clips_of_another_model_are_refused(clipped: Calibration, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    wrong = replace(clipped, weight_clip={**clipped.weight_clip, name: clipped.weight_clip[name][:-1]})
+    with pytest.raises(CalibrationError, match=r"q_proj: clips of blocks \(\d+, \d\), and the weight has"):
+        bridge.convert(LLAMA, "hf", "int4_awq_clip", tmp_path / "out", calib=wrong, progress=False)
+    lacking = replace(clipped, weight_clip={})
+    with pytest.raises(CalibrationError, match="clip of the blocks of the weight: "):
+        bridge.convert(LLAMA, "hf", "int4_awq_clip", tmp_path / "out", calib=lacking, progress=False)
 
 
 def test_codes_of_searched_scales_are_copied_and_decoded(tmp_path: Path) -> None:

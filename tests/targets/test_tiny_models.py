@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,19 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed-tensors": ("hf", {"format": "compressed-tensors"}),
     "trtllm": ("trtllm", {}),
 }
-PRESCALED = ("int4_awq", "int8", "int8_sq", "w4a8_awq")
+PRESCALED = ("int4_awq", "int4_awq_full", "int8", "int8_sq", "w4a8_awq")
 LLAMA_CPP = [name for name in scheme_names() if load_scheme(name).weight[0].dtype in SEARCHED]
 # (spelling, model) -> what it refuses before it reads a weight, and in which words.
 REFUSED: dict[tuple[str, str], dict[str, str]] = {
-    ("compressed-tensors", "tiny-llama"): {"w4a8_awq": "one level of weight quantization"},
+    ("compressed-tensors", "tiny-llama"): {
+        "w4a8_awq": "one level of weight quantization",
+        "w4a8_nvfp4_fp8": "has FP4 in blocks of 16",
+    },
     ("compressed-tensors", "tiny-gpt2"): {
         **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
         **dict.fromkeys(LLAMA_CPP, "compressed-tensors has no"),
         "w4a8_awq": "one level of weight quantization",
+        "w4a8_nvfp4_fp8": "has FP4 in blocks of 16",
     },
     ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},
 }
@@ -43,7 +48,12 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
     """A model and statistics for all of its matrices, as a scheme that smooths needs them."""
     directory, random = MODELS / request.param, np.random.default_rng(5)
     plan = bridge.plan(directory, "hf", "fp8")
-    found: dict[str, dict[str, np.ndarray]] = {"input_amax": {}, "smoothing_amax": {}, "awq_scale": {}}
+    found: dict[str, dict[str, np.ndarray]] = {
+        "input_amax": {},
+        "smoothing_amax": {},
+        "awq_scale": {},
+        "weight_clip": {},
+    }
     for step in plan.quantized:
         assert step.site
         shape, module = plan.sources[step.source].shape, step.site.module
@@ -51,6 +61,8 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
         found["input_amax"][module] = np.array(4, np.float32)
         found["smoothing_amax"][module] = random.uniform(0.5, 4, width).astype(np.float32)
         found["awq_scale"][module] = random.uniform(0.5, 2, width).astype(np.float32)
+        blocks = math.prod(shape) // width, -(-width // 128)
+        found["weight_clip"][module] = random.uniform(0.8, 1, blocks).astype(np.float32)
     return directory, Calibration(Provenance("", "", "", "", "", "", 0, 0), **found)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.calibration.clips import LOSSES, search_bytes
 from bridge.calibration.data import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory
@@ -78,12 +79,18 @@ def calibration_need(
     # logits in the model's dtype and in float32, and one row of them in float64
     logits = tokens.batch * vocabulary * (item + 4) + SEQUENCE * vocabulary * 16
     algorithms = {form.algorithm for form in scheme.formats}
-    awq = "awq" in algorithms
+    awq = algorithms & {"awq", "awq_full"}
     streams = 2 if awq and (scheme.kv is not None or "smoothquant" in algorithms) else 1  # see `Schedule`
+    streams += ("awq_full" in algorithms) + (len(awq) == 2)
     states = (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
     smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
-    whole = int(WHOLE * sum(spec.nbytes for spec in specs.values())) + logits
-    return Need(whole, int(SLACK * (sizes[name] + states)) + smoothed + logits + BASE, name, sizes[name])
+    total, product, losses = sum(spec.nbytes for spec in specs.values()), 0, 0.0
+    if any(form.clipped for form in scheme.formats):
+        product = 2 * search_bytes(max((spec.shape[1] for spec in specs.values() if len(spec.shape) == 2), default=0))
+        losses = LOSSES / item
+    whole = int((WHOLE + losses) * total) + product + logits
+    blocks = int(SLACK * (sizes[name] + states) + losses * sizes[name]) + smoothed + product + logits + BASE
+    return Need(whole, blocks, name, sizes[name])
 
 
 def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:

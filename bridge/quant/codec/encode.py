@@ -19,6 +19,7 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
+from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import ONE, storage
 from bridge.quant.codec.fake_quant import fake_quantized
 from bridge.quant.codec.kernels import make_codes
@@ -83,7 +84,12 @@ class Encoder:
         return self._scales.constants
 
     def rows(
-        self, bits: Array, first: int, largest: Array | None = None, importance: Array | None = None
+        self,
+        bits: Array,
+        first: int,
+        largest: Array | None = None,
+        importance: Array | None = None,
+        clip: Clip | None = None,
     ) -> dict[str, Array]:
         """Return "codes" of the weight's rows from `first` on, and "scale" unless it is constant.
 
@@ -91,6 +97,7 @@ class Encoder:
 
         largest: the maxima (rows, 1) for per-channel scales, if the weight is cut along `in`.
         importance: float32 (in,), the weights of errors where llama.cpp's quantizer searches the codes.
+        clip: of the blocks of these rows; without it scales cover all of their amax.
         """
         flat = arrays.matrix(bits)
         n, blocks = len(flat), self._blocks
@@ -101,10 +108,11 @@ class Encoder:
             wide = to_float32(flat, self._dtype)
             return {"codes": kquants.quantized(wide, self._packed, importance, name=self._name, take=self._take)}
         assert importance is None, f"{self._name}: only codes of {', '.join(SEARCHED)} are searched"
-        if self._own:
+        if self._own and clip is None:
             words, _ = self._readable(flat, ONE, n)
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
         own = own if largest is None else largest
+        own = own if clip is None else clip.amax(own)
         parts, divisor = self._searched(flat, own) if self._search else self._scales.of(own)
         codes = self._take("codes", (n, blocks.cols), np.uint8)
         for part in self._chunks(n):
@@ -180,6 +188,7 @@ def encode(
     transpose: bool = False,
     coding: Encoding = PLAIN,
     amax: float | None = None,
+    clip: Clip | None = None,
     name: str = "weight",
 ) -> dict[str, Array]:
     """Quantize one weight: {"codes", "scale"} and "scale_2" if the scheme has a second scale.
@@ -188,6 +197,7 @@ def encode(
     transpose: store the codes and block scales transposed; 4-bit codes are then packed along the last stored axis.
     amax: the maximum of the whole tensor if the caller knows or shares it (per tensor, NVFP4's global scale, the
     second numeric of w4a8); else it is computed, which reads the weight twice.
+    clip: of the blocks (out, blocks); without it scales cover all of their amax.
     name: for messages.
 
     codes: uint8 (fp8), int8, or two 4-bit codes to a byte, the even one in the low nibble (int32, floats: `Encoding`).
@@ -214,7 +224,8 @@ def encode(
     at = dict.fromkeys(out, 0)
     for rows in arrays.chunks(shape[0], math.prod(shape[1:]), math.lcm(encoder.unit, 8), PIECE):
         panel = arrays.transposed(flat[:, rows]) if across else flat[rows]
-        for key, array in encoder.rows(panel, rows.start).items():
+        own = None if clip is None else clip.rows(rows.start, rows.stop)
+        for key, array in encoder.rows(panel, rows.start, clip=own).items():
             _place(array, out[key], at[key], turned)
             at[key] += len(array)
     return out

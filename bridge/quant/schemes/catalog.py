@@ -8,7 +8,7 @@ from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.text import nearest
-from bridge.core.values import Numeric
+from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
@@ -54,6 +54,9 @@ ELSEWHERE = {
     "gptq": "bridge has no GPTQ; int4_awq is the calibrated scheme with 4-bit integers",
     "nf4": "NF4 belongs to bitsandbytes, whose kernels quantize at load; int4_wo and nvfp4_wo take no data either",
 }
+# The weight that awq_clip may have. With a second numeric ModelOpt measures amax again and drops the clips, of NVFP4 it
+# clips the scale above the blocks alone, and an input's amax would be that of the last batch.
+CLIPPED = ("int4", "block", "", 1)
 KEYS = {
     "summary", "aliases", "algorithm", "needs_cuda", "simulation_needs_cuda",
     "weight", "input", "options", "parity", "policy", "only",
@@ -117,14 +120,20 @@ def read_scheme(path: Path) -> Scheme:
         raise SchemeError(
             f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)} only, llama.cpp's blocks"
         )
+    entry = None if activation is None else parse_activation(activation, f"{where}: [input]")
+    form, options = Format(numerics, entry, algorithm), parse_options(words.get("options", {}), algorithm, where)
+    if form.clipped and (entry or [(n.dtype, n.per, n.search, len(n.block)) for n in numerics] != [CLIPPED]):
+        raise SchemeError(
+            f"{where}: algorithm {algorithm!r} clips INT4 in blocks along `in`, without [input] or search"
+        )
     return Scheme(
         name=path.stem,
         summary=str(words["summary"]),
         weight=numerics,
-        input=None if activation is None else parse_activation(activation, f"{where}: [input]"),
+        input=entry,
         parity=parse_parity(words["parity"], where),
         algorithm=algorithm,
-        options=parse_options(words.get("options", {}), algorithm, where),
+        options=options,
         policies=parse_policies(words.get("policy", {}), where),
         needs_cuda=str(words.get("needs_cuda", "")),
         simulation_needs_cuda=str(words.get("simulation_needs_cuda", "")),

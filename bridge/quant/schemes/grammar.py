@@ -18,6 +18,8 @@ ALGORITHMS = {
     "max": {},
     "smoothquant": {"alpha": 1.0},
     "awq": {"alpha_step": 0.1},
+    "awq_clip": {"min_clip_ratio": 0.5, "shrink_step": 0.05},
+    "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},  # awq, then awq_clip
     "imatrix": {},  # llama.cpp's: errors are weighted by the mean square of the input of each `in`
 }
 POLICIES = ("error", "floor", "peers")
@@ -140,6 +142,8 @@ def parse_options(words: Any, algorithm: str, where: str) -> tuple[tuple[str, fl
     for key, value in words.items():
         if type(value) not in (int, float) or not 0 < value <= 1:
             raise SchemeError(f"{where}: [options] {key} = {value!r}; expected a number in (0, 1]")
+    if words.get("min_clip_ratio") == 1:
+        raise SchemeError(f"{where}: [options] min_clip_ratio = 1 clips nothing; expected a number below 1")
     return tuple(sorted({**known, **{key: float(value) for key, value in words.items()}}.items()))
 
 

@@ -182,8 +182,8 @@ def _deviations(plan: Plan) -> list[str]:
     if plan.untied:
         notes.append(("", UNTIED))
     for step in plan.quantized:
-        awq = step.site and step.format and step.format.algorithm == "awq" and len(step.unified) > 1
-        if step.site and awq and any(output.part == "pre_quant_scale" for output in step.outputs):
+        smoothed = step.format and step.format.algorithm in ("awq", "awq_full") and len(step.unified) > 1
+        if step.site and smoothed and any(output.part == "pre_quant_scale" for output in step.outputs):
             notes.append((step.site.module, UNFOLDED))
     for step in plan.steps if plan.quantized else ():
         if step.site and not step.format and step.site.layout == "in_out":

@@ -108,7 +108,7 @@ class Folding:
         return structure.groups if self.traits.prescales else (*structure.groups, *structure.singles)
 
     def _folds(self, format_: Format) -> bool:
-        return format_.algorithm == "awq" if self.traits.prescales else format_.prescales
+        return format_.algorithm in ("awq", "awq_full") if self.traits.prescales else format_.prescales
 
     def _why(self, module: str, format_: Format) -> str:
         what = f"no place for its pre-scales ({format_.algorithm}), which this format does not store"

@@ -11,7 +11,7 @@ from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Draft, Drafted
-from bridge.quant.describe import amax_words
+from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
 from bridge.targets.hf.folding import MIN_GROUP, Folding
@@ -221,7 +221,7 @@ def _output(part: Part, format_: Format, spec: TensorSpec, group: int, fused: in
     shared, joined = (f", the largest of {count}" if count >= MIN_GROUP else "" for count in (group, fused))
     text = {
         "weight": f"codes({weight})",
-        "scale": f"{first.search or 'amax'}({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
+        "scale": f"{scale_words(format_)}({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
         "scale_2": f"amax({weight}){shared} / {6 * first.largest_scale if len(format_.weight) == 1 else 448:g}",
         "input_scale": _input_scale(format_.input, shared),
         "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.planning.plan import Output
-from bridge.quant.describe import amax_words
+from bridge.quant.describe import amax_words, scale_words
 
 # Our dtype -> Tripy's
 CODES = {"int8": "int8", "int4": "int4", "float8_e4m3fn": "float8"}
@@ -35,6 +35,8 @@ def why_unsupported(format_: Format, linear: bool) -> str:
         return f"tp.Linear cannot hold the pre-scale of {format_.algorithm}; leave out linear (--linear), or " + (
             "use int4_wo" if first.dtype == "int4" else "use int8_wo or fp8"
         )
+    if linear and format_.clipped:
+        return "tp.Linear has int4 blocks along `out`, and clips are of blocks along `in`; leave out linear (--linear)"
     return ""
 
 
@@ -72,7 +74,7 @@ def outputs(format_: Format, weight: str, shape: tuple[int, int], source: str, d
     scale: tuple[int, ...] = () if first.per == "tensor" else (out,)
     if first.per == "block":
         scale = (in_ // first.block[0], out) if transposed(format_) else (out // first.block[0], in_)
-    chosen = first.search or "amax"
+    chosen = scale_words(format_)
     values, stored = f"codes({text}) * weight_scale", shape
     if transposed(format_):
         values, stored = f"transpose({values})", shape[::-1]

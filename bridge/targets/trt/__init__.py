@@ -17,7 +17,7 @@ from bridge.core.values import Format, Numeric, Program, Site, Slice, Structure,
 from bridge.planning.plan import Output, Plan, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
-from bridge.quant.describe import amax_words
+from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_in
 from bridge.targets.config_json import generation_problems
@@ -309,7 +309,7 @@ def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bo
     scale, bound = f"{site.module}.weight_scale", 6 * first.largest_scale if len(format_.weight) == 1 else 448.0
     what = {
         "codes": (site.weight, "weight", f"codes({text})"),
-        "scale": (scale, "scale", f"{first.search or 'amax'}({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
+        "scale": (scale, "scale", f"{scale_words(format_)}({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
         "scale_2": (f"{scale}_2", "scale_2", f"amax({spec.name}) / {bound:g}"),
     }
     outputs = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.planning.plan import Output, Step
-from bridge.quant.describe import amax_words
+from bridge.quant.describe import amax_words, scale_words
 from bridge.tables.expressions.regions import Shape
 from bridge.targets.modelopt_format import has_second, setting
 
@@ -117,7 +117,7 @@ def _scale(format_: Format, lead: Shape, out: int, in_: int) -> tuple[str, str, 
     elif len(first.block) == 2 and not lead:
         shape = (out // first.block[0], 1, in_ // first.block[1], 1)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    return "scale", name, shape, kind, f"{first.search or 'amax'}({first.per}{block}) / {first.maxbound:g}"
+    return "scale", name, shape, kind, f"{scale_words(format_)}({first.per}{block}) / {first.maxbound:g}"
 
 
 def _scalar(numeric: Numeric) -> tuple[Shape, str]:

@@ -35,6 +35,8 @@ SCHEMES = {
     "int8": ("int8", None),
     "int4_awq + kv": ("int4_awq", "fp8"),
     "w4a8_awq": ("w4a8_awq", None),
+    "int4_awq_clip": ("int4_awq_clip", None),
+    "int4_awq_full + kv": ("int4_awq_full", "fp8"),
     "nvfp4 + kv": ("nvfp4", "nvfp4"),
 }
 MIXED = """
@@ -49,6 +51,18 @@ quant = "int4_awq"
 modules = ["*.gate_proj"]
 layers = [0]
 quant = "none"
+"""
+CLIPPED = """
+base = "int4_awq_clip"
+[[rule]]
+modules = ["*.down_proj"]
+quant = "int8_sq"
+[[rule]]
+modules = ["*.o_proj"]
+quant = "int4_awq"
+[[rule]]
+modules = ["*.up_proj", "*.gate_proj"]
+quant = "int4_awq_full"
 """
 # transformers' grouped matrix products take bfloat16 experts of multiples of 16 bytes only
 EXPERTS = ("Moe", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Olmoe", "Qwen3Next", "moe")
@@ -95,6 +109,19 @@ def test_a_recipe_of_three_algorithms_needs_a_second_stream(kv: str | None, tmp_
     data = prepare(batches(), source)
     found = walked(source, scheme, data)
     assert found.input_amax and found.smoothing_amax and found.awq_scale
+    assert found.digest == whole(source, scheme, data).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [None, pytest.param("fp8", marks=pytest.mark.product)])
+def test_a_recipe_of_all_kinds_of_awq_smooths_three_times(kv: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mixed.toml").write_text(CLIPPED)
+    build("LlamaForCausalLM").save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    scheme = load_scheme(tmp_path / "mixed.toml", kv=kv).bound(structure_of(source).sites)
+    data = prepare(batches(), source)
+    found = walked(source, scheme, data)
+    assert found.smoothing_amax and len(found.weight_clip) > len(found.awq_scale) > 0
     assert found.digest == whole(source, scheme, data).digest
 
 
