@@ -332,8 +332,8 @@ def _check_lengths(calib: Calibration, plan_: Plan) -> None:
             module = part.module or (step.site.module if step.site else "")
             spec, block = plan_.sources[part.source], step.format.weight[0].block[-1] if step.format else 1
             out, in_ = spec.shape[::-1] if step.site and step.site.layout == "in_out" else spec.shape
-            if (have := calib.weight_clip[module].shape) != (grid := (out, -(-in_ // block))):
-                wrong[module] = f"clips of blocks {have}, and the weight has {grid}"
+            if (clips := calib.weight_clip[module].shape) != (grid := (out, -(-in_ // block))):
+                wrong[module] = f"clips of blocks {clips}, and the weight has {grid}"
     for step in (step for step in plan_.quantized if step.site and step.format and step.format.weighted):
         for part in (part for part in step.inputs if part.source):
             module = part.module or (step.site.module if step.site else "")
