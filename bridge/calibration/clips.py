@@ -37,6 +37,20 @@ def rows_at_once(inputs: int) -> int:
     return min(ROWS, max(1, PRODUCT // (4 * TOKENS * max(inputs, 1))))
 
 
+def set_aside(root: Any, bindings: Iterable[QuantizerBinding]) -> list[tuple[Any, str, Any]]:
+    """Take from modules what ModelOpt kept of their search: (module, attribute, value).
+
+    Another of its AWQ algorithms would otherwise end the search of these modules, too, and fail.
+    """
+    found = []
+    for module in (root.get_submodule(name) for name in dict.fromkeys(binding.module for binding in bindings)):
+        for attribute in ("awq_lite", "awq_clip"):
+            if (search := getattr(module, attribute, None)) is not None:
+                delattr(module, attribute)
+                found.append((module, attribute, search))
+    return found
+
+
 def take_clips(root: Any, bindings: Iterable[QuantizerBinding]) -> dict[str, np.ndarray]:
     """Return the clips (out, blocks) by live module, and drop what ModelOpt kept of its search.
 

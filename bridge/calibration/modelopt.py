@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge.calibration.clips import take_clips
+from bridge.calibration.clips import set_aside, take_clips
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
 from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, known_formats, quant_cfg
@@ -261,6 +261,7 @@ def _run(
     """
     names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
+    searched: list[tuple[Any, str, Any]] = []
     mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
     for algorithm in schedule.algorithms:
         part = [w for w in bindings if calibrator(w.format) == algorithm]
@@ -278,7 +279,10 @@ def _run(
         if config[1:]:
             mtq.set_quantizer_by_cfg(root, config[1:])
             mtq.calibrate(root, method, forward)
+        searched += set_aside(root, part)
         enabled += [entry["quantizer_name"] for entry in config[1:]]
+    for module, name, search in searched:
+        setattr(module, name, search)
     for pattern in enabled if len(schedule.algorithms) > 1 else []:
         mtq.set_quantizer_attributes_partial(root, pattern, {"enable": True})
 
