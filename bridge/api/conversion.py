@@ -279,4 +279,4 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
             prepared.request.memory, directory / CALIBRATING, prepared.request.compute,
         )  # fmt: skip
         calibration.save(saved)
-        return calibration
+        return Calibration.load(saved) if calibration.chosen else calibration  # codes are read from this file

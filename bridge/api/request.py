@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bridge.calibration.codes import digest_of_weights
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
 from bridge.calibration.walk.budget import Need, calibration_need
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
@@ -239,7 +240,8 @@ class ResolvedRequest:
         """Bytes on disk at most."""
         calibrated = self.uncalibrated or self.calibration is not None
         texts = BASE_TEXT_BYTES + TENSOR_TEXT_BYTES * len(self.plan.outputs)
-        return self.plan.disk + texts + CALIBRATION_BYTES * calibrated
+        chosen = codes_bytes(self.plan) * (2 if self.uncalibrated else 1)  # also in a file while blocks are calibrated
+        return self.plan.disk + texts + (CALIBRATION_BYTES + chosen) * calibrated
 
     @property
     def uncalibrated(self) -> bool:
@@ -250,6 +252,16 @@ class ResolvedRequest:
     def needs_modelopt(self) -> bool:
         """Whether that run takes ModelOpt."""
         return self.scheme is not None and self.scheme.needs_modelopt
+
+
+def codes_bytes(plan_: Plan) -> int:
+    """Bytes of the codes and scales that calibration chooses for a plan's weights: 4 bits, and 8 for a block of 16."""
+    total = 0
+    for step in plan_.quantized:
+        values = sum(plan_.sources[part.source].size for part in step.inputs if part.source)
+        total += values // 2 if step.format and step.format.compensated else 0
+        total += values // 16 if step.format and step.format.rescaled else 0
+    return total
 
 
 def resolve(source: Source, request: Request) -> ResolvedRequest:
@@ -307,6 +319,7 @@ def _given_calibration(
     calib.require(formats, attention, scheme.kv)
     calib.check()
     _check_lengths(calib, plan_)
+    _check_codes(calib, plan_, source, structure)
     if calib.input_square and not any(format_.weighted for format_ in scheme.formats):
         warn(f"calib= (--calib) has an importance matrix, and scheme {scheme.name} uses none; q4_k_imatrix does")
     return calib
@@ -322,6 +335,17 @@ def _importance_of(path: Path, plan_: Plan, scheme: Scheme | None) -> Calibratio
             f"llama.cpp, not {plan_.scheme} of {plan_.target}"
         )
     return read_imatrix(path, plan_, scheme)
+
+
+def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Structure) -> None:
+    """CalibrationError if the codes or scales that a plan takes were chosen for other weights."""
+    if not any(step.format and step.format.chosen for step in plan_.quantized):
+        return
+    if calib.provenance.weights != digest_of_weights(source, structure, calib.chosen):
+        raise CalibrationError(
+            f"the calibration holds codes or scales that were chosen for other weights than those of {source.where}; "
+            "calibrate this model"
+        )
 
 
 def _check_lengths(calib: Calibration, plan_: Plan) -> None:

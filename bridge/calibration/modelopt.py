@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.clips import set_aside, take_clips
+from bridge.calibration.codes import chosen_of, made_for
+from bridge.calibration.columns import install
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, known_formats, quant_cfg
+from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, check_hooked, known_formats, quant_cfg
 from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
 from bridge.calibration.schedule import PASSES, Schedule, method_of, schedule_of
 from bridge.calibration.statistics import (
@@ -90,12 +92,13 @@ def fake_quantize(
     fake = _calibrated(model, scheme, structure, data, origins, device, report)
     raised = raise_inputs(fake, least)
     seen = collect(fake, scheme)
+    seen |= chosen_of(fake.model, fake.bindings, origins)
     statistics, applied = settle_statistics(seen, fake.bindings, fake.attention.values(), scheme, source.specs, needed)
     held = None
     # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
     if data.held_out and not (data.forward_loop is not None and refusal(model, data.held_out[0])):
         held = _held_out(model, fake, scheme, data, report)
-    provenance = provenance_of(source, structure, scheme, data, model)
+    provenance = made_for(provenance_of(source, structure, scheme, data, model), source, structure, seen)
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
     return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
 
@@ -163,7 +166,7 @@ def _calibrated(
 
     bindings, attention = bindings_of(structure, scheme, origins, tied_names(model))
     schedule = schedule_of(scheme, bindings, bool(attention))
-    fake = copy_modules(model, {w.module for w in bindings if w.format.prescales})
+    fake = copy_modules(model, {w.module for w in bindings if w.format.prescales or w.format.compensated})
     if device is not None:
         fake = fake.to(device)
     return calibrate_root(fake, scheme, schedule, bindings, attention, _loop(model, data, report, schedule))
@@ -191,6 +194,9 @@ def calibrate_root(
     """
     mtq = modelopt()
     import torch
+    from modelopt.torch.kernels.quantization import gemm
+
+    from bridge.calibration.fp4 import in_place_of_kernels
 
     routing = ExpertTokens(bindings)
     before = {
@@ -198,9 +204,9 @@ def calibrate_root(
         for w in bindings
         if w.format.algorithm == "smoothquant"
     }
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), in_place_of_kernels(gemm):
         _run(mtq, root, scheme, schedule, bindings, attention, routing.first(loop))
-        _check_hooked(root, bindings, attention)
+        check_hooked(root, bindings, attention)
         scales = smoothquant_scales(root, before, dict(scheme.options).get("alpha", 1.0))
         clips = take_clips(root, bindings)
     return FakeModel(root, tuple(bindings), attention, scales, routing.tokens, clips)
@@ -221,11 +227,15 @@ def modelopt() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import modelopt.torch.quantization as mtq
+            from modelopt.torch.quantization import model_calib
+            from modelopt.torch.quantization.nn.modules import tensor_quantizer
+            from modelopt.torch.quantization.utils import calib_utils
     except ImportError as cause:
         raise CalibrationError(
             f"calibration needs ModelOpt, which cannot be imported ({cause}); `pip install 'qbridge[calibrate]'`, or "
             "pass a saved calibration"
         ) from cause
+    install(tensor_quantizer, calib_utils, model_calib)
     return mtq
 
 
@@ -324,25 +334,6 @@ def quiet() -> Iterator[None]:
             f"ModelOpt failed on this model ({type(cause).__name__}: {str(cause)[:300]}); choose a scheme that needs "
             "no calibration, or keep the modules it cannot hook with a recipe (--debug shows where)"
         ) from cause
-
-
-def _check_hooked(fake: Any, bindings: Sequence[QuantizerBinding], live: Mapping[str, str]) -> None:
-    """CalibrationError if ModelOpt put no quantizer: it skips unknown modules silently."""
-    present = {name for name, module in fake.named_modules() if hasattr(module, "is_enabled")}
-    lost = [w.site.module for w in bindings if w.weight_quantizer not in present]
-    lost += [w.site.module for w in bindings if w.format.input is not None and w.input_quantizer not in present]
-    if lost:
-        kinds = sorted({type(fake.get_submodule(w.module)).__name__ for w in bindings if w.site.module in lost})
-        raise CalibrationError(
-            f"ModelOpt cannot quantize {', '.join(fold_layers(dict.fromkeys(lost)))} ({', '.join(kinds)}); keep them "
-            'with a recipe (quant = "none")'
-        )
-    blind = [name for name in live if f"{name}.k_bmm_quantizer" not in present]
-    if blind:
-        kind = type(fake.get_submodule(blind[0])).__name__
-        raise CalibrationError(
-            f"ModelOpt cannot quantize the KV cache of {kind} ({', '.join(fold_layers(blind))}); drop kv="
-        )
 
 
 def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from bridge.calibration.columns import BACKEND
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
@@ -117,9 +118,14 @@ def quant_cfg(
     named: dict[str, Any] = {}
     for binding in bindings:
         weight = [numeric_cfg(numeric, weight=True) for numeric in binding.format.weight]
+        if binding.format.rescaled:
+            weight = [{**setting, "block_sizes": setting["block_sizes"] | {"type": "static"}} for setting in weight]
+        if binding.format.compensated:
+            weight = [{**setting, "backend": BACKEND} for setting in weight]
         settings = {binding.weight_quantizer: weight[0] if len(weight) == 1 else weight}
         if binding.format.input is not None:
-            settings[binding.input_quantizer] = numeric_cfg(binding.format.input, weight=False)
+            own = {"backend": BACKEND} if binding.format.chosen else {}
+            settings[binding.input_quantizer] = numeric_cfg(binding.format.input, weight=False) | own
         for name, setting in settings.items():
             if named.setdefault(name, setting) != setting:
                 raise CalibrationError(f"{name}: sites that share this quantizer ask for different formats")
@@ -130,6 +136,25 @@ def quant_cfg(
     for pattern, setting in _globbed(named, others):
         entries.append({"quantizer_name": pattern, "cfg": setting})
     return entries
+
+
+def check_hooked(fake: Any, bindings: Sequence[QuantizerBinding], live: Mapping[str, str]) -> None:
+    """CalibrationError if ModelOpt put no quantizer: it skips unknown modules silently."""
+    present = {name for name, module in fake.named_modules() if hasattr(module, "is_enabled")}
+    lost = [w.site.module for w in bindings if w.weight_quantizer not in present]
+    lost += [w.site.module for w in bindings if w.format.input is not None and w.input_quantizer not in present]
+    if lost:
+        kinds = sorted({type(fake.get_submodule(w.module)).__name__ for w in bindings if w.site.module in lost})
+        raise CalibrationError(
+            f"ModelOpt cannot quantize {', '.join(fold_layers(dict.fromkeys(lost)))} ({', '.join(kinds)}); keep them "
+            'with a recipe (quant = "none")'
+        )
+    blind = [name for name in live if f"{name}.k_bmm_quantizer" not in present]
+    if blind:
+        kind = type(fake.get_submodule(blind[0])).__name__
+        raise CalibrationError(
+            f"ModelOpt cannot quantize the KV cache of {kind} ({', '.join(fold_layers(blind))}); drop kv="
+        )
 
 
 def calibrator(form: Format) -> str:

@@ -11,8 +11,10 @@ from bridge.calibration.quantizers import QuantizerBinding, calibrator
 from bridge.quant.schemes.grammar import ALGORITHMS
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 
-# Runs of the whole data, in the order of the algorithms: first those that leave the weights as they are.
-PASSES = {"max": 1, "mse": 1, "awq_clip": 1, "smoothquant": 1, "awq": 2, "awq_full": 3}
+# Runs of the whole data, in the order of the algorithms: first those that leave the weights as they are, last GPTQ.
+PASSES = {
+    "max": 1, "mse": 1, "awq_clip": 1, "smoothquant": 1, "awq": 2, "awq_full": 3, "local_hessian": 2, "gptq": 2,
+}  # fmt: skip
 SMOOTHS = ("smoothquant", "awq", "awq_full")
 
 
@@ -23,8 +25,8 @@ class Schedule:
     `algorithms`: one run of ModelOpt for each, in this order. `cache`: the algorithm that calibrates the KV cache, ""
     without one. `forwards`: the algorithms that run the data. `streams`: for each run of the data, which activations
     reach a layer. While statistics are collected no quantizer works, so runs share the activations of the unquantized
-    model, 0, but where AWQ searches with the cache quantized, and where weights are smoothed: after SmoothQuant and
-    AWQ, and between the two parts of awq_full.
+    model, 0, but where AWQ searches with the cache quantized, where Hessians are collected with cache and inputs
+    quantized, and where weights are smoothed: after SmoothQuant and AWQ, and between the two parts of awq_full.
     """
 
     algorithms: tuple[str, ...] = ()
@@ -47,17 +49,18 @@ def schedule_of(scheme: Scheme, bindings: Sequence[QuantizerBinding], cached: bo
     if cached and scheme.kv and is_measured(scheme.kv):
         forwards.add(cache)
     streams: list[int] = []
-    stream, smoothed = 0, False
+    stream, changed = 0, False
+    inputs = {binding.format.algorithm for binding in bindings if binding.format.chosen and binding.format.input}
     for name in (name for name in algorithms if name in forwards):
-        stream += smoothed
+        stream += changed
         streams.append(stream)
-        if name in ("awq", "awq_full"):
-            stream += cache == name
+        if PASSES[name] > 1:
+            stream += cache == name or name in inputs
             streams.append(stream)
         if name == "awq_full":
             stream += 1
             streams.append(stream)
-        smoothed = name in SMOOTHS
+        changed = changed or name in SMOOTHS or name in inputs
     return Schedule(algorithms, cache, frozenset(forwards), tuple(streams))
 
 
@@ -72,4 +75,8 @@ def method_of(algorithm: str, scheme: Scheme, widest: int = 0) -> dict[str, Any]
         return {"method": "awq_lite", **awq}
     if algorithm in ("awq_clip", "awq_full"):
         return {"method": algorithm, **awq, "max_co_batch_size": rows_at_once(widest)}
+    if algorithm == "local_hessian":
+        return {"method": "local_hessian", "fp8_scale_sweep": True}
+    if algorithm == "gptq":
+        return {"method": "gptq", "perc_damp": options.get("perc_damp", 0.01)}
     return {"method": algorithm}

@@ -47,8 +47,10 @@ def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:
     return [Applied(binding.site.module, "input amax", f"below {least:g}", "floor", least) for binding in small]
 
 
-Statistics = dict[str, dict[str, np.ndarray]]  # kind -> checkpoint module -> float32
-KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_clip", "expert_tokens")
+Statistics = dict[str, dict[str, Any]]  # kind -> checkpoint module -> float32, or codes in memory or in a file
+CODES, SCALES = MATRICES = ("weight_codes", "block_scales")
+KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_clip", "weight_amax",
+         "expert_tokens", *MATRICES)  # fmt: skip
 
 
 def collect(fake: FakeModel, scheme: Scheme) -> Statistics:

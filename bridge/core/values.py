@@ -137,7 +137,8 @@ class Format:
 
     weight: tuple[Numeric, ...]
     input: Numeric | None = None
-    algorithm: str = "max"  # "max", "smoothquant", "awq", "awq_clip", "awq_full", "imatrix"
+    # "max", "smoothquant", "awq", "awq_clip", "awq_full", "imatrix", "local_hessian", "gptq"
+    algorithm: str = "max"
 
     @property
     def prescales(self) -> bool:
@@ -153,6 +154,21 @@ class Format:
     def weighted(self) -> bool:
         """Whether codes are chosen for the least error weighted by the mean square of each input."""
         return self.algorithm == "imatrix"
+
+    @property
+    def compensated(self) -> bool:
+        """Whether calibration chooses the codes: each column's error is made up for by the columns after it."""
+        return self.algorithm == "gptq"
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether calibration chooses the scales of the weight's blocks."""
+        return self.algorithm == "local_hessian" or (self.compensated and self.weight[0].scale_dtype != "float32")
+
+    @property
+    def chosen(self) -> bool:
+        """Whether calibration chooses codes or scales, so that it belongs to one model's weights."""
+        return self.compensated or self.rescaled
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
         side_files=tuple(name for name in sorted(source.side_files) if name not in own),
         notes=(
             *target.notes(structure, inputs.options),
-            *_smoothing_notes(scheme, steps),
+            *_expert_notes(scheme, steps),
             *passthrough_notes(source.quantized, scheme, steps),
         ),
         memory=target.base_memory + sum(largest) + memory_ahead(source),
@@ -123,12 +123,16 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
     )
 
 
-def _smoothing_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
-    experts = any(step.format and step.site and step.site.expert is not None for step in steps)
+def _expert_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
+    """What an algorithm leaves out; see `Scheme.format_of`."""
+    sites = [step.site for step in steps if step.format and step.site]
+    experts = any(site.expert is not None for site in sites)
     if scheme and experts and scheme.format.prescales:
         return (f"experts are not smoothed by {scheme.format.algorithm}: they share one input, as in ModelOpt",)
     if scheme and experts and scheme.format.clipped:
         return (f"experts are not clipped by {scheme.format.algorithm}, which sees single matrices, as in ModelOpt",)
+    if scheme and scheme.format.chosen and (experts or any(site.stacked for site in sites)):
+        return (f"experts are rounded to nearest: {scheme.format.algorithm} takes modules with one matrix here",)
     return ()
 
 

@@ -14,6 +14,7 @@ from bridge.planning.plan import Layout, Plan, Step
 
 PIECE = 1 << 20  # bytes of source that are read, coded and written at once: they stay in a second-level cache
 SCRATCH = 20  # bytes per value of a piece beside its source: float32 twice, rounded twice, codes, scales
+CHOSEN = 8  # further bytes per value if codes or scales are read: two to a byte, one by one, cut and joined
 FAKE_QUANTIZED = 8  # further bytes per value if values are stored, not codes: products and values in float32
 
 
@@ -29,14 +30,17 @@ def working_set(step: Step, sources: Mapping[str, TensorSpec]) -> int:
     rows, width = rows_at_once(step, sources)
     values = rows * width
     joined = len(step.inputs) > 1 or any(part.cols for part in step.inputs)
+    chosen = bool(step.format and step.format.chosen)  # their codes are held beside them
     scratch = SCRATCH + (FAKE_QUANTIZED if step.coding.values else 0)
+    scratch += CHOSEN * chosen
     piece = values * (_storage(spec_of(step, sources)) * (2 if joined else 1) + scratch)
     whole = step.layout is Layout.WHOLE
     if not (whole or any(held_whole(part, sources) for part in step.inputs)):
         return piece
     if whole:
-        return 2 * sum(_bytes_to_hold(part, sources) for part in step.inputs) + step.nbytes + piece
-    return 2 * _held_at_once(step, sources, rows) + piece
+        held = 2 * sum(_bytes_to_hold(part, sources) for part in step.inputs)
+        return held * (1 + chosen) + step.nbytes + piece
+    return 2 * _held_at_once(step, sources, rows) * (1 + chosen) + piece
 
 
 def spec_of(step: Step, sources: Mapping[str, TensorSpec]) -> TensorSpec:

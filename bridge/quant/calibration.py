@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 
 from bridge.core.display import Displayed, Table
 from bridge.core.errors import BridgeError, CalibrationError, WriteError, reason
-from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
+from bridge.core.files.matrices import Matrix
+from bridge.core.formats.safetensors import SafetensorsFile, file_pieces
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing import parse_json
 from bridge.core.remote.path import as_path
@@ -28,11 +29,12 @@ from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
 _STATISTICS = (
-    "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "input_square", "weight_clip",
-    "expert_tokens",
+    "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_amax", "input_square",
+    "weight_clip", "expert_tokens",
 )  # fmt: skip
-_MAY_BE_ZERO = ("smoothing_amax", "input_square", "expert_tokens")
-_AXES = {"input_amax": 0, "k_amax": 0, "v_amax": 0, "weight_clip": 2}  # of the others 1
+_MATRICES = ("weight_codes", "block_scales")  # as large as weights in four bits: they stay in their file
+_MAY_BE_ZERO = ("smoothing_amax", "input_square", "expert_tokens", "weight_amax")
+_AXES = {"input_amax": 0, "k_amax": 0, "v_amax": 0, "weight_amax": 0, "weight_clip": 2}  # of the others 1
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Provenance:
     """Where a calibration comes from. `model` is a digest of architecture and tensor specs, not of the weights.
 
     `dtype` is the model's: statistics are taken in it and stored as float32, which represents all three dtypes exactly.
-    `chosen`: why so many samples, if samples="auto" chose them.
+    `chosen`: why so many samples, if samples="auto" chose them. `weights`: a digest of the weights that codes were
+    chosen for, "" without such codes.
     """
 
     scheme: str
@@ -53,6 +56,7 @@ class Provenance:
     sequence: int
     versions: dict[str, str] = field(default_factory=dict)
     chosen: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class HeldOut:
 
 @dataclass(frozen=True, repr=False)
 class Calibration(Displayed):
-    """Statistics by checkpoint module name, all float32.
+    """Statistics by checkpoint module name, all float32, and what calibration chose of weights.
 
     `input_amax` (): max |x| of the input; under SmoothQuant and W4A8 of the smoothed input, as ModelOpt rounds it.
     `smoothing_amax` (in,): max |x| per `in` before smoothing (ModelOpt's `_amax_for_smoothing`).
@@ -96,6 +100,10 @@ class Calibration(Displayed):
     `input_square` (in,): mean of x^2 of the input over the tokens that reached it: llama.cpp's importance matrix.
     `weight_clip` (out, blocks): the part of its amax that the scale of each block of the weight covers, 1 for all.
     `expert_tokens` (experts,): tokens that each expert received, by the name of a layer's experts.
+    `weight_codes` (rows, columns / 2): the codes that GPTQ chose, in the axes of the stored weight, two to a byte, the
+    even column's in the low nibble. They lie in the file of this calibration, and are read by rows.
+    `block_scales` (out, blocks): the e4m3 codes of the scales of a weight's blocks that its local Hessian, or GPTQ,
+    chose, read in the same way. `weight_amax` (): max |w| of the modules that share the scale above those blocks.
     """
 
     provenance: Provenance
@@ -108,6 +116,9 @@ class Calibration(Displayed):
     input_square: Mapping[str, np.ndarray] = field(default_factory=dict)
     weight_clip: Mapping[str, np.ndarray] = field(default_factory=dict)
     expert_tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
+    weight_codes: Mapping[str, Matrix] = field(default_factory=dict)
+    block_scales: Mapping[str, Matrix] = field(default_factory=dict)
+    weight_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
     applied: tuple[Applied, ...] = ()
     held_out: HeldOut | None = None
 
@@ -115,7 +126,7 @@ class Calibration(Displayed):
         """What it was made for, and on what."""
         of = self.provenance
         head = f"calibration of {of.architecture} for {of.scheme}: {of.samples} sequences of {of.sequence} tokens"
-        modules = len({name for kind in _STATISTICS for name in getattr(self, kind)})
+        modules = len({name for kind in (*_STATISTICS, *_MATRICES) for name in getattr(self, kind)})
         more = [f"samples chosen: {of.chosen}"] if of.chosen else []
         more += [f"{number(len(self.applied), 'policy', 'policies')} applied"] if self.applied else []
         perplexity = ""
@@ -151,6 +162,10 @@ class Calibration(Displayed):
                 lacking.setdefault("mean square of the input (importance matrix)", []).append(module)
             if form.clipped and module not in self.weight_clip:
                 lacking.setdefault("clip of the blocks of the weight", []).append(module)
+            if form.compensated and module not in self.weight_codes:
+                lacking.setdefault(f"codes chosen by {form.algorithm}", []).append(module)
+            if form.rescaled and (module not in self.block_scales or module not in self.weight_amax):
+                lacking.setdefault(f"block scales chosen by {form.algorithm}", []).append(module)
             scales = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale, "awq_full": self.awq_scale}
             known = scales.get(form.algorithm)
             if known is not None and module not in known and module not in self.pre_scale:
@@ -175,21 +190,31 @@ class Calibration(Displayed):
             for kind in _STATISTICS:
                 for module, array in getattr(self, kind).items():
                     _checked(f"{kind}/{module}", np.asarray(array), _AXES.get(kind, 1))
+            for kind in _MATRICES:
+                for module, matrix in getattr(self, kind).items():
+                    _checked_matrix(f"{kind}/{module}", matrix)
         except ValueError as cause:
             raise CalibrationError(f"the calibration cannot be used: {cause}") from cause
 
     @property
+    def chosen(self) -> frozenset[str]:
+        """The modules whose codes or scales it has."""
+        return frozenset((*self.weight_codes, *self.block_scales))
+
+    @property
     def digest(self) -> str:
         """sha256 of the file that `save` writes."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        digest = hashlib.sha256()
+        for piece in self._pieces():
+            digest.update(piece)
+        return digest.hexdigest()
 
     def save(self, path: str | Path) -> Path:
         """Write the file; a reader sees all of it or none."""
-        data = self.to_bytes()
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, data)
+            write_whole(path, self._pieces())
         except OSError as cause:
             raise WriteError(f"{path}: the calibration cannot be written: {reason(cause)}") from cause
         return path
@@ -203,7 +228,8 @@ class Calibration(Displayed):
         path = as_path(path)
         try:
             file = SafetensorsFile(path)
-            arrays = {name: file.read(name) for name in file.specs}
+            matrices = {name for name in file.specs if name.partition("/")[0] in _MATRICES}
+            arrays = {name: file.matrix(name) if name in matrices else file.read(name) for name in file.specs}
         except BridgeError as cause:
             raise CalibrationError(f"{path}: not a calibration: {cause}") from cause
         try:
@@ -213,7 +239,11 @@ class Calibration(Displayed):
 
     def to_bytes(self) -> bytes:
         """The file that `save` writes."""
-        return file_bytes(self._arrays(), self._metadata())
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> Iterator[bytes]:
+        matrices = {f"{kind}/{name}": m for kind in _MATRICES for name, m in sorted(getattr(self, kind).items())}
+        return file_pieces({**self._arrays(), **matrices}, self._metadata())
 
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {f"{kind}/{name}": a for kind in _STATISTICS for name, a in sorted(getattr(self, kind).items())}
@@ -224,32 +254,35 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        provenance = {name: value for name, value in asdict(self.provenance).items() if name != "chosen" or value}
+        optional = ("chosen", "weights")
+        provenance = {name: value for name, value in asdict(self.provenance).items() if name not in optional or value}
         header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:
             header["perplexity"] = [self.held_out.source_perplexity, self.held_out.quantized_perplexity]
         return {"qbridge.calibration": VERSION, "qbridge": json.dumps(header, sort_keys=True)}
 
 
-def _parse(metadata: Mapping[str, str], arrays: dict[str, np.ndarray]) -> Calibration:
+def _parse(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> Calibration:
     if metadata.get("qbridge.calibration") != VERSION:
         raise ValueError(f"version {metadata.get('qbridge.calibration')!r}; expected {VERSION!r}")
     header = parse_json(metadata["qbridge"])
     if not isinstance(header["applied"], list):
         raise ValueError(f"applied = {header['applied']!r}; expected a list")
-    statistics: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _STATISTICS}
+    statistics: dict[str, dict[str, Any]] = {kind: {} for kind in (*_STATISTICS, *_MATRICES)}
     held_out: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         kind, _, module = name.partition("/")
         if kind == "held_out":
             held_out[module] = array
+        elif kind in _MATRICES and module:
+            statistics[kind][module] = _checked_matrix(name, array)
         elif kind in statistics and module:
             statistics[kind][module] = _checked(name, array, _AXES.get(kind, 1))
         else:
             raise ValueError(f"unknown tensor {name!r}")
     said = header["provenance"]
     return Calibration(
-        provenance=typed(Provenance, {"chosen": "", **said} if isinstance(said, dict) else said),
+        provenance=typed(Provenance, {"chosen": "", "weights": "", **said} if isinstance(said, dict) else said),
         **statistics,
         applied=typed(tuple[Applied, ...], header["applied"]),
         held_out=_parse_held_out(held_out, header.get("perplexity")) if held_out else None,
@@ -267,6 +300,12 @@ def _checked(name: str, array: np.ndarray, ndim: int) -> np.ndarray:
     if name.startswith("weight_clip/") and (array > 1).any():
         raise ValueError(f"{name}: contains a value above 1")
     return array
+
+
+def _checked_matrix(name: str, matrix: Matrix) -> Matrix:
+    if matrix.dtype != np.uint8 or len(matrix.shape) != 2 or not matrix.nbytes:
+        raise ValueError(f"{name}: {matrix.dtype} {matrix.shape}; expected uint8 of 2 axes")
+    return matrix
 
 
 def _parse_held_out(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:

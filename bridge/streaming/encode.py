@@ -20,6 +20,7 @@ from bridge.quant.codec.arrays import amax as amax_by_block
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.quant.codec.scales import TINY
 from bridge.quant.smoothing import RANGE, Smoothing, multiplied
+from bridge.streaming.chosen import chosen_rows
 from bridge.streaming.context import ConversionContext, Sink, StepResult
 from bridge.streaming.experts import write_experts
 from bridge.streaming.passthrough import copy_step
@@ -85,6 +86,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     outputs = {output.part: output for output in step.outputs}
     wide, cut = _widened(step)
     spec, rows, prepared = prepared_weight(wide, context, buffers)
+    chosen = chosen_rows(step, context.source, context.calibration, amax)
     encoder = Encoder(
         step.format.weight,
         spec.dtype,
@@ -99,6 +101,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     written = dict.fromkeys(("codes", "scale"), 0)
     nonzero, clip = False, clip_of(step, context.plan.sources, context.calibration)
     for first, parts in rows.pieces(encoder.unit):
+        taken = chosen.rows(first, parts[-1].stop) if chosen else None
         for same in [[part] for part in parts] if step.format.weighted else [parts]:
             bits = join([(part, prepared.rows(part)) for part in same], buffers)
             maxima = amax_by_block(bits, spec.dtype, 1, rows.cols) if cut else None
@@ -106,7 +109,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             nonzero = nonzero or bool(bits.any())
             importance = importance_of(step, same[0].slice, context.calibration)
             own = None if clip is None else clip.rows(first, first + len(bits))
-            for part, array in encoder.rows(bits, same[0].first, maxima, importance, own).items():
+            for part, array in encoder.rows(bits, same[0].first, maxima, importance, own, taken).items():
                 sink(outputs["weight" if part == "codes" else part], array, written[part])
                 written[part] += array.nbytes
     return not nonzero
@@ -118,6 +121,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
     outputs = {output.part: output for output in step.outputs}
     spec, rows, prepared = prepared_weight(step, context, buffers)
     bits = prepared.whole(step, rows)
+    chosen = chosen_rows(step, context.source, context.calibration, amax)
     arrays = encode(
         bits,
         spec.dtype,
@@ -128,6 +132,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
         amax=amax,
         clip=clip_of(step, context.plan.sources, context.calibration),
         name=", ".join(part.source for part in step.inputs),
+        chosen=chosen.whole() if chosen else None,
     )
     block = step.format.weight[0].block
     if len(block) == 2:  # the target's block scales have one axis: [in / block, out]

@@ -100,7 +100,7 @@ class Rows:
         """Yield (first row, parts) in order; every piece but the last has a multiple of `unit` rows."""
         step = max(unit, self._at_once // unit * unit)
         for first in range(0, self.rows, step):
-            yield first, self._piece(first, min(first + step, self.rows))
+            yield first, self.piece(first, min(first + step, self.rows))
 
     def whole(self, prepare: Callable[[Part], Array]) -> Array:
         """A matrix that cannot pass row by row, in the axes that the step sees; each slice is prepared on its own.
@@ -118,7 +118,8 @@ class Rows:
             whole[begin:end] = prepare(Part(part, begin, end, self._rectangle(part)))
         return whole
 
-    def _piece(self, first: int, stop: int) -> list[Part]:
+    def piece(self, first: int, stop: int) -> list[Part]:
+        """Return rows `first` to `stop`, slice by slice."""
         wanted, begin = [], 0
         for part, (rows, _) in zip(self._slices, self._extents, strict=True):
             a, b = max(first, begin), min(stop, begin + rows)

@@ -21,6 +21,7 @@ from bridge.sources.source import Source, lazy
 from bridge.streaming.experts import PARTS, expert
 from bridge.streaming.rows import Rows, join
 from bridge.streaming.written import OutputReader
+from bridge.verification.chosen import chosen_values, proved
 from bridge.verification.expected import ExpectedScales
 from bridge.verification.weight_error import Comparer, ErrorSums, compare
 
@@ -60,17 +61,14 @@ def _compare_rows(
     blocks = grid(numeric[0], (rows.rows, rows.cols), "out_in", step.source)
     packed = packing(numeric[0], "out_in", False, step.coding)
     smoother = _smoother(step, rows.spec.dtype, source, output, scales)
-    comparer = Comparer(
-        numeric,
-        rows.spec.dtype,
-        blocks,
-        packed,
-        step.coding,
-        output.read(above) if above else None,
-        roundings=smoother.roundings,
-        beyond=step.format.clipped,
-        take=buffers.take,
-    )
+    beyond = step.format.clipped or step.format.rescaled
+    second, chosen = output.read(above) if above else None, scales.chosen(step, source)
+
+    def comparer_of(dtype: str) -> Comparer:
+        kinds = (numeric, dtype, blocks, packed, step.coding, second)
+        return Comparer(*kinds, roundings=smoother.roundings, beyond=beyond, take=buffers.take)
+
+    comparer, of_chosen = comparer_of(rows.spec.dtype), comparer_of("float32")
     down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs.get("scale")
     every = np.empty(0, np.uint8) if scale is None else None if down else output.read(scale)  # none beside the codes
     total = ErrorSums()
@@ -89,7 +87,15 @@ def _compare_rows(
         if factor is None:
             assert scale
             factor = output.rows(scale, first // down, -(-stop // down), blocks.shape[0], buffers)
-        total += comparer.rows(bits, stored, factor)
+        sums = comparer.rows(bits, stored, factor)
+        if step.format.compensated and not scales.copies(step):
+            if chosen is None:
+                total += proved(sums, None)
+                continue
+            taken, whole = chosen.rows(first, stop), scales.above(step)
+            value = chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
+            sums = proved(sums, of_chosen.rows(value, stored, factor))
+        total += sums
     return total
 
 
@@ -106,17 +112,30 @@ def _compare_whole(
     block = step.format.weight[0].block
     if len(block) == 2:  # written once per `out`, see `streaming.encode.encode_whole`
         arrays["scale"] = arrays["scale"][:, :: block[0]]
-    return compare(
-        bits,
-        rows.spec.dtype,
-        arrays,
-        step.format.weight,
-        layout=layout,
-        transpose=step.transpose,
-        coding=step.coding,
-        roundings=smoother.roundings,
-        beyond=step.format.clipped,
-    )
+    weights, beyond = step.format.weight, step.format.clipped or step.format.rescaled
+
+    def sums_of(weight: Array, dtype: str) -> ErrorSums:
+        return compare(
+            weight,
+            dtype,
+            arrays,
+            weights,
+            layout=layout,
+            transpose=step.transpose,
+            coding=step.coding,
+            roundings=smoother.roundings,
+            beyond=beyond,
+        )
+
+    sums = sums_of(bits, rows.spec.dtype)
+    if not step.format.compensated or scales.copies(step):
+        return sums
+    chosen = scales.chosen(step, source)
+    if chosen is None:
+        return proved(sums, None)
+    own, numeric = chosen.whole(), step.format.weight[0]
+    value = chosen_values(bits, rows.spec.dtype, own, numeric, layout, scales.above(step))
+    return proved(sums, sums_of(value, "float32"))
 
 
 def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: Buffers) -> ErrorSums:

@@ -23,11 +23,12 @@ from bridge.verification.weight_error import ErrorSums
 COMPARED = "written tensors compared with their source"
 FINITE = "compared tensors without NaN or infinity"
 NEAREST = "codes rounded to nearest in the weight's dtype"
+CHOSEN = "codes that are those that calibration chose"
 REPEATED = "codes searched again with their importance, the same"
 USABLE = "scales finite and above zero"
 EQUAL = "unquantized tensors identical to the source"
 SHARED = "groups that share a scale, equal in the files"
-ORDER = (COMPARED, FINITE, NEAREST, REPEATED, USABLE, EQUAL, SHARED)
+ORDER = (COMPARED, FINITE, NEAREST, CHOSEN, REPEATED, USABLE, EQUAL, SHARED)
 MADE_OF_WEIGHTS = ("weight", "scale", "scale_2")
 
 
@@ -48,7 +49,8 @@ class Counts:
         with self._lock:
             self._add(COMPARED, len(outputs), len(outputs))
             self._add(FINITE, finite, len(outputs))
-            self._add(NEAREST, codes - sums.not_nearest, codes)
+            compensated = step.format is not None and step.format.compensated
+            self._add(CHOSEN if compensated else NEAREST, codes - sums.not_nearest, codes)
             self._add(REPEATED, sums.repeated - sums.not_repeated, sums.repeated)
             self._add(USABLE, sums.scales.count - sums.scales.unusable, sums.scales.count)
             self._scales[kind] = self._scales.get(kind, ScaleStats()) + sums.scales

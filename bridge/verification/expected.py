@@ -21,6 +21,7 @@ from bridge.quant.codec.arrays import Array, cast
 from bridge.quant.codec.decode import as_values
 from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
+from bridge.streaming.chosen import ChosenRows, chosen_rows
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import importance_of, input_modules, row_factor_of, smoothing_of
 
@@ -83,6 +84,8 @@ class ExpectedScales:
         parts += ["folded norm"] if step.folded and self._calibration is None else []
         weighted = bool(step.format and step.format.weighted) and self._calibration is None
         parts += ["weight coded with an importance matrix"] if weighted else []
+        chosen = bool(step.format and step.format.chosen) and self._calibration is None
+        parts += ["weight whose codes or scales calibration chose"] if chosen else []
         return (*parts, "weight with a folded pre-scale") if self.hidden(step) else tuple(parts)
 
     def hidden(self, step: Step) -> bool:
@@ -102,6 +105,19 @@ class ExpectedScales:
     def importance(self, step: Step, part: Slice) -> Array | None:
         """The weights of errors with which codes of a slice were searched; None if no calibration says them."""
         return None if self._calibration is None else importance_of(step, part, self._calibration)
+
+    def chosen(self, step: Step, source: Source) -> ChosenRows | None:
+        """What was chosen of the weight of a step; None if nothing was, or if no calibration has it."""
+        if self._calibration is None or self.copies(step):
+            return None
+        return chosen_rows(step, source, self._calibration)
+
+    def above(self, step: Step) -> float:
+        """The scale above the blocks under which calibration chose theirs; 1 without such scales."""
+        if not (self._calibration and step.format and step.format.rescaled):
+            return 1.0
+        amax = max(float(self._calibration.weight_amax[module]) for module in step.modules)
+        return amax / (step.format.weight[0].maxbound * E4M3_MAX)
 
     def folded(self, step: Step, before: Array) -> Expected | None:
         """A norm's weights, or what another matrix reads (float32), times a pre-scale, within the dtype's roundings."""

@@ -152,7 +152,8 @@ class _Check:
         if not sums.source:  # an all-zero weight has no direction; it must be written as zeros
             why = "the source is zero, and it is not" if sums.decoded else ""
         if sums.not_nearest:
-            why = why or f"{number(sums.not_nearest, 'code')} of {sums.codes:,} not rounded to nearest"
+            wrong = "other than calibration chose" if step.format.compensated else "not rounded to nearest"
+            why = why or f"{number(sums.not_nearest, 'code')} of {sums.codes:,} {wrong}"
         if sums.not_repeated:
             again = f"of {sums.codes:,} differ from those searched again with the calibration's importance"
             why = why or f"{number(sums.not_repeated, 'code')} {again}"

@@ -36,6 +36,9 @@ PRESETS = {
     "nvfp4_wo": "W4A16_NVFP4_CFG",
     "nvfp4_input_scale1": "NVFP4_DEFAULT_CFG",
     "int4_mse": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "int4_gptq": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "nvfp4_gptq": "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG",  # static weights; general/ptq/nvfp4_default-kv_none-gptq.yaml
+    "nvfp4_local_hessian": "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG",
     "nvfp4_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
     "nvfp4_wo_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
     "nvfp4_four_over_six": "NVFP4_FOUR_OVER_SIX_CFG",
@@ -123,6 +126,8 @@ def ask(
         config["algorithm"] = {"method": method, "debug": True} | ({} if method == "awq_clip" else {"alpha_step": 0.1})
     if scheme == "int4_mse":
         config["algorithm"] = "mse"
+    if scheme.endswith("gptq"):
+        config["algorithm"] = {"method": "gptq"}
     if scheme == "nvfp4_wo_mse":
         config["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
     with on_a_cpu():

@@ -66,6 +66,19 @@ def fake_quant(
     return torch.where(scale == 0.0, 0.0, out).to(out_dtype or x.dtype).reshape(x.shape)
 
 
+def dynamic(x: Tensor, block_size: int, amax: Tensor, *bits: int) -> Tensor:
+    """`fp4_fake_quant_block` of a quantizer of NVFP4 activations."""
+    assert bits == (4, 2, 8, 4), bits
+    above = amax.float().reshape(-1).max() / (6.0 * 448.0)
+    above = above if above > 0 else torch.tensor(1e-12)
+    blocks = x.float().reshape(-1, block_size)
+    scale = torch.minimum(blocks.abs().amax(dim=1, keepdim=True) / (6.0 * above), torch.tensor(448.0))
+    scale = scale.to(torch.float8_e4m3fn).float() * above
+    scale = torch.where(scale >= 1e-5, scale, 1.0)
+    quantized = round_magnitude(blocks.abs() / scale) * scale
+    return torch.where(blocks >= 0, quantized, -quantized).to(x.dtype).reshape(x.shape)
+
+
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
     """Let ModelOpt take these functions for its kernels."""
@@ -75,8 +88,9 @@ def on_a_cpu() -> Iterator[None]:
 
     kernels: Any = tensor_quant.triton_kernel
     with (
-        mock.patch.object(NVFP4MSECalibrator, "_can_use_triton_fast_path", lambda self, x: True),
+        mock.patch.object(NVFP4MSECalibrator, "_can_use_triton_fast_path", lambda self, x: self._error_func is None),
         mock.patch.object(gemm, "nvfp4_fp8_scale_sweep", sweep, create=True),
+        mock.patch.object(tensor_quant, "dynamic_block_quantize_op", dynamic),
         mock.patch.object(kernels, "IS_AVAILABLE", True, create=True),
         mock.patch.object(kernels, "static_blockwise_fp4_fake_quant", fake_quant, create=True),
     ):

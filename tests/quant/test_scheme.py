@@ -21,10 +21,11 @@ from bridge.quant.schemes.scheme import Rule
 from bridge.verification.weight_error import compare
 
 ALL = [
-    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_awq_clip", "int4_awq_full", "int4_mse", "int4_wo", "int8",
-    "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six",
-    "nvfp4_input_scale1", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k",
-    "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
+    "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo",
+    "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six",
+    "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo",
+    "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix",
+    "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -55,13 +56,12 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
     assert load_scheme(alias) == load_scheme(name)
 
 
-def test_only_schemes_with_static_activations_pre_scales_or_importance_need_calibration() -> None:
+def test_only_schemes_with_static_activations_pre_scales_importance_or_chosen_codes_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
     weighted = {name for name in ALL if name.endswith("_imatrix")}
-    fp4 = {"nvfp4", "nvfp4_mse", "nvfp4_four_over_six", "nvfp4_mlp_only", "nvfp4_experts_only", "w4a8_nvfp4_fp8"}
-    assert (
-        needing == {"fp8", "int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq"} | fp4 | weighted
-    )
+    fp4 = {name for name in ALL if "nvfp4" in name and load_scheme(name).input} - {"nvfp4_input_scale1"}
+    int4 = {"int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "w4a8_awq"}
+    assert needing == {"fp8", "int8", "int8_sq"} | int4 | fp4 | weighted
     assert not any(load_scheme(name).needs_modelopt for name in weighted)
     assert load_scheme("int8_wo", kv="fp8").needs_calibration
     assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
@@ -94,10 +94,11 @@ def test_format_of_keeps_what_the_architecture_keeps() -> None:
 
 
 @pytest.mark.parametrize("site", [replace(PLAIN, expert=3), replace(PLAIN, layout="conv")])
-def test_experts_and_convolutions_are_neither_smoothed_nor_clipped(site: Site) -> None:
-    for name in ("int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq"):
+def test_experts_and_convolutions_are_neither_smoothed_nor_clipped_nor_compensated(site: Site) -> None:
+    names = ("int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq", "int4_gptq")
+    for name in (*names, "nvfp4_local_hessian"):
         form = load_scheme(name).format_of(site)
-        assert isinstance(form, Format) and not form.prescales and not form.clipped
+        assert isinstance(form, Format) and not (form.prescales or form.clipped or form.chosen)
         assert form.weight == load_scheme(name).weight
 
 

@@ -19,6 +19,9 @@ WHOLE = 1.3  # ModelOpt's copies of single matrices, and what `from_pretrained` 
 SLACK = 1.25
 BASE = 300 << 20  # what one block takes apart from its bytes: pieces that are read, small modules, ModelOpt's objects
 USED = 0.8  # of the free memory, without memory=
+COPIES = 3  # of the largest Hessian, which ModelOpt's GPTQ inverts; and float32 copies of that weight
+WEIGHT_COPIES = 6
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -82,6 +85,7 @@ def calibration_need(
     awq = algorithms & {"awq", "awq_full"}
     streams = 2 if awq and (scheme.kv is not None or "smoothquant" in algorithms) else 1  # see `Schedule`
     streams += ("awq_full" in algorithms) + (len(awq) == 2)
+    streams += any(form.chosen and form.input for form in scheme.formats)
     states = (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
     smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
     total, product, losses = sum(spec.nbytes for spec in specs.values()), 0, 0.0
@@ -90,7 +94,30 @@ def calibration_need(
         losses = LOSSES / item
     whole = int((WHOLE + losses) * total) + product + logits
     blocks = int(SLACK * (sizes[name] + states) + losses * sizes[name]) + smoothed + product + logits + BASE
+    if "gptq" in algorithms:
+        hessians, copies = hessian_sizes(specs.values())
+        whole += sum(hessians.values()) + copies + sum(spec.size for spec in specs.values()) // 2  # and codes
+        blocks += max(hessians.values(), default=0) + copies
     return Need(whole, blocks, name, sizes[name])
+
+
+def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
+    """Return bytes of GPTQ's Hessians by block, and of the copies that ModelOpt makes for one matrix.
+
+    ModelOpt collects those of all matrices in one run: float32 [in, in] each, also of matrices with the same input.
+
+    >>> hessian_sizes([TensorSpec("model.layers.3.mlp.up.weight", (2, 4), "float32")])
+    ({'model.layers.3': 64}, 384)
+    """
+    sizes: dict[str, int] = {}
+    copies = 0
+    for spec in specs:
+        match = _LAYER.match(spec.name)
+        if match and len(spec.shape) == 2 and not _EXPERT.search(spec.name):
+            hessian = 4 * spec.shape[1] ** 2
+            sizes[match.group()] = sizes.get(match.group(), 0) + hessian
+            copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * spec.size)
+    return sizes, copies
 
 
 def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:

@@ -11,16 +11,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bridge.calibration.data import Data
-from bridge.calibration.statistics import KINDS, Statistics
+from bridge.calibration.statistics import KINDS, MATRICES, Statistics
 from bridge.calibration.walk.blocks import Block
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
+from bridge.core.files.matrices import AppendedFile
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, layout
 from bridge.core.output.directory import Work, partial_directory
 from bridge.core.output.journal import begin
@@ -73,11 +75,19 @@ class Partial:
         self.blocks = [*work.done]
         last = work.done[self.blocks[-1]] if self.blocks else {}
         self._states, self.next = str(last.get("states", "")), str(last.get("next", ""))
+        self._placed = [work.done[name].get("codes", {}) for name in self.blocks]
 
     def start_again(self) -> None:
         """Forget all blocks."""
         begin(self._work.journal, self._work.directory, self._work.identity)
-        self.blocks = []
+        self.blocks, self._placed = [], []
+        self.__dict__.pop("codes", None)
+
+    @cached_property
+    def codes(self) -> AppendedFile:
+        """The file of codes and scales that were chosen, with those of the finished blocks."""
+        ends = (offset + rows * width for codes in self._placed for offset, rows, width in codes.values())
+        return AppendedFile(self._work.directory / "codes.bin", max(ends, default=0))
 
     def keep(self, block: Block, seen: Statistics, outputs: Sequence[Any], digest: str) -> bool:
         """Write the statistics of a block and what it put out; False if these have no form on disk.
@@ -92,11 +102,15 @@ class Partial:
         except _CannotKeep:
             return False
         states = "states-b.safetensors" if self._states == "states-a.safetensors" else "states-a.safetensors"
-        arrays = {f"{kind}/{name}": array for kind in KINDS for name, array in seen[kind].items()}
+        arrays = {
+            f"{kind}/{name}": array for kind in KINDS if kind not in MATRICES for name, array in seen[kind].items()
+        }
+        places = {f"{kind}/{name}": (m.offset, *m.shape) for kind in MATRICES for name, m in seen[kind].items()}
         write_whole(self._statistics(len(self.blocks)), file_bytes(arrays))
         _write(self._work.directory / states, tensors, {"outputs": shapes})
-        self._work.mark(block.name, {"states": states, "next": digest})
+        self._work.mark(block.name, {"states": states, "next": digest, **({"codes": places} if places else {})})
         self.blocks.append(block.name)
+        self._placed.append(places)
         self._states, self.next = states, digest
         return True
 
@@ -111,6 +125,9 @@ class Partial:
             for name in file.specs:
                 kind, _, module = name.partition("/")
                 seen[kind][module] = file.read(name)
+            for name, (offset, *shape) in self._placed[number].items():
+                kind, _, module = name.partition("/")
+                seen[kind][module] = self.codes.matrix(offset, tuple(shape))
             yield seen
 
     def outputs(self) -> list[Any]:

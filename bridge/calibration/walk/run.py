@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bridge.calibration.codes import chosen_of, made_for
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import (
     bindings_of,
@@ -24,9 +25,10 @@ from bridge.calibration.modelopt import (
     register_modules,
     simulates,
 )
+from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import Answers, held_out_of, refused, runner
 from bridge.calibration.schedule import Schedule, schedule_of
-from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
+from bridge.calibration.statistics import KINDS, MATRICES, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Forward
@@ -34,6 +36,7 @@ from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.weights import Ahead, Weights, drop, share
 from bridge.core.errors import BridgeError, CalibrationError
+from bridge.core.files.matrices import AppendedFile
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
 from bridge.quant.calibration import Calibration
@@ -69,6 +72,7 @@ def calibrate_by_blocks(
     attention = walk.attention.values()
     statistics, applied = settle_statistics(walk.seen, walk.bindings, attention, scheme, source.specs, needed)
     provenance = provenance_of(source, structure, scheme, data, walk.plain.model)
+    provenance = made_for(provenance, source, structure, statistics)
     held = held_out_of(data.held_out, walk.source_answers, walk.answers) if data.held_out else None
     return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
 
@@ -125,7 +129,8 @@ class Walk:
     ) -> None:
         self._left, self._ahead, self._watch, self._scheme = left, ahead, watch, scheme
         model = source.load_skeleton()
-        origins = live_names(model, source.specs)
+        self._origins = origins = live_names(model, source.specs)
+        self._codes: AppendedFile | None = None
         self._weights = Weights(source, model, origins, device)
         self._reads = Ahead(self._weights)
         fake = copy_modules(model)
@@ -259,7 +264,18 @@ class Walk:
             if self._quantized:
                 fold_weights(root, bindings)
             self._pass(self._quantized, root.get_submodule(block.name), block)
-        return collect(calibrated, self._scheme)
+        seen = collect(calibrated, self._scheme)
+        self._choose(seen, root, bindings)
+        return seen
+
+    def _choose(self, seen: Statistics, root: Any, bindings: Sequence[QuantizerBinding]) -> None:
+        """Write the codes and scales that a block chose to a file, where they stay."""
+        found = chosen_of(root, bindings, self._origins)
+        seen["weight_amax"] |= found["weight_amax"]
+        if self._codes is None and any(found[kind] for kind in MATRICES):
+            self._codes = self._left.codes if self._left else AppendedFile()
+        for kind in MATRICES:
+            seen[kind] |= {module: self._codes.append(m) for module, m in found[kind].items() if self._codes}
 
     def _following(self, block: Block) -> Block | None:
         """The block that most likely runs next."""

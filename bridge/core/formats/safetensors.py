@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from bridge.core.dtypes import DTYPES, FROM_SAFETENSORS
 from bridge.core.errors import SourceError, located
 from bridge.core.files.handles import HEAD, opened, read_at, read_into, refuse_pointer, size_of
+from bridge.core.files.matrices import FileMatrix, Matrix
 from bridge.core.files.span import Extent, row_order, span_of
 from bridge.core.pages import paged
 from bridge.core.parsing import parse_json
@@ -26,6 +28,7 @@ from bridge.core.values import TensorSpec, shape_problem
 
 MAX_HEADER = 100_000_000  # the reference implementation's limit; a longer header is a broken or hostile file
 MAX_VALUES = 4 << 20  # of a header, some ten for a tensor; the largest files seen have some 10,000 tensors
+PIECE = 4 << 20  # bytes of an array that are written at once
 SHOWN = 8  # names or numbers in one message
 # The order in which the reference implementation lays dtypes out, and tensors of one dtype by name.
 ORDER = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL"
@@ -172,12 +175,21 @@ def layout(
 
 def file_bytes(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return a whole file of small C-contiguous arrays in NumPy's own dtypes; memory holds them twice."""
-    head, offsets, size = layout([TensorSpec(name, a.shape, a.dtype.name) for name, a in arrays.items()], metadata)
-    data = bytearray(size)
-    data[: len(head)] = head
-    for name, array in arrays.items():
-        data[offsets[name] : offsets[name] + array.nbytes] = array.tobytes()
-    return bytes(data)
+    return b"".join(file_pieces(arrays, metadata))
+
+
+def file_pieces(arrays: Mapping[str, Matrix], metadata: Mapping[str, str] | None = None) -> Iterator[bytes]:
+    """Yield a whole file of C-contiguous arrays in NumPy's own dtypes; those with rows some megabytes at a time."""
+    head, offsets, _ = layout([TensorSpec(name, a.shape, a.dtype.name) for name, a in arrays.items()], metadata)
+    yield head
+    for name in sorted(arrays, key=lambda name: (offsets[name], arrays[name].nbytes)):
+        array = arrays[name]
+        if not array.shape:
+            yield np.asarray(array).tobytes()
+            continue
+        step = max(1, PIECE * array.shape[0] // max(1, array.nbytes))
+        for begin in range(0, array.shape[0], step):
+            yield array[begin : begin + step].tobytes()
 
 
 def stored_shape(spec: TensorSpec) -> tuple[int, ...]:
@@ -213,6 +225,10 @@ class SafetensorsFile:
             out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         self._read(name, begin * (nbytes // spec.shape[0]) if begin else 0, out)
         return out
+
+    def matrix(self, name: str) -> FileMatrix:
+        """Return a matrix of bytes whose rows are read on request."""
+        return FileMatrix(self.specs[name].shape, partial(self.read_rows, name), self.offset(name))
 
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Return bytes `begin` to `end` of one tensor, in `out`."""

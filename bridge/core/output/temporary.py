@@ -40,15 +40,16 @@ def temporary_directory(parent: str | Path | None = None) -> Iterator[Path]:
             os.close(fd)
 
 
-def write_whole(path: Path, data: bytes | memoryview, partial: str = "") -> None:
+def write_whole(path: Path, data: bytes | memoryview | Iterator[bytes], partial: str = "") -> None:
     """Write a file under another name, then rename it: a reader sees the old or the whole new file.
 
-    `partial`: the other name, if only one run writes at a time; by default it has the process id.
+    `data`: an iterator yields it in pieces. `partial`: the other name, if only one run writes at a time; by default it
+    has the process id.
     """
     beside = path.with_name(partial or f".{path.name}.{os.getpid()}.partial")
     try:
         with beside.open("wb") as file:
-            file.write(data)
+            file.writelines(data if isinstance(data, Iterator) else [data])
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,6 +29,24 @@ from bridge.quant.codec.scales import Scales
 from bridge.quant.codec.search import fp4_scales, integer_amax
 
 PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls, more do not fit in the L2 cache
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What calibration chose of some rows of a weight.
+
+    `codes`: of its values, one byte each (rows, in). `scales`: the e4m3 codes of its blocks' scales (rows, blocks).
+    """
+
+    codes: Array | None = None
+    scales: Array | None = None
+
+    def cut(self, rows: slice, across: bool) -> Chosen:
+        """Those of some rows of the whole; `across`: its codes are stored (in, rows)."""
+        codes = self.codes
+        if codes is not None:
+            codes = arrays.transposed(codes[:, rows]) if across else codes[rows]
+        return Chosen(codes, None if self.scales is None else self.scales[rows])
 
 
 class Encoder:
@@ -90,6 +109,7 @@ class Encoder:
         largest: Array | None = None,
         importance: Array | None = None,
         clip: Clip | None = None,
+        chosen: Chosen | None = None,
     ) -> dict[str, Array]:
         """Return "codes" of the weight's rows from `first` on, and "scale" unless it is constant.
 
@@ -98,6 +118,7 @@ class Encoder:
         largest: the maxima (rows, 1) for per-channel scales, if the weight is cut along `in`.
         importance: float32 (in,), the weights of errors where llama.cpp's quantizer searches the codes.
         clip: of the blocks of these rows; without it scales cover all of their amax.
+        chosen: codes or scales of these rows that are taken as they are.
         """
         flat = arrays.matrix(bits)
         n, blocks = len(flat), self._blocks
@@ -113,14 +134,12 @@ class Encoder:
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
         own = own if largest is None else largest
         own = own if clip is None else clip.amax(own)
-        parts, divisor = self._searched(flat, own) if self._search else self._scales.of(own)
-        codes = self._take("codes", (n, blocks.cols), np.uint8)
-        for part in self._chunks(n):
-            of = part if divisor.shape[0] > 1 else slice(0, 1)
-            at = slice(of.start // down, -(-of.stop // down))
-            dividends, by = self._readable(flat[part], divisor[at], down)
-            height = down if len(by) > 1 else len(dividends)
-            make_codes(dividends, by, height, blocks.across, self._numeric.dtype, codes[part])
+        chosen = chosen or Chosen()
+        if chosen.scales is not None and self._whole:
+            parts, divisor = self._scales.of_codes(np.ascontiguousarray(chosen.scales))
+        else:
+            parts, divisor = self._searched(flat, own) if self._search else self._scales.of(own)
+        codes = self._nearest(flat, divisor, down) if chosen.codes is None else np.ascontiguousarray(chosen.codes)
         if self._values:
             stored = self._fake_quantized(codes, parts.get("scale"), down)
         elif self._packed in ggml.TYPES:
@@ -131,6 +150,18 @@ class Encoder:
         if "scale" in parts and self._numeric.per == "channel":
             parts["scale"] = parts["scale"].reshape(-1)
         return parts | {"codes": stored}
+
+    def _nearest(self, flat: Array, divisor: Array, down: int) -> Array:
+        """The codes next to some rows divided by the scales of their blocks."""
+        n, blocks = len(flat), self._blocks
+        codes = self._take("codes", (n, blocks.cols), np.uint8)
+        for part in self._chunks(n):
+            of = part if divisor.shape[0] > 1 else slice(0, 1)
+            at = slice(of.start // down, -(-of.stop // down))
+            dividends, by = self._readable(flat[part], divisor[at], down)
+            height = down if len(by) > 1 else len(dividends)
+            make_codes(dividends, by, height, blocks.across, self._numeric.dtype, codes[part])
+        return codes
 
     def _searched(self, flat: Array, own: Array) -> tuple[dict[str, Array], Array]:
         """`Scales.of` for the searched scales of some rows, whose block maxima are `own`."""
@@ -190,6 +221,7 @@ def encode(
     amax: float | None = None,
     clip: Clip | None = None,
     name: str = "weight",
+    chosen: Chosen | None = None,
 ) -> dict[str, Array]:
     """Quantize one weight: {"codes", "scale"} and "scale_2" if the scheme has a second scale.
 
@@ -198,7 +230,7 @@ def encode(
     amax: the maximum of the whole tensor if the caller knows or shares it (per tensor, NVFP4's global scale, the
     second numeric of w4a8); else it is computed, which reads the weight twice.
     clip: of the blocks (out, blocks); without it scales cover all of their amax.
-    name: for messages.
+    name: for messages.  chosen: codes in the axes of `bits`, or scales (out, blocks), that are taken as they are.
 
     codes: uint8 (fp8), int8, or two 4-bit codes to a byte, the even one in the low nibble (int32, floats: `Encoding`).
     scale: (), (out,) or a grid of blocks in the stored axes; uint8 bits of e4m3 (NVFP4) or e8m0 (MX).
@@ -224,8 +256,9 @@ def encode(
     at = dict.fromkeys(out, 0)
     for rows in arrays.chunks(shape[0], math.prod(shape[1:]), math.lcm(encoder.unit, 8), PIECE):
         panel = arrays.transposed(flat[:, rows]) if across else flat[rows]
-        own = None if clip is None else clip.rows(rows.start, rows.stop)
-        for key, array in encoder.rows(panel, rows.start, clip=own).items():
+        clips = None if clip is None else clip.rows(rows.start, rows.stop)
+        own = chosen and chosen.cut(rows, across)
+        for key, array in encoder.rows(panel, rows.start, clip=clips, chosen=own).items():
             _place(array, out[key], at[key], turned)
             at[key] += len(array)
     return out

@@ -117,6 +117,14 @@ class Scales:
         return {"scale": codes}, values(codes, "float8_e4m3fn") / above
 
 
+def e4m3_codes(scales: Array) -> Array:
+    """Return the codes of float32 block scales; none is zero or above 448."""
+    kept = np.clip(scales, np.float32(2.0**-9), np.float32(E4M3_MAX)).astype(np.float32)
+    codes = np.empty(kept.shape, np.uint8)
+    fp8(kept.view(np.uint32), np.ones((1, 1), np.float32), *kept.shape, codes)
+    return codes
+
+
 def round_up_subnormals(scale: Array, dtype: str) -> Array:
     """Return float32 scales with the subnormals of `dtype` rounded up to numbers that it represents.
 

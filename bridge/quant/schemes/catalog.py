@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.core.dtypes import SEARCHED
@@ -51,7 +52,7 @@ ELSEWHERE = {
     "bnb": "bitsandbytes' kernels quantize at load; int4_wo and nvfp4_wo take no data either",
     "bitsandbytes": "its kernels quantize at load; int4_wo and nvfp4_wo take no data either",
     "fp4": "nvfp4 and mxfp4_wo are the schemes with 4-bit floats",
-    "gptq": "bridge has no GPTQ; int4_awq is the calibrated scheme with 4-bit integers",
+    "gptq": "int4_gptq chooses the codes of int4_wo by GPTQ; format='gptq' (--format gptq) writes its file format",
     "nf4": "NF4 belongs to bitsandbytes, whose kernels quantize at load; int4_wo and nvfp4_wo take no data either",
 }
 # The weight that awq_clip may have. With a second numeric ModelOpt measures amax again and drops the clips, of NVFP4 it
@@ -126,6 +127,7 @@ def read_scheme(path: Path) -> Scheme:
         raise SchemeError(
             f"{where}: algorithm {algorithm!r} clips INT4 in blocks along `in`, without [input] or search"
         )
+    _check_chosen(algorithm, numerics, where)
     return Scheme(
         name=path.stem,
         summary=str(words["summary"]),
@@ -140,3 +142,14 @@ def read_scheme(path: Path) -> Scheme:
         only=parse_only(words.get("only", []), where),
         origin=where,
     )
+
+
+def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> None:
+    """SchemeError for a weight whose codes or scales an algorithm cannot choose."""
+    first = numerics[0]
+    kind = (first.dtype, first.scale_dtype, len(first.block), first.search, len(numerics))
+    nvfp4, int4 = ("float4_e2m1fn", "float8_e4m3fn", 1, "", 1), ("int4", "float32", 1, "", 1)
+    if algorithm == "gptq" and kind not in (nvfp4, int4):
+        raise SchemeError(f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or NVFP4 in blocks along `in`")
+    if algorithm == "local_hessian" and kind != nvfp4:
+        raise SchemeError(f"{where}: algorithm 'local_hessian' is for one [[weight]] of NVFP4, without search")

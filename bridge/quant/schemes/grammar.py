@@ -21,6 +21,8 @@ ALGORITHMS = {
     "awq_clip": {"min_clip_ratio": 0.5, "shrink_step": 0.05},
     "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},  # awq, then awq_clip
     "imatrix": {},  # llama.cpp's: errors are weighted by the mean square of the input of each `in`
+    "local_hessian": {},
+    "gptq": {"perc_damp": 0.01},
 }
 POLICIES = ("error", "floor", "peers")
 _PER = ("tensor", "channel", "block", "token")

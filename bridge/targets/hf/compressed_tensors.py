@@ -80,7 +80,7 @@ def coding(format_: Format, site: Site, dtype: str, export: str) -> Encoding:
         packed="int32" if compression(format_) == "pack-quantized" else "in",
         quotient="weight" if first.scale_dtype == "float32" else "float32",
         scale_dtype=dtype,
-        bound=BOUNDS.get(first.dtype, 0.0),
+        bound=0.0 if format_.compensated else BOUNDS.get(first.dtype, 0.0),  # codes are chosen under ModelOpt's scales
         reciprocal=first.scale_dtype == NV,
     )
 

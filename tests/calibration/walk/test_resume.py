@@ -78,7 +78,12 @@ def stopping(after: int) -> Callable[..., bool]:
     return stop
 
 
-@grid({"family": [*DECODERS, *OTHERS], "scheme": [("fp8", "fp8"), ("int4_awq", "fp8"), ("int8_sq", None)]})
+@grid(
+    {
+        "family": [*DECODERS, *OTHERS],
+        "scheme": [("fp8", "fp8"), ("int4_awq", "fp8"), ("int8_sq", None), ("int4_gptq", None)],
+    }
+)
 def test_a_run_that_ends_after_any_block_goes_on_to_the_same_bytes(
     family: str, scheme: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,9 @@ SCHEMES = {
     "w4a8_awq": ("w4a8_awq", None),
     "int4_awq_clip": ("int4_awq_clip", None),
     "int4_awq_full + kv": ("int4_awq_full", "fp8"),
+    "int4_gptq + kv": ("int4_gptq", "fp8"),
+    "nvfp4_gptq + kv": ("nvfp4_gptq", "fp8"),
+    "nvfp4_local_hessian": ("nvfp4_local_hessian", None),
     "nvfp4 + kv": ("nvfp4", "nvfp4"),
 }
 MIXED = """
@@ -51,6 +54,10 @@ quant = "int4_awq"
 modules = ["*.gate_proj"]
 layers = [0]
 quant = "none"
+[[rule]]
+modules = ["*.gate_proj"]
+layers = [1]
+quant = "int4_gptq"
 """
 CLIPPED = """
 base = "int4_awq_clip"
@@ -101,14 +108,14 @@ def test_statistics_are_those_of_the_whole_model(family: str, scheme: str, dtype
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", [None, "fp8"])
-def test_a_recipe_of_three_algorithms_needs_a_second_stream(kv: str | None, tmp_path: Path) -> None:
+def test_a_recipe_of_four_algorithms_needs_further_streams(kv: str | None, tmp_path: Path) -> None:
     (tmp_path / "mixed.toml").write_text(MIXED)
     build("LlamaForCausalLM").save_pretrained(tmp_path / "model")
     source = open_source(tmp_path / "model")
     scheme = load_scheme(tmp_path / "mixed.toml", kv=kv).bound(structure_of(source).sites)
     data = prepare(batches(), source)
     found = walked(source, scheme, data)
-    assert found.input_amax and found.smoothing_amax and found.awq_scale
+    assert found.input_amax and found.smoothing_amax and found.awq_scale and found.weight_codes
     assert found.digest == whole(source, scheme, data).digest
 
 

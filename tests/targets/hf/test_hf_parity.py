@@ -26,6 +26,8 @@ SCHEMES = (
 )  # fmt: skip
 # ModelOpt searches their scales for seconds: by 39 candidates, 126, or two.
 SEARCHED = ("int4_mse", "nvfp4_mse", "nvfp4_wo_mse", "nvfp4_four_over_six")
+# Codes and scales that calibration chooses.
+CHOSEN = (("int4_gptq", "fp8"), ("nvfp4_local_hessian", None), ("nvfp4_gptq", "fp8"))
 # (dtype of the source, dtype of the export)
 DTYPES = (("bf16", "bf16"), ("fp16", "bf16"), ("fp32", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
 CLIPPED = ("int4_awq_clip", "int4_awq_full")
@@ -185,7 +187,7 @@ def test_all_dtypes_and_kv_of_llama_equal_modelopts_export(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "kv"), [("fp8", "fp8"), ("int8", "fp8"), ("w4a8_awq", None)])
+@pytest.mark.parametrize(("scheme", "kv"), [("fp8", "fp8"), ("int8", "fp8"), ("w4a8_awq", None), *CHOSEN])
 def test_calibrating_and_converting_in_one_call_equals_modelopts_export(
     scheme: str, kv: str | None, tmp_path: Path
 ) -> None:

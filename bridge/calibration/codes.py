@@ -1,0 +1,141 @@
+"""Read codes and scales that calibration chose off ModelOpt's model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.calibration.quantizers import QuantizerBinding
+from bridge.calibration.statistics import CODES, SCALES, Statistics
+from bridge.core.values import Format, Structure
+from bridge.quant.calibration import Provenance
+from bridge.quant.codec.packing import packed_codes
+from bridge.sources.source import Source
+
+if TYPE_CHECKING:
+    from bridge.sources.live_models.checkpoint_names import LiveSlice, Origin
+
+PIECE = 4 << 20  # values of a weight that are coded at once
+EPSILON = 2.0**-24  # ModelOpt's fake quantizer codes blocks with no larger amax as zeros
+
+
+def chosen_of(root: Any, bindings: Iterable[QuantizerBinding], origins: Mapping[str, Origin]) -> Statistics:
+    """Return what calibration chose of the weights in `root`, by kind and checkpoint module.
+
+    Codes lie in the axes of the stored weight. ModelOpt's modules hold their values, rounded to the model's dtype, and
+    the amax of the blocks: a value divided by its scale is next to its code, so that rounding gives it back.
+    """
+    by_site: dict[str, list[QuantizerBinding]] = {}
+    for binding in bindings:
+        if binding.format.chosen:
+            by_site.setdefault(binding.site.weight, []).append(binding)
+    found: Statistics = {CODES: {}, SCALES: {}, "weight_amax": {}}
+    for weight, own in by_site.items():
+        site, form, names = own[0].site, own[0].format, [binding.module for binding in own]
+        turned, origin = site.layout == "in_out", origins[weight]
+
+        def stored(
+            of: Callable[[Any, Format], np.ndarray],
+            origin: Origin = origin,
+            names: Sequence[str] = names,
+            form: Format = form,
+            turned: bool = turned,
+        ) -> np.ndarray:
+            """Values of live matrices (out, in), as the checkpoint has them."""
+            live = [of(root.get_submodule(_module_of(part, names)), form) for part in origin.parts]
+            parts = [part.of(one.T if turned else one) for part, one in zip(origin.parts, live, strict=True)]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts, origin.axis)
+
+        if form.compensated:
+            found[CODES][site.module] = _packed(stored(_codes_of))
+        if form.rescaled:
+            scales = stored(_scales_of)
+            found[SCALES][site.module] = np.ascontiguousarray(
+                (scales.T if turned else scales)[:, :: form.weight[0].block[0]]
+            )
+            amax = max(float(root.get_submodule(name).weight_quantizer.global_amax) for name in names)
+            found["weight_amax"][site.module] = np.asarray(amax, np.float32)
+    return found
+
+
+def _module_of(part: LiveSlice, modules: Sequence[str]) -> str:
+    """The live module that has a part of a weight: a tied head is its own module."""
+    live = part.live.rpartition(".")[0]
+    return live if live in modules else modules[0]
+
+
+def _codes_of(module: Any, form: Format) -> np.ndarray:
+    """The one-byte codes (out, in) of a live module's weight, some rows at a time."""
+    import torch
+
+    numeric, weight = form.weight[0], module.weight.detach()
+    rows, cols = weight.shape
+    codes = np.empty((rows, cols), np.int8)
+    step = max(1, PIECE // cols)
+    if form.rescaled:
+        from bridge.calibration.fp4 import codes_of
+
+        scales = _block_scales(module).reshape(rows, -1)
+        above = module.weight_quantizer.global_amax.float() / (6.0 * 448.0)
+    else:
+        amax = module.weight_quantizer._amax.detach().float().reshape(rows, -1)
+        scales = torch.where(amax > EPSILON, numeric.maxbound / amax, torch.zeros_like(amax))
+    for begin in range(0, rows, step):
+        own = scales[begin : begin + step].float().repeat_interleave(numeric.block[0], dim=1)[:, :cols]
+        part = weight[begin : begin + step].float()
+        if form.rescaled:
+            made = codes_of(part.abs() / (own * above).clamp(min=2.0**-149)) + 8 * (part < 0)
+        else:
+            made = (part * own).round_().clamp_(-numeric.maxbound - 1, numeric.maxbound)
+        codes[begin : begin + step] = made.to(torch.int8).cpu().numpy()
+    return codes
+
+
+def _scales_of(module: Any, form: Format) -> np.ndarray:
+    """The e4m3 code of each value's block (out, in)."""
+    import torch
+
+    rows, cols = module.weight.shape
+    codes: np.ndarray = _block_scales(module).view(torch.uint8).reshape(rows, -1).cpu().numpy()
+    return codes.repeat(form.weight[0].block[0], axis=1)[:, :cols]
+
+
+def _block_scales(module: Any) -> Any:
+    """The scales of blocks in e4m3, as ModelOpt's export makes them of a static quantizer's amax."""
+    import torch
+
+    quantizer = module.weight_quantizer
+    scale = quantizer._amax.detach().float() / 6.0
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    largest = quantizer.global_amax.float() / 6.0
+    scale = scale * 448.0 / torch.where(largest > 0, largest, torch.ones_like(largest))
+    return scale.clamp_(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+
+
+def _packed(codes: np.ndarray) -> np.ndarray:
+    """Two codes to a byte along the last axis; of an odd number the last has the code 0 beside it."""
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return packed_codes(np.ascontiguousarray(codes).view(np.uint8), "int4", "in")
+
+
+def made_for(provenance: Provenance, source: Source, structure: Structure, seen: Statistics) -> Provenance:
+    """Return a provenance that says for which weights the codes and scales of some modules were chosen."""
+    modules = {*seen[CODES], *seen[SCALES]}
+    return replace(provenance, weights=digest_of_weights(source, structure, modules)) if modules else provenance
+
+
+def digest_of_weights(source: Source, structure: Structure, modules: Collection[str]) -> str:
+    """Return a digest of the first row of the weight of each module.
+
+    Codes are no statistics: a model of the same architecture that was trained on has others.
+    """
+    digest = hashlib.sha256()
+    for name in sorted({site.weight for site in structure.sites if site.module in modules}):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(source.read_rows(name, 0, 1)).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""Read chosen codes and scales as tensors in the place of weights.
+
+So they are cut, joined and turned as the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from bridge.core.pages import Buffers
+from bridge.core.values import Format, TensorSpec
+from bridge.planning.plan import Step
+from bridge.quant.calibration import Calibration
+from bridge.quant.codec.arrays import Array, transposed
+from bridge.quant.codec.decode import values
+from bridge.quant.codec.encode import Chosen
+from bridge.quant.codec.packing import unpacked_codes
+from bridge.quant.codec.scales import e4m3_codes
+from bridge.sources.source import Source
+from bridge.streaming.rows import Rows
+
+
+class ChosenRows:
+    """What calibration chose of a step's weight, in the rows that the step sees."""
+
+    def __init__(self, codes: Rows | None, scales: Rows | None, block: int, turned: bool) -> None:
+        self._codes, self._scales, self._block, self._turned = codes, scales, block, turned
+
+    def rows(self, first: int, stop: int) -> Chosen:
+        """The codes and scales of some rows of the weight."""
+        codes, scales = (_joined(rows, first, stop) if rows else None for rows in (self._codes, self._scales))
+        return Chosen(codes, None if scales is None else np.ascontiguousarray(scales[:, :: self._block]))
+
+    def whole(self) -> Chosen:
+        """Those of a weight that is held whole: codes in its axes, scales (out, blocks)."""
+        codes, scales = (_whole(rows) if rows else None for rows in (self._codes, self._scales))
+        if scales is not None:
+            scales = np.ascontiguousarray((transposed(scales) if self._turned else scales)[:, :: self._block])
+        return Chosen(codes, scales)
+
+
+def chosen_rows(
+    step: Step, source: Source, calibration: Calibration | None, amax: float | None = None
+) -> ChosenRows | None:
+    """Return what calibration chose for a step; None if its format leaves nothing to choose.
+
+    `amax`: of all weights under the scale above the blocks, if it may be another than that of calibration.
+    """
+    if not (step.format and step.format.chosen):
+        return None
+    assert calibration and step.site, "a format that leaves something to choose is calibrated"
+    modules = {part.source: part.module or step.site.module for part in step.inputs if part.source}
+    specs = {name: source.specs[name] for name in modules}
+    turned = step.site.layout == "in_out"  # as it is stored; a step may see it turned around
+    common = (modules, specs, calibration, step.format, turned, amax)
+
+    def rows(scales: bool) -> Rows:
+        return Rows(step, cast(Source, _Tensors(*common, scales)), Buffers())
+
+    return ChosenRows(
+        rows(False) if step.format.compensated else None,
+        rows(True) if step.format.rescaled else None,
+        step.format.weight[0].block[0],
+        turned and not step.inputs[0].transposed,
+    )
+
+
+def _joined(rows: Rows, first: int, stop: int) -> Array:
+    return np.concatenate([part.bits for part in rows.piece(first, stop)]).view(np.uint8)
+
+
+def _whole(rows: Rows) -> Array:
+    return rows.whole(lambda part: part.bits).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """One-byte codes of weights, or of each value's scale, under the names of the weights: a source for `Rows`."""
+
+    modules: Mapping[str, str]
+    stored: Mapping[str, TensorSpec]
+    calibration: Calibration
+    format: Format
+    turned: bool
+    amax: float | None
+    scales: bool
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: replace(spec, dtype="int8", across=False) for name, spec in self.stored.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self.read_rows(name, 0, self.stored[name].shape[0])
+
+    def read_rows(self, name: str, begin: int, end: int, out: Any = None) -> Array:
+        module, cols = self.modules[name], self.stored[name].shape[1]
+        if not self.scales:
+            packed = np.ascontiguousarray(self.calibration.weight_codes[module][begin:end])
+            return unpacked_codes(packed, self.format.weight[0].dtype, "in", cols).view(np.int8)
+        matrix, block = self.calibration.block_scales[module], self.format.weight[0].block[0]
+        if self.turned:
+            wide = self._of_group(module, matrix[0 : matrix.shape[0]]).repeat(block, axis=1)
+            return np.ascontiguousarray(wide.T[begin:end]).view(np.int8)
+        return self._of_group(module, matrix[begin:end]).repeat(block, axis=1)[:, :cols].view(np.int8)
+
+    def _of_group(self, module: str, codes: Array) -> Array:
+        """Scales under the scale that covers the step's group, if calibration had another group."""
+        own = self.calibration.weight_amax[module]
+        if not self.amax or not own or np.float32(self.amax) == own:
+            return codes
+        return e4m3_codes(values(np.ascontiguousarray(codes), "float8_e4m3fn") * (own / np.float32(self.amax)))
