@@ -15,7 +15,7 @@ from bridge.sources.source import Source
 
 # Forwards of the whole data by algorithm. AWQ collects in the first, then runs each linear as it is and at 11 alphas.
 # Clips are searched by products of elements, of 64 tokens of a batch: 75 times the time of 1,024 tokens' forward.
-FORWARDS = {"max": 1, "smoothquant": 1, "awq": 13, "awq_clip": 75, "awq_full": 88}
+FORWARDS = {"max": 1, "smoothquant": 1, "awq": 13, "awq_clip": 75, "awq_full": 88, "local_hessian": 2, "gptq": 3}
 LONG = 600  # seconds, from which a user is told
 SLOW = 60  # seconds, from which another dtype is worth a line
 SMALL = 1e11  # FLOP that the slowest machine does within a minute or so; nothing is measured below
@@ -31,7 +31,9 @@ def flops(source: Source, structure: Structure, scheme: Scheme, data: Data) -> f
     used = {form.algorithm for form in formats if isinstance(form, Format) and is_calibrated(form)}
     passes = sum(FORWARDS.get(name, 1) for name in used) or 1
     tokens = passes * _tokens(data.batches) + 2 * _tokens(data.held_out)  # both models run on the latter
-    return 2.0 * _active(source, structure) * tokens
+    chosen = {s.weight for s in structure.sites if getattr(scheme.format_of(s), "compensated", False)} & {*source.specs}
+    updates = sum(source.specs[name].size * source.specs[name].shape[-1] for name in chosen)  # GPTQ's, by column
+    return 2.0 * (_active(source, structure) * tokens + updates)
 
 
 def _active(source: Source, structure: Structure) -> float:
