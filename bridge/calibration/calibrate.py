@@ -7,15 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from bridge.calibration.data import Data
-from bridge.calibration.modelopt import check_data, check_device, fake_quantize
+from bridge.calibration.modelopt import PACKAGES, check_data, check_device, fake_quantize, fingerprint
+from bridge.calibration.quantizers import calibrator
 from bridge.calibration.walk.budget import USED, by_blocks, calibration_need, tokens_of
+from bridge.calibration.walk.device import device_of, home_of
+from bridge.calibration.walk.workers import Workers, check_same
+from bridge.core.errors import CalibrationError
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Structure, TensorSpec
+from bridge.core.version import installed
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.memory import MemorySource
 from bridge.sources.source import Source
+
+JOINED = {"max", "mse", "smoothquant", "awq"}  # algorithms whose statistics `walk.join` puts together
 
 
 def calibrate(
@@ -29,12 +36,14 @@ def calibrate(
     needed: Collection[str] | None = None,
     memory: int | None = None,
     partial: Path | None = None,
+    workers: Workers | None = None,
 ) -> Calibration:
     """Run the model of `source`, with ModelOpt where the scheme needs it, and return its statistics.
 
     The model is not changed. `memory`: bytes that the run may take; None: most of what is free. Above it the model runs
     block by block, with the same result. `needed`: modules that will be quantized. `partial`: a directory that keeps
-    finished blocks meanwhile, so that a killed run goes on.
+    finished blocks meanwhile, so that a killed run goes on. `workers`: processes that share the batches; the model runs
+    block by block then, since they meet at each.
 
     Raises:
         CalibrationError: before the model is loaded if data or CUDA are missing.
@@ -43,12 +52,15 @@ def calibrate(
     check_device(scheme, device)
     check_data(scheme, data)
     report = progress or no_progress
+    if workers:
+        return _together(source, structure, scheme, data, device, report, needed, memory, partial, workers)
     found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
     cut, weighted, made = runs_by_blocks(source, scheme, data, memory, device), _weighted(scheme), None
     if cut and (scheme.needs_modelopt or not weighted):
         from bridge.calibration.walk.run import calibrate_by_blocks
 
         budget = memory if memory is not None else int(available_memory() * USED)
+        device = device or home_of(source)
         ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
         made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead)
     elif scheme.needs_modelopt or not weighted:
@@ -60,6 +72,64 @@ def calibrate(
     return measure_importance(
         source, structure, scheme, data, device=device, progress=report, needed=needed, beside=made, by_blocks=cut
     )
+
+
+def _together(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    device: str | None,
+    report: Progress,
+    needed: Collection[str] | None,
+    memory: int | None,
+    partial: Path | None,
+    workers: Workers,
+) -> Calibration:
+    """Calibrate with this process's share of the batches; every process returns the same."""
+    from bridge.calibration.walk.run import calibrate_by_blocks
+
+    if why := _not_shared(scheme, data):
+        raise CalibrationError(f"{why}; calibrate in one process (workers=1, or without torchrun)")
+    check_same(workers, _arguments(source, structure, scheme, data, device, partial))
+    here = workers.neighbours()
+    own = replace(data, batches=tuple(batch for _, batch in workers.share(data.batches)))
+    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(own))
+    device = device_of(device or home_of(source), here.index(workers.rank))
+    free = _free(device) // (1 if str(device or "").startswith("cuda") else len(here))
+    by_blocks(found, memory, free)  # refuses what does not fit
+    ahead = found.blocks + found.largest_bytes <= (int(free * USED) if memory is None else memory)
+    progress = report if workers.first else no_progress
+    return calibrate_by_blocks(
+        source, structure, scheme, data, device, progress, needed, partial and workers.own_directory(partial),
+        ahead and not isinstance(source, MemorySource), workers,
+    )  # fmt: skip
+
+
+def _not_shared(scheme: Scheme, data: Data) -> str:
+    """Why several processes cannot share a calibration; "" if they can."""
+    if data.forward_loop is not None:
+        return "a forward_loop runs the whole model, so that its data cannot be shared; give batches as data="
+    if _weighted(scheme):
+        return f"scheme {scheme.name}: an importance matrix is collected from the whole model"
+    if other := sorted({calibrator(form) for form in scheme.formats} - JOINED):
+        return f"scheme {scheme.name}: what {', '.join(other)} collects cannot be joined from several processes"
+    return ""
+
+
+def _arguments(
+    source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, partial: Path | None
+) -> dict[str, str]:
+    """What has to be the same in all processes, by the word of the caller."""
+    return {
+        "model": fingerprint(structure, source),
+        "quant": scheme.digest,
+        "data": data.digest,
+        "device": str(device).partition(":")[0],
+        "partial": str(partial is not None),
+        "compute": str(getattr(source, "runs_in", "")),
+        "version of nvidia-modelopt, qbridge, torch or transformers": repr([installed(name) for name in PACKAGES]),
+    }
 
 
 def _weighted(scheme: Scheme) -> bool:

@@ -28,6 +28,7 @@ from bridge.calibration.schedule import PASSES, Schedule, method_of, schedule_of
 from bridge.calibration.statistics import (
     FakeModel,
     collect,
+    isolate,
     raise_inputs,
     settle_statistics,
     smoothable,
@@ -273,6 +274,7 @@ def _run(
     enabled: list[str] = []
     searched: list[tuple[Any, str, Any]] = []
     mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
+    isolate(root)
     for algorithm in schedule.algorithms:
         part = [w for w in bindings if calibrator(w.format) == algorithm]
         kv = scheme.kv if live and algorithm == schedule.cache else None

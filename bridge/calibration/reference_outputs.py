@@ -162,6 +162,7 @@ class Answers:
     """What a calibration keeps of the outputs for held-out inputs: a sample of the first, and the loss of all.
 
     `sampled`: rows and columns of another model's answers; None chooses them. `batches`: those that must be run.
+    `losses`: sum and number by batch.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Answers:
         self.batches = batches if self._predicts else batches[:1]
         self.sampled = sampled
         self.values = np.empty((0, 0), np.float32)
-        self._losses: dict[int, tuple[float, int]] = {}
+        self.losses: dict[int, tuple[float, int]] = {}
 
     def take(self, at: int, output: Any) -> None:
         """Keep the part of the output for batch `at`."""
@@ -179,12 +180,12 @@ class Answers:
             self.sampled = self.sampled or sample(output, self.batches[0])
             self.values = pick(output, *self.sampled)
         if self._predicts:
-            self._losses[at] = next_token_loss(output.numpy(), as_arrays(self.batches[at : at + 1])[0])
+            self.losses[at] = next_token_loss(output.numpy(), as_arrays(self.batches[at : at + 1])[0])
 
     @property
     def perplexity(self) -> float | None:
         """Exp of the mean next-token loss over all batches."""
-        return mean_perplexity(loss for _, loss in sorted(self._losses.items())) if self._predicts else None
+        return mean_perplexity(loss for _, loss in sorted(self.losses.items())) if self._predicts else None
 
 
 def held_out_of(batches: Sequence[Mapping[str, Any]], source: Answers, quantized: Answers | None) -> HeldOut:

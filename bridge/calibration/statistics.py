@@ -186,6 +186,17 @@ def smoothable(loop: Callable[[Any], None], modules: Iterable[str]) -> Callable[
     return run
 
 
+def isolate(root: Any) -> None:
+    """Keep ModelOpt's statistics in this process, although the caller may have a process group.
+
+    ModelOpt would take the mean of AWQ's scales over all processes, and wait forever for one that calibrates nothing or
+    whose data reach other experts. `walk.join` joins those of workers.
+    """
+    for module in root.modules():
+        if (state := getattr(module, "_parallel_state", None)) is not None:
+            state.data_parallel_group.group = -1
+
+
 def smoothquant_scales(fake: Any, before: Mapping[str, Any], alpha: float) -> dict[str, Any]:
     """Compute SmoothQuant's float32 pre-scales as ModelOpt does: it keeps them only in the model's dtype."""
     scales = {}

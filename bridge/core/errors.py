@@ -18,9 +18,13 @@ MAX_MESSAGE = 16_384  # characters of a message: names come from files, and one 
 
 
 class BridgeError(Exception):
-    """Base of all errors in the input; the command line returns `exit_code`."""
+    """Base of all errors in the input; the command line returns `exit_code`.
+
+    `told_elsewhere`: another process of the same run prints it.
+    """
 
     exit_code = 1
+    told_elsewhere = False
 
     def __str__(self) -> str:
         """Return the message for a terminal: names come from files and may have control characters."""

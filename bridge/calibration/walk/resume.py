@@ -20,6 +20,7 @@ import torch
 from bridge.calibration.data import Data
 from bridge.calibration.statistics import KINDS, MATRICES, Statistics
 from bridge.calibration.walk.blocks import Block
+from bridge.calibration.walk.workers import Workers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
 from bridge.core.files.matrices import AppendedFile
@@ -40,7 +41,7 @@ class _CannotKeep(Exception):
     """A value between blocks that has no form on disk."""
 
 
-def identity_of(source: Source, scheme: Scheme, data: Data, device: str) -> str:
+def identity_of(source: Source, scheme: Scheme, data: Data, device: str, workers: Workers | None = None) -> str:
     """Return the digest of all that decides the activations and statistics of a walk."""
     versions = [installed(name) for name in ("nvidia-modelopt", "torch", "transformers")]
     held = [sorted((name, tuple(t.shape)) for name, t in batch.items()) for batch in data.held_out]
@@ -53,6 +54,7 @@ def identity_of(source: Source, scheme: Scheme, data: Data, device: str) -> str:
         versions,
         torch.get_num_threads(),
         device,
+        *((workers.rank, workers.size) if workers else ()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -88,6 +90,15 @@ class Partial:
         """The file of codes and scales that were chosen, with those of the finished blocks."""
         ends = (offset + rows * width for codes in self._placed for offset, rows, width in codes.values())
         return AppendedFile(self._work.directory / "codes.bin", max(ends, default=0))
+
+    def back_to(self, count: int) -> bool:
+        """Forget a last block that another process did not finish; False if the states before it are gone."""
+        if count < len(self.blocks) - 1 or count == 0:
+            return count == len(self.blocks)
+        self.blocks = self.blocks[:count]
+        last = self._work.done[self.blocks[-1]]
+        self._states, self.next = str(last["states"]), str(last["next"])
+        return True
 
     def keep(self, block: Block, seen: Statistics, outputs: Sequence[Any], digest: str) -> bool:
         """Write the statistics of a block and what it put out; False if these have no form on disk.

@@ -32,9 +32,11 @@ from bridge.calibration.statistics import KINDS, MATRICES, Statistics, collect, 
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Forward
+from bridge.calibration.walk.join import check_same_weights, join_answers, joined_counts, joined_statistics
 from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.weights import Ahead, Weights, drop, share
+from bridge.calibration.walk.workers import Workers, share_of
 from bridge.core.errors import BridgeError, CalibrationError
 from bridge.core.files.matrices import AppendedFile
 from bridge.core.progress import Progress
@@ -55,19 +57,21 @@ def calibrate_by_blocks(
     needed: Collection[str] | None = None,
     partial: Path | None = None,
     ahead: bool = False,
+    workers: Workers | None = None,
 ) -> Calibration:
     """Return the calibration of `source`, with one block of its weights in memory at a time.
 
     `partial`: a directory for the finished blocks, so that a killed run goes on; it is removed at the end.
-    `ahead`: read the next block while one runs: memory holds two.
+    `ahead`: read the next block while one runs: memory holds two. `workers`: the processes that share the batches.
     """
     scheme, device = scheme.bound(structure.sites), device or "cpu"
-    with torch.no_grad(), kept(partial, identity_of(source, scheme, data, device) if partial else "") as left:
-        walk = Walk(source, structure, scheme, data, device, report, left, ahead)
+    identity = identity_of(source, scheme, data, device, workers) if partial else ""
+    with torch.no_grad(), kept(partial, identity) as left:
+        walk = Walk(source, structure, scheme, data, device, report, left, ahead, workers=workers)
         if not walk.run():
             assert left
             left.start_again()
-            walk = Walk(source, structure, scheme, data, device, report, left, ahead)
+            walk = Walk(source, structure, scheme, data, device, report, left, ahead, workers=workers)
             walk.run()
     attention = walk.attention.values()
     statistics, applied = settle_statistics(walk.seen, walk.bindings, attention, scheme, source.specs, needed)
@@ -126,8 +130,10 @@ class Walk:
         left: Partial | None = None,
         ahead: bool = False,
         watch: Watch | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._left, self._ahead, self._watch, self._scheme = left, ahead, watch, scheme
+        self._workers = workers
         model = source.load_skeleton()
         self._origins = origins = live_names(model, source.specs)
         self._codes: AppendedFile | None = None
@@ -150,11 +156,12 @@ class Walk:
         self.answers = Answers(held_out, model) if held_out and not watch and simulates(scheme) else None
         count = max(self._schedule.streams, default=-1) + 1
         run, run_fake = runner(model, device), runner(fake, device)
-        self._held = [_Batch(at, batch, run) for at, batch in enumerate(self.source_answers.batches)]
-        self._streams = [[_Batch(at, batch, run_fake) for at, batch in enumerate(data.batches)] for _ in range(count)]
+        self._held = [_Batch(at, batch, run) for at, batch in share_of(self.source_answers.batches, workers)]
+        own = share_of(data.batches, workers)
+        self._streams = [[_Batch(at, batch, run_fake) for at, batch in own] for _ in range(count)]
         kept = self.answers.batches if self.answers else ()
-        self._quantized = [_Batch(at, batch, run_fake) for at, batch in enumerate(kept)]
-        runs = len(self._schedule.streams) * len(data.batches) + len(self._held) + len(self._quantized)
+        self._quantized = [_Batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
+        runs = len(self._schedule.streams) * len(own) + len(self._held) + len(self._quantized)
         self._progress = _Progress(report, {block: self._size(block) for block in self.blocks}, runs)
         self._visited: set[Block] = set()
 
@@ -173,24 +180,36 @@ class Walk:
             share(self._fake.rest, self.plain.rest)
             for batch in self._all:
                 self._go_on(batch)
-            if self._left and self._left.blocks and not self._take_up(self._left):
+            if not self._goes_on():
                 return False
-            while not self._seen_all() and (waiting := [b.forward.block for b in self._all if b.forward.block]):
-                block = min(waiting, key=lambda block: block.order)
+            while block := self._next():
                 seen = self._visit(block)
                 merge(self.seen, seen)
                 self._keep(block, seen)
+            for answers in filter(None, (self.source_answers, self.answers)):
+                join_answers(answers, self._workers)
         finally:
             self._reads.close()
             for batch in self._all:
                 batch.forward.close()
         return True
 
-    def _seen_all(self) -> bool:
-        """Whether all that a watch asks for was seen, and no answer is asked for."""
-        return (
-            self._watch is not None and not self._held and not {b for b in self.blocks if b.quantized} - self._visited
-        )
+    def _next(self) -> Block | None:
+        """The first block at which a batch waits, here or in another process; None if all is seen."""
+        if self._watch and not self._held and not {b for b in self.blocks if b.quantized} - self._visited:
+            return None  # no answer is asked for
+        order = min((batch.forward.block.order for batch in self._all if batch.forward.block), default=len(self.blocks))
+        first = min(self._workers.agree(order)) if self._workers else order
+        return self.blocks[first] if first < len(self.blocks) else None
+
+    def _goes_on(self) -> bool:
+        """Take up what an earlier run left; False if the walk, here or in another process, must start again."""
+        left = self._left
+        if left is None:
+            return True
+        least = min(self._workers.agree(len(left.blocks))) if self._workers else len(left.blocks)
+        taken = left.back_to(least) and (not left.blocks or self._take_up(left))
+        return all(self._workers.agree(taken)) if self._workers else taken
 
     def _take_up(self, left: Partial) -> bool:
         """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
@@ -232,6 +251,7 @@ class Walk:
         self._visited.add(block)
         plain, fake = self.plain.inside(block), self._fake.inside(block)
         self._weights.place(plain, self._reads.take(block.name, plain))
+        check_same_weights(block.name, plain, self._workers)
         if self._ahead and (following := self._following(block)):
             self._reads.start(following.name, self.plain.inside(following))
         with self._blamed():
@@ -264,7 +284,8 @@ class Walk:
             if self._quantized:
                 fold_weights(root, bindings)
             self._pass(self._quantized, root.get_submodule(block.name), block)
-        seen = collect(calibrated, self._scheme)
+        experts = any(binding.site.stacked or binding.expert is not None for binding in bindings)
+        seen = joined_counts(collect(calibrated, self._scheme), self._workers, experts)
         self._choose(seen, root, bindings)
         return seen
 
@@ -292,7 +313,8 @@ class Walk:
             nonlocal runs
             stream, last = streams[runs], streams[runs] not in streams[runs + 1 :]
             runs += 1
-            self._pass(self._streams[stream], root.get_submodule(block.name), block, last, named=True)
+            with joined_statistics(root, self._workers):
+                self._pass(self._streams[stream], root.get_submodule(block.name), block, last, named=True)
 
         return loop
 

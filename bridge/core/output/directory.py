@@ -95,7 +95,7 @@ def output_directory(
         except BaseException as error:
             if whole and isinstance(error, WriteError):  # its message says that the finished work is kept
                 raise
-            kept = _can_go_on(error) and _is_there(journal, work) and _has_finished(journal, work)
+            kept = can_go_on(error) and _is_there(journal, work) and _has_finished(journal, work)
             if not kept:
                 run_despite_signal(lambda: _discard(journal, work, identity))
             failure = _not_written(error, out, kept) if isinstance(error, OSError) else error
@@ -117,7 +117,7 @@ def partial_directory(work: Path, identity: str) -> Iterator[Work]:
         try:
             yield Work(work, done or {}, journal, identity)
         except BaseException as error:
-            if not (_can_go_on(error) and _has_finished(journal, work)):
+            if not (can_go_on(error) and _has_finished(journal, work)):
                 run_despite_signal(lambda: _discard(journal, work, identity))
             else:
                 error.add_note(f"what is done is kept in {work}; {HOW_TO_GO_ON[True]}")
@@ -125,7 +125,7 @@ def partial_directory(work: Path, identity: str) -> Iterator[Work]:
         run_despite_signal(lambda: _discard(journal, work, identity))
 
 
-def _can_go_on(error: BaseException) -> bool:
+def can_go_on(error: BaseException) -> bool:
     """Whether the work is as good as before: an interrupt, too little memory, a full disk, an unreachable server."""
     lacking = isinstance(error, MemoryError) or disk_is_full(error) or is_unreachable(error)
     return lacking or not isinstance(error, Exception)
