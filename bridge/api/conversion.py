@@ -6,6 +6,7 @@ All checks run before anything is written: output path, disk, memory, CUDA, cali
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -26,12 +27,13 @@ from bridge.api.sensitivity.budget import choice_notes, is_automatic
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
-from bridge.core.errors import CalibrationError, SourceError, warn
+from bridge.calibration.walk.workers import Workers, share_of
+from bridge.core.errors import CalibrationError, SourceError, UsageError, warn
 from bridge.core.output.directory import check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
-from bridge.core.output.replace import check_free, recover
+from bridge.core.output.replace import check_free, recover, work_directory
 from bridge.core.places import is_remote
-from bridge.core.progress import Progress
+from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Structure
 from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
@@ -69,15 +71,32 @@ class RunOptions:
     """How a conversion runs, apart from its request: `executor` runs the stream in other processes.
 
     `runs`: run the output even if its target would not load a framework for that. `outgoing`: where to upload it.
+    `workers`: the processes that share the calibration; the first one does all the rest.
     """
 
     executor: Executor | None = None
     runs: bool = False
     outgoing: Outgoing | None = None
+    workers: Workers | None = None
 
 
 def run(request: Request, options: RunOptions) -> Report:
     """Convert; a remote output is written to a local directory, then uploaded."""
+    if not options.workers:
+        return _sent(request, options)
+    if is_automatic(request.quant):
+        raise UsageError(
+            f"quant={request.quant!r} measures layers in one process: make the recipe with `qbridge sensitivity` first "
+            "and convert with it, or pass workers=1"
+        )
+    if not options.workers.first:
+        return _assisted(request, options.workers)
+    report = _sent(request, options)
+    options.workers.agree(report.to_json())
+    return report
+
+
+def _sent(request: Request, options: RunOptions) -> Report:
     if not is_remote(request.out):
         return _run(request, options)
     from bridge.core.remote.upload import sending
@@ -99,11 +118,13 @@ def calibrate(
     memory: int | None = None,
     partial: Path | None = None,
     compute: str | None = None,
+    workers: Workers | None = None,
 ) -> Calibration:
     """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
 
     `needed`: modules that will be quantized, None for all that the scheme quantizes. `memory`: bytes that the run may
     take, None for most of what is free. `partial`: where finished blocks are kept meanwhile. `compute`: None or "fp32".
+    `workers`: processes that share the batches.
     """
     from bridge.calibration.automatic import choose
     from bridge.calibration.calibrate import calibrate as run
@@ -112,14 +133,19 @@ def calibrate(
     try:
         source = source_for(source, compute)
         if data.cut:
+            if workers:
+                raise UsageError(
+                    'samples="auto" (--samples auto) is chosen in one process; give a number, or workers=1'
+                )
             cut = runs_by_blocks(source, scheme, data, memory, device)
             _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
             data = choose(source, structure, scheme, data, device, progress, by_blocks=cut)
             warn_of(data)
-        _warn_of_time("", source, structure, scheme, data, device, compute)
+        own = replace(data, batches=tuple(batch for _, batch in share_of(data.batches, workers)))
+        _warn_of_time("", source, structure, scheme, own, device, compute)
         made = run(
             source, structure, scheme, data, device=device, progress=progress, needed=needed, memory=memory,
-            partial=partial,
+            partial=partial, workers=workers,
         )  # fmt: skip
         return replace(made, provenance=replace(made.provenance, chosen=data.chosen)) if data.chosen else made
     except CalibrationError as error:
@@ -170,7 +196,7 @@ def _run(request: Request, options: RunOptions) -> Report:
         return report_from_dict(kept)
     check_disk(resolved.out, resolved.disk)
     with output_directory(resolved.out, prepared.identity, overwrite=request.overwrite, resume=request.resume) as work:
-        calibration = _calibration(prepared, work.directory, clock)
+        calibration = _calibration(prepared, work.directory, clock, options.workers)
         context = ConversionContext(
             resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
             file_settings(resolved.plan, resolved.source), progress=request.progress, executor=options.executor,
@@ -256,7 +282,9 @@ def _warn_of_unused(request: Request, compared: bool) -> None:
             warn(f"{name}= (--{name}) is not used: this conversion calibrates nothing{why}")
 
 
-def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibration | None:
+def _calibration(
+    prepared: _Prepared, directory: Path, clock: Clock, workers: Workers | None = None
+) -> Calibration | None:
     """The given or newly made calibration, saved in `directory`; None if the conversion needs none.
 
     A calibration that an unfinished run of the same conversion saved there is loaded.
@@ -267,16 +295,40 @@ def _calibration(prepared: _Prepared, directory: Path, clock: Clock) -> Calibrat
     if not (resolved.uncalibrated and resolved.scheme and prepared.data):
         return resolved.calibration
     with clock.stage("calibrate"):
+        if workers:
+            workers.agree(not saved.exists())
         if saved.exists():
             return Calibration.load(saved)
         if not prepared.recipe:  # it was chosen with the same data
             warn_of(prepared.data)
         device, progress = prepared.request.device, prepared.request.progress
         progress(0, 0, "calibrate")
-        needed = {module for step in resolved.plan.quantized for module in step.modules}  # a target may keep some
         calibration = calibrate(
-            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, needed,
-            prepared.request.memory, directory / CALIBRATING, prepared.request.compute,
+            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, _needed(resolved),
+            prepared.request.memory, directory / CALIBRATING, prepared.request.compute, workers,
         )  # fmt: skip
         calibration.save(saved)
         return Calibration.load(saved) if calibration.chosen else calibration  # codes are read from this file
+
+
+def _needed(resolved: ResolvedRequest) -> set[str]:
+    """The modules that the target will quantize: it may keep some."""
+    return {module for step in resolved.plan.quantized for module in step.modules}
+
+
+def _assisted(request: Request, workers: Workers) -> Report:
+    """Share the calibration of a conversion that the first process writes, and return its report."""
+    source = open_source(request.model, request.config, request.tokenizer)
+    resolved = resolve(source, request)
+    if resolved.uncalibrated:
+        assert resolved.scheme
+        own = request.calib if resolved.calibration is None and request.data is None else request.data
+        data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
+        calibrates, *_ = workers.agree(None)
+        if calibrates:
+            calibrate(
+                source, resolved.structure, resolved.scheme, data, request.device, no_progress, _needed(resolved),
+                request.memory, work_directory(resolved.out.absolute()), request.compute, workers,
+            )  # fmt: skip
+    written, *_ = workers.agree(None)
+    return report_from_dict(json.loads(written))

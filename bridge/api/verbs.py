@@ -13,10 +13,11 @@ from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling, check_compute
 from bridge.calibration.walk.budget import choice
+from bridge.calibration.walk.workers import joined
 from bridge.core.errors import TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
 from bridge.core.output.names import CALIBRATION
-from bridge.core.progress import Progress
+from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
 from bridge.core.text import byte_count
@@ -83,6 +84,7 @@ def calibrate(
     partial: str | Path | None = None,
     progress: Progress | bool | None = None,
     compute: str | None = None,
+    workers: int | None = None,
 ) -> Calibration:
     """Run the model once and return its statistics; `save()` them and use them for any target.
 
@@ -105,9 +107,12 @@ def calibrate(
             them. It is removed at the end. None keeps nothing.
         compute: "fp32" runs the model in float32, 4 to 5 times as fast as bfloat16 on a CPU without instructions for
             it; an amax may differ in the last bit of the model's dtype. None keeps that dtype.
+        workers: processes that share the batches; all of them call this with the same arguments and get the same
+            calibration. None takes all that `torchrun` started, or those of `torch.distributed`'s process group; 1 is
+            this process alone.
 
     Raises:
-        UsageError: `memory` does not hold the largest block of the model.
+        UsageError: `memory` does not hold the largest block of the model; the other workers did not come.
         CalibrationError: the data is missing, too short or not finite, or the scheme calibrates with CUDA only.
 
     >>> calibration = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=4, sequence=64)
@@ -115,19 +120,21 @@ def calibrate(
     dtype('float32')
     """
     check_compute(compute)
-    callback = callback_of(progress)
-    callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
-    source = open_source(model, config, tokenizer)
-    structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure)
-    if scheme is None:
-        raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
-    prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
     limit = None if memory is None else byte_count(memory, "memory=")
     kept = None if partial is None else Path(partial)
-    return conversion.calibrate(
-        source, structure, scheme, prepared, device, callback, memory=limit, partial=kept, compute=compute
-    )
+    with joined(workers) as group:
+        callback = callback_of(progress) if group is None or group.first else no_progress
+        callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
+        source = open_source(model, config, tokenizer)
+        structure = structure_of(source)
+        scheme = scheme_of(quant, kv, structure)
+        if scheme is None:
+            raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
+        prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
+        return conversion.calibrate(
+            source, structure, scheme, prepared, device, callback, memory=limit, partial=kept, compute=compute,
+            workers=group,
+        )  # fmt: skip
 
 
 def fake_quantize(
@@ -173,6 +180,7 @@ def convert(
     memory: int | None = None,
     runtime: str | None = None,
     compute: str | None = None,
+    workers: int | None = None,
     **options: Unpack[TargetOptions],
 ) -> Report:
     """Convert a model to the format that `target` loads, quantized by `quant`. A partial output is never published.
@@ -203,6 +211,8 @@ def convert(
         runtime: the program that will load the output, "vllm" or "vllm==0.33": chooses the target's options for it, and
             refuses what it does not load. `qbridge show runtimes` lists them; `target` takes their names, too.
         compute: what calibration runs in, as `calibrate` takes it.
+        workers: processes that share the calibration, as `calibrate` takes it; the first one writes, and all return its
+            report.
         options: options of the target, see `bridge.targets.<target>.Options`.
 
     Raises:
@@ -218,7 +228,8 @@ def convert(
         progress=callback_of(progress), memory=memory, runtime=runtime, options=dict(options),
         compute=compute,
     )  # fmt: skip
-    return conversion.run(request, conversion.RunOptions())
+    with joined(workers) as group:
+        return conversion.run(request, conversion.RunOptions(workers=group))
 
 
 @shows_progress

@@ -100,10 +100,12 @@ def _together(
     by_blocks(found, memory, free)  # refuses what does not fit
     ahead = found.blocks + found.largest_bytes <= (int(free * USED) if memory is None else memory)
     progress = report if workers.first else no_progress
-    return calibrate_by_blocks(
+    made = calibrate_by_blocks(
         source, structure, scheme, data, device, progress, needed, partial and workers.own_directory(partial),
         ahead and not isinstance(source, MemorySource), workers,
     )  # fmt: skip
+    check_same(workers, {"calibration": made.digest})
+    return made
 
 
 def _not_shared(scheme: Scheme, data: Data) -> str:

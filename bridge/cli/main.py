@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import bridge
+from bridge.calibration.walk.workers import launched
 from bridge.cli import batch, golden, sensitivity
 from bridge.cli.arguments import (
     Compute,
@@ -112,9 +113,9 @@ def convert(
 ) -> None:
     """Convert a model to the target's format.
 
-    A partial output is never published.
+    A partial output is never published. Processes of `torchrun` share the calibration.
     """
-    with session(debug=debug, quiet=quiet) as terminal:
+    with session(debug=debug, quiet=quiet, silent=launched()[0] > 0) as terminal:
         from bridge.reporting.report import report_table
 
         load_kernels()
@@ -181,17 +182,22 @@ def calibrate(
 ) -> None:
     """Run a model once and save its statistics.
 
-    ModelOpt collects them, except importance matrices. One calibration serves every target.
+    ModelOpt collects them, except importance matrices. One calibration serves every target. Processes of `torchrun`
+    share the data.
     """
-    with session(debug=debug, quiet=quiet) as terminal:
+    first = launched()[0] == 0
+    with session(debug=debug, quiet=quiet, silent=not first) as terminal:
         from bridge.core.output.directory import check_file_free
 
-        check_file_free(out, overwrite, "a calibration", ".safetensors")
+        if first:
+            check_file_free(out, overwrite, "a calibration", ".safetensors")
         calibration = bridge.calibrate(
             model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer,
             samples=count_or_auto(samples), sequence=sequence, field=field, memory=memory,
             partial=out.with_name(f"{out.name}.partial"), progress=terminal.progress, compute=compute,
         )  # fmt: skip
+        if not first:
+            return
         calibration.save(out)
         if not quiet:
             from bridge.cli.show import calibration_table

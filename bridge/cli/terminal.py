@@ -87,21 +87,26 @@ class Terminal:
 
 
 @contextmanager
-def session(*, debug: bool = False, quiet: bool = False) -> Iterator[Terminal]:
-    """Run a verb: progress bars on stderr; a failure is one message there, and the exit code."""
+def session(*, debug: bool = False, quiet: bool = False, silent: bool = False) -> Iterator[Terminal]:
+    """Run a verb: progress bars on stderr; a failure is one message there, and the exit code.
+
+    `silent`: another process of the same run prints the results.
+    """
     out, err = sys.stdout, sys.stderr
     log: TextIO = err if debug else io.StringIO()
     problem = ""
     code = 0
     try:
-        with _signals(), _redirected(log, debug), _bars(err, quiet) as progress:
+        with _signals(), _redirected(log, debug), _bars(err, quiet or silent) as progress:
             if not debug:
                 warnings.showwarning = partial(_show_warning, err, progress)
-            yield Terminal(console(out), progress, err)
+            yield Terminal(console(io.StringIO() if silent else out), progress, err)
     except BridgeError as error:
         if debug:
             traceback.print_exc(file=err)
-        problem, code = "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)]), error.exit_code
+        told = error.told_elsewhere
+        problem = "" if told else "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
+        code = error.exit_code
     except (KeyboardInterrupt, Stopped) as stop:
         problem, code = _stopped(stop)
     except BrokenPipeError:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -84,12 +85,16 @@ def check_same(workers: Workers, arguments: Mapping[str, str]) -> None:
 def _join(rank: int, size: int) -> Workers:
     """Wait for all processes; make a process group if the caller has none."""
     from torch import distributed
+    from torch.distributed import distributed_c10d
 
     own = not distributed.is_initialized()
     made: list[Any] = []
     try:
         if own:
-            distributed.init_process_group("gloo", timeout=JOIN)
+            store = _store()
+            turn = store.add(f"bridge/turn of {rank}", 1)  # keys of an earlier verb stay in the store
+            own_keys = distributed_c10d.PrefixStore(f"bridge/{turn}", store)
+            distributed.init_process_group("gloo", store=own_keys, rank=rank, world_size=size, timeout=JOIN)
         else:
             made.append(distributed.new_group(backend="gloo", timeout=JOIN))
         made.append(distributed.new_group(backend="gloo", timeout=PATIENCE))
@@ -101,6 +106,17 @@ def _join(rank: int, size: int) -> Workers:
             "arguments: or pass workers=1 to run in this process alone"
         ) from error
     return Workers(rank, size, made, own)
+
+
+@cache
+def _store() -> Any:
+    """Connect to the store of this run, which rank 0 or torchrun serves.
+
+    It stays until the process ends: one that comes early for the next verb would reach a server about to close.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://", timeout=JOIN))[0]
 
 
 def _leave(groups: Sequence[Any], own: bool) -> None:
@@ -139,7 +155,13 @@ class Workers:
 
     def agree(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank, of a kind that JSON holds; a meeting."""
-        return self._meet({"value": value})
+        messages = self._meet({"value": value})
+        for rank, theirs in enumerate(messages):
+            if "error" in theirs:
+                # work that the failed process can continue is kept here, too
+                why = TimeoutError() if theirs["error"]["kept"] else None
+                raise _Told(self._error_of(rank, theirs["error"])) from why
+        return [theirs["value"] for theirs in messages]
 
     def exchange(self, tensors: Tensors) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors of each process, by rank, on the CPU; a meeting. All of them must be taken."""
@@ -167,14 +189,18 @@ class Workers:
         return directory.with_name(f"{directory.name}.{self.rank}") if self.rank else directory
 
     def tell(self, error: Exception) -> NoReturn:
-        """Raise an error after the others were told; what another told is raised as it is."""
+        """Raise an error after the others were told, or what another told: that of the first, everywhere."""
         if isinstance(error, _Told):
             raise error.error from None
         told = {"kind": type(error).__name__, "text": str(error), "notes": notes_of(error), "kept": can_go_on(error)}
-        with suppress(_Told, CalibrationError):  # another failed at the same time, or is gone
-            self._meet({"error": told})
+        messages: list[Any] = []
+        with suppress(CalibrationError):  # another is gone, and cannot print it
+            messages = self._meet({"error": told})
+        rank = next((rank for rank, theirs in enumerate(messages) if "error" in theirs), self.rank)
+        if rank != self.rank:
+            raise self._error_of(rank, messages[rank]["error"]) from error
         if isinstance(error, BridgeError):
-            error.told_elsewhere = self.rank != 0
+            error.told_elsewhere = bool(messages) and self.rank != 0
         raise error
 
     def close(self) -> None:
@@ -182,7 +208,7 @@ class Workers:
         _leave(self._groups, self._own)
 
     def _meet(self, message: Mapping[str, Any]) -> list[Any]:
-        """Send a message to all and return theirs, by rank; raises the error of the first that tells one."""
+        """Send a message to all, and return theirs by rank."""
         import torch
 
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
@@ -190,13 +216,7 @@ class Workers:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         parts = zip(self._gather(padded), sizes, strict=True)
-        messages = [json.loads(part[:size].numpy().tobytes()) for part, size in parts]
-        for rank, theirs in enumerate(messages):
-            if "error" in theirs and "error" not in message:
-                # work that the failed process can continue is kept here, too
-                why = TimeoutError() if theirs["error"]["kept"] else None
-                raise _Told(self._error_of(rank, theirs["error"])) from why
-        return [theirs.get("value") for theirs in messages]
+        return [json.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
     def _error_of(self, rank: int, told: Mapping[str, Any]) -> BridgeError:
         kind = getattr(errors, str(told["kind"]), None)

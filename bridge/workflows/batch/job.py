@@ -106,7 +106,7 @@ def _calibrate(job: Job, progress: Progress) -> None:
     calibration = calibrate(
         row.model, row.quant, row.data or row.calib, kv=row.kv, device=row.device, config=row.config,
         tokenizer=row.tokenizer, samples=row.samples, sequence=row.sequence, field=row.field, progress=progress,
-        compute=row.compute,
+        compute=row.compute, workers=1,
     )  # fmt: skip
     calibration.save(job.calibrates)
 

@@ -1,4 +1,4 @@
-"""Batches for walks of tiny models: three to calibrate with, one of them padded, and one that is held out."""
+"""Batches for walks of tiny models: all but one to calibrate with, one of them padded, and one that is held out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 
-def batches(decoder: bool = False) -> list[dict[str, Any]]:
+def batches(decoder: bool = False, count: int = 4) -> list[dict[str, Any]]:
     """Ids of a vocabulary of 97; a row of the second batch is padded on the left. `decoder`: with its inputs, too."""
     random = torch.Generator().manual_seed(7)
     made = []
-    for at in range(4):
+    for at in range(count):
         ids = torch.randint(3, 97, (2, 24), generator=random)
         mask = torch.ones_like(ids)
         mask[0, : 5 * (at == 1)] = 0

@@ -1,0 +1,202 @@
+"""Processes that share the batches of a calibration get the bytes of one process; an error of one ends all alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
+
+import bridge  # noqa: E402
+from bridge.calibration.calibrate import calibrate  # noqa: E402
+from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.walk.workers import LAUNCHED, Workers, joined, launched  # noqa: E402
+from bridge.core.errors import UsageError  # noqa: E402
+from bridge.planning.structure import structure_of  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests import once  # noqa: E402
+from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.models.decoder_families import build  # noqa: E402
+
+FAMILIES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel")
+SCHEMES = (("fp8", "fp8"), ("int8_sq", None), ("int4_awq", "fp8"), ("w4a8_awq", None))
+CELLS = [(FAMILIES[1], *SCHEMES[2]), (FAMILIES[2], *SCHEMES[1]), (FAMILIES[0], *SCHEMES[3])]
+CASES = [
+    "with_a_group", "alone", "one_batch", "other_data", "other_weights", "no_model", "nan", "a_bug", "a_loop",
+    "converted", "converted_again", "resumed",
+]  # fmt: skip
+Results = list[dict[str, Any]]
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def run_pair(root: Path, cases: Sequence[Any], size: int = 2) -> Results:
+    """Run cases in processes as torchrun starts them, and return what each gave, by rank."""
+    command = [sys.executable, "-m", "tests.calibration.walk.worker_process", str(root), json.dumps(cases)]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    try:
+        failed = [err for process in running if (err := process.communicate(timeout=600)[1]) and process.returncode]
+    finally:
+        for process in running:
+            process.kill()
+    assert not failed, failed
+    return [json.loads((root / f"results-{rank}.json").read_text()) for rank in range(size)]
+
+
+def only_in(at: int) -> int:
+    """A token of one of the batches."""
+    ids = [{*batch["input_ids"].reshape(-1).tolist()} for batch in batches(count=6)]
+    return int(min(ids[at].difference(*ids[:at], *ids[at + 1 :])))
+
+
+def make_models(root: Path) -> None:
+    for family in FAMILIES:
+        build(family, torch.float32).save_pretrained(root / family)
+    other = build(FAMILIES[0], torch.float32)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    other.save_pretrained(root / "other")
+    broken = build(FAMILIES[0], torch.float32, tie_word_embeddings=False)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[only_in(4)] = float("inf")
+    broken.save_pretrained(root / "broken")
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    def make(path: Path) -> None:
+        make_models(path)
+        (path / "results.json").write_text(json.dumps(run_pair(path, [*CELLS, *CASES])))
+
+    return once.directory("calibration of two workers", make)
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> Results:
+    made: Results = json.loads((root / "results.json").read_text())
+    return made
+
+
+@cache
+def at_once(model: Path, quant: str, kv: str | None, count: int = 6) -> str:
+    """The digest of one process with the whole model, on one thread as torchrun starts processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        source = open_source(model)
+        structure = structure_of(source)
+        scheme = load_scheme(quant, kv=kv).bound(structure.sites)
+        return calibrate(source, structure, scheme, prepare(batches(count=count), source)).digest
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_two_workers_give_the_bytes_of_the_whole_model(cell: Any, root: Path, results: Results) -> None:
+    digests = [theirs["-".join(map(str, cell))] for theirs in results]
+    assert digests == [at_once(root / cell[0], *cell[1:])] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.product
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_cell_has_the_bytes_of_the_whole_model(size: int, tmp_path: Path) -> None:
+    make_models(tmp_path)
+    cells = [(family, *scheme) for family in FAMILIES for scheme in SCHEMES]
+    results = run_pair(tmp_path, cells, size)
+    for cell in cells:
+        expected = at_once(tmp_path / cell[0], *cell[1:])
+        assert [theirs["-".join(map(str, cell))] for theirs in results] == [expected] * size
+
+
+@pytest.mark.slow
+def test_the_callers_process_group_is_used_and_stays(root: Path, results: Results) -> None:
+    assert [theirs["with_a_group"] for theirs in results] == [at_once(root / FAMILIES[2], "int8_sq", None)] * 2
+
+
+@pytest.mark.slow
+def test_one_process_of_a_group_may_calibrate_alone(root: Path, results: Results) -> None:
+    assert [theirs["alone"] for theirs in results] == [at_once(root / FAMILIES[2], "int8_sq", None), ""]
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_batch_gets_the_same(root: Path, results: Results) -> None:
+    assert [theirs["one_batch"] for theirs in results] == [at_once(root / FAMILIES[2], "int8_sq", None, 2)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("other_data", "UsageError", "worker 1 of 2 has another data than worker 0; give all of them all batches"),
+        ("other_weights", "CalibrationError", "model.layers.1: worker 1 has other weights than worker 0"),
+        ("no_model", "SourceError", "nowhere"),
+        ("nan", "SourceError", "model.embed_tokens.weight: holds NaN or infinity"),
+        ("a_loop", "CalibrationError", "a forward_loop runs the whole model"),
+        ("converted_again", "WriteError", "exists already"),
+    ],
+)
+def test_an_error_of_one_ends_all_and_is_told_once(case: str, kind: str, words: str, results: Results) -> None:
+    (first, text, elsewhere), other = (theirs[case] for theirs in results)
+    assert first == kind and words in text and not elsewhere
+    assert other == [kind, text, True]
+
+
+@pytest.mark.slow
+def test_a_bug_in_one_ends_the_other_with_its_name(results: Results) -> None:
+    first, other = (theirs["a_bug"] for theirs in results)
+    assert first == ["ZeroDivisionError", "of rank 0", False]
+    assert other == ["CalibrationError", "unexpected ZeroDivisionError: of rank 0", True]
+
+
+@pytest.mark.slow
+def test_one_worker_writes_and_both_have_its_report(root: Path, results: Results) -> None:
+    first, other = (theirs["converted"] for theirs in results)
+    assert first == other
+    saved = bridge.Calibration.load(root / "converted" / "bridge" / "calibration.safetensors")
+    assert saved.digest == at_once(root / FAMILIES[0], "fp8", "fp8")
+    assert not [*root.glob(".converted*")]
+
+
+@pytest.mark.slow
+def test_workers_go_on_from_the_last_block_that_both_finished(root: Path, results: Results) -> None:
+    assert [theirs["resumed"] for theirs in results] == [at_once(root / FAMILIES[0], "w4a8_awq", None)] * 2
+
+
+def test_shares_follow_the_ranks_and_differ_by_one() -> None:
+    for size in range(1, 5):
+        for count in range(8):
+            items = list(range(10, 10 + count))
+            parts = [Workers(rank, size, (), True).share(items) for rank in range(size)]
+            assert [pair for part in parts for pair in part] == [*enumerate(items)]
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_without_a_launcher_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == (0, 1)
+    with joined() as workers:
+        assert workers is None
+    with pytest.raises(UsageError, match="workers=2, but 1 of this run; start as many with `torchrun"), joined(2):
+        pass
