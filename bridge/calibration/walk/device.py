@@ -1,4 +1,4 @@
-"""Choose the device of a process, and keep activations off it while their forward waits."""
+"""Choose the device of a process."""
 
 from __future__ import annotations
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.walk.blocks import Block
+from bridge.calibration.walk.parked import Parked
 from bridge.core.errors import CalibrationError
 
 REMEDY = "give memory= (--memory) enough for the whole model; `qbridge plan` says how much it takes"
@@ -85,6 +87,17 @@ class Forward:
             self._error = error
         finally:
             self._callers.release()
+
+
+class Batch:
+    """A batch, its forward, and what the last block put out for it; `parked`: its activations while it waits."""
+
+    def __init__(
+        self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any], parked: Parked
+    ) -> None:
+        self.at, self.inputs, self.parked = at, inputs, parked
+        self.output: Any = None  # of the last block
+        self.forward = Forward(partial(run, inputs))
 
 
 def pausing(block: Block) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial as bound_to
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +30,9 @@ from bridge.calibration.schedule import Schedule, schedule_of
 from bridge.calibration.statistics import KINDS, MATRICES, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.fold import fold_weights
-from bridge.calibration.walk.forwards import REMEDY, Forward
+from bridge.calibration.walk.forwards import REMEDY, Batch
 from bridge.calibration.walk.join import check_same_weights, join_answers, joined_counts, joined_statistics
+from bridge.calibration.walk.parked import Parked, storages, to_device
 from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.weights import Ahead, Weights, drop, share
@@ -133,7 +133,8 @@ class Walk:
         workers: Workers | None = None,
     ) -> None:
         self._left, self._ahead, self._watch, self._scheme = left, ahead, watch, scheme
-        self._workers = workers
+        self._workers, self._device = workers, device
+        self._shared: set[int] = set()
         model = source.load_skeleton()
         self._origins = origins = live_names(model, source.specs)
         self._codes: AppendedFile | None = None
@@ -156,21 +157,24 @@ class Walk:
         self.answers = Answers(held_out, model) if held_out and not watch and simulates(scheme) else None
         count = max(self._schedule.streams, default=-1) + 1
         run, run_fake = runner(model, device), runner(fake, device)
-        self._held = [_Batch(at, batch, run) for at, batch in share_of(self.source_answers.batches, workers)]
+        self._held = [self._batch(at, batch, run) for at, batch in share_of(self.source_answers.batches, workers)]
         own = share_of(data.batches, workers)
-        self._streams = [[_Batch(at, batch, run_fake) for at, batch in own] for _ in range(count)]
+        self._streams = [[self._batch(at, batch, run_fake) for at, batch in own] for _ in range(count)]
         kept = self.answers.batches if self.answers else ()
-        self._quantized = [_Batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
+        self._quantized = [self._batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
         runs = len(self._schedule.streams) * len(own) + len(self._held) + len(self._quantized)
         self._progress = _Progress(report, {block: self._size(block) for block in self.blocks}, runs)
         self._visited: set[Block] = set()
+
+    def _batch(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Batch:
+        return Batch(at, inputs, run, Parked(self._device, self._shared))
 
     def _size(self, block: Block) -> int:
         modules = (module for _, module in self.plain.inside(block))
         return sum(p.numel() for module in modules for p in module._parameters.values() if p is not None)
 
     @property
-    def _all(self) -> list[_Batch]:
+    def _all(self) -> list[Batch]:
         return [*self._held, *(batch for stream in self._streams for batch in stream), *self._quantized]
 
     def run(self) -> bool:
@@ -178,6 +182,7 @@ class Walk:
         try:
             self._weights.place(self.plain.rest, self._weights.read(self.plain.rest))
             share(self._fake.rest, self.plain.rest)
+            self._shared |= storages(self.plain.rest, (batch.inputs for batch in self._all))
             for batch in self._all:
                 self._go_on(batch)
             if not self._goes_on():
@@ -214,8 +219,8 @@ class Walk:
     def _take_up(self, left: Partial) -> bool:
         """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
         try:
-            for batch, output in zip(self._all, left.outputs(), strict=True):
-                batch.output = output
+            for batch, kept in zip(self._all, left.outputs(), strict=True):
+                batch.output = output = to_device(kept, self._device)
                 while batch.forward.block and batch.forward.block.name in left.blocks:
                     self._go_on(batch, output)
             for seen in left.statistics():
@@ -319,18 +324,21 @@ class Walk:
         return loop
 
     def _pass(
-        self, batches: Sequence[_Batch], module: Any, block: Block, last: bool = True, named: bool = False
+        self, batches: Sequence[Batch], module: Any, block: Block, last: bool = True, named: bool = False
     ) -> None:
         """Run a block for every batch that waits at it; `last`: go on with the outputs. `named`: tell of a NaN."""
         for batch in batches:
             if batch.forward.block is not block:
                 continue
+            batch.parked.fetch()
             output = module(*batch.forward.args, **batch.forward.kwargs)
             self._progress.step(block)
             if named and _has_nan(output):
                 raise CalibrationError(self._why_nan(block))
             if last:
                 self._go_on(batch, output)
+            else:
+                batch.parked.park()
 
     def _why_nan(self, block: Block) -> str:
         tensors = (
@@ -343,12 +351,14 @@ class Walk:
         why = f"its {broken} holds NaN or infinity" if broken else "check the data, or calibrate in bfloat16 or float32"
         return f"{block.name} makes NaN of the calibration data, which hold none before it: {why}"
 
-    def _go_on(self, batch: _Batch, output: Any = None) -> None:
+    def _go_on(self, batch: Batch, output: Any = None) -> None:
         """Let a forward run to its next block; at its end keep the answers."""
+        batch.parked.fetch()
         with self._blamed(batch):
             batch.forward.resume(output)
         if batch.forward.block is not None:
             batch.output = output if self._left else None
+            batch.parked.park(batch.forward.args, batch.forward.kwargs, batch.output)
         else:
             batch.output = None
             if batch in self._held:
@@ -359,7 +369,7 @@ class Walk:
             batch.forward.result = None
 
     @contextmanager
-    def _blamed(self, batch: _Batch | None = None) -> Iterator[None]:
+    def _blamed(self, batch: Batch | None = None) -> Iterator[None]:
         """Turn an error of the model's own code into a CalibrationError about its inputs."""
         try:
             yield
@@ -368,15 +378,6 @@ class Walk:
         except Exception as error:
             why = refused(self.plain.model, (batch or self._all[0]).inputs, error)
             raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
-
-
-class _Batch:
-    """A batch, its forward, and what the last block put out for it."""
-
-    def __init__(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
-        self.at, self.inputs = at, inputs
-        self.output: Any = None  # of the last block
-        self.forward = Forward(bound_to(run, inputs))
 
 
 class _Progress:
