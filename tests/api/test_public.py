@@ -14,11 +14,11 @@ SIGNATURES = {
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
-        "memory=None, runtime=None, compute=None, **options"
+        "memory=None, runtime=None, compute=None, workers=None, **options"
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, device=None, config=None, tokenizer=None, samples=None, sequence=None, "
-        "field=None, memory=None, partial=None, progress=None, compute=None"
+        "field=None, memory=None, partial=None, progress=None, compute=None, workers=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, stream=None",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ SCHEMES = (("fp8", "fp8"), ("int8_sq", None), ("int4_awq", "fp8"), ("w4a8_awq", 
 CELLS = [(FAMILIES[1], *SCHEMES[2]), (FAMILIES[2], *SCHEMES[1]), (FAMILIES[0], *SCHEMES[3])]
 CASES = [
     "with_a_group", "alone", "one_batch", "other_data", "other_weights", "no_model", "nan", "a_bug", "a_loop",
-    "converted", "converted_again", "resumed",
+    "converted", "converted_again", "resumed", "command_line", "command_that_fails",
 ]  # fmt: skip
 Results = list[dict[str, Any]]
 
@@ -45,8 +47,8 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def run_pair(root: Path, cases: Sequence[Any], size: int = 2) -> Results:
-    """Run cases in processes as torchrun starts them, and return what each gave, by rank."""
+def run_pair(root: Path, cases: Sequence[Any], size: int = 2, dying: Sequence[int] = ()) -> Results:
+    """Run cases in processes as torchrun starts them, and return what each gave, by rank; `dying`: those killed."""
     command = [sys.executable, "-m", "tests.calibration.walk.worker_process", str(root), json.dumps(cases)]
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     running = [
@@ -54,12 +56,13 @@ def run_pair(root: Path, cases: Sequence[Any], size: int = 2) -> Results:
         for rank in range(size)
     ]
     try:
-        failed = [err for process in running if (err := process.communicate(timeout=600)[1]) and process.returncode]
+        printed = [process.communicate(timeout=900)[1] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert not failed, failed
-    return [json.loads((root / f"results-{rank}.json").read_text()) for rank in range(size)]
+    codes = [process.returncode for process in running]
+    assert codes == [-signal.SIGKILL if rank in dying else 0 for rank in range(size)], printed
+    return [json.loads((root / f"results-{rank}.json").read_text()) for rank in range(size) if rank not in dying]
 
 
 def only_in(at: int) -> int:
@@ -96,18 +99,25 @@ def results(root: Path) -> Results:
     return made
 
 
-@cache
-def at_once(model: Path, quant: str, kv: str | None, count: int = 6) -> str:
-    """The digest of one process with the whole model, on one thread as torchrun starts processes."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As torchrun starts processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def at_once(model: Path, quant: str, kv: str | None, count: int = 6) -> str:
+    """The digest of one process with the whole model."""
+    with one_thread():
         source = open_source(model)
         structure = structure_of(source)
         scheme = load_scheme(quant, kv=kv).bound(structure.sites)
         return calibrate(source, structure, scheme, prepare(batches(count=count), source)).digest
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
@@ -181,6 +191,46 @@ def test_one_worker_writes_and_both_have_its_report(root: Path, results: Results
 @pytest.mark.slow
 def test_workers_go_on_from_the_last_block_that_both_finished(root: Path, results: Results) -> None:
     assert [theirs["resumed"] for theirs in results] == [at_once(root / FAMILIES[0], "w4a8_awq", None)] * 2
+
+
+@pytest.mark.slow
+def test_the_command_of_rank_0_writes_and_prints(root: Path, results: Results) -> None:
+    (code, out, err), other = (theirs["command_line"] for theirs in results)
+    assert code == 0 and "written" in out and "calibrating on" in err
+    assert other == [0, "", ""]
+    with one_thread():
+        expected = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=8, sequence=32)
+    assert (root / "of-command.safetensors").read_bytes() == expected.to_bytes()
+
+
+@pytest.mark.slow
+def test_the_command_of_rank_0_prints_the_error(results: Results) -> None:
+    (code, out, err), other = (theirs["command_that_fails"] for theirs in results)
+    assert code == 1 and not out and "CalibrationError: the embedded text: rows of 4000 tokens" in err
+    assert other == [1, "", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.product
+def test_a_killed_worker_ends_the_other_and_both_go_on(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    ((kind, text, _),) = (theirs["killed"] for theirs in run_pair(tmp_path, ["killed"], dying=[1]))
+    assert kind == "CalibrationError" and "worker 0 of 2 lost another one, which was killed" in text
+    assert len([*tmp_path.glob("beside*/block-*.safetensors")]) == 5  # rank 0 has kept one more
+    expected = at_once(tmp_path / FAMILIES[0], "fp8", "fp8")
+    assert [theirs["kept_beside"] for theirs in run_pair(tmp_path, ["kept_beside"])] == [expected] * 2
+    assert not [*tmp_path.glob("beside*")]
+
+
+@pytest.mark.slow
+@pytest.mark.product
+def test_torchrun_starts_the_command(tmp_path: Path) -> None:
+    words = ["calibrate", "examples/models/tiny-llama", "--quant", "fp8", "--samples", "8", "--sequence", "32"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "bridge"]
+    subprocess.run([*torchrun, *words, "--out", str(tmp_path / "two.safetensors")], check=True)
+    with one_thread():
+        expected = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=8, sequence=32)
+    assert (tmp_path / "two.safetensors").read_bytes() == expected.to_bytes()
 
 
 def test_shares_follow_the_ranks_and_differ_by_one() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
+import io
 import json
 import os
+import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import bridge
-from bridge.calibration.walk import blocks, workers
-from bridge.core.output.journal import JOURNAL
+from bridge.calibration.walk import blocks
+from bridge.cli.main import app
+from bridge.core.output.names import JOURNAL
 from tests.calibration.walk.walked_models import batches
 
 blocks.LEAF = 4096
@@ -91,6 +96,46 @@ def converted_again(root: Path) -> str:
     return converted(root)
 
 
+def command_line(root: Path, sequence: int = 32) -> Any:
+    """The command in this process: its exit code, and what it prints."""
+    words = ["calibrate", "examples/models/tiny-llama", "--quant", "fp8", "--samples", "8", "--sequence", str(sequence)]
+    out, err = io.StringIO(), io.StringIO()
+    code: Any = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            app([*words, "--overwrite", "--out", str(root / "of-command.safetensors")], standalone_mode=False)
+        except SystemExit as stop:
+            code = stop.code
+    return [code, out.getvalue(), err.getvalue()]
+
+
+def command_that_fails(root: Path) -> Any:
+    return command_line(root, 4000)
+
+
+def killed(root: Path) -> str:
+    """Rank 1 is killed when it has kept two blocks."""
+    from bridge.calibration.walk.resume import Partial
+
+    keep, kept = Partial.keep, 0
+
+    def dying(*args: Any) -> bool:
+        nonlocal kept
+        kept += 1
+        if kept == 3 and RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return keep(*args)
+
+    Partial.keep = dying  # type: ignore[method-assign,assignment]
+    return kept_beside(root)
+
+
+def kept_beside(root: Path) -> str:
+    return bridge.calibrate(
+        root / "LlamaForCausalLM", "fp8", batches(count=6), kv="fp8", partial=root / "beside"
+    ).digest
+
+
 def resumed(root: Path) -> str:
     """Interrupted where rank 0 has kept a block more than rank 1."""
     from bridge.calibration.walk.resume import Partial
@@ -138,5 +183,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    workers.JOIN /= 2  # a test must not wait for minutes
+    faulthandler.dump_traceback_later(400, exit=True)  # a hang tells where
     main()
