@@ -18,7 +18,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Structure, TensorSpec
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.scheme import Scheme
+from bridge.quant.schemes.scheme import Scheme, is_calibrated
 from bridge.sources.memory import MemorySource
 from bridge.sources.source import Source
 
@@ -114,7 +114,7 @@ def _not_shared(scheme: Scheme, data: Data) -> str:
         return "a forward_loop runs the whole model, so that its data cannot be shared; give batches as data="
     if _weighted(scheme):
         return f"scheme {scheme.name}: an importance matrix is collected from the whole model"
-    if other := sorted({calibrator(form) for form in scheme.formats} - JOINED):
+    if other := sorted({calibrator(form) for form in scheme.formats if is_calibrated(form)} - JOINED):
         return f"scheme {scheme.name}: what {', '.join(other)} collects cannot be joined from several processes"
     return ""
 

@@ -23,7 +23,7 @@ import bridge  # noqa: E402
 from bridge.calibration.calibrate import calibrate  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk.workers import LAUNCHED, Workers, joined, launched  # noqa: E402
-from bridge.core.errors import UsageError  # noqa: E402
+from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -231,6 +231,19 @@ def test_torchrun_starts_the_command(tmp_path: Path) -> None:
     with one_thread():
         expected = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=8, sequence=32)
     assert (tmp_path / "two.safetensors").read_bytes() == expected.to_bytes()
+
+
+@pytest.mark.parametrize(("quant", "what"), [("int4_awq_clip", "awq_clip"), ("q4_0_imatrix", "an importance matrix")])
+def test_what_cannot_be_joined_is_refused_before_the_model_is_loaded(
+    quant: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(FAMILIES[0], torch.float32).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    monkeypatch.setattr(type(source), "load_skeleton", lambda _: pytest.fail("the model was loaded"))
+    structure = structure_of(source)
+    scheme, data = load_scheme(quant).bound(structure.sites), prepare(batches(), source)
+    with pytest.raises(CalibrationError, match=f"scheme {quant}.*{what}.*; calibrate in one process"):
+        calibrate(source, structure, scheme, data, workers=Workers(0, 2, (), True))
 
 
 def test_shares_follow_the_ranks_and_differ_by_one() -> None:
