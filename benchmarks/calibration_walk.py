@@ -2,9 +2,10 @@
 
     python benchmarks/calibration_walk.py 1b          random Llama of 1.24 B, both ways, and whether the bytes are equal
     python benchmarks/calibration_walk.py 70b 405b    two layers of that shape from a file of holes, block by block
+    python benchmarks/calibration_walk.py wide --rows 256 --files    activations larger than the model, in files
 
 Every run is a process of its own. Memory is the peak of the resident set above what the imports took. Data are 4 rows
-of 128 tokens in batches of 2, one batch held out, or `--rows`.
+of 128 tokens in batches of 2, one batch held out, or `--rows`. `--files`: all activations between blocks go to files.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from typing import Any
 from bridge.core.text import size
 from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 
+# fmt: off
 SHAPES: dict[str, dict[str, int]] = {
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 2},
     "405b": {"num_hidden_layers": 2},
+    "wide": {
+        "hidden_size": 8192, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "num_hidden_layers": 3, "vocab_size": 1024,
+    },
 }
 SMALL = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16, "head_dim": 64,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
+# fmt: on
 
 
-def measure(model: str, scheme: str, kv: str | None, way: str, rows: int) -> None:
+def measure(model: str, scheme: str, kv: str | None, way: str, rows: int, files: bool) -> None:
     """Calibrate in this process, and print the figures as JSON."""
     import resource
     import time
@@ -41,6 +48,7 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int) -> Non
     from bridge.calibration.modelopt import fake_quantize, import_frameworks
     from bridge.calibration.walk.budget import calibration_need, tokens_of
     from bridge.calibration.walk.run import calibrate_by_blocks
+    from bridge.calibration.walk.states import spill_to
     from bridge.core.progress import no_progress
     from bridge.planning.structure import structure_of
     from bridge.quant.schemes.load import load_scheme
@@ -56,36 +64,39 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int) -> Non
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    found = calibration_need(source.specs, source.config, bound, tokens_of(data))
+    spill = spill_to(None, 0, found.states) if files else None
     start = time.process_time()
     if way == "whole":
         calibration = fake_quantize(source, structure, bound, data).calibration
     else:
-        calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress)
+        calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress, spill=spill)
     seconds = time.process_time() - start
     # getrusage counts the parent's memory, too: the peak is kept over exec
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 - base
-    found = calibration_need(source.specs, source.config, bound, tokens_of(data))
-    told = found.whole if way == "whole" else found.blocks
+    told = found.whole if way == "whole" else found.least if files else found.blocks
     figures = {
         "peak": peak,
         "seconds": seconds,
         "digest": calibration.digest,
         "told": told,
         "block": found.largest_bytes,
+        "states": found.states,
     }
     print(json.dumps(figures))
 
 
-def run(model: Path, scheme: str, kv: str | None, way: str, rows: int) -> dict[str, Any]:
+def run(model: Path, scheme: str, kv: str | None, way: str, rows: int, files: bool) -> dict[str, Any]:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--child", str(model), scheme, kv or "", way, str(rows)]
+    command = [sys.executable, __file__, "--child", str(model), scheme, kv or "", way, str(rows), str(int(files))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     kind = f"{scheme}{' + kv' if kv else ''}"
+    held = f"{size(figures['states'])}{' in files' if files else ''}"
     print(
         f"{model.name:6} {kind:14} {way:6} peak {size(figures['peak']):>8}  largest block {size(figures['block'])}, "
-        f"told {size(figures['told']):>8}  {figures['seconds']:.0f} s of the processor",
+        f"activations {held}, told {size(figures['told']):>8}  {figures['seconds']:.0f} s of the processor",
         flush=True,
     )
     return figures
@@ -109,6 +120,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--schemes", nargs="+", default=["fp8+fp8"])
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--files", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for name in arguments.models:
@@ -121,13 +133,14 @@ def main() -> None:
             for word in arguments.schemes:
                 scheme, _, kv = word.partition("+")
                 ways = ("whole", "blocks") if name == "1b" else ("blocks",)
-                digests = {run(root, scheme, kv or None, way, arguments.rows)["digest"] for way in ways}
+                rows, files = arguments.rows, arguments.files
+                digests = {run(root, scheme, kv or None, way, rows, files)["digest"] for way in ways}
                 if name == "1b":
                     print("the same bytes" if len(digests) == 1 else "DIFFERENT BYTES")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        measure(sys.argv[2], sys.argv[3], sys.argv[4] or None, sys.argv[5], int(sys.argv[6]))
+        measure(sys.argv[2], sys.argv[3], sys.argv[4] or None, sys.argv[5], int(sys.argv[6]), sys.argv[7] == "1")
     else:
         main()

@@ -128,10 +128,12 @@ def calibrate(
     """
     from bridge.calibration.automatic import choose
     from bridge.calibration.calibrate import calibrate as run
-    from bridge.calibration.calibrate import runs_by_blocks
+    from bridge.calibration.calibrate import runs_by_blocks, spill_of, told_of_blocks
 
     try:
         source = source_for(source, compute)
+        if line := told_of_blocks(source, scheme, data, memory, device):
+            warn(line)
         if data.cut:
             if workers:
                 raise UsageError(
@@ -139,7 +141,8 @@ def calibrate(
                 )
             cut = runs_by_blocks(source, scheme, data, memory, device)
             _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
-            data = choose(source, structure, scheme, data, device, progress, by_blocks=cut)
+            spill = spill_of(source, scheme, data, memory, device, partial) if cut else None
+            data = choose(source, structure, scheme, data, device, progress, cut, spill)
             warn_of(data)
         own = replace(data, batches=tuple(batch for _, batch in share_of(data.batches, workers)))
         _warn_of_time("", source, structure, scheme, own, device, compute)

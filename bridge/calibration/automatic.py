@@ -19,6 +19,7 @@ from bridge.calibration.expert_tokens import ExpertTokens
 from bridge.calibration.importance import same_memory
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import blaming, runner
+from bridge.calibration.walk.states import Spill
 from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Format, Structure
 from bridge.quant.schemes.scheme import Scheme, is_calibrated
@@ -48,12 +49,14 @@ def choose(
     device: str | None = None,
     progress: Progress = no_progress,
     by_blocks: bool = False,
+    spill: Spill | None = None,
 ) -> Data:
     """Return data with the number of rows that the scheme needs on this model, and why (`chosen`).
 
     Other data than those of `samples="auto"` are returned as they are. With experts, the model runs until each has
     `EVERY_EXPERT` tokens. For SmoothQuant the first blocks run until their channels' maxima move by less than `MOVED`.
-    The scheme's default is the least. `by_blocks`: with one block of the model in memory at a time.
+    The scheme's default is the least. `by_blocks`: with one block of the model in memory at a time, and
+    activations in `spill`.
     """
     if data.cut is None:
         return data
@@ -76,7 +79,7 @@ def choose(
 
         def watch(data: Data) -> _Seen:
             seen = _Watch(bindings, first, experts)
-            watch_by_blocks(source, structure, scheme, replace(data, held_out=()), device, progress, seen)
+            watch_by_blocks(source, structure, scheme, replace(data, held_out=()), device, progress, seen, spill)
             return _Seen(seen.channels, seen.routing.tokens)
     else:
         copied = same_memory(model)

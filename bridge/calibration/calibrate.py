@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import PACKAGES, check_data, check_device, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
-from bridge.calibration.walk.budget import USED, by_blocks, calibration_need, tokens_of
+from bridge.calibration.walk.budget import USED, Need, by_blocks, calibration_need, tokens_of
 from bridge.calibration.walk.device import device_of, home_of
 from bridge.calibration.walk.workers import Workers, check_same
 from bridge.core.errors import CalibrationError
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
+from bridge.core.text import size
 from bridge.core.values import Structure, TensorSpec
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration
@@ -22,6 +24,8 @@ from bridge.quant.schemes.scheme import Scheme, is_calibrated
 from bridge.sources.memory import MemorySource
 from bridge.sources.source import Source
 
+if TYPE_CHECKING:
+    from bridge.calibration.walk.states import Spill
 JOINED = {"max", "mse", "smoothquant", "awq"}  # algorithms whose statistics `walk.join` puts together
 
 
@@ -54,15 +58,15 @@ def calibrate(
     report = progress or no_progress
     if workers:
         return _together(source, structure, scheme, data, device, report, needed, memory, partial, workers)
-    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
     cut, weighted, made = runs_by_blocks(source, scheme, data, memory, device), _weighted(scheme), None
+    spill = spill_of(source, scheme, data, memory, device, partial) if cut else None
     if cut and (scheme.needs_modelopt or not weighted):
         from bridge.calibration.walk.run import calibrate_by_blocks
 
-        budget = memory if memory is not None else int(available_memory() * USED)
+        found, budget = _need(source, scheme, data, device), _budget(memory, device)
         device = device or home_of(source)
         ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
-        made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead)
+        made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead, spill)
     elif scheme.needs_modelopt or not weighted:
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
     if made and not weighted:
@@ -70,8 +74,9 @@ def calibrate(
     from bridge.calibration.importance import measure_importance  # a run of its own, of the plain model
 
     return measure_importance(
-        source, structure, scheme, data, device=device, progress=report, needed=needed, beside=made, by_blocks=cut
-    )
+        source, structure, scheme, data, device=device, progress=report, needed=needed, beside=made, by_blocks=cut,
+        spill=spill,
+    )  # fmt: skip
 
 
 def _together(
@@ -94,16 +99,17 @@ def _together(
     check_same(workers, _arguments(source, structure, scheme, data, device, partial))
     here = workers.neighbours()
     own = replace(data, batches=tuple(batch for _, batch in workers.share(data.batches)))
-    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(own))
+    found = _need(source, scheme, own, device)
     device = device_of(device or home_of(source), here.index(workers.rank))
     free = _free(device) // (1 if str(device or "").startswith("cuda") else len(here))
     by_blocks(found, memory, free)  # refuses what does not fit
-    ahead = found.blocks + found.largest_bytes <= (int(free * USED) if memory is None else memory)
+    budget = int(free * USED) if memory is None else memory
+    ahead = found.blocks + found.largest_bytes <= budget and not isinstance(source, MemorySource)
+    kept = partial and workers.own_directory(partial)
     progress = report if workers.first else no_progress
     made = calibrate_by_blocks(
-        source, structure, scheme, data, device, progress, needed, partial and workers.own_directory(partial),
-        ahead and not isinstance(source, MemorySource), workers,
-    )  # fmt: skip
+        source, structure, scheme, data, device, progress, needed, kept, ahead, _spill(found, budget, kept), workers
+    )
     check_same(workers, {"calibration": made.digest})
     return made
 
@@ -140,9 +146,53 @@ def _weighted(scheme: Scheme) -> bool:
 
 def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> bool:
     """Whether the calibration goes block by block; reads headers, and refuses what no way fits."""
-    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
     driven, resident = data.forward_loop is not None, isinstance(source, MemorySource)
+    found = _need(source, scheme, data, device)
     return by_blocks(found, memory, _free(device), driven=driven, resident=resident)
+
+
+def told_of_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> str:
+    """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose, or it fits."""
+    if memory is not None or not runs_by_blocks(source, scheme, data, memory, device):
+        return ""
+    found, budget = _need(source, scheme, data, device), _budget(memory, device)
+    spilled = found.states - found.share(budget)
+    files = f", with {size(spilled)} of activations in files" if spilled else ""
+    return (
+        f"the calibration runs block by block, because the whole model takes {size(found.whole)} of memory and "
+        f"{size(budget)} of what is free here may be used (memory=, --memory); blocks take "
+        f"{size(min(found.blocks, budget))}{files}"
+    )
+
+
+def spill_of(
+    source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None, partial: Path | None
+) -> Spill | None:
+    """Where a calibration block by block keeps activations that memory does not hold; None if it holds all.
+
+    Reads headers; UsageError if the disk has no room.
+    """
+    return _spill(_need(source, scheme, data, device), _budget(memory, device), partial)
+
+
+def _spill(found: Need, budget: int, partial: Path | None) -> Spill | None:
+    share = found.share(budget)
+    if share >= found.states:
+        return None
+    from bridge.calibration.walk.states import spill_to
+
+    # finished blocks keep their outputs twice in turn
+    return spill_to(partial, share, found.states - share, 0 if partial is None else found.states)
+
+
+def _need(source: Source, scheme: Scheme, data: Data, device: str | None) -> Need:
+    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
+    # activations of a GPU stay there
+    return replace(found, least=found.blocks) if str(device or "").startswith("cuda") else found
+
+
+def _budget(memory: int | None, device: str | None) -> int:
+    return int(_free(device) * USED) if memory is None else memory
 
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:

@@ -20,6 +20,7 @@ from bridge.calibration.modelopt import check_device, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import answer_of, blaming, held_out_of, refusal, runner
+from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers
@@ -42,11 +43,13 @@ def measure_importance(
     needed: Collection[str] | None = None,
     beside: Calibration | None = None,
     by_blocks: bool = False,
+    spill: Spill | None = None,
 ) -> Calibration:
     """Run the model of `source` and return the mean square of the input of every site with a weighted format.
 
     `needed`: modules that will be quantized, None for all. `beside`: other statistics of the same model and data, which
-    are returned too. `by_blocks`: with one block of the model in memory at a time. The model is not changed.
+    are returned too. `by_blocks`: with one block of the model in memory at a time, and activations in `spill`. The
+    model is not changed.
 
     Raises:
         CalibrationError: there are no data, the model cannot be run on them, or a statistic cannot be used.
@@ -65,7 +68,7 @@ def measure_importance(
         from bridge.calibration.walk.run import watch_by_blocks
 
         seen = data if beside is None else replace(data, held_out=())
-        model, answers = watch_by_blocks(source, structure, scheme, seen, device, progress, watch)
+        model, answers = watch_by_blocks(source, structure, scheme, seen, device, progress, watch, spill)
         held = held_out_of(data.held_out, answers, None) if seen.held_out else None
     else:
         copied = same_memory(model)

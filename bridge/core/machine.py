@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
+_KEEPING = {M_MMAP_THRESHOLD: 1 << 30, M_TRIM_THRESHOLD: (1 << 31) - 1}
+_RETURNING = {M_MMAP_THRESHOLD: 1 << 20, M_TRIM_THRESHOLD: 1 << 20}
+_allocator = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}  # of this process; glibc cannot be asked
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -34,9 +39,47 @@ def keep_pages() -> None:
     By default it maps and zeros new pages for each of some hundred tensors: 11.6 instead of 6.7 s of system time for
     1.1 B parameters. Only the command line does this: a library does not set its caller's allocator.
     """
+    _allocator.update(_KEEPING)
+    _set_allocator(_KEEPING)
+
+
+@contextlib.contextmanager
+def returning_pages() -> Iterator[None]:
+    """Give the memory of freed tensors back to the system at once, for the block; without glibc nothing happens.
+
+    glibc keeps it in a heap for each thread, which no other thread uses: with 130 paused forwards that hold 1.2 GB of
+    activations 2.7 GB, and 1.3 GB with this. Afterwards it is as the command line set it, else as high as glibc's own
+    thresholds rise.
+    """
+    _set_allocator(_RETURNING)
+    try:
+        yield
+    finally:
+        _set_allocator(_allocator)
+
+
+def _set_allocator(options: Mapping[int, int]) -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        for option, value in options.items():
+            mallopt(option, value)
+
+
+def drop_pages(address: int, count: int) -> None:
+    """Take the pages of a shared mapping of a file out of this process; what was written to them stays in the file."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(count), mmap.MADV_DONTNEED)
+
+
+def in_memory(place: Path) -> bool:
+    """Whether a directory lies on a file system without a disk."""
+    with contextlib.suppress(OSError):
+        device = place.stat().st_dev
+        here = f" {os.major(device)}:{os.minor(device)} "
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        return any(here in line and line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs") for line in mounts)
+    return False

@@ -22,7 +22,14 @@ USED = 0.8  # of the free memory, without memory=
 COPIES = 3  # of the largest Hessian, which ModelOpt's GPTQ inverts; and float32 copies of that weight
 WEIGHT_COPIES = 6
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
+HELD = 2  # tensors of activations that a forward holds: the embeddings, until its end, and what its last block put out
+AT_ONCE = 3  # and of a batch that runs: the input of a block, its output, and what is being written
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
+_KEYS = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
+    ("vocab_size",),
+)
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -52,12 +59,21 @@ def tokens_of(data: Data) -> Tokens:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a calibration takes: with the whole model, and block by block; `largest`: the largest block."""
+    """Bytes that a calibration takes: with the whole model, and block by block; `largest`: the largest block.
+
+    `states`: activations between blocks, part of `blocks`; with them on disk it takes `least`.
+    """
 
     whole: int
     blocks: int
     largest: str
     largest_bytes: int
+    states: int
+    least: int
+
+    def share(self, budget: int) -> int:
+        """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
+        return self.states if budget >= self.blocks else min(self.states, int((budget - self.least) / SLACK))
 
     def line(self) -> str:
         """Both figures, for a plan; of a small model one, because blocks would save nothing."""
@@ -65,7 +81,8 @@ class Need:
             return f"calibration takes {size(self.whole)} of memory for the whole model"
         return (
             f"calibration takes {size(self.whole)} with the whole model in memory, {size(self.blocks)} block by block "
-            f"(the largest is {self.largest}, {size(self.largest_bytes)})"
+            f"(the largest is {self.largest}, {size(self.largest_bytes)}"
+            + (f"; {size(self.least)} with activations in files)" if self.least < 0.9 * self.blocks else ")")
         )
 
 
@@ -77,28 +94,29 @@ def calibration_need(
     name = max(sizes, key=lambda key: sizes[key])
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert isinstance(text, Mapping)
-    width, vocabulary = (_number(text, keys) for keys in (("hidden_size", "n_embd", "d_model"), ("vocab_size",)))
+    width, inner, vocabulary = (_number(text, keys) for keys in _KEYS)
     item = _ITEM.get(main_dtype(specs.values()), 4)
-    # logits in the model's dtype and in float32, and one row of them in float64
-    logits = tokens.batch * vocabulary * (item + 4) + SEQUENCE * vocabulary * 16
+    inside = tokens.batch * max(vocabulary, AT_ONCE * inner) * item  # logits of the head; gate, up and product
     algorithms = {form.algorithm for form in scheme.formats}
     awq = algorithms & {"awq", "awq_full"}
     streams = 2 if awq and (scheme.kv is not None or "smoothquant" in algorithms) else 1  # see `Schedule`
     streams += ("awq_full" in algorithms) + (len(awq) == 2)
     streams += any(form.chosen and form.input for form in scheme.formats)
-    states = (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
+    states = HELD * (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
+    running = min(states, AT_ONCE * tokens.batch * width * item)
     smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
     total, product, losses = sum(spec.nbytes for spec in specs.values()), 0, 0.0
     if any(form.clipped for form in scheme.formats):
         product = 2 * search_bytes(max((spec.shape[1] for spec in specs.values() if len(spec.shape) == 2), default=0))
         losses = LOSSES / item
-    whole = int((WHOLE + losses) * total) + product + logits
-    blocks = int(SLACK * (sizes[name] + states) + losses * sizes[name]) + smoothed + product + logits + BASE
+    whole = int((WHOLE + losses) * total) + product + inside
+    rest = int(losses * sizes[name]) + smoothed + product + inside + BASE
     if "gptq" in algorithms:
         hessians, copies = hessian_sizes(specs.values())
         whole += sum(hessians.values()) + copies + sum(spec.size for spec in specs.values()) // 2  # and codes
-        blocks += max(hessians.values(), default=0) + copies
-    return Need(whole, blocks, name, sizes[name])
+        rest += max(hessians.values(), default=0) + copies
+    blocks, least = (int(SLACK * (sizes[name] + held)) + rest for held in (states, running))
+    return Need(whole, blocks, name, sizes[name], states, least)
 
 
 def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
@@ -148,7 +166,7 @@ def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, 
             f"a forward_loop runs the whole model, which takes {size(found.whole)} of memory, more than "
             f"memory={size(budget)} (--memory); give batches as data=, which run block by block, or more memory"
         )
-    if (least := min(found.blocks, found.whole)) > budget:
+    if (least := min(found.least, found.whole)) > budget:
         given = f"memory={size(budget)} (--memory)" if memory is not None else f"{size(budget)}, what is free here,"
         raise UsageError(
             f"{given} is too little to calibrate: {found.largest} has {size(found.largest_bytes)}, and with its "
@@ -163,6 +181,9 @@ def choice(found: Need, memory: int | None) -> str:
     given = available_memory() if memory is None else memory
     try:
         way = "block by block" if by_blocks(found, memory, given) else "the whole model at once"
+        budget = int(given * USED) if memory is None else memory
+        if way == "block by block" and (spilled := found.states - found.share(budget)):
+            way += f", with {size(spilled)} of activations in files beside the output"
     except UsageError:
         way = "not at all"
     return f"{found.line()}; with {size(given)} {'free here' if memory is None else 'given'}: {way}"

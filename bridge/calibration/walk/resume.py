@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -100,10 +100,18 @@ class Partial:
         self._states, self.next = str(last["states"]), str(last["next"])
         return True
 
-    def keep(self, block: Block, seen: Statistics, outputs: Sequence[Any], digest: str) -> bool:
+    def keep(
+        self,
+        block: Block,
+        seen: Statistics,
+        outputs: Sequence[Any],
+        digest: str,
+        release: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> bool:
         """Write the statistics of a block and what it put out; False if these have no form on disk.
 
-        The states of the block before are overwritten only when those of this one are in the journal.
+        The states of the block before are overwritten only when those of this one are in the journal. `release` is
+        called for each tensor that is written.
         """
         tensors: list[torch.Tensor] = []
         if block.name in self.blocks:  # an embedding that two parts of the model call
@@ -118,7 +126,7 @@ class Partial:
         }
         places = {f"{kind}/{name}": (m.offset, *m.shape) for kind in MATRICES for name, m in seen[kind].items()}
         write_whole(self._statistics(len(self.blocks)), file_bytes(arrays))
-        _write(self._work.directory / states, tensors, {"outputs": shapes})
+        _write(self._work.directory / states, tensors, {"outputs": shapes}, release)
         self._work.mark(block.name, {"states": states, "next": digest, **({"codes": places} if places else {})})
         self.blocks.append(block.name)
         self._placed.append(places)
@@ -141,11 +149,16 @@ class Partial:
                 seen[kind][module] = self.codes.matrix(offset, tuple(shape))
             yield seen
 
-    def outputs(self) -> list[Any]:
-        """What the last finished block put out, for each forward."""
+    def outputs(self) -> Iterator[Any]:
+        """What the last finished block put out, for each forward; read one by one."""
         file = SafetensorsFile(self._work.directory / self._states)
-        tensors = [as_tensor(file.read(str(at)), file.specs[str(at)].dtype) for at in range(len(file.specs))]
-        return [_unflat(shape, tensors) for shape in json.loads(file.header.metadata["outputs"])]
+
+        def read(at: int) -> torch.Tensor:
+            tensor: torch.Tensor = as_tensor(file.read(str(at)), file.specs[str(at)].dtype)
+            return tensor
+
+        for shape in json.loads(file.header.metadata["outputs"]):
+            yield _unflat(shape, read)
 
 
 def damaged(error: Exception) -> bool:
@@ -196,17 +209,19 @@ def _flat(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise _CannotKeep
 
 
-def _unflat(shape: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+def _unflat(shape: Mapping[str, Any], read: Callable[[int], torch.Tensor]) -> Any:
     (kind, content), *_ = shape.items()
     if kind == "tensor":
-        return tensors[content]
+        return read(content)
     if kind == "plain":
         return content
-    items = [_unflat(item, tensors) for item in content]
+    items = [_unflat(item, read) for item in content]
     return tuple(items) if kind == "tuple" else items
 
 
-def _write(path: Path, tensors: Sequence[torch.Tensor], metadata: Mapping[str, str]) -> None:
+def _write(
+    path: Path, tensors: Sequence[torch.Tensor], metadata: Mapping[str, str], release: Callable[[torch.Tensor], None]
+) -> None:
     """Write a file tensor by tensor: they may be half of the memory."""
     names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     specs = [TensorSpec(str(at), tuple(t.shape), names[at]) for at, t in enumerate(tensors)]
@@ -217,4 +232,5 @@ def _write(path: Path, tensors: Sequence[torch.Tensor], metadata: Mapping[str, s
             file.seek(offsets[spec.name])
             plain = tensor.detach().cpu().contiguous().view(getattr(torch, DTYPES[spec.dtype].storage))
             file.write(plain.numpy().data)
+            release(tensor)
         file.truncate(size)

@@ -33,12 +33,15 @@ from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Batch
 from bridge.calibration.walk.join import check_same_weights, join_answers, joined_counts, joined_statistics
 from bridge.calibration.walk.parked import Parked, storages, to_device
+from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of, identity_of, kept
 from bridge.calibration.walk.skeleton import Skeleton
+from bridge.calibration.walk.states import Spill
 from bridge.calibration.walk.weights import Ahead, Weights, drop, share
 from bridge.calibration.walk.workers import Workers, share_of
 from bridge.core.errors import BridgeError, CalibrationError
 from bridge.core.files.matrices import AppendedFile
+from bridge.core.machine import returning_pages
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
 from bridge.quant.calibration import Calibration
@@ -57,21 +60,23 @@ def calibrate_by_blocks(
     needed: Collection[str] | None = None,
     partial: Path | None = None,
     ahead: bool = False,
+    spill: Spill | None = None,
     workers: Workers | None = None,
 ) -> Calibration:
     """Return the calibration of `source`, with one block of its weights in memory at a time.
 
     `partial`: a directory for the finished blocks, so that a killed run goes on; it is removed at the end.
-    `ahead`: read the next block while one runs: memory holds two. `workers`: the processes that share the batches.
+    `ahead`: read the next block while one runs: memory holds two. `spill`: where activations go that memory does not
+    hold. `workers`: the processes that share the batches.
     """
     scheme, device = scheme.bound(structure.sites), device or "cpu"
     identity = identity_of(source, scheme, data, device, workers) if partial else ""
-    with torch.no_grad(), kept(partial, identity) as left:
-        walk = Walk(source, structure, scheme, data, device, report, left, ahead, workers=workers)
+    with torch.no_grad(), returning_pages(), kept(partial, identity) as left:
+        walk = Walk(source, structure, scheme, data, device, report, left, ahead, spill=spill, workers=workers)
         if not walk.run():
             assert left
             left.start_again()
-            walk = Walk(source, structure, scheme, data, device, report, left, ahead, workers=workers)
+            walk = Walk(source, structure, scheme, data, device, report, left, ahead, spill=spill, workers=workers)
             walk.run()
     attention = walk.attention.values()
     statistics, applied = settle_statistics(walk.seen, walk.bindings, attention, scheme, source.specs, needed)
@@ -103,11 +108,11 @@ def watch_by_blocks(
     device: str | None,
     report: Progress,
     watch: Watch,
-    ahead: bool = False,
+    spill: Spill | None = None,
 ) -> tuple[Any, Answers]:
     """Run the data through the unquantized model for `watch`; return the model, without weights, and its answers."""
-    with torch.no_grad():
-        walk = Walk(source, structure, scheme, data, device or "cpu", report, ahead=ahead, watch=watch)
+    with torch.no_grad(), returning_pages():
+        walk = Walk(source, structure, scheme, data, device or "cpu", report, watch=watch, spill=spill)
         walk.run()
     return walk.plain.model, walk.source_answers
 
@@ -130,9 +135,10 @@ class Walk:
         left: Partial | None = None,
         ahead: bool = False,
         watch: Watch | None = None,
+        spill: Spill | None = None,
         workers: Workers | None = None,
     ) -> None:
-        self._left, self._ahead, self._watch, self._scheme = left, ahead, watch, scheme
+        self._left, self._ahead, self._watch, self._scheme, self._spill = left, ahead, watch, scheme, spill
         self._workers, self._device = workers, device
         self._shared: set[int] = set()
         model = source.load_skeleton()
@@ -163,7 +169,7 @@ class Walk:
         kept = self.answers.batches if self.answers else ()
         self._quantized = [self._batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
         runs = len(self._schedule.streams) * len(own) + len(self._held) + len(self._quantized)
-        self._progress = _Progress(report, {block: self._size(block) for block in self.blocks}, runs)
+        self._progress = WalkProgress(report, {block: self._size(block) for block in self.blocks}, runs)
         self._visited: set[Block] = set()
 
     def _batch(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Batch:
@@ -235,15 +241,24 @@ class Walk:
         return self._digest() == left.next
 
     def _digest(self) -> str:
-        forwards = [batch.forward for batch in self._all]
-        return digest_of((f.block, f.args, f.kwargs) for f in forwards if f.block)
+        def waiting() -> Iterator[tuple[Block, tuple[Any, ...], Mapping[str, Any]]]:
+            for forward in (batch.forward for batch in self._all):
+                if forward.block:
+                    yield forward.block, forward.args, forward.kwargs
+                    self._release(forward.args, forward.kwargs)
+
+        return digest_of(waiting())
+
+    def _release(self, *values: Any) -> None:
+        if self._spill:
+            self._spill.release(*values)
 
     def _keep(self, block: Block, seen: Statistics) -> None:
         """Write what a block gave, for a run that goes on after this one was killed."""
         if self._left is None or any(batch.forward.block is None for batch in self._all):
             return  # after the last block little is left to do
         digest = self._digest()
-        if not digest or not self._left.keep(block, seen, [batch.output for batch in self._all], digest):
+        if not digest or not self._left.keep(block, seen, [batch.output for batch in self._all], digest, self._release):
             self._left = None  # the blocks before this one are kept
 
     def _visit(self, block: Block) -> Statistics:
@@ -332,6 +347,7 @@ class Walk:
                 continue
             batch.parked.fetch()
             output = module(*batch.forward.args, **batch.forward.kwargs)
+            self._release(batch.forward.args, batch.forward.kwargs)
             self._progress.step(block)
             if named and _has_nan(output):
                 raise CalibrationError(self._why_nan(block))
@@ -359,6 +375,8 @@ class Walk:
         if batch.forward.block is not None:
             batch.output = output if self._left else None
             batch.parked.park(batch.forward.args, batch.forward.kwargs, batch.output)
+            if self._spill:
+                self._spill.keep(output, batch.forward.args, batch.forward.kwargs)
         else:
             batch.output = None
             if batch in self._held:
@@ -378,21 +396,6 @@ class Walk:
         except Exception as error:
             why = refused(self.plain.model, (batch or self._all[0]).inputs, error)
             raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
-
-
-class _Progress:
-    """Reports the work done: a run of a batch through a block counts the block's parameters, in thousands."""
-
-    def __init__(self, report: Progress, sizes: Mapping[Block, int], runs: int) -> None:
-        self._report, self._sizes = report, {block: 1 + (count >> 10) for block, count in sizes.items()}
-        self._runs, self._done, self._total = runs, 0, sum(self._sizes.values()) * runs
-
-    def skip(self, blocks: Collection[Block]) -> None:
-        self._done += sum(self._sizes[block] for block in blocks) * self._runs
-
-    def step(self, block: Block) -> None:
-        self._done += self._sizes[block]
-        self._report(min(self._done, self._total), self._total, "calibrate")
 
 
 def _has_nan(value: Any) -> bool:

@@ -98,4 +98,4 @@ class Runtime:
         import torch
 
         batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
-        return {self.outputs[0]: self._run(batch).numpy()}
+        return {self.outputs[0]: self._run(batch).float().numpy()}

@@ -1,0 +1,49 @@
+"""The loss of the next tokens is that of torch, and the same bits in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bridge.calibration.reference_outputs import next_token_loss, pick  # noqa: E402
+
+
+def drawn(dtype: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """Logits of a vocabulary of 1,003, ids, and a mask that pads two rows."""
+    random = torch.Generator().manual_seed(5)
+    logits = (torch.randn(3, 21, 1003, generator=random) * 9).to(dtype)
+    ids = torch.randint(0, 1003, (3, 21), generator=random)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, 17:] = 0, 0
+    return logits, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_loss_in_pieces_has_the_bits_of_the_loss_at_once(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, batch = drawn(dtype)
+    whole = next_token_loss(logits, batch)
+    for piece in (1, 1003, 7 * 1003, 20 * 1003):
+        monkeypatch.setattr("bridge.calibration.reference_outputs.PIECE", piece)
+        assert next_token_loss(logits, batch) == whole
+        assert next_token_loss(logits.float().numpy(), batch) == whole
+
+
+def test_the_loss_is_the_cross_entropy_of_torch() -> None:
+    logits, batch = drawn(torch.bfloat16)
+    ids, mask = (torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask"))
+    labels = ids.masked_fill(mask == 0, -100)[:, 1:].clone()
+    labels[mask[:, :-1] == 0] = -100
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].double().transpose(1, 2), labels, reduction="sum")
+    assert next_token_loss(logits, batch) == (pytest.approx(float(loss), rel=1e-12), int((labels >= 0).sum()))
+
+
+def test_what_is_kept_of_an_output_is_the_same_in_every_dtype() -> None:
+    logits, _ = drawn(torch.bfloat16)
+    rows, columns = np.array([0, 5, 62]), np.array([1, 1002, 7, 7])
+    kept = pick(logits, rows, columns)
+    assert kept.dtype == np.float32 and kept.flags.c_contiguous
+    assert np.array_equal(kept, logits.float().numpy().reshape(-1, 1003)[rows[:, None], columns])
