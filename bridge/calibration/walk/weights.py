@@ -80,7 +80,8 @@ class Weights:
 
     def _copy(self, origin: Origin, part: LiveSlice, begin: int, out: torch.Tensor) -> None:
         """Copy a part of a stored tensor, from `begin` on along the axis of joining, into `out`."""
-        name, dtype = origin.spec.name, origin.spec.dtype
+        name = origin.spec.name
+        dtype = self._source.specs[name].dtype  # the origin has the dtype in the model
         if not out.ndim:
             out.copy_(as_tensor(self._source.read(name), dtype))
             return

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
+from bridge.calibration.compute import source_for  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
@@ -297,3 +298,12 @@ def test_every_kind_of_source_is_read_block_by_block(kind: str, tmp_path: Path) 
         scheme = load_scheme(name, kv=kv).bound(structure_of(source).sites)
         data = prepare(batches(), source)
         assert walked(source, scheme, data).to_bytes() == whole(source, scheme, data).to_bytes()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_bfloat16_runs_in_float32(tmp_path: Path) -> None:
+    build("LlamaForCausalLM").save_pretrained(tmp_path)
+    source = source_for(open_source(tmp_path), "fp32")
+    scheme = load_scheme("fp8").bound(structure_of(source).sites)
+    data = prepare(batches(), source)
+    assert walked(source, scheme, data).to_bytes() == whole(source, scheme, data).to_bytes()
