@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import PACKAGES, check_data, check_device, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
-from bridge.calibration.walk.budget import USED, Need, by_blocks, calibration_need, tokens_of
+from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, tokens_of
 from bridge.calibration.walk.device import device_of, home_of
 from bridge.calibration.walk.workers import Workers, check_same
 from bridge.core.errors import CalibrationError
@@ -63,10 +63,11 @@ def calibrate(
     if cut and (scheme.needs_modelopt or not weighted):
         from bridge.calibration.walk.run import calibrate_by_blocks
 
-        found, budget = _need(source, scheme, data, device), _budget(memory, device)
+        found, budget = _need(source, scheme, data, device), memory_of(memory, _free(device))
         device = device or home_of(source)
         ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
-        made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead, spill)
+        room = found.room(budget)
+        made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead, spill, room)
     elif scheme.needs_modelopt or not weighted:
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
     if made and not weighted:
@@ -99,17 +100,18 @@ def _together(
     check_same(workers, _arguments(source, structure, scheme, data, device, partial))
     here = workers.neighbours()
     own = replace(data, batches=tuple(batch for _, batch in workers.share(data.batches)))
-    found = _need(source, scheme, own, device)
+    found = _need(source, scheme, own, device).uncut  # sums over the experts of a layer are not joined
     device = device_of(device or home_of(source), here.index(workers.rank))
     free = _free(device) // (1 if str(device or "").startswith("cuda") else len(here))
     by_blocks(found, memory, free)  # refuses what does not fit
-    budget = int(free * USED) if memory is None else memory
+    budget = memory_of(memory, free)
     ahead = found.blocks + found.largest_bytes <= budget and not isinstance(source, MemorySource)
     kept = partial and workers.own_directory(partial)
     progress = report if workers.first else no_progress
     made = calibrate_by_blocks(
-        source, structure, scheme, data, device, progress, needed, kept, ahead, _spill(found, budget, kept), workers
-    )
+        source, structure, scheme, data, device, progress, needed, kept, ahead, _spill(found, budget, kept),
+        workers=workers,
+    )  # fmt: skip
     check_same(workers, {"calibration": made.digest})
     return made
 
@@ -155,7 +157,7 @@ def told_of_blocks(source: Source, scheme: Scheme, data: Data, memory: int | Non
     """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose, or it fits."""
     if memory is not None or not runs_by_blocks(source, scheme, data, memory, device):
         return ""
-    found, budget = _need(source, scheme, data, device), _budget(memory, device)
+    found, budget = _need(source, scheme, data, device), memory_of(memory, _free(device))
     spilled = found.states - found.share(budget)
     files = f", with {size(spilled)} of activations in files" if spilled else ""
     return (
@@ -172,7 +174,7 @@ def spill_of(
 
     Reads headers; UsageError if the disk has no room.
     """
-    return _spill(_need(source, scheme, data, device), _budget(memory, device), partial)
+    return _spill(_need(source, scheme, data, device), memory_of(memory, _free(device)), partial)
 
 
 def _spill(found: Need, budget: int, partial: Path | None) -> Spill | None:
@@ -187,12 +189,11 @@ def _spill(found: Need, budget: int, partial: Path | None) -> Spill | None:
 
 def _need(source: Source, scheme: Scheme, data: Data, device: str | None) -> Need:
     found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
-    # activations of a GPU stay there
-    return replace(found, least=found.blocks) if str(device or "").startswith("cuda") else found
-
-
-def _budget(memory: int | None, device: str | None) -> int:
-    return int(_free(device) * USED) if memory is None else memory
+    if data.cut:
+        found = found.uncut  # the choice of samples looks into whole layers
+    if str(device or "").startswith("cuda"):  # activations of a GPU have no files
+        found = replace(found, in_files=found.blocks, by_expert_in_files=found.by_expert)
+    return found
 
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:

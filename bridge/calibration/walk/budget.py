@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.calibration.clips import LOSSES, search_bytes
@@ -21,14 +21,16 @@ BASE = 300 << 20  # what one block takes apart from its bytes: pieces that are r
 USED = 0.8  # of the free memory, without memory=
 COPIES = 3  # of the largest Hessian, which ModelOpt's GPTQ inverts; and float32 copies of that weight
 WEIGHT_COPIES = 6
-_EXPERT = re.compile(r"\bexperts\.\d+\.")
 HELD = 2  # tensors of activations that a forward holds: the embeddings, until its end, and what its last block put out
 AT_ONCE = 3  # and of a batch that runs: the input of a block, its output, and what is being written
+EXPERT = 8  # in bytes of its weights: one that runs, one that is read ahead, and ModelOpt's copies of the first
+_EXPERTS = re.compile(r".*\.experts\.(?:(?P<number>\d+)\.|[^.]+$)")
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 _KEYS = (
     ("hidden_size", "n_embd", "d_model"),
     ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
     ("vocab_size",),
+    ("num_experts_per_tok", "moe_topk", "top_k"),
 )
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,6 +42,14 @@ class Tokens:
     batch: int
     calibrated: int
     held_out: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What fits into memory: `block`, bytes of a block that is read whole. `least`: memory= for the largest, whole."""
+
+    block: int
+    least: int
 
 
 DEFAULT = Tokens(BATCH * SEQUENCE, SAMPLES * SEQUENCE, -(-SAMPLES // HELD_OUT) * SEQUENCE)
@@ -61,7 +71,8 @@ def tokens_of(data: Data) -> Tokens:
 class Need:
     """Bytes that a calibration takes: with the whole model, and block by block; `largest`: the largest block.
 
-    `states`: activations between blocks, part of `blocks`; with them on disk it takes `least`.
+    `states`: activations between blocks, part of `blocks`; with them in files it takes `in_files`. `by_expert` and
+    `by_expert_in_files`: the same with a layer's experts one by one, where `part` is the largest; as by blocks without.
     """
 
     whole: int
@@ -69,32 +80,74 @@ class Need:
     largest: str
     largest_bytes: int
     states: int
-    least: int
+    in_files: int
+    by_expert: int
+    by_expert_in_files: int
+    part: str
+    part_bytes: int
 
     def share(self, budget: int) -> int:
         """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
-        return self.states if budget >= self.blocks else min(self.states, int((budget - self.least) / SLACK))
+        most, least = (self.by_expert, self.by_expert_in_files) if self.cuts(budget) else (self.blocks, self.in_files)
+        return self.states if budget >= most else min(self.states, max(0, int((budget - least) / SLACK)))
+
+    def cuts(self, budget: int) -> bool:
+        """Whether layers do not fit into a budget, so that their experts run one by one."""
+        return budget < self.in_files
 
     def line(self) -> str:
-        """Both figures, for a plan; of a small model one, because blocks would save nothing."""
-        if self.blocks >= self.whole:
+        """The figures, for a plan; of a small model one, because blocks would save nothing."""
+        if self.least >= self.whole:
             return f"calibration takes {size(self.whole)} of memory for the whole model"
-        return (
+        line = (
             f"calibration takes {size(self.whole)} with the whole model in memory, {size(self.blocks)} block by block "
             f"(the largest is {self.largest}, {size(self.largest_bytes)}"
-            + (f"; {size(self.least)} with activations in files)" if self.least < 0.9 * self.blocks else ")")
+            f"{_with_files(self.in_files, self.blocks)})"
         )
+        if self.part != self.largest:
+            line += (
+                f", {size(self.by_expert)} expert by expert (the largest is {self.part}, {size(self.part_bytes)}"
+                f"{_with_files(self.by_expert_in_files, self.by_expert)})"
+            )
+        return line
+
+    @property
+    def least(self) -> int:
+        """What a calibration takes at least."""
+        return min(self.whole, self.in_files, self.by_expert_in_files)
+
+    @property
+    def uncut(self) -> Need:
+        """The same without experts one by one."""
+        return replace(
+            self,
+            by_expert=self.blocks,
+            by_expert_in_files=self.in_files,
+            part=self.largest,
+            part_bytes=self.largest_bytes,
+        )
+
+    def room(self, budget: int) -> Room | None:
+        """What fits into `budget`; None if every block does."""
+        if not self.cuts(budget):
+            return None
+        spare = int((budget - self.by_expert) / SLACK)
+        return Room(self.part_bytes + max(0, spare), self.in_files)
+
+
+def _with_files(least: int, held: int) -> str:
+    return f"; {size(least)} with activations in files" if least < 0.9 * held else ""
 
 
 def calibration_need(
     specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens = DEFAULT
 ) -> Need:
     """Return what a calibration takes, from headers."""
-    sizes = block_sizes(specs.values())
-    name = max(sizes, key=lambda key: sizes[key])
+    sizes, parts = block_sizes(specs.values()), part_sizes(specs.values())
+    name, part = (max(held, key=lambda key: held[key]) for held in (sizes, parts))
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert isinstance(text, Mapping)
-    width, inner, vocabulary = (_number(text, keys) for keys in _KEYS)
+    width, inner, vocabulary, chosen = (_number(text, keys) for keys in _KEYS)
     item = _ITEM.get(main_dtype(specs.values()), 4)
     inside = tokens.batch * max(vocabulary, AT_ONCE * inner) * item  # logits of the head; gate, up and product
     algorithms = {form.algorithm for form in scheme.formats}
@@ -104,19 +157,27 @@ def calibration_need(
     streams += any(form.chosen and form.input for form in scheme.formats)
     states = HELD * (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
     running = min(states, AT_ONCE * tokens.batch * width * item)
+    # a forward that pauses at experts keeps its residual, their inputs and their sum; grouped_mm their rows in float32
+    paused = 3 * max(tokens.calibrated, tokens.held_out) * width * item + tokens.held_out * chosen * width * 4
     smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
     total, product, losses = sum(spec.nbytes for spec in specs.values()), 0, 0.0
     if any(form.clipped for form in scheme.formats):
         product = 2 * search_bytes(max((spec.shape[1] for spec in specs.values() if len(spec.shape) == 2), default=0))
         losses = LOSSES / item
     whole = int((WHOLE + losses) * total) + product + inside
-    rest = int(losses * sizes[name]) + smoothed + product + inside + BASE
+    rest = smoothed + product + inside + BASE
     if "gptq" in algorithms:
         hessians, copies = hessian_sizes(specs.values())
         whole += sum(hessians.values()) + copies + sum(spec.size for spec in specs.values()) // 2  # and codes
         rest += max(hessians.values(), default=0) + copies
-    blocks, least = (int(SLACK * (sizes[name] + held)) + rest for held in (states, running))
-    return Need(whole, blocks, name, sizes[name], states, least)
+    blocks, in_files = (int(SLACK * (sizes[name] + held) + losses * sizes[name]) + rest for held in (states, running))
+    by_expert, least = (
+        int(SLACK * (parts[part] + held + paused) + losses * parts[part]) + rest for held in (states, running)
+    )
+    made = Need(whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part])
+    # an importance matrix is collected from whole layers, as are clips and codes
+    looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
+    return made if least < in_files and not looks else made.uncut
 
 
 def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
@@ -130,8 +191,8 @@ def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
     sizes: dict[str, int] = {}
     copies = 0
     for spec in specs:
-        match = _LAYER.match(spec.name)
-        if match and len(spec.shape) == 2 and not _EXPERT.search(spec.name):
+        match, expert = _LAYER.match(spec.name), _EXPERTS.match(spec.name)
+        if match and len(spec.shape) == 2 and not expert:
             hessian = 4 * spec.shape[1] ** 2
             sizes[match.group()] = sizes.get(match.group(), 0) + hessian
             copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * spec.size)
@@ -152,13 +213,41 @@ def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
     return sizes
 
 
+def part_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
+    """Return bytes by block, of a layer with experts without them and with what one of them takes.
+
+    >>> up = [TensorSpec(f"model.layers.3.mlp.experts.{e}.up_proj.weight", (2, 2), "float32") for e in range(8)]
+    >>> part_sizes([TensorSpec("model.layers.3.mlp.gate.weight", (8, 2), "float32"), *up])
+    {'model.layers.3 with one expert of 8 at a time': 192}
+    """
+    dense: dict[str, int] = {}
+    experts: dict[str, dict[str, int]] = {}
+    for spec in specs:
+        layer, stack = _LAYER.match(spec.name), _EXPERTS.match(spec.name)
+        name = layer.group() if layer else spec.name
+        if layer and stack and stack["number"]:
+            own = experts.setdefault(name, {})
+            own[stack["number"]] = own.get(stack["number"], 0) + spec.nbytes
+        elif layer and stack and len(spec.shape) > 1 and not spec.across:
+            own = experts.setdefault(name, {})
+            for number in range(spec.shape[0]):
+                own[str(number)] = own.get(str(number), 0) + spec.nbytes // spec.shape[0]
+        else:
+            dense[name] = dense.get(name, 0) + spec.nbytes
+    cut = {
+        f"{name} with one expert of {len(own)} at a time": dense.pop(name, 0) + EXPERT * max(own.values())
+        for name, own in experts.items()
+    }
+    return dense | cut
+
+
 def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, resident: bool = False) -> bool:
     """Whether to calibrate block by block; an error if neither way fits.
 
     `memory`: what the caller allows, else part of `free`. `driven`: a forward_loop runs the whole model. `resident`:
     the model is in memory already, so that only the caller's own limit sends it through in blocks.
     """
-    budget = int(free * USED) if memory is None else memory
+    budget = memory_of(memory, free)
     if found.whole <= budget or (memory is None and (driven or resident)):
         return False
     if driven:
@@ -166,24 +255,30 @@ def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, 
             f"a forward_loop runs the whole model, which takes {size(found.whole)} of memory, more than "
             f"memory={size(budget)} (--memory); give batches as data=, which run block by block, or more memory"
         )
-    if (least := min(found.least, found.whole)) > budget:
+    if (least := found.least) > budget:
         given = f"memory={size(budget)} (--memory)" if memory is not None else f"{size(budget)}, what is free here,"
         raise UsageError(
-            f"{given} is too little to calibrate: {found.largest} has {size(found.largest_bytes)}, and with its "
+            f"{given} is too little to calibrate: {found.part} has {size(found.part_bytes)}, and with its "
             f"activations it takes {size(least)}; give at least {least} bytes, fewer samples= (--samples), or a saved "
             "calibration (calib=)"
         )
     return True
 
 
+def memory_of(memory: int | None, free: int) -> int:
+    """Return the bytes that a calibration may take: what the caller allows, else part of what is free."""
+    return int(free * USED) if memory is None else memory
+
+
 def choice(found: Need, memory: int | None) -> str:
     """Both figures, and which way a calibration goes with `memory` or with what is free here."""
     given = available_memory() if memory is None else memory
     try:
-        way = "block by block" if by_blocks(found, memory, given) else "the whole model at once"
-        budget = int(given * USED) if memory is None else memory
-        if way == "block by block" and (spilled := found.states - found.share(budget)):
-            way += f", with {size(spilled)} of activations in files beside the output"
+        way, budget = "the whole model at once", memory_of(memory, given)
+        if by_blocks(found, memory, given):
+            way = "expert by expert" if found.cuts(budget) else "block by block"
+            if spilled := found.states - found.share(budget):
+                way += f", with {size(spilled)} of activations in files beside the output"
     except UsageError:
         way = "not at all"
     return f"{found.line()}; with {size(given)} {'free here' if memory is None else 'given'}: {way}"

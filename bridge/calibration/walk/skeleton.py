@@ -45,7 +45,7 @@ class Skeleton:
         """
         path = block.name.split(".")
         parents = [self.model, *(self.model.get_submodule(".".join(path[:n])) for n in range(1, len(path)))]
-        copies = [_emptied(parent) for parent in parents]
+        copies = [emptied(parent) for parent in parents]
         for parent, key, child in zip(copies, path, [*copies[1:], self.modules[block.name]], strict=True):
             parent._modules[key] = child
         kind = type(copies[0])
@@ -53,7 +53,7 @@ class Skeleton:
         return copies[0]
 
 
-def _emptied(module: Any) -> Any:
+def emptied(module: Any) -> Any:
     """Return a copy without parameters, buffers, children and hooks."""
     new: Any = object.__new__(type(module))
     new.__dict__.update(module.__dict__)
@@ -68,7 +68,7 @@ def _stand_in(module: Any, block: Block, device: Any) -> Any:
     """
     import torch
 
-    new = _emptied(module)
+    new = emptied(module)
     new.__dict__["_modules"] = dict(module._modules)
     new.__dict__["_buffers"] = dict(module._buffers)
     for key, parameter in module._parameters.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class Weights:
 
     def __init__(self, source: Source, model: Any, origins: Mapping[str, Origin], device: Any) -> None:
         self._source, self._origins, self._device = source, origins, device
-        self._parts = {live: [*dict.fromkeys(parts.values())] for live, parts in live_parts(origins).items()}
+        self._stored = live_parts(origins)
+        self._parts = {live: [*dict.fromkeys(parts.values())] for live, parts in self._stored.items()}
         self._tied = tied_names(model)
         self._shapes = {live: tuple(tensor.shape) for live, tensor in model.state_dict().items()}
         self._check(model)
@@ -59,6 +61,34 @@ class Weights:
             self._read(name, read)
         return read
 
+    def by_expert(self, name: str, module: Any) -> bool:
+        """Whether every expert of the stacks in `module` has tensors, or first rows of tensors, of its own."""
+        return all(
+            self._origins[stored].ref is not None
+            and (part.expert is not None or (_rows_are_experts(part, shape) and not self._source.specs[stored].across))
+            for _, _, live, tensor in _slots([(name, module)])
+            for shape in [tuple(tensor.shape)]
+            for part, stored in self._stored[live].items()
+        )
+
+    def read_expert(self, name: str, module: Any, expert: int) -> dict[str, torch.Tensor]:
+        """Return one expert of the stacks in `module`, by parameter, with a first axis of one."""
+        read = {}
+        for _, key, live, tensor in _slots([(name, module)]):
+            read[key] = out = torch.empty((1, *tensor.shape[1:]), dtype=tensor.dtype)
+            for part, stored in self._stored[live].items():
+                if part.expert == expert:
+                    own = replace(part, index=(0, *part.index[1:]))
+                    self._copy(self._origins[stored], own, 0, own.of(out))
+                elif part.expert is None:
+                    own = replace(part, index=((0, 1), *part.index[1:])) if part.index else part
+                    self._copy(self._origins[stored], own, 0, own.of(out), expert)
+        return read
+
+    def placed(self, read: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors on the device of the model."""
+        return {key: tensor.to(self._device) for key, tensor in read.items()}
+
     def place(self, modules: Iterable[tuple[str, Any]], read: dict[str, torch.Tensor]) -> None:
         """Put tensors that were read into place, on the device; `read` is emptied."""
         placed = {live: read.pop(live).to(self._device) for live in [*read]}
@@ -78,15 +108,15 @@ class Weights:
             if len(origin.parts) > 1:
                 begin += _extent(part, origin.axis, self._shapes[part.live])
 
-    def _copy(self, origin: Origin, part: LiveSlice, begin: int, out: torch.Tensor) -> None:
-        """Copy a part of a stored tensor, from `begin` on along the axis of joining, into `out`."""
+    def _copy(self, origin: Origin, part: LiveSlice, begin: int, out: torch.Tensor, row: int = 0) -> None:
+        """Copy a part of a stored tensor, from `begin` on along the axis of joining and from `row` on, into `out`."""
         name = origin.spec.name
         dtype = self._source.specs[name].dtype  # the origin has the dtype in the model
         if not out.ndim:
             out.copy_(as_tensor(self._source.read(name), dtype))
             return
         joined = len(origin.parts) > 1
-        first = begin if joined and origin.axis == 0 else 0
+        first = begin if joined and origin.axis == 0 else row
         cut = joined and origin.axis != 0
         rows = out.shape[0]
         if not cut and out.is_contiguous() and str(out.dtype) == f"torch.{dtype}" and out.numel():
@@ -103,6 +133,11 @@ class Weights:
             if cut:
                 piece = piece.narrow(origin.axis, begin, out.shape[origin.axis])
             out[at:end].copy_(piece)
+
+
+def _rows_are_experts(part: LiveSlice, shape: tuple[int, ...]) -> bool:
+    """Whether a stored tensor holds all experts of a live stack along its first axis."""
+    return not part.index or (part.index[0], part.order[0]) == ((0, shape[0]), 0)
 
 
 def _extent(part: LiveSlice, axis: int, shape: tuple[int, ...]) -> int:

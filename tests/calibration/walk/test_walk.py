@@ -158,7 +158,7 @@ def test_experts_are_counted_as_in_the_whole_model(tmp_path: Path) -> None:
     assert found.held_out is not None and found.held_out.source_perplexity and found.held_out.quantized_perplexity
 
 
-class _Counted:
+class CountedReads:
     """A source that counts the bytes that are read of each tensor."""
 
     def __init__(self, source: Source) -> None:
@@ -183,7 +183,7 @@ class _Counted:
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"])
 def test_each_weight_is_read_once(family: str, ahead: bool, tmp_path: Path) -> None:
     build(family, torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path)
-    source = _Counted(open_source(tmp_path))
+    source = CountedReads(open_source(tmp_path))
     scheme = load_scheme("int4_awq", kv="fp8").bound(structure_of(source).sites)
     data = prepare(batches(), source)
     found = walked(source, scheme, data, ahead=ahead)

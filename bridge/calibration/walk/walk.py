@@ -1,0 +1,373 @@
+"""One walk over the blocks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from bridge.calibration.codes import chosen_of
+from bridge.calibration.data import Data
+from bridge.calibration.modelopt import (
+    bindings_of,
+    calibrate_root,
+    copy_modules,
+    quiet,
+    register_modules,
+    simulates,
+)
+from bridge.calibration.quantizers import QuantizerBinding
+from bridge.calibration.reference_outputs import Answers, refused, runner
+from bridge.calibration.schedule import Schedule, schedule_of
+from bridge.calibration.statistics import KINDS, MATRICES, Statistics, collect, merge
+from bridge.calibration.walk.blocks import Block, find_blocks
+from bridge.calibration.walk.budget import Room
+from bridge.calibration.walk.experts import cut
+from bridge.calibration.walk.fold import fold_weights
+from bridge.calibration.walk.forwards import REMEDY, Batch
+from bridge.calibration.walk.join import check_same_weights, join_answers, joined_counts, joined_statistics
+from bridge.calibration.walk.parked import Parked, storages, to_device
+from bridge.calibration.walk.progress import WalkProgress
+from bridge.calibration.walk.resume import Partial, damaged, digest_of
+from bridge.calibration.walk.skeleton import Skeleton
+from bridge.calibration.walk.states import Spill
+from bridge.calibration.walk.weights import Ahead, Weights, drop, share
+from bridge.calibration.walk.workers import Workers, share_of
+from bridge.core.errors import BridgeError, CalibrationError
+from bridge.core.files.matrices import AppendedFile
+from bridge.core.progress import Progress
+from bridge.core.values import Structure
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+from bridge.sources.source import Source
+
+
+class Watch(Protocol):
+    """Takes statistics of the unquantized model, without ModelOpt."""
+
+    @property
+    def modules(self) -> Collection[str]:
+        """The live modules that it watches; each runs once for a batch."""
+
+    def prepare(self, model: Any) -> None:
+        """Ready a model without weights."""
+
+    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a loop over the data, watched; its model holds some of the modules."""
+
+
+class Walk:
+    """One walk over the blocks of a model. `seen`: the statistics of the blocks that are done.
+
+    The held-out inputs have forwards through the plain model and through the quantized one, the data one forward for
+    each of the scheme's streams of activations.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        structure: Structure,
+        scheme: Scheme,
+        data: Data,
+        device: str,
+        report: Progress,
+        left: Partial | None = None,
+        ahead: bool = False,
+        watch: Watch | None = None,
+        spill: Spill | None = None,
+        room: Room | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        self._left, self._ahead, self._watch, self._scheme, self._spill = left, ahead, watch, scheme, spill
+        self._workers, self._device = workers, device
+        self._shared: set[int] = set()
+        model = source.load_skeleton()
+        self._origins = origins = live_names(model, source.specs)
+        self._codes: AppendedFile | None = None
+        self._weights = Weights(source, model, origins, device)
+        self._reads = Ahead(self._weights)
+        fake = copy_modules(model)
+        self.bindings, self.attention = bindings_of(structure, scheme, origins, tied_names(model))
+        modules = {binding.module for binding in self.bindings} | set(self.attention)
+        if watch:
+            watch.prepare(fake)
+            self._schedule, modules = Schedule(streams=(0,)), set(watch.modules)
+        else:
+            register_modules(fake)
+            self._schedule = schedule_of(scheme, self.bindings, bool(self.attention))
+        self.blocks = find_blocks(model, modules)
+        self.plain, self._fake = Skeleton(model, self.blocks, device), Skeleton(fake, self.blocks, device)
+        self._cuts = cut(self.blocks, self.plain, self.bindings, self._weights, room, source.where) if room else {}
+        self.seen: Statistics = {kind: {} for kind in KINDS}
+        held_out = data.held_out
+        self.source_answers = Answers(held_out, model)
+        self.answers = Answers(held_out, model) if held_out and not watch and simulates(scheme) else None
+        count = max(self._schedule.streams, default=-1) + 1
+        run, run_fake = runner(model, device), runner(fake, device)
+        self._held = [self._batch(at, batch, run) for at, batch in share_of(self.source_answers.batches, workers)]
+        own = share_of(data.batches, workers)
+        self._streams = [[self._batch(at, batch, run_fake) for at, batch in own] for _ in range(count)]
+        kept = self.answers.batches if self.answers else ()
+        self._quantized = [self._batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
+        runs = len(self._schedule.streams) * len(own) + len(self._held) + len(self._quantized)
+        self._progress = WalkProgress(report, {block: self._size(block) for block in self.blocks}, runs)
+        self._visited: set[Block] = set()
+
+    def _batch(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Batch:
+        return Batch(at, inputs, run, Parked(self._device, self._shared))
+
+    def _size(self, block: Block) -> int:
+        modules = (module for _, module in self.plain.inside(block))
+        return sum(p.numel() for module in modules for p in module._parameters.values() if p is not None)
+
+    @property
+    def _all(self) -> list[Batch]:
+        return [*self._held, *(batch for stream in self._streams for batch in stream), *self._quantized]
+
+    def run(self) -> bool:
+        """Go through all blocks; False if the model does not go on from what an earlier run left."""
+        try:
+            self._weights.place(self.plain.rest, self._weights.read(self.plain.rest))
+            share(self._fake.rest, self.plain.rest)
+            self._shared |= storages(self.plain.rest, (batch.inputs for batch in self._all))
+            for batch in self._all:
+                self._go_on(batch)
+            if not self._goes_on():
+                return False
+            while block := self._next():
+                seen = self._visit(block)
+                merge(self.seen, seen)
+                self._keep(block, seen)
+            for answers in filter(None, (self.source_answers, self.answers)):
+                join_answers(answers, self._workers)
+        finally:
+            self._reads.close()
+            for experts in self._cuts.values():
+                experts.close()
+            for batch in self._all:
+                batch.forward.close()
+        return True
+
+    def _next(self) -> Block | None:
+        """The first block at which a batch waits, here or in another process; None if all is seen."""
+        if self._watch and not self._held and not {b for b in self.blocks if b.quantized} - self._visited:
+            return None  # no answer is asked for
+        order = min((batch.forward.block.order for batch in self._all if batch.forward.block), default=len(self.blocks))
+        first = min(self._workers.agree(order)) if self._workers else order
+        return self.blocks[first] if first < len(self.blocks) else None
+
+    def _goes_on(self) -> bool:
+        """Take up what an earlier run left; False if the walk, here or in another process, must start again."""
+        left = self._left
+        if left is None:
+            return True
+        least = min(self._workers.agree(len(left.blocks))) if self._workers else len(left.blocks)
+        taken = left.back_to(least) and (not left.blocks or self._take_up(left))
+        return all(self._workers.agree(taken)) if self._workers else taken
+
+    def _take_up(self, left: Partial) -> bool:
+        """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
+        try:
+            for batch, kept in zip(self._all, left.outputs(), strict=True):
+                batch.output = output = to_device(kept, self._device)
+                while batch.forward.block and batch.forward.block.name in left.blocks:
+                    self._go_on(batch, output)
+            for seen in left.statistics():
+                merge(self.seen, seen)
+        except Exception as error:
+            if damaged(error):
+                return False
+            raise
+        finished = {block for block in self.blocks if block.name in left.blocks}
+        self._visited |= finished
+        self._progress.skip(finished)
+        return self._digest() == left.next
+
+    def _digest(self) -> str:
+        def waiting() -> Iterator[tuple[Block, tuple[Any, ...], Mapping[str, Any]]]:
+            for forward in (batch.forward for batch in self._all):
+                if forward.block:
+                    yield forward.block, forward.args, forward.kwargs
+                    self._release(forward.args, forward.kwargs)
+
+        return digest_of(waiting())
+
+    def _release(self, *values: Any) -> None:
+        if self._spill:
+            self._spill.release(*values)
+
+    def _keep(self, block: Block, seen: Statistics) -> None:
+        """Write what a block gave, for a run that goes on after this one was killed."""
+        if self._left is None or any(batch.forward.block is None for batch in self._all):
+            return  # after the last block little is left to do
+        digest = self._digest()
+        if not digest or not self._left.keep(block, seen, [batch.output for batch in self._all], digest, self._release):
+            self._left = None  # the blocks before this one are kept
+
+    def _visit(self, block: Block) -> Statistics:
+        """Read a block, run what waits for it, and drop it; return its statistics."""
+        if block.quantized and block in self._visited:
+            raise CalibrationError(
+                f"{block.name} runs more than once in a forward (weights shared by depth), so that its statistics "
+                f"cannot be taken block by block; {REMEDY}"
+            )
+        self._visited.add(block)
+        plain, fake = self._inside(block, self.plain), self._inside(block, self._fake)
+        self._weights.place(plain, self._reads.take(block.name, plain))
+        check_same_weights(block.name, plain, self._workers)
+        if self._ahead and (following := self._following(block)):
+            self._reads.start(following.name, self._inside(following, self.plain))
+        experts = self._cuts.get(block)
+        with self._blamed():
+            if experts:  # one reading of the experts is for these and for the first run of the data
+                experts.begin(self._waiting(self._held, block), self.plain.modules[block.name])
+                experts.hide_weights(self._fake.modules[block.name])
+            else:
+                self._pass(self._held, self.plain.modules[block.name], block)
+        share(fake, plain)
+        seen = self._watched(block) if self._watch else self._calibrated(block)
+        drop(plain)
+        drop(self._fake.inside(block))
+        return seen
+
+    def _watched(self, block: Block) -> Statistics:
+        """Run the data through a block without quantizers; what is seen stays with the watch."""
+        assert self._watch
+        with self._blamed():
+            self._watch.over(self._loop(block))(self._fake.part(block))
+        return {kind: {} for kind in KINDS}
+
+    def _calibrated(self, block: Block) -> Statistics:
+        """Run ModelOpt on a block, and then the held-out inputs."""
+        root = self._fake.part(block)
+        bindings = [binding for binding in self.bindings if block.holds(binding.module)]
+        attention = {live: ours for live, ours in self.attention.items() if block.holds(live)}
+        try:
+            calibrated = calibrate_root(root, self._scheme, self._schedule, bindings, attention, self._loop(block))
+        except CalibrationError as error:
+            if isinstance(error.__cause__, AssertionError):  # ModelOpt's calibrators refuse a NaN inside the block
+                raise CalibrationError(self._why_nan(block)) from error
+            raise
+        with quiet():
+            self._pass((), self.plain.modules[block.name], block)  # those that no run of the data took along
+            if self._quantized:
+                fold_weights(root, bindings)
+            self._pass(self._quantized, root.get_submodule(block.name), block)
+        experts = any(binding.site.stacked or binding.expert is not None for binding in bindings)
+        seen = joined_counts(collect(calibrated, self._scheme), self._workers, experts)
+        self._choose(seen, root, bindings)
+        return seen
+
+    def _choose(self, seen: Statistics, root: Any, bindings: Sequence[QuantizerBinding]) -> None:
+        """Write the codes and scales that a block chose to a file, where they stay."""
+        found = chosen_of(root, bindings, self._origins)
+        seen["weight_amax"] |= found["weight_amax"]
+        if self._codes is None and any(found[kind] for kind in MATRICES):
+            self._codes = self._left.codes if self._left else AppendedFile()
+        for kind in MATRICES:
+            seen[kind] |= {module: self._codes.append(m) for module, m in found[kind].items() if self._codes}
+
+    def _inside(self, block: Block, skeleton: Skeleton) -> list[tuple[str, Any]]:
+        """The modules of a block that are read at once: all but experts that are read one by one."""
+        modules = skeleton.inside(block)
+        return self._cuts[block].without(modules) if block in self._cuts else modules
+
+    def _following(self, block: Block) -> Block | None:
+        """The block that most likely runs next."""
+        return next((b for b in self.blocks if b.order > block.order and b not in self._visited), None)
+
+    def _loop(self, block: Block) -> Callable[[Any], None]:
+        """Return ModelOpt's forward_loop for a block: each run has the activations of its stream.
+
+        The last run of a stream gives the activations for the next block.
+        """
+        streams, runs = self._schedule.streams, 0
+
+        def loop(root: Any) -> None:
+            nonlocal runs
+            stream, last = streams[runs], streams[runs] not in streams[runs + 1 :]
+            runs += 1
+            with joined_statistics(root, self._workers):
+                self._pass(self._streams[stream], root.get_submodule(block.name), block, last, named=True)
+
+        return loop
+
+    def _pass(
+        self, batches: Iterable[Batch], module: Any, block: Block, last: bool = True, named: bool = False
+    ) -> None:
+        """Run a block for every batch that waits at it; `last`: go on with the outputs. `named`: tell of a NaN."""
+        experts, waiting = self._cuts.get(block), self._waiting(batches, block)
+        for batch in waiting if experts else ():
+            batch.parked.fetch()
+        for batch, output in experts.run(waiting, module) if experts else _outputs(waiting, module):
+            self._release(batch.forward.args, batch.forward.kwargs)
+            self._progress.step(block)
+            early = batch in self._held
+            if named and not early and _has_nan(output):
+                raise CalibrationError(self._why_nan(block))
+            if last or early:
+                self._go_on(batch, output)
+            else:
+                batch.parked.park()
+
+    @staticmethod
+    def _waiting(batches: Iterable[Batch], block: Block) -> list[Batch]:
+        return [batch for batch in batches if batch.forward.block is block]
+
+    def _why_nan(self, block: Block) -> str:
+        tensors = [
+            (f"{name}.{key}", parameter)
+            for name, module in self._inside(block, self.plain)
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        more = self._cuts[block].tensors() if block in self._cuts else ()
+        broken = next((name for name, parameter in chain(tensors, more) if not bool(parameter.isfinite().all())), "")
+        why = f"its {broken} holds NaN or infinity" if broken else "check the data, or calibrate in bfloat16 or float32"
+        return f"{block.name} makes NaN of the calibration data, which hold none before it: {why}"
+
+    def _go_on(self, batch: Batch, output: Any = None) -> None:
+        """Let a forward run to its next block; at its end keep the answers."""
+        batch.parked.fetch()
+        with self._blamed(batch):
+            batch.forward.resume(output)
+        if batch.forward.block is not None:
+            batch.output = output if self._left else None
+            batch.parked.park(batch.forward.args, batch.forward.kwargs, batch.output)
+            if self._spill:
+                self._spill.keep(output, batch.forward.args, batch.forward.kwargs)
+        else:
+            batch.output = None
+            if batch in self._held:
+                self.source_answers.take(batch.at, batch.forward.result)
+            elif self.answers and batch in self._quantized:
+                self.answers.sampled = self.source_answers.sampled
+                self.answers.take(batch.at, batch.forward.result)
+            batch.forward.result = None
+
+    @contextmanager
+    def _blamed(self, batch: Batch | None = None) -> Iterator[None]:
+        """Turn an error of the model's own code into a CalibrationError about its inputs."""
+        try:
+            yield
+        except BridgeError:
+            raise
+        except Exception as error:
+            why = refused(self.plain.model, (batch or self._all[0]).inputs, error)
+            raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
+
+
+def _outputs(waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any]]:
+    for batch in waiting:
+        batch.parked.fetch()
+        yield batch, module(*batch.forward.args, **batch.forward.kwargs)
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() and bool(value.isnan().any())
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return any(_has_nan(item) for item in items)
