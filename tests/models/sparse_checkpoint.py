@@ -66,6 +66,93 @@ def llama_specs(config: dict[str, Any], dtype: str = "bfloat16") -> list[TensorS
     return [TensorSpec(name, shape, dtype) for name, shape in rows]
 
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def deepseek_specs(config: dict[str, Any], dtype: str = "bfloat16") -> list[TensorSpec]:
+    """Return the tensors of a DeepSeek-V3 checkpoint without its layer of multi-token prediction, unquantized."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rank, latent = config["q_lora_rank"], config["kv_lora_rank"]
+    nope, rope, value = (config[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    experts, moe = config["n_routed_experts"], config["moe_intermediate_size"]
+    specs = [TensorSpec("model.embed_tokens.weight", (config["vocab_size"], hidden), dtype)]
+
+    def mlp(prefix: str, ffn: int) -> list[TensorSpec]:
+        shapes = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+        return [TensorSpec(f"{prefix}.{name}.weight", shape, dtype) for name, shape in shapes.items()]
+
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_a_proj": (rank, hidden),
+            "self_attn.q_a_layernorm": (rank,),
+            "self_attn.q_b_proj": (heads * (nope + rope), rank),
+            "self_attn.kv_a_proj_with_mqa": (latent + rope, hidden),
+            "self_attn.kv_a_layernorm": (latent,),
+            "self_attn.kv_b_proj": (heads * (nope + value), latent),
+            "self_attn.o_proj": (hidden, heads * value),
+            "post_attention_layernorm": (hidden,),
+        }
+        specs += [TensorSpec(f"{at}.{name}.weight", shape, dtype) for name, shape in shapes.items()]
+        if layer < config["first_k_dense_replace"]:
+            specs += mlp(f"{at}.mlp", config["intermediate_size"])
+            continue
+        specs += [
+            TensorSpec(f"{at}.mlp.gate.weight", (experts, hidden), dtype),
+            TensorSpec(f"{at}.mlp.gate.e_score_correction_bias", (experts,), "float32"),
+        ]
+        for expert in range(experts):
+            specs += mlp(f"{at}.mlp.experts.{expert}", moe)
+        specs += mlp(f"{at}.mlp.shared_experts", moe * config["n_shared_experts"])
+    last = {"model.norm": (hidden,), "lm_head": (config["vocab_size"], hidden)}
+    return [*specs, *(TensorSpec(f"{name}.weight", shape, dtype) for name, shape in last.items())]
+
+
+def fill_rows(root: Path, name: str, rows: Any) -> None:
+    """Write the bytes of a NumPy array as the first rows of a tensor of a sparse checkpoint."""
+    shard = root / json.loads((root / "model.safetensors.index.json").read_text())["weight_map"][name]
+    with shard.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(length))[name]["data_offsets"]
+        data = rows.tobytes()
+        assert len(data) <= end - begin
+        file.seek(8 + length + begin)
+        file.write(data)
+
+
 def write_sparse(
     root: Path, config: dict[str, Any], specs: Iterable[TensorSpec], shard_bytes: int = 4_700_000_000
 ) -> Path:
