@@ -27,7 +27,7 @@ from bridge.api.sensitivity.budget import choice_notes, is_automatic
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
-from bridge.calibration.walk.workers import Workers, share_of
+from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.errors import CalibrationError, SourceError, UsageError, warn
 from bridge.core.output.directory import check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE

@@ -13,7 +13,7 @@ from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling, check_compute
 from bridge.calibration.walk.budget import choice
-from bridge.calibration.walk.workers import joined
+from bridge.calibration.walk.workers.processes import joined
 from bridge.core.errors import TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
 from bridge.core.output.names import CALIBRATION

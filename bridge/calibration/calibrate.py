@@ -11,8 +11,8 @@ from bridge.calibration.data import Data
 from bridge.calibration.modelopt import PACKAGES, check_data, check_device, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
 from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, tokens_of
-from bridge.calibration.walk.device import device_of, home_of
-from bridge.calibration.walk.workers import Workers, check_same
+from bridge.calibration.walk.workers.device import device_of, home_of
+from bridge.calibration.walk.workers.processes import Workers, check_same
 from bridge.core.errors import CalibrationError
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
@@ -26,7 +26,7 @@ from bridge.sources.source import Source
 
 if TYPE_CHECKING:
     from bridge.calibration.walk.states import Spill
-JOINED = {"max", "mse", "smoothquant", "awq"}  # algorithms whose statistics `walk.join` puts together
+JOINED = {"max", "mse", "smoothquant", "awq"}  # algorithms whose statistics `walk.workers.join` puts together
 
 
 def calibrate(
@@ -63,7 +63,7 @@ def calibrate(
     if cut and (scheme.needs_modelopt or not weighted):
         from bridge.calibration.walk.run import calibrate_by_blocks
 
-        found, budget = _need(source, scheme, data, device), memory_of(memory, _free(device))
+        found, budget = _need(source, scheme, data, device), memory_of(memory, free_memory(device))
         device = device or home_of(source)
         ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
         room = found.room(budget)
@@ -102,7 +102,7 @@ def _together(
     own = replace(data, batches=tuple(batch for _, batch in workers.share(data.batches)))
     found = _need(source, scheme, own, device).uncut  # sums over the experts of a layer are not joined
     device = device_of(device or home_of(source), here.index(workers.rank))
-    free = _free(device) // (1 if str(device or "").startswith("cuda") else len(here))
+    free = free_memory(device) // (1 if str(device or "").startswith("cuda") else len(here))
     by_blocks(found, memory, free)  # refuses what does not fit
     budget = memory_of(memory, free)
     ahead = found.blocks + found.largest_bytes <= budget and not isinstance(source, MemorySource)
@@ -150,14 +150,14 @@ def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | Non
     """Whether the calibration goes block by block; reads headers, and refuses what no way fits."""
     driven, resident = data.forward_loop is not None, isinstance(source, MemorySource)
     found = _need(source, scheme, data, device)
-    return by_blocks(found, memory, _free(device), driven=driven, resident=resident)
+    return by_blocks(found, memory, free_memory(device), driven=driven, resident=resident)
 
 
 def told_of_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> str:
     """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose, or it fits."""
     if memory is not None or not runs_by_blocks(source, scheme, data, memory, device):
         return ""
-    found, budget = _need(source, scheme, data, device), memory_of(memory, _free(device))
+    found, budget = _need(source, scheme, data, device), memory_of(memory, free_memory(device))
     spilled = found.states - found.share(budget)
     files = f", with {size(spilled)} of activations in files" if spilled else ""
     return (
@@ -174,7 +174,7 @@ def spill_of(
 
     Reads headers; UsageError if the disk has no room.
     """
-    return _spill(_need(source, scheme, data, device), memory_of(memory, _free(device)), partial)
+    return _spill(_need(source, scheme, data, device), memory_of(memory, free_memory(device)), partial)
 
 
 def _spill(found: Need, budget: int, partial: Path | None) -> Spill | None:
@@ -202,7 +202,7 @@ def _in_memory(source: Source) -> Mapping[str, TensorSpec]:
     return {name: replace(spec, dtype=dtype) for name, spec in source.specs.items()} if dtype else source.specs
 
 
-def _free(device: str | None) -> int:
+def free_memory(device: str | None) -> int:
     """Return the free memory of the machine, or of the CUDA device that holds the model."""
     if not str(device or "").startswith("cuda"):
         return available_memory()

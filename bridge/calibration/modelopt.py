@@ -35,6 +35,7 @@ from bridge.calibration.statistics import (
     smoothquant_scales,
     weight_amax,
 )
+from bridge.calibration.walk.toggles import own_weights
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers
@@ -250,10 +251,7 @@ def copy_modules(model: Any, smoothed: Collection[str] = ()) -> Any:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone()
     fake = copy.deepcopy(model, memo).eval()
-    for name in sorted(smoothed):
-        module = fake.get_submodule(name)
-        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
-            module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    own_weights(fake, smoothed)
     return fake
 
 

@@ -18,6 +18,7 @@ from bridge.sources.source import Source
 VALUES = 1 << 19  # 2 MB of float32 for each model's outputs
 COLUMNS = 4096  # of a vocabulary; at least 128 positions fit then
 PIECE = 1 << 20  # logits that are copied in float64 at once
+CHUNK = 1 << 22  # values that are compared at once, in float64: 32 MB per temporary array
 Run = Callable[[Mapping[str, Any]], Any]
 
 
@@ -138,6 +139,19 @@ def unpadded(output: Any, batch: Mapping[str, Any]) -> Any:
     if mask is not None and mask.numel() == count:
         return mask.reshape(-1).nonzero().reshape(-1)
     return torch.arange(count)
+
+
+def kl(plain: Any, other: Any, rows: Any) -> float:
+    """Sum of KL(plain || other) over `rows` of two tensors of logits, in float64; infinite if `other` has NaN."""
+    import torch
+
+    width = plain.shape[-1]
+    plain, other, total = plain.reshape(-1, width), other.reshape(-1, width), 0.0
+    for part in torch.split(rows, max(1, CHUNK // width)):
+        p, q = (torch.log_softmax(logits[part].double(), -1) for logits in (plain, other))
+        terms = p.exp() * (p - q)
+        total += float(terms.masked_fill(p.isneginf(), 0).sum())  # a token of probability 0 adds nothing
+    return math.inf if math.isnan(total) else max(total, 0.0)
 
 
 def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

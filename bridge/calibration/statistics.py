@@ -190,7 +190,7 @@ def isolate(root: Any) -> None:
     """Keep ModelOpt's statistics in this process, although the caller may have a process group.
 
     ModelOpt would take the mean of AWQ's scales over all processes, and wait forever for one that calibrates nothing or
-    whose data reach other experts. `walk.join` joins those of workers.
+    whose data reach other experts. `walk.workers.join` joins those of workers.
     """
     for module in root.modules():
         if (state := getattr(module, "_parallel_state", None)) is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import bridge
-from bridge.calibration.walk.workers import launched
+from bridge.calibration.walk.workers.processes import launched
 from bridge.cli import batch, golden, sensitivity
 from bridge.cli.arguments import (
     Compute,

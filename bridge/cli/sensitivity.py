@@ -15,6 +15,7 @@ from bridge.cli.arguments import (
     Field,
     Json,
     Kv,
+    Memory,
     Model,
     Quiet,
     Runtime,
@@ -51,7 +52,11 @@ def sensitivity(
         typer.Option(help="scheme of excluded layers; default: unquantized", autocompletion=complete_scheme),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="kl: one run per layer; modelopt: ModelOpt's gradient scores, in one run")
+        str,
+        typer.Option(
+            help="kl: one run per layer; modelopt: ModelOpt's gradient scores, in one run; block: errors of blocks, "
+            "with one block in memory"
+        ),
     ] = "kl",
     out: Annotated[Path | None, typer.Option(help="recipe to write: NAME.toml, for --quant of the other verbs")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="number of calibration sequences; default: 32")] = None,
@@ -59,6 +64,7 @@ def sensitivity(
     field: Field = None,
     kv: Kv = None,
     device: Device = None,
+    memory: Memory = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
@@ -68,8 +74,9 @@ def sensitivity(
 ) -> None:
     """Rank layers by the cost of quantizing each one alone.
 
-    The cost is the divergence of the model's output distribution on held-out text. With a budget, a recipe excludes
-    layers from the scheme, or gives each layer one of several schemes, so that the sum of costs is the least possible.
+    The cost is the divergence of the model's output distribution on held-out text; with --method block, the error of a
+    block's output, which takes the memory of a block. With a budget, a recipe excludes layers from the scheme, or gives
+    each layer one of several schemes, so that the sum of costs is the least possible.
     """
     with session(debug=debug, quiet=quiet) as terminal:
         from bridge.api.sensitivity.run import sensitivity as run
@@ -81,7 +88,7 @@ def sensitivity(
             check_file_free(out, overwrite, "a recipe", ".toml")
         result = run(
             model, quant.split(",") if "," in quant else quant, data, target=target, runtime=runtime, budget=budget,
-            fallback=fallback, method=method, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            fallback=fallback, method=method, kv=kv, device=device, memory=memory, config=config, tokenizer=tokenizer,
             samples=samples, sequence=sequence, field=field, progress=terminal.progress,
         )  # fmt: skip
         if out is not None:

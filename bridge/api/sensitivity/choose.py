@@ -6,17 +6,18 @@ corrected by what the last choice measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bridge.api.sensitivity.job import Job
-from bridge.api.sensitivity.measure import Bench, Costs
+from bridge.api.sensitivity.measure import Costs
 from bridge.api.sensitivity.result import NATS, Choice
 from bridge.api.sensitivity.solve import Option, fewest_bytes, least_cost, total
 from bridge.core.errors import SchemeError
 
 # Choices that are measured after one that meets a budget of divergence, in search of fewer bytes.
 MORE_ROUNDS = 3
+Divergence = Callable[[Mapping[str, int]], float]  # of the model with each of these units in a candidate
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,18 @@ class Pick:
     bytes: int
 
 
-def choose(bench: Bench, costs: Costs) -> tuple[Pick, Choice]:
-    """The choice for the budget, measured; SchemeError if none meets it."""
-    job, menus = bench.job, options(bench.job, costs)
+def choose(job: Job, costs: Costs, divergence: Divergence | None) -> tuple[Pick, Choice]:
+    """The choice for the budget; SchemeError if none meets it. `divergence` measures it; None leaves it unmeasured."""
+    menus = options(job, costs)
     assert job.budget
     if job.budget.kind == "kl":
-        return _within_divergence(bench, costs, menus)
+        assert divergence
+        return _within_divergence(job, costs, divergence, menus)
     picks = [pick for target, units in menus if (pick := _picked(job, target, units, least_cost(units, job.limit)))]
     if not picks:
         raise SchemeError(f"budget {job.budget.text!r} cannot be met: outputs of every smaller format hold NaN")
     pick = min(picks, key=lambda pick: (pick.cost, pick.bytes))
-    return pick, _choice(bench, costs, pick, bench.divergence(_quantized(job, pick)), 1)
+    return pick, _choice(job, costs, pick, divergence(_quantized(job, pick)) if divergence else None, 1)
 
 
 def options(job: Job, costs: Costs) -> list[tuple[str, list[dict[int, Option]]]]:
@@ -62,13 +64,12 @@ def options(job: Job, costs: Costs) -> list[tuple[str, list[dict[int, Option]]]]
 
 
 def _within_divergence(
-    bench: Bench, costs: Costs, menus: Sequence[tuple[str, list[dict[int, Option]]]]
+    job: Job, costs: Costs, divergence: Divergence, menus: Sequence[tuple[str, list[dict[int, Option]]]]
 ) -> tuple[Pick, Choice]:
     """The fewest bytes whose measured divergence is within the budget, as far as a few rounds find them.
 
     A choice that is above the budget lowers the aim, one below it raises the aim: costs do not add up exactly.
     """
-    job = bench.job
     assert job.budget
     limit, rounds, best = job.budget.limit, 0, None
     low, high = 0.0, float("inf")  # sums that were within the budget, and above it
@@ -80,13 +81,13 @@ def _within_divergence(
             return best[0], replace(best[1], rounds=rounds)
         pick = pick or _cheapest(job, menus)
         if not _quantized(job, pick) or _key(pick) in seen:
-            raise SchemeError(_why_not(bench, costs, pick))
+            raise SchemeError(_why_not(job, costs, divergence, pick))
         seen.add(_key(pick))
         rounds += 1
-        measured = bench.divergence(_quantized(job, pick))
+        measured = divergence(_quantized(job, pick))
         if measured <= limit:
             if best is None or pick.bytes < best[0].bytes:
-                best = pick, _choice(bench, costs, pick, measured, rounds)
+                best = pick, _choice(job, costs, pick, measured, rounds)
             low = max(low, pick.cost)
             aim = min(pick.cost * limit / max(measured, limit / 2), (pick.cost + high) / 2)
         else:
@@ -125,8 +126,8 @@ def _quantized(job: Job, pick: Pick) -> dict[str, int]:
     return {unit: at for unit, at in pick.formats.items() if job.candidates.formats[at].scheme}
 
 
-def _choice(bench: Bench, costs: Costs, pick: Pick, measured: float, rounds: int) -> Choice:
-    job, names = bench.job, [candidate.name for candidate in bench.job.candidates.formats]
+def _choice(job: Job, costs: Costs, pick: Pick, measured: float | None, rounds: int) -> Choice:
+    names = [candidate.name for candidate in job.candidates.formats]
     assert job.budget
     return Choice(
         job.budget.text, {unit: names[at] for unit, at in pick.formats.items()}, job.bits(pick.bytes),
@@ -134,12 +135,11 @@ def _choice(bench: Bench, costs: Costs, pick: Pick, measured: float, rounds: int
     )  # fmt: skip
 
 
-def _why_not(bench: Bench, costs: Costs, pick: Pick) -> str:
-    job = bench.job
+def _why_not(job: Job, costs: Costs, divergence: Divergence, pick: Pick) -> str:
     assert job.budget
     if job.fallback:
         count = sum(at == 1 for at in pick.formats.values())
-        measured = bench.divergence(_quantized(job, pick))
+        measured = divergence(_quantized(job, pick))
         return (
             f"budget {job.budget.text!r} cannot be met: with {count} of {len(job.units)} layers in "
             f"{job.fallback.name}, all that gain by it, the divergence is {measured:.3g} {NATS}; raise the budget"

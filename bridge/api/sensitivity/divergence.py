@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from bridge.api.sensitivity.prefix_cache import Prefix
-from bridge.calibration.reference_outputs import runner, unpadded
+from bridge.calibration.reference_outputs import kl, runner, unpadded
 from bridge.core.errors import CalibrationError
-
-CHUNK = 1 << 22  # logits that are compared at once, in float64: 32 MB per temporary array
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ def measure(
 ) -> Divergence:
     """Run every batch unchanged and once per variant. Holds the logits and layer outputs of one batch."""
     kind = type(model).__name__
-    if "For" not in kind and not kind.endswith("LMHeadModel"):
+    if not has_head(kind):
         raise CalibrationError(f"{kind} has no head: its outputs are not distributions that can be compared")
     run, batches = runner(model), list(batches)
     prefix = Prefix(model, [module for variant in variants for module in variant.modules])
@@ -59,17 +56,9 @@ def measure(
     return Divergence(tuple(value / tokens for value in sums), tokens, held)
 
 
-def kl(plain: Any, other: Any, rows: Any) -> float:
-    """Sum of KL(plain || other) over `rows` of two tensors of logits, in float64; infinite if `other` has NaN."""
-    import torch
-
-    width = plain.shape[-1]
-    plain, other, total = plain.reshape(-1, width), other.reshape(-1, width), 0.0
-    for part in torch.split(rows, max(1, CHUNK // width)):
-        p, q = (torch.log_softmax(logits[part].double(), -1) for logits in (plain, other))
-        terms = p.exp() * (p - q)
-        total += float(terms.masked_fill(p.isneginf(), 0).sum())  # a token of probability 0 adds nothing
-    return math.inf if math.isnan(total) else max(total, 0.0)
+def has_head(kind: str) -> bool:
+    """Whether the outputs of a model's class are logits, which give a distribution."""
+    return "For" in kind or kind.endswith("LMHeadModel")
 
 
 def mean_next_token_loss(logits: Any, batch: Mapping[str, Any]) -> Any:

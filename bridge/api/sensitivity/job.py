@@ -51,6 +51,11 @@ class Job:
         return self.candidates.units
 
     @property
+    def modules(self) -> dict[str, list[str]]:
+        """The modules of each unit, by its name."""
+        return {unit.name: [site.module for site in unit.sites] for unit in self.units}
+
+    @property
     def schemes(self) -> list[Scheme]:
         """The schemes of the candidates, whose numbers they have; `none` is the last candidate, if it is one."""
         return [candidate.scheme for candidate in self.candidates.formats if candidate.scheme]
@@ -155,7 +160,7 @@ def _check_several(quant: Sequence[Any], fallback: str | None, method: str) -> N
         raise UsageError(f"quant: {twice!r} is there twice; name each scheme once")
     if fallback is not None:
         raise UsageError(f"fallback={fallback!r} does not go with several schemes; add it to them")
-    if method != "kl":
+    if method == "modelopt":
         raise UsageError("method='modelopt' ranks layers in one scheme; use method='kl' for several")
     for word in quant:
         _named(word, f"quant: {word!r}")
@@ -186,6 +191,11 @@ def _check_simulated(*schemes: Scheme | None) -> None:
 def _check_method(job: Job) -> None:
     if job.method == "kl":
         return
+    if job.budget and job.budget.kind == "kl":
+        text, costs = job.budget.text, {"modelopt": "ModelOpt's scores", "block": "block errors"}[job.method]
+        raise UsageError(f"budget {text!r}: {costs} are not in nats; use method='kl', or give bits or bytes")
+    if job.method == "block":
+        return
     formats = {form for unit in job.units for form in unit.formats}
     if len(formats) > 1 or formats.pop().algorithm != "max" or job.schemes[0].kv or job.fallback:
         raise UsageError(
@@ -195,9 +205,6 @@ def _check_method(job: Job) -> None:
     kind = job.structure.architecture
     if "ForCausalLM" not in kind and not kind.endswith("LMHeadModel"):
         raise UsageError(f"method='modelopt': {kind} has no next-token loss to take gradients of; use method='kl'")
-    if job.budget and job.budget.kind == "kl":
-        text = job.budget.text
-        raise UsageError(f"budget {text!r}: ModelOpt's scores are not in nats; use method='kl', or give bits")
 
 
 def _check_size(job: Job) -> None:

@@ -8,19 +8,19 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 from bridge.api.sensitivity.candidates import restricted
 from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
 from bridge.api.sensitivity.job import Job
-from bridge.api.sensitivity.toggles import Toggles, turned_on
 from bridge.calibration.data import Data
 from bridge.calibration.gradient_scores import gradient_scores
 from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize
+from bridge.calibration.walk.toggles import Toggles, turned_on
 from bridge.core.progress import Progress
-from bridge.core.values import CACHE
+from bridge.core.values import CACHE, Structure
 from bridge.sources.source import Source
 
 
@@ -66,7 +66,8 @@ class Bench:
 class Costs:
     """Costs of units by name and number of the candidate, and of everything in each scheme, KV cache included.
 
-    ModelOpt's scores are not in nats; `whole` and `cache` (of the KV cache alone) always are.
+    ModelOpt's scores are not in nats; `whole` and `cache` (of the KV cache alone) are, unless they are block errors.
+    `cosines`: of the outputs of blocks, by unit and candidate.
     """
 
     alone: Mapping[tuple[str, int], float]
@@ -74,6 +75,7 @@ class Costs:
     cache: float | None
     tokens: int
     held: int
+    cosines: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
 
 def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Bench:
@@ -82,16 +84,19 @@ def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Be
         check_device(scheme, device)
     source, calib = cast("Source", _Loaded(job.source)), replace(data, held_out=())
 
-    def quantize(at: int) -> FakeQuantized:
-        candidate, structure = job.candidates.formats[at], job.structure
-        assert candidate.scheme
-        if job.several or at:
-            structure = restricted(structure, candidate.units.values())
-        return fake_quantize(source, structure, candidate.scheme, calib, device=device, progress=report)
-
-    made = [quantize(at) for at in range(len(job.schemes))]
-    copies = tuple(Toggles(quantized, job.units) for quantized in made)
+    made = [
+        fake_quantize(source, structure_in(job, at), scheme, calib, device=device, progress=report)
+        for at, scheme in enumerate(job.schemes)
+    ]
+    copies = tuple(Toggles(q.model, q.plain.get_submodule, q.bindings, q.attention, job.modules) for q in made)
     return Bench(job, data, made[0], copies, report)
+
+
+def structure_in(job: Job, at: int) -> Structure:
+    """The model where the scheme of a candidate quantizes the units that fit it, and nothing else."""
+    if job.several or at:
+        return restricted(job.structure, job.candidates.formats[at].units.values())
+    return job.structure
 
 
 def costs(bench: Bench) -> Costs:

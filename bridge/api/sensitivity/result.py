@@ -21,16 +21,21 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NATS = "nats a token"
-METHODS = {"kl": NATS, "modelopt": "ModelOpt's gradient score"}  # method -> unit of its costs
+BLOCK_ERROR = "relative squared error of its block's output"
+METHODS = {"kl": NATS, "modelopt": "ModelOpt's gradient score", "block": BLOCK_ERROR}  # method -> unit of its costs
 
 
 @dataclass(frozen=True)
 class InFormat:
-    """A layer in one scheme: the cost of quantizing only it, and the bytes of its weights."""
+    """A layer in one scheme: the cost of quantizing only it, and the bytes of its weights.
+
+    `cosine`: between the outputs of its block with and without it quantized; only method "block" has it.
+    """
 
     scheme: str
     cost: float
     bytes: int
+    cosine: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Whole:
-    """Everything that fits in one scheme: its measured divergence, and bits per quantizable weight."""
+    """Everything that fits in one scheme: its measured divergence, and bits per quantizable weight.
+
+    Method "block" measures no divergence: its figure is the sum of the blocks' errors, each with all layers quantized.
+    """
 
     scheme: str
     measured: float
@@ -75,7 +83,7 @@ class Choice:
     """The choice for a budget. `formats`: layer -> its scheme, or "none".
 
     `bits`: per quantizable weight, on average. `bytes`: of all weights. `expected` is the sum of the layers' costs,
-    `measured` the divergence of the whole model, after `rounds` choices.
+    `measured` the divergence of the whole model, after `rounds` choices; None if the model was not run as a whole.
     """
 
     budget: str
@@ -83,13 +91,15 @@ class Choice:
     bits: float
     bytes: int
     expected: float
-    measured: float
+    measured: float | None
     rounds: int
 
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity(Displayed):
     """Layers by cost, the largest first. `cost_is`: the unit of the costs; divergences are always in nats a token.
+
+    With method "block", the figures of `wholes` and `cache` are block errors, too, in sum over the blocks.
 
     `wholes`: everything in each scheme, KV cache included. `cache`: the divergence of the KV cache alone, None without
     one. `tokens`: the number of held-out tokens. `held`: bytes for measuring, in addition to the model. `recipe`: the
@@ -115,7 +125,7 @@ class Sensitivity(Displayed):
 
     @property
     def whole(self) -> float:
-        """The divergence with everything in the first scheme."""
+        """The divergence with everything in the first scheme; with method "block", the sum of block errors."""
         return self.wholes[0].measured
 
     def to_json(self) -> str:
@@ -140,7 +150,7 @@ class Sensitivity(Displayed):
         """What was ranked, the divergence of the whole model, and the choice if there was a budget."""
         fallback = f", fallback {self.fallback}" if self.fallback else ""
         schemes = f"scheme{'s' * (len(self.schemes) > 1)} {', '.join(self.schemes)}"
-        cache = [f"KV cache alone: {_cost(self.cache)} {NATS}"] if self.cache is not None else []
+        cache = [f"KV cache alone: {_cost(self.cache)} {self._whole_is}"] if self.cache is not None else []
         return [
             f"{self.architecture}, {schemes}{fallback}: cost of each alone, in {self.cost_is}",
             *cache,
@@ -148,10 +158,14 @@ class Sensitivity(Displayed):
             *([_choice_line(self, self.choice)] if self.choice else []),
         ]
 
+    @property
+    def _whole_is(self) -> str:
+        return "in block errors" if self.cost_is == BLOCK_ERROR else NATS
+
     def _whole_line(self, whole: Whole, named: bool) -> str:
         where = f"everything in {whole.scheme}" if named else "everything quantized"
         last = f" (unquantized {self.plain_bits:.2f}), on {self.tokens:,} held-out tokens"
-        return f"{where}: {_cost(whole.measured)} {NATS}, {whole.bits:.2f} bits a weight" + (
+        return f"{where}: {_cost(whole.measured)} {self._whole_is}, {whole.bits:.2f} bits a weight" + (
             last if whole is self.wholes[0] else ""
         )
 
@@ -217,6 +231,8 @@ def _choice_line(result: Sensitivity, choice: Choice) -> str:
         count = f"{excluded} of {len(result.layers)} stay {result.fallback or 'unquantized'}"
     cost = f"divergence {_cost(choice.measured)} measured"
     cost += f", {_cost(choice.expected)} by the sum of the parts" if result.cost_is == NATS else ""
+    if choice.measured is None:
+        cost = f"block errors of {_cost(choice.expected)} in sum, divergence not measured"
     rounds = f"; {choice.rounds} choices were measured" if choice.rounds > 1 else ""
     return f"budget {choice.budget}: {count}; {choice.bits:.2f} bits a weight, {size(choice.bytes)}; {cost}{rounds}"
 

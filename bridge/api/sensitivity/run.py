@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from bridge.api import request
+from bridge.api.sensitivity.block import block_costs
 from bridge.api.sensitivity.candidates import Destination, check_recipe
-from bridge.api.sensitivity.choose import Pick, choose
+from bridge.api.sensitivity.choose import Divergence, Pick, choose
+from bridge.api.sensitivity.divergence import has_head
 from bridge.api.sensitivity.job import Job, make_job
 from bridge.api.sensitivity.measure import Costs, costs, make_bench
+from bridge.api.sensitivity.memory import room_for
 from bridge.api.sensitivity.recipe import recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
 from bridge.api.sensitivity.units import Unit
 from bridge.api.words import TargetOptions
 from bridge.calibration.data import AUTO, Data, Sampling
+from bridge.calibration.modelopt import PACKAGES
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
+from bridge.core.text import byte_count, size
+from bridge.core.version import installed
 from bridge.quant.schemes.recipe import NONE
 
 
@@ -41,10 +47,13 @@ def sensitivity(
     samples: int | str | None = None,
     sequence: int | None = None,
     field: str | None = None,
+    memory: int | str | None = None,
     progress: Progress | bool | None = None,
     **options: Unpack[TargetOptions],
 ) -> Sensitivity:
     """Rank layers by the cost of quantizing each one alone; with a budget, choose a format for each and measure that.
+
+    Methods "kl" and "modelopt" run the whole model. Method "block" holds one block of it in memory.
 
     Args:
         quant: a scheme or a recipe, whose expensive layers are excluded; or a list of scheme names, from which each
@@ -59,7 +68,14 @@ def sensitivity(
         budget: "6.5bits" per quantizable weight on average, "7GB" for all weights, or "kl=0.01" nats per token.
         fallback: the scheme of layers that are excluded from `quant`; None leaves them unquantized.
         method: "kl" runs the model once per unit. "modelopt" takes the gradient scores of ModelOpt's `auto_quantize`,
-            from one forward and backward run on the calibration data; they are not in nats.
+            from one forward and backward run on the calibration data; they are not in nats. "block" takes the relative
+            squared error of the output of the unit's block; only where the whole model fits is the choice measured.
+        memory: bytes that the run may take, or "24GB"; None takes most of what is free.
+
+    Raises:
+        UsageError: an argument is not valid, or the run does not fit into `memory`; no weight has been read.
+        SchemeError: the budget cannot be met, or no layer fits the scheme.
+        CalibrationError: the model cannot be run here or on these data.
 
     >>> import bridge
     >>> result = bridge.sensitivity("examples/models/tiny-llama", "int4_wo", budget="kl=0.01", samples=8, sequence=64)
@@ -74,19 +90,31 @@ def sensitivity(
     """
     if samples == AUTO:
         raise UsageError('samples="auto" is for calibrate and convert; sensitivity measures on held-out rows: a number')
+    limit = None if memory is None else byte_count(memory, "memory=")
     place = Destination(target or "", dict(options), runtime)
     job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
-    return measured(job, prepared, device, callback_of(progress))
+    return measured(job, prepared, device, callback_of(progress), limit)
 
 
-def measured(job: Job, data: Data, device: str | None, progress: Progress) -> Sensitivity:
+def measured(job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None) -> Sensitivity:
     """Run a job."""
     if not data.held_out:
         raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
-    bench = make_bench(job, data, device, progress)
-    found = costs(bench)
-    pick, choice = choose(bench, found) if job.budget else (None, None)
+    room, unmeasured = room_for(job, data, memory, device), ""
+    divergence: Divergence | None = None
+    if job.method == "block":
+        found = block_costs(job, data, device, progress, room.ahead)
+        if not has_head(job.structure.architecture):
+            unmeasured = f"{job.structure.architecture} has no head, so that its outputs are not distributions"
+        elif not room.whole:
+            unmeasured = f"the whole model takes {size(room.needed)}, more than there is"
+        else:
+            divergence = _of_the_whole(job, data, device, progress)
+    else:
+        bench = make_bench(job, data, device, progress)
+        found, divergence = costs(bench), bench.divergence
+    pick, choice = choose(job, found, divergence) if job.budget else (None, None)
     return Sensitivity(
         architecture=job.structure.architecture,
         schemes=tuple(scheme.name for scheme in (job.schemes if job.several else job.schemes[:1])),
@@ -100,18 +128,25 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress) -> Se
         tokens=found.tokens,
         data_digest=data.digest,
         held=found.held,
-        versions=bench.quantized.calibration.provenance.versions,
+        versions={package: installed(package) or "unknown" for package in PACKAGES},
         choice=choice,
         recipe=_recipe(job, pick, choice, found.tokens) if pick and choice else "",
-        notes=_notes(job),
+        notes=_notes(job, unmeasured if choice else ""),
     )
+
+
+def _of_the_whole(job: Job, data: Data, device: str | None, progress: Progress) -> Divergence:
+    """Measure a choice with the whole model, which is loaded and calibrated only then."""
+    return lambda formats: make_bench(job, data, device, progress).divergence(formats)
 
 
 def _layers(job: Job, found: Costs) -> tuple[Layer, ...]:
     layers = []
     for unit in job.units:
         formats = tuple(
-            InFormat(scheme.name, found.alone[unit.name, at], job.bytes_of(unit, at))
+            InFormat(
+                scheme.name, found.alone[unit.name, at], job.bytes_of(unit, at), found.cosines.get((unit.name, at))
+            )
             for at, scheme in enumerate(job.schemes)
             if (unit.name, at) in found.alone
         )
@@ -134,7 +169,9 @@ def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
     kept, formats = job.candidates.kept, [candidate.name for candidate in job.candidates.formats]
     comment = [
         f"Layers chosen by the cost of quantizing each: budget {choice.budget}, {choice.bits:.2f} bits a weight,",
-        f"divergence {choice.measured:.3g} {NATS} measured on {tokens:,} held-out tokens.",
+        f"divergence {choice.measured:.3g} {NATS} measured on {tokens:,} held-out tokens."
+        if choice.measured is not None
+        else f"block errors of {choice.expected:.3g} in sum on {tokens:,} held-out tokens; divergence not measured.",
     ]
     if job.several:
         counts = Counter(choice.formats.values())
@@ -158,9 +195,14 @@ def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
     return text
 
 
-def _notes(job: Job) -> tuple[str, ...]:
+def _notes(job: Job, unmeasured: str) -> tuple[str, ...]:
     why, candidates = job.structure.ungrouped, job.candidates
     notes = [f"a target may refuse the recipe: modules with the same input are unknown ({why})"] if why else []
+    if unmeasured:
+        notes.append(
+            f"the divergence of the choice was not measured: {unmeasured}; `qbridge calibrate MODEL --quant RECIPE` "
+            "compares outputs, block by block if need be"
+        )
     if count := len(candidates.kept):
         target = candidates.destination.runtime or candidates.destination.target
         notes.append(f"{count} more stay unquantized: target {target} does not support them in {job.title}")

@@ -145,9 +145,7 @@ def calibration_need(
     """Return what a calibration takes, from headers."""
     sizes, parts = block_sizes(specs.values()), part_sizes(specs.values())
     name, part = (max(held, key=lambda key: held[key]) for held in (sizes, parts))
-    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
-    assert isinstance(text, Mapping)
-    width, inner, vocabulary, chosen = (_number(text, keys) for keys in _KEYS)
+    width, inner, vocabulary, chosen = (_number(config, keys) for keys in _KEYS)
     item = _ITEM.get(main_dtype(specs.values()), 4)
     inside = tokens.batch * max(vocabulary, AT_ONCE * inner) * item  # logits of the head; gate, up and product
     algorithms = {form.algorithm for form in scheme.formats}
@@ -197,6 +195,26 @@ def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
             sizes[match.group()] = sizes.get(match.group(), 0) + hessian
             copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * spec.size)
     return sizes, copies
+
+
+def measuring_need(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], schemes: Iterable[Scheme], tokens: Tokens = DEFAULT
+) -> Need:
+    """Return what measuring units in several schemes takes: in one whole model, and in blocks, scheme after scheme.
+
+    Weights that a scheme smooths are held twice, and so are logits.
+    """
+    logits = 2 * tokens.batch * _number(config, ("vocab_size",)) * 4
+    found, smoothing = [], 0
+    for scheme in schemes:
+        need = calibration_need(specs, config, scheme, tokens)
+        twice = any(form.prescales for form in scheme.formats)
+        smoothing += twice
+        more = logits + need.largest_bytes * twice
+        found.append(replace(need, blocks=need.blocks + more, in_files=need.in_files + more).uncut)
+    most = max(found, key=lambda need: need.blocks)
+    whole = max(need.whole for need in found) + logits + smoothing * sum(spec.nbytes for spec in specs.values())
+    return replace(most, whole=whole)
 
 
 def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
@@ -285,4 +303,6 @@ def choice(found: Need, memory: int | None) -> str:
 
 
 def _number(config: Mapping[str, Any], keys: Iterable[str]) -> int:
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
     return next((int(config[key]) for key in keys if type(config.get(key)) is int), 0)

@@ -20,7 +20,7 @@ import torch
 from bridge.calibration.data import Data
 from bridge.calibration.statistics import KINDS, MATRICES, Statistics
 from bridge.calibration.walk.blocks import Block
-from bridge.calibration.walk.workers import Workers
+from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
 from bridge.core.files.matrices import AppendedFile

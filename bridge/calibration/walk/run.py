@@ -18,10 +18,11 @@ from bridge.calibration.modelopt import provenance_of
 from bridge.calibration.reference_outputs import Answers, held_out_of
 from bridge.calibration.statistics import settle_statistics
 from bridge.calibration.walk.budget import Room
+from bridge.calibration.walk.gauge import Watch
 from bridge.calibration.walk.resume import Partial, identity_of, kept
 from bridge.calibration.walk.states import Spill
-from bridge.calibration.walk.walk import Walk, Watch
-from bridge.calibration.walk.workers import Workers
+from bridge.calibration.walk.walk import Walk
+from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.machine import returning_pages
 from bridge.core.progress import Progress
 from bridge.core.values import Structure

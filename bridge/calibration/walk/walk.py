@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from bridge.calibration.codes import chosen_of
 from bridge.calibration.data import Data
@@ -28,14 +25,16 @@ from bridge.calibration.walk.budget import Room
 from bridge.calibration.walk.experts import cut
 from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Batch
-from bridge.calibration.walk.join import check_same_weights, join_answers, joined_counts, joined_statistics
+from bridge.calibration.walk.gauge import Gauge, Watch
+from bridge.calibration.walk.nan import has_nan, why_nan
 from bridge.calibration.walk.parked import Parked, storages, to_device
 from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.states import Spill
 from bridge.calibration.walk.weights import Ahead, Weights, drop, share
-from bridge.calibration.walk.workers import Workers, share_of
+from bridge.calibration.walk.workers.join import check_same_weights, join_answers, joined_counts, joined_statistics
+from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.errors import BridgeError, CalibrationError
 from bridge.core.files.matrices import AppendedFile
 from bridge.core.progress import Progress
@@ -43,20 +42,6 @@ from bridge.core.values import Structure
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 from bridge.sources.source import Source
-
-
-class Watch(Protocol):
-    """Takes statistics of the unquantized model, without ModelOpt."""
-
-    @property
-    def modules(self) -> Collection[str]:
-        """The live modules that it watches; each runs once for a batch."""
-
-    def prepare(self, model: Any) -> None:
-        """Ready a model without weights."""
-
-    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a loop over the data, watched; its model holds some of the modules."""
 
 
 class Walk:
@@ -80,11 +65,14 @@ class Walk:
         spill: Spill | None = None,
         room: Room | None = None,
         workers: Workers | None = None,
+        gauge: Gauge | None = None,
     ) -> None:
         self._left, self._ahead, self._watch, self._scheme, self._spill = left, ahead, watch, scheme, spill
-        self._workers, self._device = workers, device
+        self._workers, self._device, self._gauge = workers, device, gauge
         self._shared: set[int] = set()
         model = source.load_skeleton()
+        if gauge:
+            gauge.ready(model)
         self._origins = origins = live_names(model, source.specs)
         self._codes: AppendedFile | None = None
         self._weights = Weights(source, model, origins, device)
@@ -104,10 +92,11 @@ class Walk:
         self.seen: Statistics = {kind: {} for kind in KINDS}
         held_out = data.held_out
         self.source_answers = Answers(held_out, model)
-        self.answers = Answers(held_out, model) if held_out and not watch and simulates(scheme) else None
+        self.answers = Answers(held_out, model) if held_out and not (watch or gauge) and simulates(scheme) else None
         count = max(self._schedule.streams, default=-1) + 1
         run, run_fake = runner(model, device), runner(fake, device)
-        self._held = [self._batch(at, batch, run) for at, batch in share_of(self.source_answers.batches, workers)]
+        asked = held_out if gauge else self.source_answers.batches
+        self._held = [self._batch(at, batch, run) for at, batch in share_of(asked, workers)]
         own = share_of(data.batches, workers)
         self._streams = [[self._batch(at, batch, run_fake) for at, batch in own] for _ in range(count)]
         kept = self.answers.batches if self.answers else ()
@@ -153,7 +142,8 @@ class Walk:
 
     def _next(self) -> Block | None:
         """The first block at which a batch waits, here or in another process; None if all is seen."""
-        if self._watch and not self._held and not {b for b in self.blocks if b.quantized} - self._visited:
+        asked = self._gauge is None and (self._held or not self._watch)
+        if not asked and not {b for b in self.blocks if b.quantized} - self._visited:
             return None  # no answer is asked for
         order = min((batch.forward.block.order for batch in self._all if batch.forward.block), default=len(self.blocks))
         first = min(self._workers.agree(order)) if self._workers else order
@@ -225,7 +215,7 @@ class Walk:
             if experts:  # one reading of the experts is for these and for the first run of the data
                 experts.begin(self._waiting(self._held, block), self.plain.modules[block.name])
                 experts.hide_weights(self._fake.modules[block.name])
-            else:
+            elif not self._gauge:
                 self._pass(self._held, self.plain.modules[block.name], block)
         share(fake, plain)
         seen = self._watched(block) if self._watch else self._calibrated(block)
@@ -245,6 +235,8 @@ class Walk:
         root = self._fake.part(block)
         bindings = [binding for binding in self.bindings if block.holds(binding.module)]
         attention = {live: ours for live, ours in self.attention.items() if block.holds(live)}
+        if self._gauge:
+            self._gauge.prepare(root, bindings)
         try:
             calibrated = calibrate_root(root, self._scheme, self._schedule, bindings, attention, self._loop(block))
         except CalibrationError as error:
@@ -252,6 +244,8 @@ class Walk:
                 raise CalibrationError(self._why_nan(block)) from error
             raise
         with quiet():
+            if self._gauge:
+                self._measure(block, self._gauge.runner(block.name, dict(self.plain.inside(block)), calibrated))
             self._pass((), self.plain.modules[block.name], block)  # those that no run of the data took along
             if self._quantized:
                 fold_weights(root, bindings)
@@ -269,6 +263,14 @@ class Walk:
             self._codes = self._left.codes if self._left else AppendedFile()
         for kind in MATRICES:
             seen[kind] |= {module: self._codes.append(m) for module, m in found[kind].items() if self._codes}
+
+    def _measure(self, block: Block, run: Callable[..., Any]) -> None:
+        for batch in self._waiting(self._held, block):
+            batch.parked.fetch()
+            with self._blamed(batch):
+                output = run(batch.inputs, batch.forward.args, batch.forward.kwargs)
+            self._progress.step(block)
+            self._go_on(batch, output)
 
     def _inside(self, block: Block, skeleton: Skeleton) -> list[tuple[str, Any]]:
         """The modules of a block that are read at once: all but experts that are read one by one."""
@@ -306,7 +308,7 @@ class Walk:
             self._release(batch.forward.args, batch.forward.kwargs)
             self._progress.step(block)
             early = batch in self._held
-            if named and not early and _has_nan(output):
+            if named and not early and has_nan(output):
                 raise CalibrationError(self._why_nan(block))
             if last or early:
                 self._go_on(batch, output)
@@ -318,16 +320,8 @@ class Walk:
         return [batch for batch in batches if batch.forward.block is block]
 
     def _why_nan(self, block: Block) -> str:
-        tensors = [
-            (f"{name}.{key}", parameter)
-            for name, module in self._inside(block, self.plain)
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
         more = self._cuts[block].tensors() if block in self._cuts else ()
-        broken = next((name for name, parameter in chain(tensors, more) if not bool(parameter.isfinite().all())), "")
-        why = f"its {broken} holds NaN or infinity" if broken else "check the data, or calibrate in bfloat16 or float32"
-        return f"{block.name} makes NaN of the calibration data, which hold none before it: {why}"
+        return why_nan(block.name, self._inside(block, self.plain), more)
 
     def _go_on(self, batch: Batch, output: Any = None) -> None:
         """Let a forward run to its next block; at its end keep the answers."""
@@ -341,7 +335,9 @@ class Walk:
                 self._spill.keep(output, batch.forward.args, batch.forward.kwargs)
         else:
             batch.output = None
-            if batch in self._held:
+            if self._gauge and batch in self._held:
+                self._gauge.finish(batch.inputs, batch.forward.result)
+            elif batch in self._held:
                 self.source_answers.take(batch.at, batch.forward.result)
             elif self.answers and batch in self._quantized:
                 self.answers.sampled = self.source_answers.sampled
@@ -364,10 +360,3 @@ def _outputs(waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any
     for batch in waiting:
         batch.parked.fetch()
         yield batch, module(*batch.forward.args, **batch.forward.kwargs)
-
-
-def _has_nan(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point() and bool(value.isnan().any())
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return any(_has_nan(item) for item in items)

@@ -55,8 +55,7 @@ def test_parts_that_promise_too_much_are_tightened_until_the_whole_fits() -> Non
         return 3 * sum(costs[name, at] for name, at in formats.items())
 
     found: Any = SimpleNamespace(alone=costs, cache=None)
-    bench: Any = SimpleNamespace(job=job, divergence=divergence)
-    pick, choice = choose(bench, found)
+    pick, choice = choose(job, found, divergence)
     assert choice.measured == pytest.approx(3 * choice.expected)
     assert choice.measured <= 0.05
     assert choice.rounds > 1
@@ -68,8 +67,8 @@ def test_parts_that_promise_too_much_are_tightened_until_the_whole_fits() -> Non
 def test_parts_that_promise_too_little_are_raised_while_the_whole_fits() -> None:
     job: Any = make_job(MODEL, "int4_wo", "kl=0.05", None, "kl", None, None, None)
     costs = {(unit.name, 0): 0.01 for unit in job.units}
-    bench: Any = SimpleNamespace(job=job, divergence=lambda formats: 0.006 * len(formats))
-    _, choice = choose(bench, SimpleNamespace(alone=costs, cache=None))  # type: ignore[arg-type]
+    found: Any = SimpleNamespace(alone=costs, cache=None)
+    _, choice = choose(job, found, lambda formats: 0.006 * len(formats))
     assert Counter(choice.formats.values()) == {"int4_wo": 8, "none": 12}
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("modelopt.torch.quantization")
 import bridge  # noqa: E402
 from bridge.calibration.calibrate import calibrate  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
-from bridge.calibration.walk.workers import LAUNCHED, Workers, joined, launched  # noqa: E402
+from bridge.calibration.walk.workers.processes import LAUNCHED, Workers, joined, launched  # noqa: E402
 from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402

@@ -1,19 +1,19 @@
-"""Turn the units of a fake-quantized copy on and off.
+"""Turn the units of a fake-quantized model on and off.
 
-A unit that is off gives the same bits as the unquantized model: its quantizers are disabled, and if SmoothQuant or AWQ
-divided its weight by a pre-scale, the original weight and input are used. These schemes need memory for that second
-copy of the weight. Imports no ModelOpt.
+The model is a whole copy, or one block of it. A unit is a group of modules with the same format. One that is off gives
+the same bits as the unquantized model: its quantizers are disabled, and if SmoothQuant or AWQ divided its weight by a
+pre-scale, the original weight and input are used. These schemes need memory for that second copy of the weight. Imports
+no ModelOpt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from bridge.api.sensitivity.units import Unit
-from bridge.calibration.modelopt import FakeQuantized
+from bridge.calibration.quantizers import QuantizerBinding
 from bridge.core.errors import CalibrationError
 from bridge.core.values import CACHE
 
@@ -23,20 +23,28 @@ Turn = Callable[[bool], None]
 class Toggles:
     """The units of one fake-quantized copy, at first all off. `modules`: unit -> its modules in the copy."""
 
-    def __init__(self, quantized: FakeQuantized, units: Sequence[Unit]) -> None:
-        self.model = quantized.model
-        self.modules = _modules(quantized, units)
+    def __init__(
+        self,
+        model: Any,
+        plain: Callable[[str], Any],
+        bindings: Sequence[QuantizerBinding],
+        attention: Iterable[str],
+        units: Mapping[str, Sequence[str]],
+    ) -> None:
+        """`model`: the copy. `plain`: a live name -> the module with its original weight. `units`: checkpoint names."""
+        self.model = model
+        self.modules = _modules(bindings, units)
         at = {module: unit for unit, modules in self.modules.items() for module in modules}
         quantizers: dict[str, dict[str, None]] = {unit: {} for unit in self.modules}
-        for binding in quantized.bindings:
+        for binding in bindings:
             quantizers[at[binding.module]] |= dict.fromkeys((binding.weight_quantizer, binding.input_quantizer))
-        if quantized.attention:
-            self.modules[CACHE] = quantized.attention
-            quantizers[CACHE] = dict.fromkeys(f"{live}.{x}_bmm_quantizer" for live in quantized.attention for x in "kv")
+        if cached := tuple(attention):
+            self.modules[CACHE] = cached
+            quantizers[CACHE] = dict.fromkeys(f"{live}.{x}_bmm_quantizer" for live in cached for x in "kv")
         self._turns = {unit: list(self._of(names)) for unit, names in quantizers.items()}
-        smoothed = {b.module: b.site.layout == "in_out" for b in quantized.bindings if b.format.prescales}
+        smoothed = {b.module: b.site.layout == "in_out" for b in bindings if b.format.prescales}
         for module, turned in smoothed.items():
-            self._turns[at[module]].append(_weight(quantized, module, turned))
+            self._turns[at[module]].append(_weight(model, plain(module), module, turned))
         for unit in self._turns:
             self.turn(unit, False)
 
@@ -67,10 +75,20 @@ def turned_on(base: Toggles, parts: Sequence[tuple[Toggles, Sequence[str]]]) -> 
         yield
 
 
-def _modules(quantized: FakeQuantized, units: Sequence[Unit]) -> dict[str, tuple[str, ...]]:
-    owner = {site.module: unit.name for unit in units for site in unit.sites}
+def own_weights(fake: Any, modules: Collection[str]) -> None:
+    """Give modules weights of their own, untied, which a scheme may smooth."""
+    import torch
+
+    for name in sorted(modules):
+        module = fake.get_submodule(name)
+        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+            module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+
+
+def _modules(bindings: Sequence[QuantizerBinding], units: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    owner = {module: unit for unit, modules in units.items() for module in modules}
     at: dict[str, str] = {}
-    for binding in quantized.bindings:
+    for binding in bindings:
         unit = owner[binding.site.module]
         if at.setdefault(binding.module, unit) != unit:
             raise CalibrationError(
@@ -88,9 +106,9 @@ def _enable(quantizer: Any, on: bool) -> None:
         quantizer.disable()
 
 
-def _weight(quantized: FakeQuantized, module: str, turned: bool) -> Turn:
-    parameter = quantized.model.get_submodule(module)._parameters["weight"]
-    smoothed, plain = parameter.data, quantized.plain.get_submodule(module).weight.detach()
+def _weight(model: Any, original: Any, module: str, turned: bool) -> Turn:
+    parameter = model.get_submodule(module)._parameters["weight"]
+    smoothed, plain = parameter.data, original.weight.detach()
     plain = (plain.T.contiguous() if turned else plain).to(smoothed.device)
 
     def turn(on: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from bridge.calibration.reference_outputs import Answers
 from bridge.calibration.statistics import Statistics
-from bridge.calibration.walk.workers import Workers
+from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.errors import CalibrationError
 
 STEPS = ("num_cache_steps", "num_search_steps", "num_tokens")  # of AWQ's helper

@@ -1,0 +1,198 @@
+"""Measure what quantizing each unit does to the output of its block.
+
+Memory holds one block. Each unit runs alone with the inputs that its block has in the unquantized model, and the output
+is compared with that of the unquantized block. The head's outputs are logits. Of them only the distribution counts, so
+its error is the KL divergence of the model's output, which nothing but the head changes there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from bridge.calibration.data import Data
+from bridge.calibration.quantizers import QuantizerBinding
+from bridge.calibration.reference_outputs import CHUNK, kl, unpadded
+from bridge.calibration.statistics import FakeModel, settle_statistics
+from bridge.calibration.walk.toggles import Toggles, own_weights
+from bridge.calibration.walk.walk import Walk
+from bridge.core.progress import Progress
+from bridge.core.values import Structure
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.source import Source
+
+ALL = ""  # in place of a unit's name: all units of a block together, KV cache included
+
+
+@dataclass(frozen=True)
+class BlockError:
+    """How far an output y moves to q. `error`: sum |q - y|^2 / sum |y|^2; of the head, nats a token.
+
+    `cosine`: of the angle between q and y.
+    """
+
+    error: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class BlockErrors:
+    """Errors by block and unit, `ALL` and the KV cache among them. `tokens`: those of the held-out inputs.
+
+    `held`: bytes of the outputs that were compared at once.
+    """
+
+    errors: Mapping[tuple[str, str], BlockError]
+    tokens: int
+    held: int
+
+    def of(self, unit: str) -> BlockError | None:
+        """The sum over the blocks in which a unit has modules, and the least cosine; None if it has none."""
+        found = [error for (_, name), error in self.errors.items() if name == unit]
+        least = min((error.cosine for error in found), default=0.0)
+        return BlockError(math.fsum(error.error for error in found), least) if found else None
+
+
+def measure_block_errors(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    units: Mapping[str, Sequence[str]],
+    device: str | None,
+    report: Progress,
+    ahead: bool = False,
+) -> BlockErrors:
+    """Calibrate block by block, and measure each block on the held-out inputs. `units`: name -> checkpoint modules.
+
+    `ahead`: read the next block while one runs: memory holds two.
+
+    Raises:
+        CalibrationError: the model cannot be cut into blocks, or a statistic cannot be used.
+    """
+    scheme, gauge = scheme.bound(structure.sites), BlockGauge(units)
+    with torch.no_grad():
+        walk = Walk(source, structure, scheme, data, device or "cpu", report, ahead=ahead, gauge=gauge)
+        walk.run()
+    settle_statistics(walk.seen, walk.bindings, walk.attention.values(), scheme, source.specs)
+    return gauge.measured
+
+
+class BlockGauge:
+    """Runs the units of each block alone, after ModelOpt has calibrated the block."""
+
+    def __init__(self, units: Mapping[str, Sequence[str]]) -> None:
+        self._units, self._head = units, ""
+        self._sums: dict[tuple[str, str], _Sums] = {}
+        self._held = 0
+        self._last: tuple[str, str] | None = None  # the head, while its forward goes on to the model's output
+
+    @property
+    def measured(self) -> BlockErrors:
+        """What was measured."""
+        errors = {key: sums.result(key[0] == self._head) for key, sums in self._sums.items()}
+        if self._head:  # ALL of the head is its only unit
+            errors |= {(block, ALL): error for (block, name), error in errors.items() if block == self._head}
+        return BlockErrors(errors, max((sums.rows for sums in self._sums.values()), default=0), self._held)
+
+    def ready(self, model: Any) -> None:
+        """Look at a model before it is cut into blocks."""
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self._head = next((name for name, module in model.named_modules() if head is not None and module is head), "")
+
+    def prepare(self, root: Any, bindings: Sequence[QuantizerBinding]) -> None:
+        """Give the part of a model that will be calibrated weights of its own where a scheme smooths them."""
+        own_weights(root, {binding.module for binding in bindings if binding.format.prescales})
+
+    def runner(self, block: str, plain: Mapping[str, Any], calibrated: FakeModel) -> Callable[..., Any]:
+        """Return a function of a batch and a block's arguments that measures, and returns the plain block's output.
+
+        Of the head it returns both outputs, one after the other: what the model does with logits (a scale, a soft cap)
+        it does to each row. `finish` is then given what became of them. `plain`: the block's modules by live name.
+        """
+        toggles = Toggles(calibrated.model, plain.__getitem__, calibrated.bindings, calibrated.attention, self._units)
+        asked = {unit: [unit] for unit in toggles.modules}
+        module, is_head = calibrated.model.get_submodule(block), block == self._head
+        if not is_head and asked:
+            asked[ALL] = [*asked]
+
+        def run(batch: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+            given = _copied((args, kwargs))  # a block may change its inputs in place
+            output = plain[block](*args, **kwargs)
+            first = _first(output)
+            for unit, names in asked.items():
+                again, words = _copied(given)
+                with _on(toggles, names):
+                    other = _first(module(*again, **words))
+                self._held = max(self._held, first.nbytes + other.nbytes)
+                if is_head:
+                    self._last = block, unit
+                    return torch.cat([first, other])
+                self._sums.setdefault((block, unit), _Sums()).add(first, other, unpadded(first, batch))
+            return output
+
+        return run
+
+    def finish(self, batch: Mapping[str, Any], result: Any) -> None:
+        """Take the model's output for a batch."""
+        if self._last:
+            plain, other = result.chunk(2)
+            rows, sums = unpadded(plain, batch), self._sums.setdefault(self._last, _Sums())
+            sums.add(plain, other, rows)
+            sums.nats += kl(plain, other, rows)
+
+
+class _Sums:
+    """Sums over the rows of all batches, in float64."""
+
+    def __init__(self) -> None:
+        self.rows, self.nats = 0, 0.0
+        self._moved = self._plain = self._other = self._both = 0.0
+
+    def add(self, plain: Any, other: Any, rows: Any) -> None:
+        width = plain.shape[-1]
+        plain, other = plain.reshape(-1, width), other.reshape(-1, width)
+        for part in torch.split(rows.to(plain.device), max(1, CHUNK // width)):
+            y, q = plain[part].double(), other[part].double()
+            self._moved += float((q - y).square().sum())
+            self._plain += float(y.square().sum())
+            self._other += float(q.square().sum())
+            self._both += float((q * y).sum())
+        self.rows += len(rows)
+
+    def result(self, head: bool) -> BlockError:
+        if not math.isfinite(self._moved):  # the output holds NaN or infinity
+            return BlockError(math.inf, 0.0)
+        norms = math.sqrt(self._plain * self._other)
+        cosine = self._both / norms if norms else float(not self._moved)
+        if head:
+            return BlockError(self.nats / max(self.rows, 1), cosine)
+        return BlockError(self._moved / self._plain if self._plain else math.inf if self._moved else 0.0, cosine)
+
+
+@contextmanager
+def _on(toggles: Toggles, units: Sequence[str]) -> Iterator[None]:
+    try:
+        for unit in units:
+            toggles.turn(unit, True)
+        yield
+    finally:
+        for unit in units:
+            toggles.turn(unit, False)
+
+
+def _copied(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _first(output: Any) -> Any:
+    """The first tensor that a block returns: the hidden states."""
+    if isinstance(output, torch.Tensor):
+        return output
+    return _first(next(iter(output.values())) if isinstance(output, Mapping) else output[0])

@@ -1,0 +1,1 @@
+"""Share a calibration between processes."""
