@@ -16,10 +16,12 @@ from bridge.api.request import Request, unwarned_data_of, warn_of
 from bridge.api.sensitivity.budget import parse_automatic
 from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.job import Job, automatic_job
+from bridge.api.sensitivity.memory import room_for
 from bridge.api.sensitivity.run import measured
 from bridge.calibration.data import Data
 from bridge.core.errors import UsageError, WriteError, reason
 from bridge.core.output.replace import check_free, recover
+from bridge.core.text import size
 from bridge.core.version import __version__, installed
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
@@ -47,21 +49,41 @@ def choose_recipe(source: Source, request: Request) -> tuple[Request, str]:
     check_free(out, request.overwrite)
     path = out.with_name(out.name + SUFFIX)
     data = unwarned_data_of(source, request.calib if request.data is None else request.data, request.sampling)
+    job = _within(request, job, data)
     key = _digest(request, job, data)
     text = _kept(path, key) if request.resume else None
     warn_of(data)
     if text is None:
-        text = measured(job, data, request.device, request.progress).recipe
+        text = measured(job, data, request.device, request.progress, request.memory).recipe
         _write(path, f"# qbridge {request.quant}: choice {key}, text {_sha(text)}\n{text}")
     scheme = replace(load_scheme(path), name=automatic.label)
     return replace(request, quant=scheme, kv=None, out=out), path.read_text(encoding="utf-8")
 
 
+def _within(request: Request, job: Job, data: Data) -> Job:
+    """The job, by block errors if the whole model does not fit into the caller's memory.
+
+    What is free now decides nothing, so that a run that was killed chooses as before.
+    """
+    if data.forward_loop is not None:
+        return job
+    room = room_for(replace(job, method="block"), data, request.memory, request.device)
+    if room.whole:
+        return job
+    assert job.budget
+    whole = f"quant={request.quant!r} runs the whole model, which takes {size(room.needed)}"
+    if job.budget.kind == "kl":
+        raise UsageError(f"{whole}, to measure divergences; give a budget of bits or bytes, as in auto:4.8bits")
+    if request.memory is None:
+        raise UsageError(f"{whole}, more than is free; give memory= (--memory): layers are then ranked block by block")
+    return replace(job, method="block")
+
+
 def _digest(request: Request, job: Job, data: Data) -> str:
     """Of everything that decides the choice."""
     parts = [
-        __version__, job.source.fingerprint, job.title, request.quant, request.kv, request.target, request.runtime,
-        dict(request.options), data.digest, request.device,
+        __version__, job.source.fingerprint, job.title, job.method, request.quant, request.kv, request.target,
+        request.runtime, dict(request.options), data.digest, request.device,
         [installed(package) for package in ("nvidia-modelopt", "torch", "transformers", "scipy")],
     ]  # fmt: skip
     return _sha(json.dumps(parts, sort_keys=True, default=str))
