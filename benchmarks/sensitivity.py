@@ -4,6 +4,7 @@
     python benchmarks/sensitivity.py --ranks     rank correlation between halves of the held-out text, and of methods
     python benchmarks/sensitivity.py --budgets   what budgets buy: sum of the parts against the whole, measured
     python benchmarks/sensitivity.py --auto      several schemes: bridge's choice and auto_quantize's at the same bits
+    python benchmarks/sensitivity.py --blocks    method "block" against "kl": ranks, and choices at the same bits
 
 Seconds are of the processor, after the imports, on one thread (OMP_NUM_THREADS=1): a busy machine changes them little.
 All measure the same four rows of 128 tokens. `bridge` includes opening the model and calibrating on 32 rows, `copies`
@@ -13,6 +14,8 @@ auto_quantize calibrates on the four.
 `--auto`: auto_quantize calibrates and scores on all 32 rows, told what each format takes with its scales; bridge
 calibrates on 28 of them and measures on the other four. Its budget is what auto_quantize's choice takes. Both choices
 are run with the same quantizers on 64 other rows.
+
+`--blocks`: rank correlations with the head quantized, too; both choices are run on 64 other rows.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import contextlib
 import copy
 import io
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,7 @@ from scipy.stats import spearmanr
 
 import bridge
 from bridge.api.request import data_of
+from bridge.api.sensitivity.block import block_costs
 from bridge.api.sensitivity.budget import parse_budget
 from bridge.api.sensitivity.choose import choose
 from bridge.api.sensitivity.divergence import kl
@@ -235,11 +241,44 @@ def automatic(models: list[str]) -> None:
                     (theirs,), other = chosen_by(lambda: peer(made, method, bits))  # noqa: B023
                     nbytes = sum(job.bytes_of(unit, theirs[unit.name]) for unit in job.units)
                     asked = replace(job, budget=parse_budget(f"{job.bits(nbytes) + 1e-9}bits"))
-                    pick, _ = choose(replace(made, job=asked), costs_[0])
+                    pick, _ = choose(asked, costs_[0], replace(made, job=asked).divergence)
                     nats = [fresh.divergence(without(made, formats)) for formats in (theirs, pick.formats)]
                     words = f"| {Path(model).name} | {', '.join(schemes)} | {job.bits(nbytes):.2f} | {method} "
                     figures = f"{nats[0]:.4f} | {nats[1]:.4f} | {other:.1f} s, {took:.1f} s |"
                     print(words + figures, flush=True)
+
+
+def blocks(models: list[str]) -> None:
+    print("| model | scheme | units | rank correlation | with the head | seconds of kl, of block |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        for model in (str(Path(MODEL).parent / name) for name in models):
+            for scheme in (*SCHEMES, "int8_sq"):
+                path = Path(folder) / f"{scheme}.toml"
+                path.write_text(f'base = "{scheme}"\n[[rule]]\nmodules = ["lm_head"]\nquant = "{scheme}"\n')
+                found = [
+                    chosen_by(partial(bridge.sensitivity, model, path, method=method)) for method in ("kl", "block")
+                ]
+                kl_, block = ({layer.name: layer.cost for layer in result[0].layers} for result, _ in found)
+                head, names = [*kl_], [name for name in kl_ if name != "lm_head"]
+                ranks_ = (
+                    spearmanr([kl_[n] for n in some], [block[n] for n in some]).statistic for some in (names, head)
+                )
+                figures = " | ".join(f"{value:.3f}" for value in ranks_)
+                took = ", ".join(f"{took:.1f} s" for _, took in found)
+                print(f"| {Path(model).name} | `{scheme}` | {len(head)} | {figures} | {took} |", flush=True)
+    print("\n| model | schemes | bits | chosen by kl | chosen by block |")
+    print("| --- | --- | --- | --- | --- |")
+    for model in (str(Path(MODEL).parent / name) for name in models):
+        job = make_job(model, list(CANDIDATES[0]), None, None, "kl", None, None, None)
+        made = make_bench(job, data_of(job.source, None, Sampling(32, 128)), None, no_progress)
+        fresh = replace(made, data=replace(made.data, held_out=other_rows(made, 64)))
+        both = [costs(made), block_costs(job, made.data, None, no_progress, False)]
+        for bits in ("4.8bits", "5.5bits", "6.5bits"):
+            asked = replace(job, budget=parse_budget(bits))
+            picks = [choose(asked, found, None)[0] for found in both]
+            nats = " | ".join(f"{fresh.divergence(without(made, pick.formats)):.4f}" for pick in picks)
+            print(f"| {Path(model).name} | {', '.join(CANDIDATES[0])} | {bits} | {nats} |", flush=True)
 
 
 def without(made: Bench, formats: Any) -> dict[str, int]:
@@ -252,8 +291,11 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--budgets", action="store_true")
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--blocks", action="store_true")
     parser.add_argument(
-        "--models", nargs="+", default=["tiny-llama", "tiny-gpt2"], help="of examples/models, for --auto"
+        "--models", nargs="+", default=["tiny-llama", "tiny-gpt2"], help="of examples/models, for --auto, --blocks"
     )
     asked = parser.parse_args()
-    automatic(asked.models) if asked.auto else ranks() if asked.ranks else budgets() if asked.budgets else times()
+    blocks(asked.models) if asked.blocks else automatic(
+        asked.models
+    ) if asked.auto else ranks() if asked.ranks else budgets() if asked.budgets else times()
