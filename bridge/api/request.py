@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.calibration.codes import digest_of_weights
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
 from bridge.calibration.walk.budget import Need, calibration_need
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
@@ -341,6 +340,8 @@ def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Str
     """CalibrationError if the codes or scales that a plan takes were chosen for other weights."""
     if not any(step.format and step.format.chosen for step in plan_.quantized):
         return
+    from bridge.calibration.codes import digest_of_weights  # loads the kernels
+
     if calib.provenance.weights != digest_of_weights(source, structure, calib.chosen):
         raise CalibrationError(
             f"the calibration holds codes or scales that were chosen for other weights than those of {source.where}; "

@@ -6,7 +6,7 @@ holds where readers of one input get the mean of their pre-scales, after which M
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,23 @@ def rows_at_once(inputs: int) -> int:
     (1024, 73)
     """
     return min(ROWS, max(1, PRODUCT // (4 * TOKENS * max(inputs, 1))))
+
+
+def contiguous(loop: Callable[[Any], None], modules: Iterable[str]) -> Callable[[Any], None]:
+    """Return a loop whose inputs of `modules` are contiguous: ModelOpt's search of clips takes no others (Mamba's)."""
+
+    def run(root: Any) -> None:
+        handles = [
+            root.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]))
+            for name in modules
+        ]
+        try:
+            loop(root)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return run
 
 
 def set_aside(root: Any, bindings: Iterable[QuantizerBinding]) -> list[tuple[Any, str, Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge.calibration.clips import set_aside, take_clips
+from bridge.calibration.clips import contiguous, set_aside, take_clips
 from bridge.calibration.codes import chosen_of, made_for
 from bridge.calibration.columns import install
 from bridge.calibration.data import Data
@@ -282,6 +282,8 @@ def _run(
         forward, method = loop if static else None, method_of(algorithm, scheme, widest)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
             forward = smoothable(loop, {w.module for w in part})
+        elif static and widest:
+            forward = contiguous(loop, {w.module for w in part if w.format.clipped})
         mtq.set_quantizer_attributes_partial(root, "*", {"enable": False})
         if algorithm in schedule.forwards and not static:
             for _ in range(PASSES[algorithm]):

@@ -1,4 +1,4 @@
-"""Run a module of stacked experts one expert at a time, to the same bytes.
+"""Run stacked experts one at a time, with the same bytes.
 
 transformers has a contract for such modules (`use_experts_implementation`): parameters whose first axis is the expert,
 and a forward of hidden states, chosen experts and routing weights that adds up what the experts make of their tokens.

@@ -14,6 +14,7 @@ class Clip:
     `dtype`: what products are rounded to. ModelOpt's awq_clip alone has amax in the weight's dtype, after awq_lite it
     has them in float32.
 
+    >>> import numpy as np
     >>> Clip(np.full((1, 2), 0.95, np.float32), "bfloat16").amax(np.ones((1, 2), np.float32))
     array([[0.94921875, 0.94921875]], dtype=float32)
     """

@@ -110,11 +110,11 @@ def test_the_budget_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("bridge.calibration.walk.budget.EXPERT", 2)
     source, scheme, _ = opened(tmp_path, "fp8")
     need = need_of(source, scheme)
-    assert need.by_expert < need.blocks < need.whole
+    assert need.by_expert_in_files < need.in_files < need.blocks < need.whole
     made = {}
-    for memory in (need.whole, need.blocks, need.by_expert):
+    for memory in (need.whole, need.blocks, need.in_files, need.in_files - 1, need.least):
         made[memory] = bridge.calibrate(tmp_path, "fp8", batches(), memory=memory).digest
-        assert bool(taken) is (memory == need.by_expert)
+        assert bool(taken) is (memory < need.in_files)
     assert len({*made.values()}) == 1
 
 
@@ -136,8 +136,8 @@ def test_plan_and_refusal_name_what_is_largest_with_one_expert(tmp_path: Path, m
     assert f"expert by expert (the largest is {part}, " in need.line()
     for way in ("load_model", "load_skeleton", "read", "read_rows"):
         monkeypatch.setattr(type(source), way, lambda *_: pytest.fail("a weight was read"))
-    with pytest.raises(UsageError, match=f"too little to calibrate: {part} has .* give at least {need.by_expert} "):
-        bridge.calibrate(tmp_path, "fp8", batches(), memory=need.by_expert - 1)
+    with pytest.raises(UsageError, match=f"too little to calibrate: {part} has .* give at least {need.least} "):
+        bridge.calibrate(tmp_path, "fp8", batches(), memory=need.least - 1)
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.data import prepare  # noqa: E402
-from bridge.calibration.walk import device, parked  # noqa: E402
+from bridge.calibration.walk import parked  # noqa: E402
 from bridge.calibration.walk.parked import Parked  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
+from bridge.calibration.walk.workers import device  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402

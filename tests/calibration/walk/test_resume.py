@@ -16,7 +16,8 @@ pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
-from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
+from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
+from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.errors import WriteError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
@@ -144,7 +145,7 @@ def test_the_work_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("bridge.calibration.walk.run.collect", lambda *_: 1 / 0)
+    monkeypatch.setattr("bridge.calibration.walk.walk.collect", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         calibrated(tmp_path / "model", tmp_path / "partial")
     assert not (tmp_path / "partial").exists()

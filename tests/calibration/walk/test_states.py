@@ -16,8 +16,9 @@ import bridge  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk import states  # noqa: E402
 from bridge.calibration.walk.budget import Tokens, by_blocks, calibration_need, choice  # noqa: E402
-from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
+from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.states import Spill  # noqa: E402
+from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.errors import BridgeWarning, UsageError, WriteError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402

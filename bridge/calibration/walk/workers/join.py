@@ -1,4 +1,4 @@
-"""Join what ModelOpt collected in several processes, as if one had collected it."""
+"""Join what ModelOpt collected in several processes."""
 
 from __future__ import annotations
 
