@@ -340,7 +340,7 @@ def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Str
     """CalibrationError if the codes or scales that a plan takes were chosen for other weights."""
     if not any(step.format and step.format.chosen for step in plan_.quantized):
         return
-    from bridge.calibration.codes import digest_of_weights  # loads the kernels
+    from bridge.calibration.algorithms.codes import digest_of_weights  # loads the kernels
 
     if calib.provenance.weights != digest_of_weights(source, structure, calib.chosen):
         raise CalibrationError(

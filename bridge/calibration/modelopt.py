@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge.calibration.clips import contiguous, set_aside, take_clips
-from bridge.calibration.codes import chosen_of, made_for
-from bridge.calibration.columns import install
+from bridge.calibration.algorithms.clips import contiguous, set_aside, take_clips
+from bridge.calibration.algorithms.codes import chosen_of, made_for
+from bridge.calibration.algorithms.columns import install
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
 from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, check_hooked, known_formats, quant_cfg
@@ -198,7 +198,7 @@ def calibrate_root(
     import torch
     from modelopt.torch.kernels.quantization import gemm
 
-    from bridge.calibration.fp4 import in_place_of_kernels
+    from bridge.calibration.algorithms.fp4 import in_place_of_kernels
 
     routing = ExpertTokens(bindings)
     before = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from bridge.calibration.columns import BACKEND
+from bridge.calibration.algorithms.columns import BACKEND
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.calibration.clips import rows_at_once
+from bridge.calibration.algorithms.clips import rows_at_once
 from bridge.calibration.quantizers import QuantizerBinding, calibrator
 from bridge.quant.schemes.grammar import ALGORITHMS
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured

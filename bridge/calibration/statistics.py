@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.calibration.clips import settle_clip
+from bridge.calibration.algorithms.clips import settle_clip
 from bridge.calibration.policies import settle
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.core.values import Site, TensorSpec

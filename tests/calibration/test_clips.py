@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration import clips, schedule  # noqa: E402
-from bridge.calibration.clips import rows_at_once, settle_clip, take_clips  # noqa: E402
+from bridge.calibration.algorithms.clips import rows_at_once, settle_clip, take_clips  # noqa: E402
 from bridge.calibration.schedule import method_of  # noqa: E402
 from bridge.core.errors import CalibrationError  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge.calibration.clips import LOSSES, search_bytes
+from bridge.calibration.algorithms.clips import LOSSES, search_bytes
 from bridge.calibration.data import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory

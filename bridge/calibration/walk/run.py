@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.calibration.codes import made_for
+from bridge.calibration.algorithms.codes import made_for
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import provenance_of
 from bridge.calibration.reference_outputs import Answers, held_out_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bridge.calibration.codes import chosen_of
+from bridge.calibration.algorithms.codes import chosen_of
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import (
     bindings_of,

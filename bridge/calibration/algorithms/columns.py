@@ -27,7 +27,7 @@ def _quantized(inputs: Any, quantizer: Any) -> Any:
     """What the quantizer does without a backend; NVFP4 activations in plain torch if they are not on a GPU."""
     sizes = quantizer.block_sizes or {}
     if sizes.get("type") == "dynamic" and sizes.get("scale_bits") == (4, 3) and not inputs.is_cuda:
-        from bridge.calibration.fp4 import of_blocks
+        from bridge.calibration.algorithms.fp4 import of_blocks
 
         return of_blocks(inputs, quantizer._get_amax(inputs), sizes[-1])
     quantizer.backend = None

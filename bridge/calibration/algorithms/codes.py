@@ -77,7 +77,7 @@ def _codes_of(module: Any, form: Format) -> np.ndarray:
     codes = np.empty((rows, cols), np.int8)
     step = max(1, PIECE // cols)
     if form.rescaled:
-        from bridge.calibration.fp4 import codes_of
+        from bridge.calibration.algorithms.fp4 import codes_of
 
         scales = _block_scales(module).reshape(rows, -1)
         above = module.weight_quantizer.global_amax.float() / (6.0 * 448.0)

@@ -1,0 +1,1 @@
+"""What AWQ clips, GPTQ and the local Hessian need beside ModelOpt."""
