@@ -120,7 +120,8 @@ def quant_cfg(
         weight = [numeric_cfg(numeric, weight=True) for numeric in binding.format.weight]
         if binding.format.rescaled:
             weight = [{**setting, "block_sizes": setting["block_sizes"] | {"type": "static"}} for setting in weight]
-        if binding.format.compensated:
+        searched = binding.format.prescales and binding.format.weight[0].dtype == "float4_e2m1fn"
+        if binding.format.compensated or searched:
             weight = [{**setting, "backend": BACKEND} for setting in weight]
         settings = {binding.weight_quantizer: weight[0] if len(weight) == 1 else weight}
         if binding.format.input is not None:

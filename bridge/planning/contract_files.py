@@ -19,7 +19,8 @@ CONTRACT_KEYS: dict[str, type] = {
     "mixed": dict, "head": dict, "plain": dict, "ranks": dict,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
-    "out": int, "in": int, "experts": bool, "dtypes": list, "but_not": list, "only": list, "inputs": str,
+    "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
+    "inputs": str,
 }  # fmt: skip
 HOW = ("run", "read")
 _NUMERIC = (

@@ -37,16 +37,17 @@ class Row:
     """One pair of formats, one format of the KV cache, or unquantized output, that a program loads.
 
     `out`: rows of each matrix that it fuses with others, but the last, are a multiple of this. `inner`: the same of
-    `in` of every matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `dtypes`:
-    of what stays unquantized; empty if any. Architectures, as in config.json: `but_not`, whose classes do not read it;
-    `only`, the ones that evidence is about, empty if any. `inputs`: what the program rounds inputs to although the
-    scheme leaves them.
+    `in` of every matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `prescales`:
+    whether it may have pre-scales. `dtypes`: of what stays unquantized; empty if any. Architectures, as in config.json:
+    `but_not`, whose classes do not read it; `only`, the ones that evidence is about, empty if any. `inputs`: what the
+    program rounds inputs to although the scheme leaves them.
     """
 
     evidence: Evidence
     out: int = 1
     inner: int = 1
     experts: bool = True
+    prescales: bool = True
     dtypes: tuple[str, ...] = ()
     but_not: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
@@ -302,6 +303,8 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
     assert step.site
     if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
+    if step.format and step.format.prescales and not row.prescales:
+        yield "no run and no source shows that pre-scales are read in this format"
     out, inner = _out_in(step, plan)
     if followed and out % row.out:
         yield f"out = {out} is not a multiple of {row.out}, and it is fused with others"

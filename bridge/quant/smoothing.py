@@ -45,13 +45,15 @@ class Smoothing:
             scale = by_head.repeat(self.given.repeat, axis=1).reshape(-1)
         return self._cut(scale)
 
-    def apply(self, module: str, bits: Array, layout: str = "out_in") -> Array:
+    def apply(self, module: str, bits: Array, layout: str = "out_in", factor: Array | None = None) -> Array:
         """Rows of a module, divided by its pre-scale and, if modules share a mean, multiplied back to that mean.
 
-        bits: storage array (out, in), or (in, out) with `layout="in_out"`.
+        bits: storage array (out, in), or (in, out) with `layout="in_out"`. factor: of each row, from the pre-scale of
+        another matrix; ModelOpt multiplies by it between the two.
         """
         own = pre_scale(self.calibration, module, self.format)
         bits = smooth(bits, self.dtype, self._cut(own), layout=layout)
+        bits = bits if factor is None else multiplied(bits, self.dtype, factor)
         if len(self.unified) < 2 and not (self.given and self.given.repeat > 1):
             return bits
         old, new = self._cut(rounded(own, self.dtype)), self.scale()

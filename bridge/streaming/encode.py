@@ -155,10 +155,10 @@ class Prepared:
     smoothing: Smoothing | None
 
     def rows(self, part: Part, layout: str = "out_in") -> Array:
-        bits = part.bits
-        if self.factor is not None:
-            bits = multiplied(bits, self.dtype, self.factor[part.first : part.stop])
-        return self.smoothing.apply(part.slice.module, bits, layout) if self.smoothing else bits
+        factor = None if self.factor is None else self.factor[part.first : part.stop]
+        if self.smoothing:
+            return self.smoothing.apply(part.slice.module, part.bits, layout, factor)
+        return part.bits if factor is None else multiplied(part.bits, self.dtype, factor)
 
     def whole(self, step: Step, rows: Rows) -> Array:
         """The weight in its stored axes."""

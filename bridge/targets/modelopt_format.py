@@ -97,6 +97,8 @@ def setting(format_: Format) -> dict[str, Any]:
     if not algorithm:
         return {}
     name, has_group_size = algorithm
+    if format_.prescales and name == "NVFP4":
+        name = "NVFP4_AWQ"
     entry: dict[str, Any] = {"quant_algo": name}
     if has_group_size:
         entry["group_size"] = format_.weight[0].block[-1]

@@ -167,10 +167,10 @@ class _Smoother:
     factor: Array | None = None
 
     def __call__(self, module: str, bits: Array, first: int = 0, layout: str = "out_in") -> Array:
-        if self.factor is not None:
-            bits = multiplied(bits, self.dtype, self.factor[first : first + len(bits)])
+        factor = None if self.factor is None else self.factor[first : first + len(bits)]
         if self.smoothing:
-            return self.smoothing.apply(module, bits, layout)
+            return self.smoothing.apply(module, bits, layout, factor)
+        bits = bits if factor is None else multiplied(bits, self.dtype, factor)
         return bits if self.scale is None else smooth(bits, self.dtype, self.scale, layout=layout)
 
 

@@ -212,6 +212,7 @@ def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None
 
 NVFP4 = [
     "nvfp4",
+    "nvfp4_awq",
     "nvfp4_experts_only",
     "nvfp4_four_over_six",
     "nvfp4_gptq",

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.oracles.plain_fp4 import on_a_cpu
+
 # every `in` a multiple of 128, as INT4 groups need, and all extents different
 SIZES = {
     "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -68,6 +70,7 @@ MODELOPT = {
     "w4a8_awq": "W4A8_AWQ_BETA_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
     "mxfp8": "MXFP8_DEFAULT_CFG",
+    "nvfp4_awq": "NVFP4_AWQ_LITE_CFG",
     "w4a8_nvfp4_fp8": "W4A8_NVFP4_FP8_CFG",
 }
 
@@ -80,7 +83,7 @@ def modelopt(model: Any, scheme: str, kv: bool = False, more: Sequence[Mapping[s
         config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}})
     config["quant_cfg"] += more
     model.config.architectures = [type(model).__name__]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), on_a_cpu():
         made = mtq.quantize(copy.deepcopy(model), config, lambda m: [m(ids) for ids in IDS])
     for name, module in made.named_modules():
         if name.endswith(("input_quantizer", "bmm_quantizer")) and hasattr(module, "disable_quant"):

@@ -42,6 +42,7 @@ PRESETS = {
     "nvfp4_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
     "nvfp4_wo_mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
     "nvfp4_four_over_six": "NVFP4_FOUR_OVER_SIX_CFG",
+    "nvfp4_awq": "NVFP4_AWQ_LITE_CFG",
     "w4a8_nvfp4_fp8": "W4A8_NVFP4_FP8_CFG",
     "nvfp4_mlp_only": "NVFP4_MLP_ONLY_CFG",
     "nvfp4_experts_only": "NVFP4_EXPERTS_ONLY_CFG",

@@ -22,10 +22,10 @@ from bridge.verification.weight_error import compare
 
 ALL = [
     "fp8", "fp8_block", "fp8_pc_pt", "int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo",
-    "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4", "nvfp4_experts_only", "nvfp4_four_over_six",
-    "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo",
-    "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix",
-    "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
+    "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4", "nvfp4_awq", "nvfp4_experts_only",
+    "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse",
+    "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k",
+    "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -95,7 +95,7 @@ def test_format_of_keeps_what_the_architecture_keeps() -> None:
 
 @pytest.mark.parametrize("site", [replace(PLAIN, expert=3), replace(PLAIN, layout="conv")])
 def test_experts_and_convolutions_are_neither_smoothed_nor_clipped_nor_compensated(site: Site) -> None:
-    names = ("int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq", "int4_gptq")
+    names = ("int8", "int8_sq", "int4_awq", "int4_awq_clip", "int4_awq_full", "w4a8_awq", "int4_gptq", "nvfp4_awq")
     for name in (*names, "nvfp4_local_hessian"):
         form = load_scheme(name).format_of(site)
         assert isinstance(form, Format) and not (form.prescales or form.clipped or form.chosen)

@@ -19,6 +19,9 @@ from bridge.planning.target import Draft
 from bridge.targets.hf.spelling import Traits
 
 MIN_GROUP = 2  # a group of one shares nothing
+# How the architectures begin in which ModelOpt's exporter multiplies pre-scales of NVFP4 into the matrix before, unless
+# heads share its rows: `fuse_prequant_to_linear` of nvidia-modelopt 0.47 (torch/export/quant_utils.py).
+FUSED = ("LlamaFor", "LlamaModel", "Qwen3For", "Qwen3Model", "Qwen3MoeFor", "Qwen3MoeModel")
 INTO = "pre-scales are not stored: {count} norms and the rows of {feeds} matrices are multiplied by them"
 HEADS = (
     "{what} of the pre-scales of {repeat} query heads that read the same rows of {writer} is used for all of them: the "
@@ -68,8 +71,6 @@ class Folding:
     @cached_property
     def feeds(self) -> dict[str, Feed]:
         """Reader -> the pair whose writer takes its pre-scale, with the reader's format."""
-        if self.traits.prescales:
-            return {}
         in_norm = {module for group in self.norms.values() for module in group.modules}
         formats = self.draft.quantized
         known = {
@@ -77,7 +78,7 @@ class Folding:
             for feed in self.draft.structure.feeds
             if feed.reader in formats and formats[feed.reader].prescales and feed.reader not in in_norm
         }
-        return known
+        return {reader: feed for reader, feed in known.items() if not self.traits.prescales or self._is_fused(feed)}
 
     def feeds_at(self, module: str) -> tuple[Feed, ...]:
         """The pairs of which a module is one."""
@@ -106,6 +107,12 @@ class Folding:
     def _readings(self) -> tuple[InputGroup, ...]:
         structure = self.draft.structure
         return structure.groups if self.traits.prescales else (*structure.groups, *structure.singles)
+
+    def _is_fused(self, feed: Feed) -> bool:
+        """Whether ModelOpt does not store a pre-scale that it could store."""
+        assert feed.format
+        fp4 = feed.format.weight[0].dtype == "float4_e2m1fn"
+        return fp4 and feed.repeat == 1 and self.draft.structure.architecture.startswith(FUSED)
 
     def _folds(self, format_: Format) -> bool:
         return format_.algorithm in ("awq", "awq_full") if self.traits.prescales else format_.prescales

@@ -43,6 +43,7 @@ RULES = {
     "W4A8_AWQ": Rule("uint8", "float32", "block", (2, 1), second=True, entry=True),
     "W4A16_NVFP4": Rule("uint8", "float8_e4m3fn", "block", (1, 2), second=True),
     "NVFP4": Rule("uint8", "float8_e4m3fn", "block", (1, 2), second=True, entry=True),
+    "NVFP4_AWQ": Rule("uint8", "float8_e4m3fn", "block", (1, 2), second=True, entry=True),
     "W4A8_NVFP4_FP8": Rule("uint8", "float8_e4m3fn", "block", (1, 2), second=True, entry=True),
     "MXFP8": Rule("float8_e4m3fn", "uint8", "block"),
     "W4A16_MXFP4": Rule("uint8", "uint8", "block", (1, 2)),

@@ -35,8 +35,9 @@ def why_unsupported(format_: Format) -> str:
     if not setting(format_):
         known = ", ".join(name for name, _ in ALGORITHMS.values())
         return f"a unified checkpoint has no algorithm for weights in {weight} with inputs in {entry}; known: {known}"
-    if format_.prescales and "NVFP4" in setting(format_)["quant_algo"]:
-        return "NVFP4 after smoothing is not written; use nvfp4 or nvfp4_wo"
+    name = setting(format_)["quant_algo"]
+    if format_.prescales and "NVFP4" in name and (name, format_.algorithm) != ("NVFP4_AWQ", "awq"):
+        return f"{name} after {format_.algorithm} has no name in unified checkpoints; use nvfp4_awq, nvfp4 or nvfp4_wo"
     return ""
 
 
@@ -153,6 +154,9 @@ def hf_quant_config(plan: Plan) -> dict[str, Any]:
     if not layers and not kv:
         return {}
     quantization: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": "FP8" if kv else None}
+    by_name = {layer["quant_algo"]: layer for layer in layers.values()}
+    if set(by_name) == {"NVFP4", "NVFP4_AWQ"}:  # the same without a pre_quant_scale; SGLang reads one name
+        layers = dict.fromkeys(layers, by_name["NVFP4_AWQ"])
     settings = {json.dumps(layer) for layer in layers.values()}
     if len(settings) == 1:
         quantization |= json.loads(settings.pop()) | {"exclude_modules": excluded(plan)}
@@ -227,6 +231,7 @@ def _group(algo: str, block: int | None) -> dict[str, Any]:
         "W4A8_AWQ": (eight | size, four | size),  # sic: its codes are integers
         "W4A16_NVFP4": (None, four | size),
         "NVFP4": (four | size, four | size),
+        "NVFP4_AWQ": (eight | size, four | size),  # sic: activations are FP4
         "W4A8_NVFP4_FP8": (eight, four | size),
         "MXFP8": (eight | size, eight | size),
     }

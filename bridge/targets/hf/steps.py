@@ -126,7 +126,7 @@ class Drafting:
         unified = group.modules if group and self._spelling.unifies(format_) else ()
         refits = _is_refit(format_) and not self._draft.options.own_scales
         fused = self._fused(site.module) if refits else ()
-        folded = bool(group and self._folded.get(group.norm) is group)
+        folded = site.module in self._folding.feeds or bool(group and self._folded.get(group.norm) is group)
         parts = self._spelling.parts(format_, site, shape, spec.dtype, folded)
         coding = self._spelling.coding(format_, site, spec.dtype, self._draft.options.dtype or spec.dtype)
         if unified and all(_one_tile(format_, self._shapes[module]) for module in unified):

@@ -27,7 +27,7 @@ def why_unsupported(format_: Format, tp: int) -> str:
         name = entry["quant_algo"]
         return f"{name} scales cannot be cut for tp={tp}: no TensorRT-LLM up to 1.2 loads them; use tp=1, fp8 or nvfp4"
     if format_.prescales and first.scale_dtype == "float8_e4m3fn":
-        return "NVFP4 after smoothing is not written; use nvfp4 or nvfp4_wo"
+        return "NVFP4 after smoothing: the PyTorch backend has NVFP4_AWQ and loads target hf; use that, or nvfp4"
     return ""
 
 

@@ -41,6 +41,7 @@ SCHEMES = {
     "int4_gptq + kv": ("int4_gptq", "fp8"),
     "nvfp4_gptq + kv": ("nvfp4_gptq", "fp8"),
     "nvfp4_local_hessian": ("nvfp4_local_hessian", None),
+    "nvfp4_awq + kv": ("nvfp4_awq", "fp8"),
     "nvfp4 + kv": ("nvfp4", "nvfp4"),
 }
 MIXED = """

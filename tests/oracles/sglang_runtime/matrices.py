@@ -101,6 +101,7 @@ class _Method:
         self.weight = weight
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = x * layer.pre_quant_scale if hasattr(layer, "pre_quant_scale") else x  # as modelopt_quant.py
         return torch.nn.functional.linear(x, self.weight, bias)
 
 

@@ -40,7 +40,7 @@ TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 KINDS = {
     "fp8": "fp8", "fp8_pc_pt": "fp8_pc_pt", "fp8_block": "fp8_pb_wo", "int8_sq": "int8_sq", "int8_wo": "int8_wo",
     "int4_wo": "int4_awq", "w4a8_awq": "w4a8_awq", "nvfp4_wo": "w4a16_nvfp4", "nvfp4": "nvfp4", "mxfp8": "mxfp8",
-    "w4a8_nvfp4_fp8": "w4a8_nvfp4_fp8",
+    "w4a8_nvfp4_fp8": "w4a8_nvfp4_fp8", "nvfp4_awq": "nvfp4_awq",
 }  # fmt: skip
 BLOCKS = {
     "int4_wo": 128,
@@ -50,6 +50,7 @@ BLOCKS = {
     "mxfp8": 32,
     "fp8_block": 128,
     "w4a8_nvfp4_fp8": 32,
+    "nvfp4_awq": 16,
 }
 
 
@@ -76,7 +77,8 @@ def test_excluded_modules_are_shortened_as_modelopt_shortens_them() -> None:
 @pytest.mark.parametrize("kv", [False, True])
 @pytest.mark.parametrize(
     "schemes",
-    [(s,) for s in KINDS] + [("fp8", "nvfp4"), ("w4a8_awq", "fp8_block", "int8_wo"), ("fp8", "w4a8_nvfp4_fp8"), ()],
+    [(s,) for s in KINDS]
+    + [("fp8", "nvfp4"), ("w4a8_awq", "fp8_block", "int8_wo"), ("fp8", "nvfp4_awq"), ("fp8", "w4a8_nvfp4_fp8"), ()],
 )
 def test_both_configs_say_what_modelopt_says(schemes: tuple[str, ...], kv: bool) -> None:
     layers = {f"model.layers.{n}.mlp": load_scheme(s).format for n, s in enumerate((*schemes, *schemes))}
@@ -103,7 +105,7 @@ def test_every_format_has_one_name_and_the_rest_is_refused() -> None:
 
 
 def modelopt_names() -> list[str]:
-    return [name for name, _ in modelopt.ALGORITHMS.values()]
+    return [*(name for name, _ in modelopt.ALGORITHMS.values()), "NVFP4_AWQ"]
 
 
 @pytest.mark.parametrize("limit", ["1KB", "4KB", "9KB", "1MB"])

@@ -40,6 +40,7 @@ UNIFIED = (
     "w4a8_awq",
     "nvfp4_wo",
     "mxfp8",
+    "nvfp4_awq",
     "w4a8_nvfp4_fp8",
 )
 PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "NVFP4A16", "NVFP4", "MXFP8", "MXFP4A16")

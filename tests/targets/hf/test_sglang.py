@@ -58,6 +58,8 @@ CELLS = (
     Cell("fp8", "compressed-tensors"),
     Cell("fp8_pc_pt", "compressed-tensors"),
     Cell("nvfp4"),
+    Cell("nvfp4_awq"),
+    Cell("nvfp4_awq", "compressed-tensors", experts=OF_BLACKWELL),
     Cell("nvfp4", "compressed-tensors", experts=OF_BLACKWELL),
     Cell("nvfp4_wo"),
     Cell("nvfp4_wo", "compressed-tensors"),
@@ -96,7 +98,7 @@ def calibration(family: str) -> Calibration:
 def write(family: str, cell: Cell, out: Path, **options: Any) -> Path:
     """The checkpoint that SGLang gets, from float32 weights, so that nothing but the scheme rounds."""
     calib: Any = calibration(family) if cell.scheme in ("fp8", "nvfp4") else None
-    if cell.scheme in ("int4_awq", "int8", "int8_sq", "w4a8_awq"):
+    if cell.scheme in ("int4_awq", "int8", "int8_sq", "nvfp4_awq", "w4a8_awq"):
         calib = [*tokens(), tokens()[0]]  # the last is held out
     options |= {"format": cell.format, "verify": False, "progress": False}
     bridge.convert(export_oracle.source(family, "fp32"), "hf", cell.scheme, out, calib=calib, **options)
@@ -114,9 +116,12 @@ def off(directory: Path, answer: Answer) -> float:
 
 
 def missing(cell: Cell, answer: Answer) -> list[str]:
-    """SGLang's experts have GPTQ's order of inputs for compressed-tensors too, which has none."""
+    """SGLang's experts have GPTQ's order of inputs for compressed-tensors too, which has none.
+
+    A pre-scale that went into a norm or the matrix before stays at SGLang's ones.
+    """
     names = answer.missing(weight_only=cell.scheme == "nvfp4_wo")
-    return [name for name in names if not name.endswith(("_g_idx", "_g_idx_sort_indices"))]
+    return [name for name in names if not name.endswith(("_g_idx", "_g_idx_sort_indices", "pre_quant_scale"))]
 
 
 @grid(

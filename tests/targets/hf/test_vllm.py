@@ -75,6 +75,7 @@ CELLS = (
     Cell("int4_wo", "compressed-tensors"),
     Cell("nvfp4", reference="inputs", tolerance=TIES),
     Cell("nvfp4", "compressed-tensors", reference="inputs", tolerance=TIES),
+    Cell("nvfp4_awq", "compressed-tensors", reference="inputs", tolerance=TIES),
     Cell("nvfp4_wo"),
     Cell("nvfp4_wo", "compressed-tensors"),
     Cell("mxfp8"),  # vLLM's own emulation, which we run, leaves inputs as they are
@@ -88,14 +89,24 @@ CELLS = (
     Cell("fp8_block", "deepseek"),
     *(
         Cell(scheme, refused=OF_A_SCHEME)
-        for scheme in ("int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq", "w4a8_nvfp4_fp8", "mxfp4_wo")
+        for scheme in (
+            "int8",
+            "int8_sq",
+            "int8_wo",
+            "int4_wo",
+            "int4_awq",
+            "w4a8_awq",
+            "w4a8_nvfp4_fp8",
+            "mxfp4_wo",
+            "nvfp4_awq",
+        )
     ),
     # A weight-only group says nothing of inputs: `input_quant and not input_quant.dynamic` is None, not False.
     Cell("fp8_block", "compressed-tensors", refused="^AssertionError", experts="has no attribute 'num_bits'"),
 )
 NIGHTLY = [pytest.mark.slow, pytest.mark.product]
 SERVED = [cell for cell in CELLS if not cell.refused]
-NEEDS_DATA = ("fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "w4a8_nvfp4_fp8", "nvfp4")
+NEEDS_DATA = ("fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "w4a8_nvfp4_fp8", "nvfp4", "nvfp4_awq")
 
 
 @pytest.fixture(autouse=True)
