@@ -98,7 +98,8 @@ class Contract:
             return f"loads no weights in {weights} with {with_inputs} there"
         if why := next(filter(None, (self.loads[word].why_not(word, architecture) for word in words)), ""):
             return why
-        if not self.prescales and any(format_.prescales for format_ in formats):
+        smoothed = [contract_words(format_) for format_ in formats if format_.prescales]
+        if smoothed and not (self.prescales and all(self.loads[words].prescales for words in smoothed)):
             return "loads no formats with pre-scales there"
         alike = self.mixed is not None or len(words) < 2
         return "" if alike else f"reads one format for all modules there, not {' and '.join(words)}"
@@ -303,8 +304,6 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
     assert step.site
     if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
-    if step.format and step.format.prescales and not row.prescales:
-        yield "no run and no source shows that pre-scales are read in this format"
     out, inner = _out_in(step, plan)
     if followed and out % row.out:
         yield f"out = {out} is not a multiple of {row.out}, and it is fused with others"

@@ -89,18 +89,9 @@ CELLS = (
     Cell("fp8_block", "deepseek"),
     *(
         Cell(scheme, refused=OF_A_SCHEME)
-        for scheme in (
-            "int8",
-            "int8_sq",
-            "int8_wo",
-            "int4_wo",
-            "int4_awq",
-            "w4a8_awq",
-            "w4a8_nvfp4_fp8",
-            "mxfp4_wo",
-            "nvfp4_awq",
-        )
+        for scheme in ("int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq", "w4a8_nvfp4_fp8", "mxfp4_wo")
     ),
+    Cell("nvfp4_awq", refused=OF_A_SCHEME),
     # A weight-only group says nothing of inputs: `input_quant and not input_quant.dynamic` is None, not False.
     Cell("fp8_block", "compressed-tensors", refused="^AssertionError", experts="has no attribute 'num_bits'"),
 )
