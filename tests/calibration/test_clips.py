@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
-from bridge.calibration import clips, schedule  # noqa: E402
+from bridge.calibration import schedule  # noqa: E402
+from bridge.calibration.algorithms import clips  # noqa: E402
 from bridge.calibration.algorithms.clips import rows_at_once, settle_clip, take_clips  # noqa: E402
 from bridge.calibration.schedule import method_of  # noqa: E402
 from bridge.core.errors import CalibrationError  # noqa: E402
