@@ -177,7 +177,7 @@ def convert(
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | bool | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     runtime: str | None = None,
     compute: str | None = None,
     workers: int | None = None,
@@ -225,8 +225,8 @@ def convert(
     request = Request(
         model, target, quant, out, calib=calib, data=data, sampling=Sampling(samples, sequence, field), kv=kv,
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
-        progress=callback_of(progress), memory=memory, runtime=runtime, options=dict(options),
-        compute=compute,
+        progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
+        runtime=runtime, options=dict(options), compute=compute,
     )  # fmt: skip
     with joined(workers) as group:
         return conversion.run(request, conversion.RunOptions(workers=group))

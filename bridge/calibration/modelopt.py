@@ -290,7 +290,10 @@ def _run(
                 loop(root)
         if config[1:]:
             mtq.set_quantizer_by_cfg(root, config[1:])
-            mtq.calibrate(root, method, forward)
+            cache_alone = algorithm == "gptq" and not part  # ModelOpt's GPTQ omits its second run without a matrix
+            mtq.calibrate(root, {"method": "max"} if cache_alone else method, forward)
+            if cache_alone:
+                loop(root)
         searched += set_aside(root, part)
         enabled += [entry["quantizer_name"] for entry in config[1:]]
     for module, name, search in searched:

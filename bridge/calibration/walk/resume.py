@@ -2,7 +2,7 @@
 
 A killed run goes on at the next block. The outputs of the last finished block stand for those of all blocks before it
 when the forwards run again; the digest of what the next block is given proves that nothing else was carried along (T5's
-decoder also gets the encoder's states, so it starts again).
+decoder also gets the encoder's states, so it starts again). The journal has the digest of each block's statistics.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class _CannotKeep(Exception):
 def identity_of(source: Source, scheme: Scheme, data: Data, device: str, workers: Workers | None = None) -> str:
     """Return the digest of all that decides the activations and statistics of a walk."""
     versions = [installed(name) for name in ("nvidia-modelopt", "torch", "transformers")]
-    held = [sorted((name, tuple(t.shape)) for name, t in batch.items()) for batch in data.held_out]
+    held = hashlib.sha256()
+    for part in _content([dict(sorted(batch.items())) for batch in data.held_out]):
+        held.update(part)
     parts = (
         __version__,
         source.fingerprint,
         scheme.digest,
         data.digest,
-        held,
+        held.hexdigest(),
+        getattr(source, "runs_in", ""),
         versions,
         torch.get_num_threads(),
         device,
@@ -125,9 +128,11 @@ class Partial:
             f"{kind}/{name}": array for kind in KINDS if kind not in MATRICES for name, array in seen[kind].items()
         }
         places = {f"{kind}/{name}": (m.offset, *m.shape) for kind in MATRICES for name, m in seen[kind].items()}
-        write_whole(self._statistics(len(self.blocks)), file_bytes(arrays))
+        statistics = file_bytes(arrays)
+        write_whole(self._statistics(len(self.blocks)), statistics)
         _write(self._work.directory / states, tensors, {"outputs": shapes}, release)
-        self._work.mark(block.name, {"states": states, "next": digest, **({"codes": places} if places else {})})
+        told = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
+        self._work.mark(block.name, told | ({"codes": places} if places else {}))
         self.blocks.append(block.name)
         self._placed.append(places)
         self._states, self.next = states, digest
@@ -137,9 +142,12 @@ class Partial:
         return self._work.directory / f"block-{number:05}.safetensors"
 
     def statistics(self) -> Iterable[Statistics]:
-        """The statistics of each finished block."""
-        for number in range(len(self.blocks)):
-            file = SafetensorsFile(self._statistics(number))
+        """The statistics of each finished block; ValueError if a file has changed."""
+        for number, block in enumerate(self.blocks):
+            path = self._statistics(number)
+            if hashlib.sha256(path.read_bytes()).hexdigest() != self._work.done[block]["statistics"]:
+                raise ValueError(f"{path} has changed")
+            file = SafetensorsFile(path)
             seen: Statistics = {kind: {} for kind in KINDS}
             for name in file.specs:
                 kind, _, module = name.partition("/")

@@ -213,7 +213,10 @@ class Walk:
         experts = self._cuts.get(block)
         with self._blamed():
             if experts:  # one reading of the experts is for these and for the first run of the data
-                experts.begin(self._waiting(self._held, block), self.plain.modules[block.name])
+                waiting = self._waiting(self._held, block)
+                for batch in waiting:
+                    batch.parked.fetch()
+                experts.begin(waiting, self.plain.modules[block.name])
                 experts.hide_weights(self._fake.modules[block.name])
             elif not self._gauge:
                 self._pass(self._held, self.plain.modules[block.name], block)
@@ -352,7 +355,8 @@ class Walk:
         except BridgeError:
             raise
         except Exception as error:
-            why = refused(self.plain.model, (batch or self._all[0]).inputs, error)
+            asked = (batch or next(iter(self._all))).inputs if batch or self._all else {}
+            why = refused(self.plain.model, asked, error)
             raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
 
 

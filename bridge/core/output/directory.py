@@ -120,7 +120,7 @@ def partial_directory(work: Path, identity: str) -> Iterator[Work]:
             if not (can_go_on(error) and _has_finished(journal, work)):
                 run_despite_signal(lambda: _discard(journal, work, identity))
             else:
-                error.add_note(f"what is done is kept in {work}; {HOW_TO_GO_ON[True]}")
+                error.add_note(f"what is done is kept in {work}; the same command goes on from there")
             raise
         run_despite_signal(lambda: _discard(journal, work, identity))
 

@@ -64,7 +64,8 @@ def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mappin
     if begun.get("identity") != identity:
         raise WriteError(
             f"{work} is left from an unfinished run ({str(begun.get('identity', '?'))[:12]}, now {identity[:12]}): "
-            "it is not mixed in. Remove it, or pass resume=False (--no-resume) to discard it"
+            "it is not mixed in, since the model, the scheme, the data, another argument or a package version differs. "
+            "Remove it, or discard it with resume=False (--no-resume) of `convert` and `batch`"
         )
     if begun.get("boot") != _boot():
         return None

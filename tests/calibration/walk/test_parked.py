@@ -11,14 +11,16 @@ pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk import parked  # noqa: E402
+from bridge.calibration.walk.budget import Room, calibration_need  # noqa: E402
 from bridge.calibration.walk.parked import Parked  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.workers import device  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
+from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.calibration.walk.walked_models import batches, mixture  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 
@@ -68,6 +70,25 @@ def test_no_step_computes_with_an_activation_that_is_away(
     host = Host(monkeypatch)
     assert digest() == expected
     assert host.copies > 4
+
+
+@pytest.mark.slow
+def test_experts_that_run_one_by_one_compute_with_no_activation_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture("Qwen3MoeForCausalLM").save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    structure = structure_of(source)
+    scheme = load_scheme("fp8").bound(structure.sites)
+    data = prepare(batches(), source)
+    room = Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
+
+    def found() -> Calibration:
+        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress, room=room)
+
+    expected = found().to_bytes()
+    Host(monkeypatch)
+    assert found().to_bytes() == expected
 
 
 def test_a_tensor_moves_for_all_that_hold_it_and_is_copied_again_if_written_to(

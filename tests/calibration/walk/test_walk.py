@@ -122,6 +122,18 @@ def test_a_recipe_of_four_algorithms_needs_further_streams(kv: str | None, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4_gptq", "nvfp4_gptq"])
+def test_a_block_with_a_cache_and_no_matrix_of_gptq_runs_as_often_as_others(scheme: str, tmp_path: Path) -> None:
+    recipe = f'base = "{scheme}"\n[[rule]]\nmodules = ["*"]\nlayers = [0]\nquant = "none"\n'
+    (tmp_path / "kept.toml").write_text(recipe)
+    build("LlamaForCausalLM").save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    bound = load_scheme(tmp_path / "kept.toml", kv="fp8").bound(structure_of(source).sites)
+    data = prepare(batches(), source)
+    assert walked(source, bound, data).digest == whole(source, bound, data).digest
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [None, pytest.param("fp8", marks=pytest.mark.product)])
 def test_a_recipe_of_all_kinds_of_awq_smooths_three_times(kv: str | None, tmp_path: Path) -> None:
     (tmp_path / "mixed.toml").write_text(CLIPPED)
