@@ -32,7 +32,7 @@ from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.states import Spill
-from bridge.calibration.walk.weights import Ahead, Weights, drop, share
+from bridge.calibration.walk.weights import Ahead, Weights, drop, drop_quantizers, share
 from bridge.calibration.walk.workers.join import check_same_weights, join_answers, joined_counts, joined_statistics
 from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.errors import BridgeError, CalibrationError
@@ -256,6 +256,7 @@ class Walk:
         experts = any(binding.site.stacked or binding.expert is not None for binding in bindings)
         seen = joined_counts(collect(calibrated, self._scheme), self._workers, experts)
         self._choose(seen, root, bindings)
+        drop_quantizers(root, bindings)
         return seen
 
     def _choose(self, seen: Statistics, root: Any, bindings: Sequence[QuantizerBinding]) -> None:

@@ -17,6 +17,7 @@ from bridge.calibration.compute import source_for  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
+from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.errors import BridgeError, CalibrationError, UsageError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
@@ -169,6 +170,55 @@ def test_experts_are_counted_as_in_the_whole_model(tmp_path: Path) -> None:
     found = walked(source, scheme, prepare(batches(), source))
     assert [int(counts.sum()) for counts in found.expert_tokens.values()] == [3 * 2 * 24 * 2] * 2
     assert found.held_out is not None and found.held_out.source_perplexity and found.held_out.quantized_perplexity
+
+
+def held_by_weight_quantizers(root: Any) -> int:
+    """Bytes of tensors in the weight quantizers of a module, in their calibrators, and in ModelOpt's searches."""
+    total = 0
+    for name, module in root.named_modules():
+        owners = [getattr(module, search, None) for search in ("awq_lite", "awq_clip")]
+        if "weight_quantizer" in name:
+            owners += [module, getattr(module, "_calibrator", None)]
+            total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
+        tensors = (value for owner in owners if owner for value in vars(owner).values())
+        total += sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quant", "family"),
+    [
+        ("int4_awq", "LlamaForCausalLM"),
+        ("int4_gptq", "LlamaForCausalLM"),
+        ("nvfp4_local_hessian", "LlamaForCausalLM"),
+        ("w4a8_awq", "LlamaForCausalLM"),
+        ("int4_awq", "MixtralForCausalLM"),
+    ],
+)
+def test_quantizers_of_a_finished_block_hold_no_memory(
+    quant: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(family, torch.float32).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    scheme = load_scheme(quant).bound(structure_of(source).sites)
+    choose, visit = Walk._choose, Walk._visit
+    calibrated: list[int] = []
+    left: list[int] = []
+
+    def chosen(self: Walk, seen: Any, root: Any, bindings: Any) -> None:
+        choose(self, seen, root, bindings)
+        calibrated.append(held_by_weight_quantizers(root))
+
+    def visited(self: Walk, block: Any) -> Any:
+        seen = visit(self, block)
+        left.append(sum(held_by_weight_quantizers(module) for module in self._fake.modules.values()))
+        return seen
+
+    monkeypatch.setattr(Walk, "_choose", chosen)
+    monkeypatch.setattr(Walk, "_visit", visited)
+    walked(source, scheme, prepare(batches(), source))
+    assert sum(calibrated) > 0 and not any(left)
 
 
 class CountedReads:
