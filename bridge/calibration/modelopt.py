@@ -167,7 +167,7 @@ def _calibrated(
     from bridge.sources.live_models.checkpoint_names import tied_names
 
     bindings, attention = bindings_of(structure, scheme, origins, tied_names(model))
-    schedule = schedule_of(scheme, bindings, bool(attention))
+    schedule = schedule_of(scheme, [binding.format for binding in bindings], bool(attention))
     fake = copy_modules(model, {w.module for w in bindings if w.format.prescales or w.format.compensated})
     if device is not None:
         fake = fake.to(device)

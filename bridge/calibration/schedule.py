@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from bridge.calibration.algorithms.clips import rows_at_once
-from bridge.calibration.quantizers import QuantizerBinding, calibrator
+from bridge.calibration.quantizers import calibrator
+from bridge.core.values import Format
 from bridge.quant.schemes.grammar import ALGORITHMS
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 
@@ -34,23 +35,28 @@ class Schedule:
     forwards: frozenset[str] = frozenset()
     streams: tuple[int, ...] = ()
 
+    @property
+    def count(self) -> int:
+        """How many streams of activations the data have."""
+        return max(self.streams, default=-1) + 1
 
-def schedule_of(scheme: Scheme, bindings: Sequence[QuantizerBinding], cached: bool) -> Schedule:
-    """Return the schedule of a scheme on a model; `cached`: it quantizes the KV cache of attention modules.
+
+def schedule_of(scheme: Scheme, formats: Collection[Format], cached: bool) -> Schedule:
+    """Return the schedule of a scheme on a model whose sites have `formats`; `cached`: its KV cache is quantized.
 
     An algorithm treats every enabled quantizer alike, so each has a run of its own. "max" comes first, while the
     weights are still those of the model. The KV cache is calibrated with the only algorithm, as ModelOpt's presets do
     (AWQ searches with the cache quantized), and by "max" if there are several.
     """
-    used = {calibrator(binding.format) for binding in bindings}
+    used = {calibrator(form) for form in formats}
     cache = (next(iter(used)) if len(used) == 1 else "max") if cached else ""
     algorithms = tuple(name for name in PASSES if name in used | {cache})
-    forwards = {calibrator(binding.format) for binding in bindings if is_calibrated(binding.format)}
+    forwards = {calibrator(form) for form in formats if is_calibrated(form)}
     if cached and scheme.kv and is_measured(scheme.kv):
         forwards.add(cache)
     streams: list[int] = []
     stream, changed = 0, False
-    inputs = {binding.format.algorithm for binding in bindings if binding.format.chosen and binding.format.input}
+    inputs = {form.algorithm for form in formats if form.chosen and form.input}
     for name in (name for name in algorithms if name in forwards):
         stream += changed
         streams.append(stream)

@@ -9,6 +9,8 @@ from typing import Any
 
 from bridge.calibration.algorithms.clips import LOSSES, search_bytes
 from bridge.calibration.data import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data
+from bridge.calibration.schedule import schedule_of
+from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory
 from bridge.core.text import size
@@ -150,10 +152,7 @@ def calibration_need(
     inside = tokens.batch * max(vocabulary, AT_ONCE * inner) * item  # logits of the head; gate, up and product
     algorithms = {form.algorithm for form in scheme.formats}
     awq = algorithms & {"awq", "awq_full"}
-    streams = 2 if awq and (scheme.kv is not None or "smoothquant" in algorithms) else 1  # see `Schedule`
-    streams += ("awq_full" in algorithms) + (len(awq) == 2)
-    streams += any(form.chosen and form.input for form in scheme.formats)
-    states = HELD * (tokens.calibrated * streams + 2 * tokens.held_out) * width * item
+    states = HELD * (tokens.calibrated * streams_of(scheme) + 2 * tokens.held_out) * width * item
     running = min(states, AT_ONCE * tokens.batch * width * item)
     # a forward that pauses at experts keeps its residual, their inputs and their sum; grouped_mm their rows in float32
     paused = 3 * max(tokens.calibrated, tokens.held_out) * width * item + tokens.held_out * chosen * width * 4
@@ -176,6 +175,15 @@ def calibration_need(
     # an importance matrix is collected from whole layers, as are clips and codes
     looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
     return made if least < in_files and not looks else made.uncut
+
+
+def streams_of(scheme: Scheme) -> int:
+    """Return how many streams of activations the data have in a model with sites of each format.
+
+    ModelOpt does not see what llama.cpp codes; its importance matrix takes one stream.
+    """
+    formats = [form for form in scheme.formats if form.weight[0].dtype not in SEARCHED]
+    return max(1, schedule_of(scheme, formats, scheme.kv is not None).count)
 
 
 def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:

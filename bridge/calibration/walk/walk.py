@@ -85,7 +85,7 @@ class Walk:
             self._schedule, modules = Schedule(streams=(0,)), set(watch.modules)
         else:
             register_modules(fake)
-            self._schedule = schedule_of(scheme, self.bindings, bool(self.attention))
+            self._schedule = schedule_of(scheme, [binding.format for binding in self.bindings], bool(self.attention))
         self.blocks = find_blocks(model, modules)
         self.plain, self._fake = Skeleton(model, self.blocks, device), Skeleton(fake, self.blocks, device)
         self._cuts = cut(self.blocks, self.plain, self.bindings, self._weights, room, source.where) if room else {}
@@ -93,12 +93,11 @@ class Walk:
         held_out = data.held_out
         self.source_answers = Answers(held_out, model)
         self.answers = Answers(held_out, model) if held_out and not (watch or gauge) and simulates(scheme) else None
-        count = max(self._schedule.streams, default=-1) + 1
         run, run_fake = runner(model, device), runner(fake, device)
         asked = held_out if gauge else self.source_answers.batches
         self._held = [self._batch(at, batch, run) for at, batch in share_of(asked, workers)]
         own = share_of(data.batches, workers)
-        self._streams = [[self._batch(at, batch, run_fake) for at, batch in own] for _ in range(count)]
+        self._streams = [[self._batch(at, batch, run_fake) for at, batch in own] for _ in range(self._schedule.count)]
         kept = self.answers.batches if self.answers else ()
         self._quantized = [self._batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
         runs = len(self._schedule.streams) * len(own) + len(self._held) + len(self._quantized)

@@ -1,0 +1,63 @@
+"""What a calibration is said to take follows what its walk holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
+
+from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.walk.budget import streams_of  # noqa: E402
+from bridge.calibration.walk.walk import Walk  # noqa: E402
+from bridge.core.progress import no_progress  # noqa: E402
+from bridge.planning.structure import structure_of  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.opening import open_source  # noqa: E402
+from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.models.decoder_families import build  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    build("LlamaForCausalLM", torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [None, "fp8"])
+@pytest.mark.parametrize(
+    "quants",
+    [
+        ("fp8",),
+        ("int8_sq",),
+        ("int4_awq",),
+        ("int4_awq_full",),
+        ("int4_gptq",),
+        ("nvfp4_gptq",),
+        ("nvfp4_local_hessian",),
+        ("fp8", "int4_gptq"),
+        ("int8_sq", "int4_awq"),
+        ("int8_sq", "int4_gptq"),
+        ("int8_sq", "nvfp4_local_hessian"),
+        ("int4_awq", "int4_gptq"),
+        ("int4_awq", "int4_awq_full"),
+        ("nvfp4_gptq", "nvfp4_local_hessian"),
+        ("int8_sq", "int4_awq", "int4_awq_full", "int4_gptq"),
+    ],
+    ids="+".join,
+)
+def test_as_many_streams_are_counted_as_a_walk_holds(
+    quants: tuple[str, ...], kv: str | None, llama: Path, tmp_path: Path
+) -> None:
+    rules = zip(("*.down_proj", "*.o_proj", "*.up_proj"), quants[1:], strict=False)
+    text = "".join(f'[[rule]]\nmodules = ["{modules}"]\nquant = "{quant}"\n' for modules, quant in rules)
+    (tmp_path / "recipe.toml").write_text(f'base = "{quants[0]}"\n{text}')
+    source = open_source(llama)
+    structure = structure_of(source)
+    scheme = load_scheme(tmp_path / "recipe.toml", kv=kv).bound(structure.sites)
+    walk = Walk(source, structure, scheme, prepare(batches(), source), "cpu", no_progress)
+    assert streams_of(scheme) == len(walk._streams)
