@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.calibration.algorithms.clips import LOSSES, search_bytes
-from bridge.calibration.data import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data
+from bridge.calibration.amount import default_samples
+from bridge.calibration.data import BATCH, HELD_OUT, SEQUENCE, Data, positions
 from bridge.calibration.schedule import schedule_of
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError, UsageError
@@ -54,7 +55,15 @@ class Room:
     least: int
 
 
-DEFAULT = Tokens(BATCH * SEQUENCE, SAMPLES * SEQUENCE, -(-SAMPLES // HELD_OUT) * SEQUENCE)
+def default_tokens(scheme: Scheme, config: Mapping[str, Any]) -> Tokens:
+    """Return the positions of rows that are cut from the embedded text; their number is the scheme's.
+
+    >>> from bridge.quant.schemes.load import load_scheme
+    >>> default_tokens(load_scheme("int8_sq"), {"max_position_embeddings": 64})
+    Tokens(batch=512, calibrated=8192, held_out=1024)
+    """
+    rows, length = default_samples(scheme), min(SEQUENCE, positions(config) or SEQUENCE)
+    return Tokens(BATCH * length, rows * length, -(-rows // HELD_OUT) * length)
 
 
 def tokens_of(data: Data) -> Tokens:
@@ -142,9 +151,10 @@ def _with_files(least: int, held: int) -> str:
 
 
 def calibration_need(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens = DEFAULT
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens | None = None
 ) -> Need:
-    """Return what a calibration takes, from headers."""
+    """Return what a calibration takes, from headers. `tokens`: of its data; None for the embedded text."""
+    tokens = tokens or default_tokens(scheme, config)
     sizes, parts = block_sizes(specs.values()), part_sizes(specs.values())
     name, part = (max(held, key=lambda key: held[key]) for held in (sizes, parts))
     width, inner, vocabulary, chosen = (_number(config, keys) for keys in _KEYS)
@@ -206,7 +216,7 @@ def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
 
 
 def measuring_need(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], schemes: Iterable[Scheme], tokens: Tokens = DEFAULT
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], schemes: Iterable[Scheme], tokens: Tokens
 ) -> Need:
     """Return what measuring units in several schemes takes: in one whole model, and in blocks, scheme after scheme.
 

@@ -9,8 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
-from bridge.calibration.data import prepare  # noqa: E402
-from bridge.calibration.walk.budget import streams_of  # noqa: E402
+from bridge.api.request import need_of  # noqa: E402
+from bridge.calibration.amount import sampling_for  # noqa: E402
+from bridge.calibration.data import DEFAULT, prepare  # noqa: E402
+from bridge.calibration.walk.budget import calibration_need, default_tokens, streams_of, tokens_of  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
@@ -18,6 +20,8 @@ from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from tests.calibration.walk.walked_models import batches  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
+
+TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,11 @@ def test_as_many_streams_are_counted_as_a_walk_holds(
     scheme = load_scheme(tmp_path / "recipe.toml", kv=kv).bound(structure.sites)
     walk = Walk(source, structure, scheme, prepare(batches(), source), "cpu", no_progress)
     assert streams_of(scheme) == len(walk._streams)
+
+
+@pytest.mark.parametrize("quant", ["fp8", "int8", "int8_sq"])
+def test_a_plan_counts_the_rows_that_the_scheme_calibrates_with(quant: str) -> None:
+    source, scheme = open_source(TINY), load_scheme(quant)
+    data = prepare(None, source, sampling_for(DEFAULT, scheme))
+    assert default_tokens(scheme, source.config) == tokens_of(data)
+    assert need_of(source, scheme) == calibration_need(source.specs, source.config, scheme, tokens_of(data))
