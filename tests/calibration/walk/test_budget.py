@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,14 @@ pytest.importorskip("modelopt.torch.quantization")
 from bridge.api.request import need_of  # noqa: E402
 from bridge.calibration.amount import sampling_for  # noqa: E402
 from bridge.calibration.data import DEFAULT, prepare  # noqa: E402
-from bridge.calibration.walk.budget import calibration_need, default_tokens, streams_of, tokens_of  # noqa: E402
+from bridge.calibration.walk.budget import calibration_need, default_tokens, stacked_bytes, streams_of, tokens_of  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.live_models import loading  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.calibration.walk.walked_models import batches, mixture  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
@@ -73,3 +75,22 @@ def test_a_plan_counts_the_rows_that_the_scheme_calibrates_with(quant: str) -> N
     data = prepare(None, source, sampling_for(DEFAULT, scheme))
     assert default_tokens(scheme, source.config) == tokens_of(data)
     assert need_of(source, scheme) == calibration_need(source.specs, source.config, scheme, tokens_of(data))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"])
+def test_the_whole_model_counts_what_transformers_stacks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture(family).save_pretrained(tmp_path)
+    source, read, places = open_source(tmp_path), loading.as_tensor, set()
+
+    def noted(*given: Any) -> Any:
+        tensor = read(*given)
+        places.add(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(loading, "as_tensor", noted)
+    model = source.load_model()
+    copied = sum(tensor.nbytes for tensor in model.parameters() if tensor.data_ptr() not in places)
+    assert stacked_bytes(source.specs.values()) == copied
