@@ -168,7 +168,7 @@ def _calibrated(
 
     bindings, attention = bindings_of(structure, scheme, origins, tied_names(model))
     schedule = schedule_of(scheme, [binding.format for binding in bindings], bool(attention))
-    fake = copy_modules(model, {w.module for w in bindings if w.format.prescales or w.format.compensated})
+    fake = copy_modules(model, {w.module for w in bindings if w.format.changes_weights})
     if device is not None:
         fake = fake.to(device)
     return calibrate_root(fake, scheme, schedule, bindings, attention, _loop(model, data, report, schedule))
@@ -192,7 +192,7 @@ def calibrate_root(
 ) -> FakeModel:
     """Convert a model, or the part of one that `root` holds, and calibrate it; `loop` runs the data through it.
 
-    `bindings` and `attention`: the quantizers that lie in `root`. Its weights are changed where a scheme smooths them.
+    `bindings` and `attention`: the quantizers that lie in `root`. Its weights change where `Format.changes_weights`.
     """
     mtq = modelopt()
     import torch
@@ -241,8 +241,8 @@ def modelopt() -> Any:
     return mtq
 
 
-def copy_modules(model: Any, smoothed: Collection[str] = ()) -> Any:
-    """Copy the module tree but share its memory; modules in `smoothed` get weights of their own, untied."""
+def copy_modules(model: Any, changed: Collection[str] = ()) -> Any:
+    """Copy the module tree but share its memory; modules in `changed` get weights of their own, untied."""
     import torch
 
     memo: dict[int, Any] = {}
@@ -251,7 +251,7 @@ def copy_modules(model: Any, smoothed: Collection[str] = ()) -> Any:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone()
     fake = copy.deepcopy(model, memo).eval()
-    own_weights(fake, smoothed)
+    own_weights(fake, changed)
     return fake
 
 

@@ -161,6 +161,11 @@ class Format:
         return self.algorithm == "gptq"
 
     @property
+    def changes_weights(self) -> bool:
+        """Whether calibration replaces the weight in the model that it runs: by a smoothed one, or by GPTQ's choice."""
+        return self.prescales or self.compensated
+
+    @property
     def rescaled(self) -> bool:
         """Whether calibration chooses the scales of the weight's blocks."""
         return self.algorithm == "local_hessian" or (self.compensated and self.weight[0].scale_dtype != "float32")

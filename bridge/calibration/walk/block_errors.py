@@ -107,8 +107,8 @@ class BlockGauge:
         self._head = next((name for name, module in model.named_modules() if head is not None and module is head), "")
 
     def prepare(self, root: Any, bindings: Sequence[QuantizerBinding]) -> None:
-        """Give the part of a model that will be calibrated weights of its own where a scheme smooths them."""
-        own_weights(root, {binding.module for binding in bindings if binding.format.prescales})
+        """Give the part of a model that will be calibrated weights of its own where that changes them."""
+        own_weights(root, {binding.module for binding in bindings if binding.format.changes_weights})
 
     def runner(self, block: str, plain: Mapping[str, Any], calibrated: FakeModel) -> Callable[..., Any]:
         """Return a function of a batch and a block's arguments that measures, and returns the plain block's output.

@@ -220,18 +220,18 @@ def measuring_need(
 ) -> Need:
     """Return what measuring units in several schemes takes: in one whole model, and in blocks, scheme after scheme.
 
-    Weights that a scheme smooths are held twice, and so are logits.
+    Weights that calibration changes are held twice, and so are logits.
     """
     logits = 2 * tokens.batch * _number(config, ("vocab_size",)) * 4
-    found, smoothing = [], 0
+    found, changing = [], 0
     for scheme in schemes:
         need = calibration_need(specs, config, scheme, tokens)
-        twice = any(form.prescales for form in scheme.formats)
-        smoothing += twice
+        twice = any(form.changes_weights for form in scheme.formats)
+        changing += twice
         more = logits + need.largest_bytes * twice
         found.append(replace(need, blocks=need.blocks + more, in_files=need.in_files + more).uncut)
     most = max(found, key=lambda need: need.blocks)
-    whole = max(need.whole for need in found) + logits + smoothing * sum(spec.nbytes for spec in specs.values())
+    whole = max(need.whole for need in found) + logits + changing * sum(spec.nbytes for spec in specs.values())
     return replace(most, whole=whole)
 
 

@@ -2,8 +2,8 @@
 
 The model is a whole copy, or one block of it. A unit is a group of modules with the same format. One that is off gives
 the same bits as the unquantized model: its quantizers are disabled, and if SmoothQuant or AWQ divided its weight by a
-pre-scale, the original weight and input are used. These schemes need memory for that second copy of the weight. Imports
-no ModelOpt.
+pre-scale, or GPTQ chose another, the original weight and input are used. These schemes need memory for that second copy
+of the weight. Imports no ModelOpt.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Toggles:
             self.modules[CACHE] = cached
             quantizers[CACHE] = dict.fromkeys(f"{live}.{x}_bmm_quantizer" for live in cached for x in "kv")
         self._turns = {unit: list(self._of(names)) for unit, names in quantizers.items()}
-        smoothed = {b.module: b.site.layout == "in_out" for b in bindings if b.format.prescales}
-        for module, turned in smoothed.items():
+        changed = {b.module: b.site.layout == "in_out" for b in bindings if b.format.changes_weights}
+        for module, turned in changed.items():
             self._turns[at[module]].append(_weight(model, plain(module), module, turned))
         for unit in self._turns:
             self.turn(unit, False)
@@ -76,7 +76,7 @@ def turned_on(base: Toggles, parts: Sequence[tuple[Toggles, Sequence[str]]]) -> 
 
 
 def own_weights(fake: Any, modules: Collection[str]) -> None:
-    """Give modules weights of their own, untied, which a scheme may smooth."""
+    """Give modules weights of their own, untied, which calibration may change."""
     import torch
 
     for name in sorted(modules):
@@ -108,11 +108,11 @@ def _enable(quantizer: Any, on: bool) -> None:
 
 def _weight(model: Any, original: Any, module: str, turned: bool) -> Turn:
     parameter = model.get_submodule(module)._parameters["weight"]
-    smoothed, plain = parameter.data, original.weight.detach()
-    plain = (plain.T.contiguous() if turned else plain).to(smoothed.device)
+    changed, plain = parameter.data, original.weight.detach()
+    plain = (plain.T.contiguous() if turned else plain).to(changed.device)
 
     def turn(on: bool) -> None:
-        parameter.data = smoothed if on else plain
+        parameter.data = changed if on else plain
 
     return turn
 
