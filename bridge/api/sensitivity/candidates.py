@@ -10,6 +10,7 @@ from typing import Any
 
 from bridge.api import request
 from bridge.api.sensitivity.units import Unit, globs, units_of, with_format
+from bridge.api.sensitivity.written import counted, written_bytes
 from bridge.core.errors import BridgeError, PlanError, SchemeError
 from bridge.core.text import fold_problems
 from bridge.core.values import Structure
@@ -46,10 +47,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Menu:
-    """Candidates that one output may mix, by number, each with the names of the units that fit. `target` writes it."""
+    """Candidates that one output may mix, by number, each with the names of the units that fit. `target` writes it.
+
+    `bytes`: what the output holds for each unit in each candidate.
+    """
 
     target: str
     fits: Mapping[int, frozenset[str]]
+    bytes: Mapping[int, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -84,21 +89,23 @@ def one_scheme(
         first = other
     elif problems:
         kept = _kept(structure, scheme, units, problems, first)
-        names = [name for unit in kept for name in globs(unit, [site.module for site in structure.sites])]
-        rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
-        scheme = replace(scheme, rules=(*scheme.rules, rule))
+        scheme = _keeping(scheme, structure, kept)
         problems += _fused(kept, {what for what, _ in problems})
     units = tuple(unit for unit in units if unit not in kept)
+    written = _written(source, structure, scheme, units, first, options)
+    other_bytes = {} if fallback else _plain_bytes(source, structure, scheme, units, units, first, options)
     second = _unquantized(units)
     if fallback:
         _check_fallback(source, structure, first, options, units, fallback)
         second = {unit.name: with_format(structure, unit, fallback, source.specs) for unit in units}
+        part = restricted(structure, units)
+        other_bytes = _written(source, part, fallback.bound(part.sites), units, first, options)
     formats = (
-        Candidate(scheme.name, scheme, {unit.name: unit for unit in units}),
-        Candidate(fallback.name if fallback else NONE, fallback, second),
+        Candidate(scheme.name, scheme, counted({unit.name: unit for unit in units}, written)),
+        Candidate(fallback.name if fallback else NONE, fallback, counted(second, other_bytes)),
     )
     every = frozenset(unit.name for unit in units)
-    menus = (Menu(first, {0: every, 1: every}),)
+    menus = (Menu(first, {0: every, 1: every}, {0: written, 1: other_bytes}),)
     where = replace(destination, target=destination.target or first)
     return Candidates(where, units, formats, menus, kept, tuple(fold_problems(problems)))
 
@@ -124,7 +131,13 @@ def several_schemes(
             words = {at: contract_words(schemes[at].format) for at in fits}
             alike = [[at for at in fits if words[at] == word] for word in dict.fromkeys(words.values())]
         target = contract.target if contract else where.target
-        menus += [Menu(target, some) for part in alike if (some := {at: fits[at] for at in part if fits[at]})]
+        given = {**contract.options, **where.options} if contract else where.options
+        written = _written_in(source, structure, units, schemes, fits, target, given)
+        menus += [
+            Menu(target, some, {at: written[at] for at in (*some, len(schemes))})
+            for part in alike
+            if (some := {at: fits[at] for at in part if fits[at]})
+        ]
     used = [at for at in range(len(schemes)) if any(at in menu.fits for menu in menus)]
     lost = [(schemes[at].name, why) for at in problems if at not in used for _, why in problems[at]]
     if lost and not (optional and used):
@@ -138,7 +151,7 @@ def several_schemes(
         Candidate(scheme.name, scheme, _formatted(source, structure, scheme, units, menus, at))
         for at, scheme in enumerate(schemes)
     ]
-    formats.append(Candidate(NONE, None, _unquantized(units)))
+    formats.append(Candidate(NONE, None, counted(_unquantized(units), _first(menus, len(schemes)))))
     menus = [replace(menu, fits={**menu.fits, len(schemes): fitting}) for menu in menus]
     why = [(f"{schemes[at].name}: {what}", text) for at in used for what, text in problems[at]]
     return Candidates(where, units, tuple(formats), tuple(menus), kept, tuple(fold_problems(why + lost)))
@@ -198,11 +211,82 @@ def _without(units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tupl
     return fits, [(what, why) for what, why in problems if what not in known]
 
 
+def _written_in(
+    source: Source,
+    structure: Structure,
+    units: Sequence[Unit],
+    schemes: Sequence[Scheme],
+    fits: Mapping[int, frozenset[str]],
+    target: str,
+    options: Mapping[str, Any],
+) -> dict[int, Mapping[str, int]]:
+    """Bytes of the units that fit, by the scheme's number; under the number after the last one, those of all."""
+    found: dict[int, Mapping[str, int]] = {}
+    for at, names in fits.items():
+        if not names:
+            continue
+        part = [unit for unit in units if unit.name in names]
+        within = restricted(structure, part)
+        found[at] = _written(source, within, schemes[at], part, target, options)
+        if len(schemes) not in found:
+            found[len(schemes)] = _plain_bytes(source, within, schemes[at], part, units, target, options)
+    return found
+
+
+def _written(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    units: Sequence[Unit],
+    target: str,
+    options: Mapping[str, Any],
+) -> dict[str, int]:
+    """Bytes that a target writes for units in a scheme."""
+    return written_bytes(request.plan_of(source, structure, target, scheme, dict(options)), structure, units)
+
+
+def _plain_bytes(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    quantized: Sequence[Unit],
+    units: Sequence[Unit],
+    target: str,
+    options: Mapping[str, Any],
+) -> dict[str, int]:
+    """Bytes that a target writes for units which an output in `scheme` keeps unquantized.
+
+    A plan without anything quantized may have other options, so that it keeps all but one, and then that one.
+    """
+    if len(quantized) == 1:
+        alone = {quantized[0].name: quantized[0].plain}
+        return _written(source, structure, scheme, units, target, options) | alone
+    first, *rest = quantized
+    kept = _written(source, structure, _keeping(scheme, structure, rest), units, target, options)
+    return kept | _written(source, structure, _keeping(scheme, structure, [first]), [first], target, options)
+
+
+def _keeping(scheme: Scheme, structure: Structure, units: Iterable[Unit]) -> Scheme:
+    """The scheme with a rule that keeps these units unquantized."""
+    names = [name for unit in units for name in globs(unit, [site.module for site in structure.sites])]
+    rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
+    return replace(scheme, rules=(*scheme.rules, rule))
+
+
+def _first(menus: Iterable[Menu], at: int) -> dict[str, int]:
+    """The bytes of units in a candidate, from the first menu that has each."""
+    found: dict[str, int] = {}
+    for menu in menus:
+        found = {**menu.bytes.get(at, {}), **found}
+    return found
+
+
 def _formatted(
-    source: Source, structure: Structure, scheme: Scheme, units: Iterable[Unit], menus: Iterable[Menu], at: int
+    source: Source, structure: Structure, scheme: Scheme, units: Iterable[Unit], menus: Sequence[Menu], at: int
 ) -> dict[str, Unit]:
     names = {name for menu in menus for name in menu.fits.get(at, ())}
-    return {unit.name: with_format(structure, unit, scheme, source.specs) for unit in units if unit.name in names}
+    found = {unit.name: with_format(structure, unit, scheme, source.specs) for unit in units if unit.name in names}
+    return counted(found, _first(menus, at))
 
 
 def _unquantized(units: Iterable[Unit]) -> dict[str, Unit]:

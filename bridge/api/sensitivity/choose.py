@@ -46,13 +46,12 @@ def choose(job: Job, costs: Costs, divergence: Divergence | None) -> tuple[Pick,
 
 def options(job: Job, costs: Costs) -> list[tuple[str, list[dict[int, Option]]]]:
     """The target of each menu, and for each unit the options that the menu has."""
-    formats = job.candidates.formats
     return [
         (
             menu.target,
             [
                 {
-                    at: Option(costs.alone.get((unit.name, at), 0.0), formats[at].units[unit.name].bytes)
+                    at: Option(costs.alone.get((unit.name, at), 0.0), menu.bytes[at][unit.name])
                     for at, fits in menu.fits.items()
                     if unit.name in fits
                 }

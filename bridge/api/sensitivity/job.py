@@ -220,6 +220,11 @@ def _check_size(job: Job) -> None:
             f"fallback {names[1]} takes {job.bits(most):.2f} bits a weight, {names[0]} {job.bits(least):.2f}: the "
             "fallback must take more; swap the two"
         )
+    if job.budget and not job.fallback and least >= most:
+        raise SchemeError(
+            f"target {job.candidates.menus[0].target} writes no matrix smaller in {job.title} than unquantized, so "
+            "that a budget has no choice; choose another target, or quantize without a budget"
+        )
     if job.budget is None or job.budget.kind == "kl":
         return
     text = job.budget.text
@@ -236,8 +241,7 @@ def _sum(job: Job, at: int) -> int:
 def _least(job: Job, menu: Menu) -> int:
     """The bytes of the units in the smallest formats of a menu."""
     return sum(
-        min(job.candidates.formats[at].units[unit.name].bytes for at, fits in menu.fits.items() if unit.name in fits)
-        for unit in job.units
+        min(menu.bytes[at][unit.name] for at, fits in menu.fits.items() if unit.name in fits) for unit in job.units
     )
 
 

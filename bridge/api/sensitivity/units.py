@@ -19,7 +19,10 @@ from bridge.quant.schemes.scheme import Scheme
 
 @dataclass(frozen=True)
 class Unit:
-    """Sites with the same format. `bytes` is in `formats` (codes and scales), `plain` as in the checkpoint."""
+    """Sites with the same format. `bytes` is in `formats`, `plain` as in the checkpoint.
+
+    `bytes` is of codes and scales alone until a plan tells what a target writes (`written.counted`).
+    """
 
     name: str
     sites: tuple[Site, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ QUANT = "auto:6bits:int4_wo,int8_wo"
 SMALL = {"samples": 4, "sequence": 64}
 
 
-def convert(out: Path, quant: Any = QUANT, **words: Any) -> bridge.Report:
-    return bridge.convert(MODEL, "hf", quant, out, **{**SMALL, "verify": False, **words})
+def convert(out: Path, quant: Any = QUANT, target: str = "hf", **words: Any) -> bridge.Report:
+    return bridge.convert(MODEL, target, quant, out, **{**SMALL, "verify": False, **words})
 
 
 def refuse(*_: Any) -> Any:
@@ -129,3 +130,34 @@ def test_a_choice_for_a_program_is_what_that_program_loads(tmp_path: Path) -> No
     report = convert(tmp_path / "out", quant, runtime="vllm")
     loads = {row.program: row for row in report.programs}
     assert next(row for name, row in loads.items() if name.startswith("vLLM")).how != "no"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "bits"), [("hf", 4.8), ("gguf", 5.5), ("ort", 5.5)])
+def test_what_is_written_takes_no_more_bits_than_were_asked_for(target: str, bits: float, tmp_path: Path) -> None:
+    """AWQ's pre-scales count, and so do the two bytes of scale that each 32 codes of Q4_0 and Q8_0 have."""
+    convert(tmp_path / "out", f"auto:{bits}bits", target=target)
+    if target == "gguf":
+        reader = pytest.importorskip("gguf").GGUFReader(next((tmp_path / "out").rglob("*.gguf")))
+        sizes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
+        weights = {name for name in sizes if name.startswith("blk.") and "norm" not in name}
+    else:
+        (file,) = (tmp_path / "out").rglob("model.safetensors")
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        sizes = {name: end - start for name, (start, end) in spans.items()}
+        weights = {name for name in sizes if "_proj." in name}
+    written = 8 * sum(sizes[name] for name in weights) / 1_146_880  # of 35 matrices
+    text = (tmp_path / "out.recipe.toml").read_text()
+    assert bits - 0.3 < written <= bits
+    assert f"{written:.2f} bits a weight" in text
+
+
+@pytest.mark.parametrize("budget", ["5.5bits", "kl=0.01"])
+def test_a_target_that_stores_values_instead_of_codes_is_refused_before_work(
+    budget: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(automatic, "measured", refuse)
+    with pytest.raises(SchemeError, match=r"target tripy writes no matrix smaller in .* than unquantized"):
+        convert(tmp_path / "out", f"auto:{budget}", target="tripy")
