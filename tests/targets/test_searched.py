@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.core.dtypes import to_float32
 from bridge.core.errors import CalibrationError, SchemeError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.quant.calibration import Calibration, Provenance
@@ -75,6 +76,20 @@ def test_clipped_scales_are_written_as_those_of_int4_wo(format_: str, clipped: C
     assert all(
         SafetensorsFile(path).specs == SafetensorsFile(plain / path.name).specs for path in ours.glob("*.safetensors")
     )
+
+
+def test_clipped_scales_are_the_same_numbers_in_compressed_tensors_and_gptq(
+    clipped: Calibration, tmp_path: Path
+) -> None:
+    for format_ in ("compressed-tensors", "gptq"):
+        out, quiet = tmp_path / format_, {"verify": False, "progress": False}
+        bridge.convert(LLAMA, "hf", "int4_awq_clip", out, calib=clipped, format=format_, **quiet)
+    ours, gptq = (SafetensorsFile(tmp_path / name / "model.safetensors") for name in ("compressed-tensors", "gptq"))
+    for module in clipped.weight_clip:
+        scale, theirs = ours.read(f"{module}.weight_scale"), gptq.read(f"{module}.scales").T
+        own = to_float32(scale, ours.specs[f"{module}.weight_scale"].dtype)
+        theirs = to_float32(np.ascontiguousarray(theirs), gptq.specs[f"{module}.scales"].dtype)
+        np.testing.assert_array_equal(own.astype(np.float16), theirs)  # GPTQ's are float16
 
 
 @pytest.mark.slow

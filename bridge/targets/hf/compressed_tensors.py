@@ -1,8 +1,8 @@
 """The spelling of compressed-tensors, for vLLM and transformers.
 
 As compressed-tensors 0.20 and llm-compressor 0.14 write it: scales are rounded to the weight's dtype, integer scales
-are amax / half of the code range, the scales above NVFP4's blocks are stored as 1 / scale. For the functions see
-`Spelling`.
+are amax / half of the code range, unless calibration chose codes or clips, the scales above NVFP4's blocks are stored
+as 1 / scale. For the functions see `Spelling`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,15 @@ def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> li
 
 def coding(format_: Format, site: Site, dtype: str, export: str) -> Encoding:
     first = format_.weight[0]
+    # Codes and clips are chosen under ModelOpt's scales, amax / 7; a file may hold any scale. With amax / 7.5 a clipped
+    # block would be clipped once more.
+    settled = format_.compensated or format_.clipped
     return Encoding(
         cast=export if export != dtype else "",
         packed="int32" if compression(format_) == "pack-quantized" else "in",
         quotient="weight" if first.scale_dtype == "float32" else "float32",
         scale_dtype=dtype,
-        bound=0.0 if format_.compensated else BOUNDS.get(first.dtype, 0.0),  # codes are chosen under ModelOpt's scales
+        bound=0.0 if settled else BOUNDS.get(first.dtype, 0.0),
         reciprocal=first.scale_dtype == NV,
     )
 
