@@ -271,12 +271,25 @@ def _batch(item: Any, where: str, torch: Any) -> dict[str, Any]:
         inputs = {str(k): v for k, v in item.items() if v is not None and k not in ("labels", "label")}
         if not inputs:
             raise CalibrationError(f"{where}: has only labels; give batches with inputs")
-        return {key: _tensor(value, f"{where}, {key}", torch) for key, value in inputs.items()}
+        batch = {key: _tensor(value, f"{where}, {key}", torch) for key, value in inputs.items()}
+        _check_mask(batch, where)
+        return batch
     tensor = _tensor(item, where, torch)
     if tensor.is_floating_point():
         return {"pixel_values": tensor if tensor.ndim == 4 else tensor[None]}
     tensor = tensor if tensor.ndim == 2 else tensor[None]
     return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
+
+
+def _check_mask(batch: Mapping[str, Any], where: str) -> None:
+    """CalibrationError for a mask of tokens that is not one number for each id; masks with more axes pass."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or mask is None or ids.ndim != 2 or mask.ndim > 2 or mask.shape == ids.shape:
+        return
+    raise CalibrationError(
+        f"{where}: attention_mask {tuple(mask.shape)} does not match input_ids {tuple(ids.shape)}, and says of each "
+        "token whether it is read; give it the shape of input_ids, or leave it out if no row is padded"
+    )
 
 
 def _tensor(value: Any, where: str, torch: Any) -> Any:

@@ -136,7 +136,7 @@ def unpadded(output: Any, batch: Mapping[str, Any]) -> Any:
 
     count = output.numel() // output.shape[-1]
     mask = batch.get("attention_mask")
-    if mask is not None and mask.numel() == count:
+    if mask is not None and mask.ndim == 2 and mask.numel() == count:
         return mask.reshape(-1).nonzero().reshape(-1)
     return torch.arange(count)
 
@@ -222,7 +222,8 @@ def next_token_loss(logits: Any, batch: Mapping[str, np.ndarray]) -> tuple[float
     `logits`: an array, or a tensor. Each position is summed by itself, so that pieces give the same bits as the whole.
     """
     ids = batch["input_ids"]
-    mask = batch.get("attention_mask", np.ones_like(ids)).astype(bool)
+    mask = batch.get("attention_mask")
+    mask = np.ones(ids.shape, bool) if mask is None or mask.ndim > 2 else mask.astype(bool)
     keep = mask[:, 1:] & mask[:, :-1]
     losses = np.empty(keep.shape, np.float64)
     step = max(1, PIECE // logits.shape[-1])

@@ -216,6 +216,27 @@ def test_data_that_cannot_calibrate_is_one_error(data: Any, said: str) -> None:
         made(data)
 
 
+@pytest.mark.parametrize("shape", [(1, 40), (12, 40), (4, 39), (40,)])
+def test_a_mask_of_another_shape_than_the_ids_is_one_error(shape: tuple[int, ...]) -> None:
+    batches = [{"input_ids": IDS}, {"input_ids": IDS, "attention_mask": torch.ones(shape)}]
+    with pytest.raises(CalibrationError, match=r"^batch 1 .*attention_mask \(.*\) does not match input_ids \(4, 40\)"):
+        made(batches)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"attention_mask": torch.ones(4, 40)},
+        {"attention_mask": torch.ones(4, 1, 40, 40)},
+        {"attention_mask": torch.ones(1, 1, 40, 40)},
+        {"decoder_input_ids": IDS[:, :7], "decoder_attention_mask": torch.ones(4, 7)},
+    ],
+)
+def test_masks_of_pairs_and_of_decoders_pass(masks: dict[str, torch.Tensor]) -> None:
+    data = made([{"input_ids": IDS, **masks}] * 2)
+    assert all(torch.equal(batch[name], mask) for batch in data.batches for name, mask in masks.items())
+
+
 def test_files_that_cannot_be_read_say_where(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
     with pytest.raises(CalibrationError, match=r"a\.jsonl:2: expected a field 'text'.*the record has txt"):

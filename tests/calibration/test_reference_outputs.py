@@ -41,6 +41,15 @@ def test_the_loss_is_the_cross_entropy_of_torch() -> None:
     assert next_token_loss(logits, batch) == (pytest.approx(float(loss), rel=1e-12), int((labels >= 0).sum()))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_pairs_of_tokens_pads_nothing(rows: int) -> None:
+    logits, batch = drawn(torch.float32)
+    ids = batch["input_ids"]
+    pairs = np.tril(np.ones((rows, 1, 21, 21), np.int64))
+    plain = next_token_loss(logits, {"input_ids": ids})
+    assert next_token_loss(logits, {"input_ids": ids, "attention_mask": pairs}) == plain
+
+
 def test_what_is_kept_of_an_output_is_the_same_in_every_dtype() -> None:
     logits, _ = drawn(torch.bfloat16)
     rows, columns = np.array([0, 5, 62]), np.array([1, 1002, 7, 7])

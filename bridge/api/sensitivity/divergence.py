@@ -66,5 +66,6 @@ def mean_next_token_loss(logits: Any, batch: Mapping[str, Any]) -> Any:
     import torch
 
     ids = batch["input_ids"]
-    labels = ids.masked_fill(batch.get("attention_mask", torch.ones_like(ids)) == 0, -100)[:, 1:]
+    mask = batch.get("attention_mask")
+    labels = (ids if mask is None or mask.ndim > 2 else ids.masked_fill(mask == 0, -100))[:, 1:]
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten())
