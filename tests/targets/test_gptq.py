@@ -17,6 +17,7 @@ import bridge  # noqa: E402
 from bridge.core.errors import CalibrationError, SchemeError  # noqa: E402
 from bridge.core.files.matrices import FileMatrix  # noqa: E402
 from bridge.core.formats.safetensors import SafetensorsFile  # noqa: E402
+from bridge.core.mappings import find_table_file  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.verification.counts import CHOSEN, NEAREST  # noqa: E402
 from tests import once  # noqa: E402
@@ -63,6 +64,19 @@ def test_chosen_codes_are_written_and_proved(target: str, scheme: str, options: 
     counts = {count.what: (count.n, count.of) for count in report.parity.counts}
     checked = CHOSEN if "gptq" in scheme else NEAREST
     assert counts[checked][0] == counts[checked][1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["gptq", "local_hessian"])
+def test_an_own_scheme_of_nvfp4_weights_alone_is_calibrated_on_any_machine(algorithm: str, tmp_path: Path) -> None:
+    words = find_table_file("schemes", "nvfp4_wo").read_text(encoding="utf-8")
+    (tmp_path / "own.toml").write_text(words.replace('algorithm = "max"', f'algorithm = "{algorithm}"'))
+    scheme, out = str(tmp_path / "own.toml"), tmp_path / "out"
+    report = bridge.convert(
+        LLAMA, "hf", scheme, out, samples=4, sequence=32, progress=False, format="compressed-tensors"
+    )
+    assert report.passed and not report.findings
+    assert any(count.what in (CHOSEN, NEAREST) and count.n == count.of > 0 for count in report.parity.counts)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ ELSEWHERE = {
 # clips the scale above the blocks alone, and an input's amax would be that of the last batch.
 CLIPPED = ("int4", "block", "", 1)
 KEYS = {
-    "summary", "aliases", "algorithm", "needs_cuda", "simulation_needs_cuda",
+    "summary", "aliases", "algorithm", "needs_cuda",
     "weight", "input", "options", "parity", "policy", "only",
 }  # fmt: skip
 
@@ -138,7 +138,6 @@ def read_scheme(path: Path) -> Scheme:
         options=options,
         policies=parse_policies(words.get("policy", {}), where),
         needs_cuda=str(words.get("needs_cuda", "")),
-        simulation_needs_cuda=str(words.get("simulation_needs_cuda", "")),
         only=parse_only(words.get("only", []), where),
         origin=where,
     )

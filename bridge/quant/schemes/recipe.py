@@ -81,7 +81,6 @@ def _parse(words: dict[str, Any], name: str, where: str, problems: Problems) -> 
         parity=parity or Gates(base.parity.tensor, reduce(Gate.loosest, (s.parity.output for s in used))),
         options=options,
         policies=policies,
-        simulation_needs_cuda=next((s.simulation_needs_cuda for s in used if s.simulation_needs_cuda), ""),
         needs_cuda=next((s.needs_cuda for s in used if s.needs_cuda), ""),
         origin=where,
     )

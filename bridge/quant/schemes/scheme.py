@@ -70,10 +70,9 @@ class Rule:
 class Scheme:
     """Weight formats (applied one after the other), input format, algorithm, KV format, a recipe's rules, gates.
 
-    `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `simulation_needs_cuda`: why ModelOpt's
-    fake-quantized model runs on CUDA only (calibration may work without it). `options`: the algorithm's parameters,
-    sorted. `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers
-    of the model, from which negative layers count (see `bound`).
+    `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `options`: the algorithm's parameters, sorted.
+    `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers of the
+    model, from which negative layers count (see `bound`).
     """
 
     name: str
@@ -87,7 +86,6 @@ class Scheme:
     rules: tuple[Rule, ...] = ()
     policies: Policies = field(default_factory=Policies)
     needs_cuda: str = ""
-    simulation_needs_cuda: str = ""
     only: tuple[str, ...] = ()
     depth: int = 0
     origin: str = field(default="", compare=False)
@@ -113,6 +111,13 @@ class Scheme:
         """Whether ModelOpt collects any of these statistics; an importance matrix takes the plain model."""
         kv = self.kv is not None and is_measured(self.kv)
         return kv or any(is_calibrated(form) and not form.weighted for form in self.formats)
+
+    @property
+    def simulation_needs_cuda(self) -> str:
+        """Why ModelOpt's fake-quantized model runs on CUDA only, "" if a CPU is enough. Calibration may need none."""
+        numerics = [n for form in self.formats for n in (*form.weight, form.input) if n]
+        needs = any(n.dtype == "float4_e2m1fn" or n.scale_dtype != "float32" for n in numerics)
+        return "ModelOpt has no CPU code for FP4 and MX blocks" if needs else ""
 
     @property
     def digest(self) -> str:
