@@ -61,6 +61,12 @@ Quant = Annotated[
         autocompletion=complete_scheme,
     ),
 ]
+Planned = Annotated[
+    str | None,
+    typer.Option(
+        help="scheme name (`qbridge show schemes`) or recipe file; default: none", autocompletion=complete_scheme
+    ),
+]
 Scheme = Annotated[
     str, typer.Option(help="scheme name (`qbridge show schemes`) or recipe file", autocompletion=complete_scheme)
 ]

@@ -252,6 +252,11 @@ def test_the_shell_completes_a_target() -> None:
     assert done.stdout.split() == ["vllm"], done.stderr
 
 
+def test_the_help_of_plan_offers_no_mix_that_plan_refuses() -> None:
+    offered = {verb: "auto:4.8bits" in run(verb, "--help", COLUMNS="200").stdout for verb in ("convert", "plan")}
+    assert offered == {"convert": True, "plan": False}
+
+
 def test_help_has_sections_and_one_line_for_the_dtype_of_each_target() -> None:
     said = run("convert", "--help", COLUMNS="80").stdout
     assert re.findall(r"^(\w[\w ]*):$", said, re.MULTILINE) == ["Model", "Output", "Quantization", "Run and print"]
