@@ -37,7 +37,7 @@ def of_blocks(inputs: Tensor, amax: Tensor, size: int = 16) -> Tensor:
     above = torch.where(above > 0, above, torch.full_like(above, 1e-12))
     blocks = inputs.reshape(-1, size)
     found = torch.empty_like(blocks)
-    for part, into in zip(blocks.split(_PIECE // size), found.split(_PIECE // size), strict=True):
+    for part, into in zip(torch.split(blocks, _PIECE // size), torch.split(found, _PIECE // size), strict=True):
         largest = part.abs().amax(dim=1, keepdim=True).float()
         scale = (largest / (LARGEST * above)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float() * above
         into.copy_(_rounded_by(torch.where(scale >= 1e-5, scale, torch.ones_like(scale)), part.float()))
@@ -59,7 +59,9 @@ def under_scales(
     blocks = x.reshape(scales.numel(), -1)
     found = torch.empty_like(blocks, dtype=out_dtype or x.dtype)
     rows = max(1, _PIECE // blocks.shape[1])
-    for part, into, scale in zip(blocks.split(rows), found.split(rows), scales.split(rows), strict=True):
+    for part, into, scale in zip(
+        torch.split(blocks, rows), torch.split(found, rows), torch.split(scales, rows), strict=True
+    ):
         values = _rounded_by(torch.where(scale == 0, torch.ones_like(scale), scale), part.float())
         into.copy_(torch.where(scale == 0, torch.zeros_like(values), values))
     return found.reshape(x.shape)
