@@ -75,7 +75,7 @@ def test_an_own_scheme_of_nvfp4_weights_alone_is_calibrated_on_any_machine(algor
     report = bridge.convert(
         LLAMA, "hf", scheme, out, samples=4, sequence=32, progress=False, format="compressed-tensors"
     )
-    assert report.passed and not report.findings
+    assert report.passed
     assert any(count.what in (CHOSEN, NEAREST) and count.n == count.of > 0 for count in report.parity.counts)
 
 
