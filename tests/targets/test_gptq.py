@@ -70,12 +70,13 @@ def test_chosen_codes_are_written_and_proved(target: str, scheme: str, options: 
 @pytest.mark.parametrize("algorithm", ["gptq", "local_hessian"])
 def test_an_own_scheme_of_nvfp4_weights_alone_is_calibrated_on_any_machine(algorithm: str, tmp_path: Path) -> None:
     words = find_table_file("schemes", "nvfp4_wo").read_text(encoding="utf-8")
+    words = words.replace("cosine = 0.99", "cosine = 0.96").replace("[0.98, 1.02]", "[0.96, 1.04]")
     (tmp_path / "own.toml").write_text(words.replace('algorithm = "max"', f'algorithm = "{algorithm}"'))
     scheme, out = str(tmp_path / "own.toml"), tmp_path / "out"
     report = bridge.convert(
         LLAMA, "hf", scheme, out, samples=4, sequence=32, progress=False, format="compressed-tensors"
     )
-    assert report.passed
+    assert report.passed and not report.findings
     assert any(count.what in (CHOSEN, NEAREST) and count.n == count.of > 0 for count in report.parity.counts)
 
 
