@@ -119,14 +119,13 @@ def quant_cfg(
     for binding in bindings:
         weight = [numeric_cfg(numeric, weight=True) for numeric in binding.format.weight]
         if binding.format.rescaled:
-            weight = [{**setting, "block_sizes": setting["block_sizes"] | {"type": "static"}} for setting in weight]
-        searched = binding.format.prescales and binding.format.weight[0].dtype == "float4_e2m1fn"
-        if binding.format.compensated or searched:
-            weight = [{**setting, "backend": BACKEND} for setting in weight]
+            static = {"type": "static"}
+            weight = [setting | {"block_sizes": setting["block_sizes"] | static, "backend": None} for setting in weight]
+        if binding.format.compensated:
+            weight = [setting | {"backend": BACKEND} for setting in weight]
         settings = {binding.weight_quantizer: weight[0] if len(weight) == 1 else weight}
         if binding.format.input is not None:
-            own = {"backend": BACKEND} if binding.format.chosen else {}
-            settings[binding.input_quantizer] = numeric_cfg(binding.format.input, weight=False) | own
+            settings[binding.input_quantizer] = numeric_cfg(binding.format.input, weight=False)
         for name, setting in settings.items():
             if named.setdefault(name, setting) != setting:
                 raise CalibrationError(f"{name}: sites that share this quantizer ask for different formats")
@@ -179,7 +178,7 @@ def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:
     if numeric.scale_dtype == "float32":
         return {"num_bits": bits, "axis": None, "block_sizes": sizes | {"type": "static"}}
     sizes |= {"type": "dynamic", "scale_bits": _SCALE_BITS[numeric.scale_dtype]}
-    return {"num_bits": bits, "block_sizes": sizes}
+    return {"num_bits": bits, "block_sizes": sizes} | ({"backend": BACKEND} if numeric.two_level else {})
 
 
 def _globbed(named: Mapping[str, Any], others: Iterable[str]) -> list[tuple[str, Any]]:

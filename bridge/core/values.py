@@ -112,9 +112,14 @@ class Numeric:
         return MAXBOUND[self.dtype]
 
     @property
+    def two_level(self) -> bool:
+        """Whether the scales of blocks are FP8, under one scale for all: NVFP4."""
+        return self.scale_dtype == "float8_e4m3fn"
+
+    @property
     def static(self) -> bool:
         """Whether a scale is stored with the model: of NVFP4 activations, the one above those of the blocks."""
-        return not self.dynamic or self.scale_dtype == "float8_e4m3fn"
+        return not self.dynamic or self.two_level
 
     @property
     def largest_scale(self) -> float:
@@ -122,7 +127,7 @@ class Numeric:
 
         Blocks of 32 are W4A8_NVFP4_FP8's, whose kernel turns code * block scale into FP8: the product may be 448.
         """
-        if self.block == (32,) and self.scale_dtype == "float8_e4m3fn":
+        if self.block == (32,) and self.two_level:
             return 448.0 / self.maxbound
         return 256.0 if self.search == FOUR_OVER_SIX else 448.0
 

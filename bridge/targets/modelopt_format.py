@@ -107,7 +107,7 @@ def setting(format_: Format) -> dict[str, Any]:
 
 def has_second(format_: Format) -> bool:
     """True if the format has a second scale: that of all NVFP4 blocks, or of W4A8's FP8."""
-    return len(format_.weight) == 2 or format_.weight[0].scale_dtype == "float8_e4m3fn"
+    return len(format_.weight) == 2 or format_.weight[0].two_level
 
 
 def format_words(format_: Format) -> tuple[str, str]:

@@ -132,7 +132,7 @@ class Comparer:
         casts = roundings * UNIT[dtype] + (UNIT[wide] if wide != dtype else 0)
         quotient = UNIT[wide] if coding.quotient == "weight" else 0
         scale = UNIT[coding.scale_is] if coding.scale_is != "float32" else 0  # counts where codes saturate
-        self._slack = casts + quotient + scale + E4M3_UNIT * (first.scale_dtype == "float8_e4m3fn")
+        self._slack = casts + quotient + scale + E4M3_UNIT * first.two_level
         halves = (wide, dtype) if casts else ()
         self._least = HALF_LEAST * ("float16" in (*halves, coding.values))  # e4m3 codes of a small scale become others
         if self._blocks_of and coding.scale_is == "float16":
@@ -217,7 +217,7 @@ class Comparer:
             dtype = self._coding.scale_is
             return to_float32(np.ascontiguousarray(scale).reshape(-1).view(np.uint8).view(DTYPES[dtype].storage), dtype)
         factor = values(scale.reshape(1, -1).view(np.uint8), self._first.scale_dtype)
-        if self._first.scale_dtype == "float8_e4m3fn":
+        if self._first.two_level:
             assert self._above is not None
             factor = factor / self._above if self._coding.reciprocal else factor * self._above
         return factor

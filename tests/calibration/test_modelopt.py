@@ -248,17 +248,44 @@ def test_held_out_answers_are_those_of_both_models() -> None:
     assert held.quantized_perplexity and held.quantized_perplexity != held.source_perplexity
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_wo", "mxfp8", "mxfp4_wo"])
+@pytest.mark.parametrize("scheme", ["nvfp4_mse", "nvfp4_wo_mse", "mxfp8", "mxfp4_wo"])
 def test_schemes_that_modelopt_cannot_simulate_here_calibrate_all_the_same(scheme: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("CUDA is here: ModelOpt can simulate")
     model = built("llama")
     found, fp8 = run(model, load_scheme(scheme)), run(model, load_scheme("fp8"))
     assert found.held_out is not None and found.held_out.quantized.shape == (80, 0)
-    if scheme == "nvfp4":
+    if scheme == "nvfp4_mse":
         assert {k: float(v) for k, v in found.input_amax.items()} == {k: float(v) for k, v in fp8.input_amax.items()}
     else:
         assert found.input_amax == {}
+
+
+def test_nvfp4_is_simulated_here_as_its_codes_say() -> None:
+    """A linear layer of the fake-quantized model, against ModelOpt's packed codes of weight and input."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    torch.manual_seed(0)
+    fake = both(built("llama"), load_scheme("nvfp4")).model.get_submodule("model.layers.0.mlp.down_proj")
+    x = torch.randn(7, fake.weight.shape[1]) * 3
+
+    def dequantized(values: Any, amax: Any) -> Any:
+        codes, scales, above = NVFP4QTensor.quantize(values, 16, weights_scaling_factor_2=amax.float() / (6 * 448))
+        return codes.dequantize(torch.float32, scale=scales, double_scale=above, block_sizes={-1: 16})
+
+    with torch.no_grad():
+        weight = dequantized(fake.weight, fake.weight.abs().amax())
+        want = torch.nn.functional.linear(dequantized(x, fake.input_quantizer.amax), weight)
+        assert torch.equal(fake.weight_quantizer(fake.weight), weight)
+        assert torch.equal(fake(x), want)
+
+
+@pytest.mark.parametrize(("scheme", "kv"), [("nvfp4_awq", None), ("w4a8_nvfp4_fp8", None), ("fp8", "nvfp4")])
+def test_more_of_nvfp4_is_simulated_here(scheme: str, kv: str | None) -> None:
+    held = run(built("mixtral"), load_scheme(scheme, kv=kv)).held_out
+    assert held is not None and held.quantized.shape == held.source.shape
+    assert not np.array_equal(held.quantized, held.source)
+    assert np.corrcoef(held.quantized.reshape(-1), held.source.reshape(-1))[0, 1] > 0.97
 
 
 def test_cuda_that_is_needed_and_missing_is_an_error_before_the_model_is_loaded(

@@ -67,11 +67,14 @@ def test_only_schemes_with_static_activations_pre_scales_importance_or_chosen_co
     assert not any(load_scheme("int8_wo", kv=kv).needs_calibration for kv in ("fp8_cast", "nvfp4_cast"))
 
 
-def test_fp4_and_scales_of_8_bits_are_simulated_with_cuda_alone(tmp_path: Path) -> None:
+def test_mx_blocks_and_chosen_scales_of_fp4_are_simulated_with_cuda_alone(tmp_path: Path) -> None:
+    chosen = {name for name in ALL if name.startswith("nvfp4") and name.endswith(("mse", "six", "gptq", "hessian"))}
     for name in ALL:
-        assert bool(load_scheme(name).simulation_needs_cuda) == ("fp4" in name or name.startswith("mx")), name
-    (tmp_path / "own.toml").write_text('base = "fp8"\n[[rule]]\nmodules = ["*.q"]\nquant = "nvfp4_wo"\n')
-    assert load_scheme(str(tmp_path / "own.toml")).simulation_needs_cuda
+        assert bool(load_scheme(name).simulation_needs_cuda) == (name.startswith("mx") or name in chosen), name
+    assert len(chosen) == 5
+    for scheme, needs in (("nvfp4_wo", False), ("nvfp4_wo_mse", True)):
+        (tmp_path / "own.toml").write_text(f'base = "fp8"\n[[rule]]\nmodules = ["*.q"]\nquant = "{scheme}"\n')
+        assert bool(load_scheme(str(tmp_path / "own.toml")).simulation_needs_cuda) == needs
 
 
 def test_gates_are_two_sided_and_a_dropped_scale_fails_them() -> None:

@@ -126,6 +126,6 @@ def _quantized_bytes(form: Format, spec: TensorSpec, site: Site) -> int:
     scales = {"tensor": 1, "channel": out, "block": 0}[first.per]
     if first.per == "block":
         scales = -(-out // block[0]) * -(-columns // block[1])
-    global_scales = (first.scale_dtype == "float8_e4m3fn") + len(form.weight) - 1  # one per matrix
+    global_scales = first.two_level + len(form.weight) - 1  # one per matrix
     nbytes = (out * columns * DTYPES[first.dtype].bits + 7) // 8
     return stacked * (nbytes + scales * DTYPES[first.scale_dtype].bits // 8 + 4 * global_scales)

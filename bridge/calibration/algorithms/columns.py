@@ -2,7 +2,7 @@
 
 `gptq_blockwise_update` of nvidia-modelopt 0.47 quantizes all of the weight once for each column, and takes one column
 of the result: 28,672 times a whole matrix for `down_proj` of Llama 70B. Its arithmetic is element by element, so that a
-quantizer of the one block gives the same bits. Activations in NVFP4 are quantized in plain torch without CUDA.
+quantizer of the one block gives the same bits. NVFP4 blocks are quantized in plain torch without CUDA.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 from functools import partial
 from typing import Any
 
-BACKEND = "qbridge"  # of ModelOpt's weight quantizers, by which it finds our helper
+BACKEND = "qbridge"  # of ModelOpt's quantizers: those that we compute, or whose GPTQ we help
 _SHAPES = ("_original_shape", "_block_reshape_size", "_amax_shape_for_export", "_padding", "_slices")
 
 
@@ -24,7 +24,7 @@ def install(tensor_quantizers: Any, calibration_tools: Any, calibrations: Any) -
 
 
 def _quantized(inputs: Any, quantizer: Any) -> Any:
-    """What the quantizer does without a backend; NVFP4 activations in plain torch if they are not on a GPU."""
+    """What the quantizer does without a backend; NVFP4 blocks in plain torch if they are not on a GPU."""
     sizes = quantizer.block_sizes or {}
     if sizes.get("type") == "dynamic" and sizes.get("scale_bits") == (4, 3) and not inputs.is_cuda:
         from bridge.calibration.algorithms.fp4 import of_blocks

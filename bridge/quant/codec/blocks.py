@@ -104,7 +104,7 @@ def stored_shapes(
         scale = () if first.per == "tensor" else (math.prod(scale),)
     dtype = coding.scale_is if first.scale_dtype == "float32" else first.scale_dtype
     shapes = {"codes": codes, "scale": (dtype, scale)}
-    if len(numeric) == 2 or first.scale_dtype == "float8_e4m3fn":
+    if len(numeric) == 2 or first.two_level:
         shapes["scale_2"] = ("float32", ())
     return shapes
 
@@ -116,7 +116,7 @@ def _of_blocks(
     block = DTYPES[packed].block
     if layout == "conv" or transpose != (layout == "in_out") or shape[-1] % block:
         raise SchemeError(f"{name}: a weight of stored shape {shape} has no rows of whole blocks of {block}")
-    above = {"scale_2": ("float32", ())} if numeric.scale_dtype == "float8_e4m3fn" else {}
+    above = {"scale_2": ("float32", ())} if numeric.two_level else {}
     return {"codes": (packed, shape), **above}
 
 

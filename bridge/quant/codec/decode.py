@@ -107,7 +107,7 @@ def scaled(
     above: the second scale; NVFP4's multiplies the others, or divides them if it is `reciprocal`.
     """
     first = numeric[0]
-    if first.scale_dtype == "float8_e4m3fn":
+    if first.two_level:
         assert above is not None
         scale = scale / above if reciprocal else scale * above
     out = values(codes, first.dtype, scale, cells.down, cells.across)

@@ -45,7 +45,7 @@ class Scales:
         if numeric[0].per == "tensor":
             scale, self._divisor = self._single(whole, self._tiny)
             self.constants["scale"] = scale.reshape(())
-        if numeric[0].scale_dtype == "float8_e4m3fn":
+        if numeric[0].two_level:
             bound = numeric[0].maxbound * numeric[0].largest_scale
             self._divisor = reciprocal(whole, bound, self._rounded) if coding.reciprocal else _scale(whole, bound, 0.0)
             self.constants["scale_2"] = self._divisor.reshape(())
@@ -66,7 +66,7 @@ class Scales:
         if self._reciprocal:
             return self._under_reciprocal(largest)
         codes, divisor = np.empty(largest.shape, np.uint8), np.empty(largest.shape, np.float32)
-        if numeric.scale_dtype == "float8_e4m3fn":
+        if numeric.two_level:
             e4m3(largest, numeric.maxbound, float(self._divisor[0, 0]), codes, divisor)
             if self._divisor[0, 0] < TINY["float32"]:  # a product of the two may have rounded to zero
                 np.maximum(divisor, np.float32(SMALLEST["float32"]), out=divisor)

@@ -116,8 +116,10 @@ class Scheme:
     def simulation_needs_cuda(self) -> str:
         """Why ModelOpt's fake-quantized model runs on CUDA only, "" if a CPU is enough. Calibration may need none."""
         numerics = [n for form in self.formats for n in (*form.weight, form.input) if n]
-        needs = any(n.dtype == "float4_e2m1fn" or n.scale_dtype != "float32" for n in numerics)
-        return "ModelOpt has no CPU code for FP4 and MX blocks" if needs else ""
+        if any(n.scale_dtype == "float8_e8m0fnu" for n in numerics):
+            return "ModelOpt has no CPU code for MX blocks"
+        searched = any(n.two_level and n.search for n in numerics) or any(form.rescaled for form in self.formats)
+        return "ModelOpt has no CPU code for NVFP4 blocks whose scales are chosen" if searched else ""
 
     @property
     def digest(self) -> str:
@@ -211,4 +213,4 @@ def is_measured(numeric: Numeric) -> bool:
 def has_tensor_scale(form: Format) -> bool:
     """Whether one scale covers the whole weight: per tensor, NVFP4's global one, the second of W4A8."""
     first = form.weight[0]
-    return first.per == "tensor" or first.scale_dtype == "float8_e4m3fn" or len(form.weight) == 2
+    return first.per == "tensor" or first.two_level or len(form.weight) == 2

@@ -59,7 +59,7 @@ class Compressed:
         numeric = _numeric(weights)
         if isinstance(numeric, str):
             return numeric
-        wide = numeric.scale_dtype == "float8_e4m3fn"
+        wide = numeric.two_level
         names = {"codes": "weight_packed" if "pack" in form else "weight", "scale": "weight_scale"}
         names |= {"scale_2": "weight_global_scale"} if wide else {}
         names |= {"input_scale": "input_global_scale" if "input_global_scale" in tensors else "input_scale"}

@@ -219,7 +219,7 @@ def _stored(
 def _expected(format_: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """Part -> (dtypes, shape without axes of one) of all parts but the codes."""
     first = format_.weight[0]
-    above = len(format_.weight) == 2 or first.scale_dtype == "float8_e4m3fn"
+    above = len(format_.weight) == 2 or first.two_level
     return {
         "scale": (SCALES[first.scale_dtype], grid(first, shape, "out_in").shape),
         **({"scale_2": (FLOATS, ())} if above else {}),

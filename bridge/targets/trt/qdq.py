@@ -121,7 +121,7 @@ class Inserter:
             self.graph.insert_before(node, dequantize)
             return dequantize.outputs[0]
         nodes = []
-        if first.scale_dtype == "float8_e4m3fn":
+        if first.two_level:
             outer = self._dequantize(
                 f"{module}/weight_scale", scale, self._initializer(parts["scale_2"]), None, 0, ir.DataType.FLOAT
             )

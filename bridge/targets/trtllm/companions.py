@@ -26,7 +26,7 @@ def why_unsupported(format_: Format, tp: int) -> str:
     if tp > 1 and (len(first.block) == 2 or first.scale_dtype == "float8_e8m0fnu"):
         name = entry["quant_algo"]
         return f"{name} scales cannot be cut for tp={tp}: no TensorRT-LLM up to 1.2 loads them; use tp=1, fp8 or nvfp4"
-    if format_.prescales and first.scale_dtype == "float8_e4m3fn":
+    if format_.prescales and first.two_level:
         return "NVFP4 after smoothing: the PyTorch backend has NVFP4_AWQ and loads target hf; use that, or nvfp4"
     return ""
 

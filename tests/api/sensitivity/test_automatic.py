@@ -101,7 +101,7 @@ def test_a_divergence_is_met_by_what_is_written(tmp_path: Path) -> None:
         ({"quant": "auto:3bits"}, SchemeError, r"'3bits' cannot be met: .*smallest format of .* takes 4\.25 bits"),
         ({"quant": "auto:5bits:int4_woo"}, UsageError, "nearest: int4_wo"),
         ({"quant": "auto:5bits:fp8,fp8"}, UsageError, "'fp8' is there twice"),
-        ({"quant": "auto:5bits:nvfp4,fp8"}, CalibrationError, "cannot be measured without CUDA"),
+        ({"quant": "auto:5bits:nvfp4_mse,fp8"}, CalibrationError, "cannot be measured without CUDA"),
         ({"calib": "saved.safetensors"}, UsageError, r"calib= .* one scheme.*pass data="),
         ({"runtime": "another 9"}, BridgeError, "has no contract"),
         ({"quant": "auto:5bits:int4_awq,int4_wo", "runtime": "genai"}, BridgeError, "does not load --target hf"),
@@ -133,10 +133,16 @@ def test_a_choice_for_a_program_is_what_that_program_loads(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "bits"), [("hf", 4.8), ("gguf", 5.5), ("ort", 5.5)])
-def test_what_is_written_takes_no_more_bits_than_were_asked_for(target: str, bits: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "bits", "names"), [("hf", 4.8, ""), ("hf", 5.5, ":nvfp4,fp8"), ("gguf", 5.5, ""), ("ort", 5.5, "")]
+)
+def test_what_is_written_takes_no_more_bits_than_were_asked_for(
+    target: str, bits: float, names: str, tmp_path: Path
+) -> None:
     """AWQ's pre-scales count, and so do the two bytes of scale that each 32 codes of Q4_0 and Q8_0 have."""
-    convert(tmp_path / "out", f"auto:{bits}bits", target=target)
+    convert(tmp_path / "out", f"auto:{bits}bits{names}", target=target)
+    if names:
+        assert all(f'"{name}"' in (tmp_path / "out.recipe.toml").read_text() for name in names[1:].split(","))
     if target == "gguf":
         reader = pytest.importorskip("gguf").GGUFReader(next((tmp_path / "out").rglob("*.gguf")))
         sizes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
