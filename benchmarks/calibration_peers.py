@@ -50,8 +50,8 @@ def loaded(model: Path) -> Any:
     return getattr(transformers, config["architectures"][0]).from_pretrained(model, dtype="auto").eval()
 
 
-def bridge_run(model: Path, ids: list[Any]) -> None:
-    """Block by block."""
+def bridge_run(model: Path, ids: list[Any]) -> int:
+    """Block by block; returns, as the others do, how many matrices have a measured input."""
     from dataclasses import replace
 
     from bridge.calibration.data import prepare
@@ -61,14 +61,16 @@ def bridge_run(model: Path, ids: list[Any]) -> None:
     from bridge.quant.schemes.load import load_scheme
     from bridge.sources.opening import open_source
 
-    recipe = model.parent / "recipe.toml"
-    recipe.write_text(RECIPE)
     source = open_source(model)
+    structure = structure_of(source)
+    recipe = model.parent.parent / "recipe.toml"
+    recipe.write_text(RECIPE)
+    scheme = load_scheme(recipe if any(site.module == "lm_head" for site in structure.sites) else "fp8")
     data = replace(prepare([{"input_ids": one} for one in [*ids, ids[0]]], source), held_out=())
-    calibrate_by_blocks(source, structure_of(source), load_scheme(recipe), data, None, no_progress)
+    return len(calibrate_by_blocks(source, structure, scheme, data, None, no_progress).input_amax)
 
 
-def modelopt_run(model: Path, ids: list[Any]) -> None:
+def modelopt_run(model: Path, ids: list[Any]) -> int:
     """ModelOpt's layer-wise mode; the model is in memory."""
     import copy
 
@@ -76,10 +78,11 @@ def modelopt_run(model: Path, ids: list[Any]) -> None:
 
     config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
     config["algorithm"] = {"method": "max", "layerwise": {"enable": True}}
-    mtq.quantize(loaded(model), config, lambda it: [it(input_ids=one, use_cache=False) for one in ids])
+    made = mtq.quantize(loaded(model), config, lambda it: [it(input_ids=one, use_cache=False) for one in ids])
+    return sum(name.endswith("input_quantizer") and hasattr(part, "_amax") for name, part in made.named_modules())
 
 
-def llm_compressor_run(model: Path, ids: list[Any]) -> None:
+def llm_compressor_run(model: Path, ids: list[Any]) -> int:
     """The sequential pipeline of `oneshot`."""
     import torch
     from llmcompressor import oneshot
@@ -88,25 +91,28 @@ def llm_compressor_run(model: Path, ids: list[Any]) -> None:
 
     rows = [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
     data = torch.utils.data.DataLoader(rows, batch_size=None)
+    made = loaded(model)
     oneshot(
-        model=loaded(model), processor=AutoTokenizer.from_pretrained(WORDS), dataset=data, batch_size=2,
+        model=made, processor=AutoTokenizer.from_pretrained(WORDS), dataset=data, batch_size=2,
         num_calibration_samples=ROWS, max_seq_length=LENGTH, pipeline="sequential",
         recipe=QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"]),
     )  # fmt: skip
+    return sum(hasattr(part, "input_scale") for part in made.modules())
 
 
-def auto_round_run(model: Path, ids: list[Any]) -> None:
+def auto_round_run(model: Path, ids: list[Any]) -> int:
     """Scheme FP8_STATIC without training, blocks offloaded to disk."""
     from auto_round import AutoRound
     from transformers import AutoTokenizer
 
-    AutoRound(
+    made, _ = AutoRound(
         loaded(model), tokenizer=AutoTokenizer.from_pretrained(WORDS), scheme="FP8_STATIC", iters=0, batch_size=2,
         low_cpu_mem_usage=True, dataset=list(ids), nsamples=ROWS, seqlen=ids[0].shape[1], device_map="cpu",
     ).quantize()  # fmt: skip
+    return sum(hasattr(part, "act_scale") or hasattr(part, "act_max") for part in made.modules())
 
 
-RUNS: dict[str, Callable[[Path, list[Any]], None]] = {
+RUNS: dict[str, Callable[[Path, list[Any]], int]] = {
     "bridge": bridge_run,
     "ModelOpt layer-wise": modelopt_run,
     "llm-compressor": llm_compressor_run,
@@ -144,15 +150,18 @@ def measure(program: str, model: Path) -> None:
 
 
 def count(program: str, folder: Path) -> None:
-    """Calibrate every model of a folder in this process; print which failed and why."""
+    """Calibrate every model of a folder in this process; print the matrices, which failed, and why."""
     imports(program)
     failed: dict[str, str] = {}
+    measured: dict[str, int] = {}
     for model in sorted(folder.iterdir()):
         try:
-            RUNS[program](model, batches(97))
+            measured[model.name] = RUNS[program](model, batches(97))
+            if not measured[model.name]:
+                failed[model.name] = "nothing measured"
         except BaseException as error:  # a count must not end at the first
             failed[model.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:160]
-    print("\n" + json.dumps(failed))
+    print("\n" + json.dumps({"failed": failed, "matrices": sum(measured.values())}))
 
 
 def child(word: str, program: str, model: Path, packages: Path | None) -> dict[str, Any]:
@@ -204,8 +213,10 @@ def main() -> None:
             random_model(models / "1b")
         for program in programs:
             if arguments.families:
-                failed = child("--count", program, models, packages.get(program))
-                print(f"{program:20} {total - len(failed)} of {total}", *map(" ".join, failed.items()), sep="\n    ")
+                counts = child("--count", program, models, packages.get(program))
+                failed, matrices = counts.get("failed", counts), counts.get("matrices", 0)
+                told = f"{program:20} {total - len(failed)} of {total}, {matrices} matrices"
+                print(told, *map(" ".join, failed.items()), sep="\n    ", flush=True)
             else:
                 print(f"{program:20}", child("--measure", program, models / "1b", packages.get(program)), flush=True)
 
