@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
-from bridge.calibration.walk.budget import Need, calibration_need
+from bridge.calibration.walk.budget import Need, calibration_need, default_tokens
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.places import check_here
 from bridge.core.progress import Progress, no_progress
@@ -110,12 +110,13 @@ def _planned(inputs: PlanInputs) -> Plan:
     load_target(plan.target).file_metadata(plan, inputs.source)
     if inputs.scheme is None or not inputs.scheme.needs_calibration:
         return plan
-    return replace(plan, calibration=need_of(inputs.source, inputs.scheme).line())
+    return replace(plan, calibration=need_of(inputs.source, inputs.structure, inputs.scheme).line())
 
 
-def need_of(source: Source, scheme: Scheme) -> Need:
-    """What a calibration with the default data takes of memory."""
-    return calibration_need(source.specs, source.config, scheme)
+def need_of(source: Source, structure: Structure, scheme: Scheme, sampling: Sampling = DEFAULT) -> Need:
+    """What a calibration with rows of the embedded text takes of memory."""
+    tokens = default_tokens(scheme, source.config, sampling)
+    return calibration_need(source.specs, source.config, scheme, tokens, structure.sites)
 
 
 def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, Any]) -> str:
@@ -272,6 +273,8 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     structure = structure_of(source)
     scheme = scheme_of(request.quant, request.kv, structure) or passthrough_of(request.quant, source)
     plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
+    if scheme and plan_.calibration and request.sampling != DEFAULT:
+        plan_ = replace(plan_, calibration=need_of(source, structure, scheme, request.sampling).line())
     name = f"{source.name}-{plan_.scheme}-{plan_.target}"
     directory = Path(name if request.out is None else request.out)
     _check_outside(directory, source)

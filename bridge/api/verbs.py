@@ -64,7 +64,7 @@ def plan(
     made = plan_of(source, structure, target, scheme, dict(options), runtime)
     if memory is None or scheme is None or not made.calibration:
         return made
-    return replace(made, calibration=choice(need_of(source, scheme), byte_count(memory, "memory=")))
+    return replace(made, calibration=choice(need_of(source, structure, scheme), byte_count(memory, "memory=")))
 
 
 @shows_progress

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.calibration.algorithms.clips import LOSSES, search_bytes
-from bridge.calibration.amount import default_samples
-from bridge.calibration.data import BATCH, HELD_OUT, SEQUENCE, Data, positions
+from bridge.calibration.algorithms.sizes import EXPERTS, LAYER, codes_bytes, hessian_sizes, matrices_of, widest
+from bridge.calibration.amount import sampling_for
+from bridge.calibration.data import BATCH, DEFAULT, HELD_OUT, SEQUENCE, Data, Sampling, positions
+from bridge.calibration.quantizers import known_formats
 from bridge.calibration.schedule import schedule_of
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory
 from bridge.core.text import size
-from bridge.core.values import TensorSpec, main_dtype
+from bridge.core.values import Format, Site, TensorSpec, main_dtype
 from bridge.quant.schemes.scheme import Scheme
 
 WHOLE = 1.3  # ModelOpt's copies of single matrices, and what `from_pretrained` keeps while it builds a model
 SLACK = 1.25
 BASE = 300 << 20  # what one block takes apart from its bytes: pieces that are read, small modules, ModelOpt's objects
 USED = 0.8  # of the free memory, without memory=
-COPIES = 3  # of the largest Hessian, which ModelOpt's GPTQ inverts; and float32 copies of that weight
-WEIGHT_COPIES = 6
 HELD = 2  # tensors of activations that a forward holds: the embeddings, until its end, and what its last block put out
 AT_ONCE = 3  # and of a batch that runs: the input of a block, its output, and what is being written
 EXPERT = 8  # in bytes of its weights: one that runs, one that is read ahead, and ModelOpt's copies of the first
-_EXPERTS = re.compile(r".*\.experts\.(?:(?P<number>\d+)\.|[^.]+$)")
-_LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 _KEYS = (
     ("hidden_size", "n_embd", "d_model"),
     ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
@@ -55,14 +52,15 @@ class Room:
     least: int
 
 
-def default_tokens(scheme: Scheme, config: Mapping[str, Any]) -> Tokens:
-    """Return the positions of rows that are cut from the embedded text; their number is the scheme's.
+def default_tokens(scheme: Scheme, config: Mapping[str, Any], sampling: Sampling = DEFAULT) -> Tokens:
+    """Return the positions of rows that are cut from text; their number is the scheme's, unless `sampling` has one.
 
     >>> from bridge.quant.schemes.load import load_scheme
     >>> default_tokens(load_scheme("int8_sq"), {"max_position_embeddings": 64})
     Tokens(batch=512, calibrated=8192, held_out=1024)
     """
-    rows, length = default_samples(scheme), min(SEQUENCE, positions(config) or SEQUENCE)
+    rows, wanted = sampling_for(sampling, scheme).rows, sampling.sequence or SEQUENCE
+    length = min(wanted, positions(config) or wanted)
     return Tokens(BATCH * length, rows * length, -(-rows // HELD_OUT) * length)
 
 
@@ -84,6 +82,7 @@ class Need:
 
     `states`: activations between blocks, part of `blocks`; with them in files it takes `in_files`. `by_expert` and
     `by_expert_in_files`: the same with a layer's experts one by one, where `part` is the largest; as by blocks without.
+    `codes`: of the codes and scales that are chosen, which a run by blocks keeps in a file; part of `whole`.
     """
 
     whole: int
@@ -96,6 +95,7 @@ class Need:
     by_expert_in_files: int
     part: str
     part_bytes: int
+    codes: int = 0
 
     def share(self, budget: int) -> int:
         """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
@@ -151,9 +151,16 @@ def _with_files(least: int, held: int) -> str:
 
 
 def calibration_need(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], scheme: Scheme, tokens: Tokens | None = None
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    scheme: Scheme,
+    tokens: Tokens | None = None,
+    sites: Sequence[Site] = (),
 ) -> Need:
-    """Return what a calibration takes, from headers. `tokens`: of its data; None for the embedded text."""
+    """Return what a calibration takes, from headers. `tokens`: of its data; None for the embedded text.
+
+    `sites`: those that the scheme is bound to; without them every matrix of a layer counts as one of each format.
+    """
     tokens = tokens or default_tokens(scheme, config)
     sizes, parts = block_sizes(specs.values()), part_sizes(specs.values())
     name, part = (max(held, key=lambda key: held[key]) for held in (sizes, parts))
@@ -162,57 +169,36 @@ def calibration_need(
     inside = tokens.batch * max(vocabulary, AT_ONCE * inner) * item  # logits of the head; gate, up and product
     algorithms = {form.algorithm for form in scheme.formats}
     awq = algorithms & {"awq", "awq_full"}
-    states = HELD * (tokens.calibrated * streams_of(scheme) + 2 * tokens.held_out) * width * item
+    states = HELD * (tokens.calibrated * streams_of(scheme, sites) + 2 * tokens.held_out) * width * item
     running = min(states, AT_ONCE * tokens.batch * width * item)
     # a forward that pauses at experts keeps its residual, their inputs and their sum; grouped_mm their rows in float32
     paused = 3 * max(tokens.calibrated, tokens.held_out) * width * item + tokens.held_out * chosen * width * 4
     smoothed = 3 * max((spec.nbytes for spec in specs.values() if len(spec.shape) == 2), default=0) if awq else 0
-    total, product, losses = sum(spec.nbytes for spec in specs.values()), 0, 0.0
-    if any(form.clipped for form in scheme.formats):
-        product = 2 * search_bytes(max((spec.shape[1] for spec in specs.values() if len(spec.shape) == 2), default=0))
-        losses = LOSSES / item
+    matrices, total = matrices_of(specs, scheme, sites), sum(spec.nbytes for spec in specs.values())
+    clipped, codes = widest(matrices), codes_bytes(matrices)
+    product, losses = (2 * search_bytes(clipped), LOSSES / item) if clipped else (0, 0.0)
+    hessians, copies = hessian_sizes(matrices)
     whole = int((WHOLE + losses) * total) + stacked_bytes(specs.values()) + product + inside
-    rest = smoothed + product + inside + BASE
-    if "gptq" in algorithms:
-        hessians, copies = hessian_sizes(specs.values())
-        whole += sum(hessians.values()) + copies + sum(spec.size for spec in specs.values()) // 2  # and codes
-        rest += max(hessians.values(), default=0) + copies
+    whole += sum(hessians.values()) + copies + codes
+    rest = smoothed + product + inside + BASE + max(hessians.values(), default=0) + copies
     blocks, in_files = (int(SLACK * (sizes[name] + held) + losses * sizes[name]) + rest for held in (states, running))
     by_expert, least = (
         int(SLACK * (parts[part] + held + paused) + losses * parts[part]) + rest for held in (states, running)
     )
-    made = Need(whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part])
+    made = Need(whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part], codes)
     # an importance matrix is collected from whole layers, as are clips and codes
     looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
     return made if least < in_files and not looks else made.uncut
 
 
-def streams_of(scheme: Scheme) -> int:
-    """Return how many streams of activations the data have in a model with sites of each format.
+def streams_of(scheme: Scheme, sites: Sequence[Site] = ()) -> int:
+    """Return how many streams of activations the data have in a model with `sites`, or with sites of each format.
 
     ModelOpt does not see what llama.cpp codes; its importance matrix takes one stream.
     """
-    formats = [form for form in scheme.formats if form.weight[0].dtype not in SEARCHED]
+    found = known_formats(sites, scheme).values() if sites else scheme.formats
+    formats = [form for form in found if isinstance(form, Format) and form.weight[0].dtype not in SEARCHED]
     return max(1, schedule_of(scheme, formats, scheme.kv is not None).count)
-
-
-def hessian_sizes(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
-    """Return bytes of GPTQ's Hessians by block, and of the copies that ModelOpt makes for one matrix.
-
-    ModelOpt collects those of all matrices in one run: float32 [in, in] each, also of matrices with the same input.
-
-    >>> hessian_sizes([TensorSpec("model.layers.3.mlp.up.weight", (2, 4), "float32")])
-    ({'model.layers.3': 64}, 384)
-    """
-    sizes: dict[str, int] = {}
-    copies = 0
-    for spec in specs:
-        match, expert = _LAYER.match(spec.name), _EXPERTS.match(spec.name)
-        if match and len(spec.shape) == 2 and not expert:
-            hessian = 4 * spec.shape[1] ** 2
-            sizes[match.group()] = sizes.get(match.group(), 0) + hessian
-            copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * spec.size)
-    return sizes, copies
 
 
 def measuring_need(
@@ -243,7 +229,7 @@ def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for spec in specs:
-        match = _LAYER.match(spec.name)
+        match = LAYER.match(spec.name)
         name = match.group() if match else spec.name
         sizes[name] = sizes.get(name, 0) + spec.nbytes
     return sizes
@@ -257,7 +243,7 @@ def stacked_bytes(specs: Iterable[TensorSpec]) -> int:
     >>> stacked_bytes([TensorSpec("model.layers.3.mlp.experts.0.up_proj.weight", (2, 2), "float32")])
     16
     """
-    matched = ((spec, _EXPERTS.match(spec.name)) for spec in specs)
+    matched = ((spec, EXPERTS.match(spec.name)) for spec in specs)
     return sum(spec.nbytes for spec, match in matched if match and match["number"])
 
 
@@ -271,7 +257,7 @@ def part_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
     dense: dict[str, int] = {}
     experts: dict[str, dict[str, int]] = {}
     for spec in specs:
-        layer, stack = _LAYER.match(spec.name), _EXPERTS.match(spec.name)
+        layer, stack = LAYER.match(spec.name), EXPERTS.match(spec.name)
         name = layer.group() if layer else spec.name
         if layer and stack and stack["number"]:
             own = experts.setdefault(name, {})

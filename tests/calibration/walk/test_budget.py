@@ -10,12 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
-from bridge.api.request import need_of  # noqa: E402
+from bridge.api.request import Request, need_of, resolve  # noqa: E402
+from bridge.calibration.algorithms.sizes import hessian_sizes, matrices_of  # noqa: E402
 from bridge.calibration.amount import sampling_for  # noqa: E402
-from bridge.calibration.data import DEFAULT, prepare  # noqa: E402
+from bridge.calibration.data import DEFAULT, Sampling, prepare  # noqa: E402
 from bridge.calibration.walk.budget import calibration_need, default_tokens, stacked_bytes, streams_of, tokens_of  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
+from bridge.core.values import Site, TensorSpec  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.live_models import loading  # noqa: E402
@@ -66,15 +68,61 @@ def test_as_many_streams_are_counted_as_a_walk_holds(
     structure = structure_of(source)
     scheme = load_scheme(tmp_path / "recipe.toml", kv=kv).bound(structure.sites)
     walk = Walk(source, structure, scheme, prepare(batches(), source), "cpu", no_progress)
-    assert streams_of(scheme) == len(walk._streams)
+    assert streams_of(scheme) == streams_of(scheme, structure.sites) == len(walk._streams)
 
 
 @pytest.mark.parametrize("quant", ["fp8", "int8", "int8_sq"])
 def test_a_plan_counts_the_rows_that_the_scheme_calibrates_with(quant: str) -> None:
     source, scheme = open_source(TINY), load_scheme(quant)
+    structure = structure_of(source)
     data = prepare(None, source, sampling_for(DEFAULT, scheme))
     assert default_tokens(scheme, source.config) == tokens_of(data)
-    assert need_of(source, scheme) == calibration_need(source.specs, source.config, scheme, tokens_of(data))
+    expected = calibration_need(source.specs, source.config, scheme, tokens_of(data), structure.sites)
+    assert need_of(source, structure, scheme) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [None, "fp8"])
+def test_a_base_that_no_site_has_counts_no_stream(kv: str | None, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('base = "fp8"\n[[rule]]\nmodules = ["*"]\nquant = "int4_awq"\n')
+    source = open_source(llama)
+    structure = structure_of(source)
+    scheme = load_scheme(tmp_path / "recipe.toml", kv=kv).bound(structure.sites)
+    walk = Walk(source, structure, scheme, prepare(batches(), source), "cpu", no_progress)
+    assert streams_of(scheme, structure.sites) == len(walk._streams)
+
+
+def test_a_conversion_plans_with_the_rows_that_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)  # the line has the figures of blocks
+    source = open_source(TINY)
+    figures = [
+        resolve(source, Request(TINY, "hf", "fp8", sampling=sampling)).plan.calibration
+        for sampling in (DEFAULT, Sampling(samples=64), Sampling(sequence=32))
+    ]
+    scheme, structure = load_scheme("fp8"), structure_of(source)
+    assert figures[1] == need_of(source, structure, scheme, Sampling(samples=64)).line()
+    assert len({*figures}) == 3
+
+
+def test_hessians_are_those_of_the_axis_that_inputs_meet() -> None:
+    """Conv1D stores [in, out]: `in` of GPT-2's up projection is the hidden size."""
+    scheme = load_scheme("int4_gptq")
+    spec = TensorSpec("h.0.mlp.c_fc.weight", (60, 240), "float32")
+    site = Site("h.0.mlp.c_fc", spec.name, "in_out", layer=0)
+    ((name, hessian),) = hessian_sizes(matrices_of({spec.name: spec}, scheme, [site]))[0].items()
+    assert (name, hessian) == ("h.0", 4 * 60**2)
+
+
+def test_the_hessian_of_a_quantized_head_is_counted(tmp_path: Path) -> None:
+    build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path)
+    (tmp_path / "recipe.toml").write_text('base = "int4_gptq"\n[[rule]]\nmodules = ["lm_head"]\nquant = "int4_gptq"\n')
+    source = open_source(tmp_path)
+    sites = structure_of(source).sites
+    sizes = [
+        hessian_sizes(matrices_of(source.specs, load_scheme(scheme).bound(sites), sites))[0]
+        for scheme in ("int4_gptq", tmp_path / "recipe.toml")
+    ]
+    assert sizes[1] == sizes[0] | {"lm_head.weight": 4 * 60**2}
 
 
 @pytest.mark.slow
