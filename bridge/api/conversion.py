@@ -119,36 +119,37 @@ def calibrate(
     partial: Path | None = None,
     compute: str | None = None,
     workers: Workers | None = None,
+    free: int | None = None,
 ) -> Calibration:
     """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
 
     `needed`: modules that will be quantized, None for all that the scheme quantizes. `memory`: bytes that the run may
     take, None for most of what is free. `partial`: where finished blocks are kept meanwhile. `compute`: None or "fp32".
-    `workers`: processes that share the batches.
+    `workers`: processes that share the batches. `free`: free memory as it was read before.
     """
     from bridge.calibration.automatic import choose
     from bridge.calibration.calibrate import calibrate as run
-    from bridge.calibration.calibrate import runs_by_blocks, spill_of, told_of_blocks
+    from bridge.calibration.calibrate import way_of
 
     try:
-        source = source_for(source, compute)
-        if line := told_of_blocks(source, scheme, data, memory, device):
+        source, scheme = source_for(source, compute), scheme.bound(structure.sites)
+        way = way_of(source, structure, scheme, data, memory, device, free)
+        if line := way.told():
             warn(line)
         if data.cut:
             if workers:
                 raise UsageError(
                     'samples="auto" (--samples auto) is chosen in one process; give a number, or workers=1'
                 )
-            cut = runs_by_blocks(source, scheme, data, memory, device)
             _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
-            spill = spill_of(source, scheme, data, memory, device, partial) if cut else None
-            data = choose(source, structure, scheme, data, device, progress, cut, spill)
+            spill = way.spill(partial) if way.blocks else None
+            data = choose(source, structure, scheme, data, device, progress, way.blocks, spill)
             warn_of(data)
         own = replace(data, batches=tuple(batch for _, batch in share_of(data.batches, workers)))
         _warn_of_time("", source, structure, scheme, own, device, compute)
         made = run(
             source, structure, scheme, data, device=device, progress=progress, needed=needed, memory=memory,
-            partial=partial, workers=workers,
+            partial=partial, workers=workers, free=way.free,
         )  # fmt: skip
         return replace(made, provenance=replace(made.provenance, chosen=data.chosen)) if data.chosen else made
     except CalibrationError as error:
@@ -173,7 +174,7 @@ def _warn_of_time(
 class _Prepared:
     """A conversion that passed all checks. `runs`: the output is run, to compare its outputs with the source's.
 
-    `recipe`: the text of the recipe that `auto:` chose, "" without it.
+    `recipe`: the text of the recipe that `auto:` chose, "" without it. `free`: memory, read once for all decisions.
     """
 
     request: Request
@@ -182,6 +183,7 @@ class _Prepared:
     identity: str
     runs: bool
     recipe: str = ""
+    free: int | None = None
 
 
 def _run(request: Request, options: RunOptions) -> Report:
@@ -226,7 +228,7 @@ def _run(request: Request, options: RunOptions) -> Report:
 
 def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     """Plan, and run every check that comes before writing."""
-    from bridge.calibration.calibrate import runs_by_blocks
+    from bridge.calibration.calibrate import way_of
     from bridge.calibration.modelopt import check_device, import_frameworks
 
     source = open_source(request.model, request.config, request.tokenizer)
@@ -238,7 +240,7 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     given = resolved.calibration
     recover(resolved.out)
     check_free(resolved.out, request.overwrite)
-    data = None
+    data = free = None
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
     compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
@@ -254,14 +256,14 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
             assert resolved.scheme
             data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
             run_as = source_for(source, request.compute)
-            if runs_by_blocks(run_as, resolved.scheme, data, request.memory, request.device):
-                runs = False  # the written model would be run whole
+            way = way_of(run_as, resolved.structure, resolved.scheme, data, request.memory, request.device)
+            runs, free = runs and not way.blocks, way.free  # the written model would be run whole
         else:
             data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, source.fingerprint, statistics, *filter(None, [request.compute]))
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return _Prepared(request, resolved, data, identity, runs, recipe)
+    return _Prepared(request, resolved, data, identity, runs, recipe, free)
 
 
 def _chosen(source: Source, request: Request, clock: Clock) -> tuple[Request, str]:
@@ -308,7 +310,7 @@ def _calibration(
         progress(0, 0, "calibrate")
         calibration = calibrate(
             resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, _needed(resolved),
-            prepared.request.memory, directory / CALIBRATING, prepared.request.compute, workers,
+            prepared.request.memory, directory / CALIBRATING, prepared.request.compute, workers, prepared.free,
         )  # fmt: skip
         calibration.save(saved)
         return Calibration.load(saved) if calibration.chosen else calibration  # codes are read from this file

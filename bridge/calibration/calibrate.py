@@ -3,30 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.calibration.compute import model_in_memory
 from bridge.calibration.data import Data
 from bridge.calibration.modelopt import PACKAGES, check_data, check_device, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
-from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, tokens_of
+from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, stacked_bytes, tokens_of
 from bridge.calibration.walk.workers.device import device_of, home_of
 from bridge.calibration.walk.workers.processes import Workers, check_same
-from bridge.core.errors import CalibrationError
+from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import size
-from bridge.core.values import Structure, TensorSpec
+from bridge.core.values import Structure, TensorSpec, main_dtype
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme, is_calibrated
-from bridge.sources.memory import MemorySource
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
     from bridge.calibration.walk.states import Spill
 JOINED = {"max", "mse", "smoothquant", "awq"}  # algorithms whose statistics `walk.workers.join` puts together
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a calibration runs, decided from headers and one look at free memory.
+
+    `memory`: what the caller allows, None for most of `free`. `blocks`: block by block. `device`: None for the CPU.
+    `resident`: the model is in memory already.
+    """
+
+    need: Need
+    memory: int | None
+    free: int
+    blocks: bool
+    device: str | None
+    resident: bool = False
+
+    @property
+    def budget(self) -> int:
+        """The bytes that the calibration may take."""
+        return memory_of(self.memory, self.free)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next block is read while one runs; a model in memory is not read."""
+        return not self.resident and self.need.blocks + self.need.largest_bytes <= self.budget
+
+    def told(self) -> str:
+        """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose."""
+        if self.memory is not None or not self.blocks:
+            return ""
+        spilled = self.need.states - self.need.share(self.budget)
+        files = f", with {size(spilled)} of activations in files" if spilled else ""
+        return (
+            f"the calibration runs block by block, because the whole model takes {size(self.need.whole)} of memory and "
+            f"{size(self.budget)} of what is free here may be used (memory=, --memory); blocks take "
+            f"{size(min(self.need.blocks, self.budget))}{files}"
+        )
+
+    def spill(self, partial: Path | None, sharing: int = 1) -> Spill | None:
+        """Where a run by blocks keeps activations that memory does not hold; None if it holds all.
+
+        UsageError if the disk has no room for all that the run writes; `sharing`: processes that write there.
+        """
+        from bridge.calibration.walk.states import spill_to
+
+        if self.need.parked and self.need.parked > (free := available_memory() // sharing):
+            raise UsageError(
+                f"{size(self.need.parked)} of activations wait in the host's memory, of which {size(free)} is free; "
+                "give fewer samples= (--samples)"
+            )
+        share = self.need.share(self.budget)
+        kept = 0 if partial is None else self.need.states  # finished blocks keep their outputs twice in turn
+        spare = max(0, self.budget - self.need.blocks)
+        return spill_to(partial, share, self.need.states - share, self.need.codes, kept, spare, sharing)
+
+
+def way_of(
+    source: Source,
+    structure: Structure,
+    scheme: Scheme,
+    data: Data,
+    memory: int | None,
+    device: str | None,
+    free: int | None = None,
+    whole_layers: bool = False,
+) -> Way:
+    """Decide how to calibrate; reads headers, and refuses what no way fits.
+
+    `free`: what was read before; None reads it. `whole_layers`: the experts of a layer do not run one by one.
+    """
+    device, resident = device or home_of(source), model_in_memory(source) is not None
+    free = free_memory(device) if free is None else free
+    specs = _in_memory(source)
+    found = calibration_need(specs, source.config, scheme, tokens_of(data), structure.sites)
+    if resident:
+        found = replace(found, whole=found.whole - stacked_bytes(specs.values()))  # nothing is loaded
+    if data.cut or whole_layers:
+        found = found.uncut  # the choice of samples looks into whole layers
+    found = found.on_device if str(device or "").startswith("cuda") else replace(found, parked=0)
+    # the float32 copy of a model in memory is not there yet
+    there = resident and getattr(source, "runs_in", "") in ("", main_dtype(source.specs.values()))
+    cut = by_blocks(found, memory, free, driven=data.forward_loop is not None, resident=there)
+    return Way(found, memory, free, cut, device, resident)
 
 
 def calibrate(
@@ -41,33 +125,33 @@ def calibrate(
     memory: int | None = None,
     partial: Path | None = None,
     workers: Workers | None = None,
+    free: int | None = None,
 ) -> Calibration:
     """Run the model of `source`, with ModelOpt where the scheme needs it, and return its statistics.
 
     The model is not changed. `memory`: bytes that the run may take; None: most of what is free. Above it the model runs
     block by block, with the same result. `needed`: modules that will be quantized. `partial`: a directory that keeps
     finished blocks meanwhile, so that a killed run goes on. `workers`: processes that share the batches; the model runs
-    block by block then, since they meet at each.
+    block by block then, since they meet at each. `free`: free memory as it was read before.
 
     Raises:
         CalibrationError: before the model is loaded if data or CUDA are missing.
-        UsageError: `memory` does not hold the largest block.
+        UsageError: `memory` does not hold the largest block, or the disk has no room.
     """
     check_device(scheme, device)
     check_data(scheme, data)
-    report = progress or no_progress
+    scheme, report = scheme.bound(structure.sites), progress or no_progress
     if workers:
         return _together(source, structure, scheme, data, device, report, needed, memory, partial, workers)
-    cut, weighted, made = runs_by_blocks(source, scheme, data, memory, device), _weighted(scheme), None
-    spill = spill_of(source, scheme, data, memory, device, partial) if cut else None
-    if cut and (scheme.needs_modelopt or not weighted):
+    way, weighted, made = way_of(source, structure, scheme, data, memory, device, free), _weighted(scheme), None
+    spill = way.spill(partial) if way.blocks else None
+    if way.blocks and (scheme.needs_modelopt or not weighted):
         from bridge.calibration.walk.run import calibrate_by_blocks
 
-        found, budget = _need(source, scheme, data, device), memory_of(memory, free_memory(device))
-        device = device or home_of(source)
-        ahead = not isinstance(source, MemorySource) and found.blocks + found.largest_bytes <= budget
-        room = found.room(budget)
-        made = calibrate_by_blocks(source, structure, scheme, data, device, report, needed, partial, ahead, spill, room)
+        room = way.need.room(way.budget)
+        made = calibrate_by_blocks(
+            source, structure, scheme, data, way.device, report, needed, partial, way.ahead, spill, room
+        )
     elif scheme.needs_modelopt or not weighted:
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
     if made and not weighted:
@@ -75,8 +159,8 @@ def calibrate(
     from bridge.calibration.importance import measure_importance  # a run of its own, of the plain model
 
     return measure_importance(
-        source, structure, scheme, data, device=device, progress=report, needed=needed, beside=made, by_blocks=cut,
-        spill=spill,
+        source, structure, scheme, data, device=way.device if way.blocks else device, progress=report, needed=needed,
+        beside=made, by_blocks=way.blocks, spill=spill,
     )  # fmt: skip
 
 
@@ -100,16 +184,14 @@ def _together(
     check_same(workers, _arguments(source, structure, scheme, data, device, partial))
     here = workers.neighbours()
     own = replace(data, batches=tuple(batch for _, batch in workers.share(data.batches)))
-    found = _need(source, scheme, own, device).uncut  # sums over the experts of a layer are not joined
     device = device_of(device or home_of(source), here.index(workers.rank))
     free = free_memory(device) // (1 if str(device or "").startswith("cuda") else len(here))
-    by_blocks(found, memory, free)  # refuses what does not fit
-    budget = memory_of(memory, free)
-    ahead = found.blocks + found.largest_bytes <= budget and not isinstance(source, MemorySource)
+    # sums over the experts of a layer are not joined
+    way = way_of(source, structure, scheme, own, memory, device, free, whole_layers=True)
     kept = partial and workers.own_directory(partial)
     progress = report if workers.first else no_progress
     made = calibrate_by_blocks(
-        source, structure, scheme, data, device, progress, needed, kept, ahead, _spill(found, budget, kept),
+        source, structure, scheme, data, device, progress, needed, kept, way.ahead, way.spill(kept, len(here)),
         workers=workers,
     )  # fmt: skip
     check_same(workers, {"calibration": made.digest})
@@ -144,56 +226,6 @@ def _arguments(
 
 def _weighted(scheme: Scheme) -> bool:
     return any(form.weighted for form in scheme.formats)
-
-
-def runs_by_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> bool:
-    """Whether the calibration goes block by block; reads headers, and refuses what no way fits."""
-    driven, resident = data.forward_loop is not None, isinstance(source, MemorySource)
-    found = _need(source, scheme, data, device)
-    return by_blocks(found, memory, free_memory(device), driven=driven, resident=resident)
-
-
-def told_of_blocks(source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None) -> str:
-    """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose, or it fits."""
-    if memory is not None or not runs_by_blocks(source, scheme, data, memory, device):
-        return ""
-    found, budget = _need(source, scheme, data, device), memory_of(memory, free_memory(device))
-    spilled = found.states - found.share(budget)
-    files = f", with {size(spilled)} of activations in files" if spilled else ""
-    return (
-        f"the calibration runs block by block, because the whole model takes {size(found.whole)} of memory and "
-        f"{size(budget)} of what is free here may be used (memory=, --memory); blocks take "
-        f"{size(min(found.blocks, budget))}{files}"
-    )
-
-
-def spill_of(
-    source: Source, scheme: Scheme, data: Data, memory: int | None, device: str | None, partial: Path | None
-) -> Spill | None:
-    """Where a calibration block by block keeps activations that memory does not hold; None if it holds all.
-
-    Reads headers; UsageError if the disk has no room.
-    """
-    return _spill(_need(source, scheme, data, device), memory_of(memory, free_memory(device)), partial)
-
-
-def _spill(found: Need, budget: int, partial: Path | None) -> Spill | None:
-    share = found.share(budget)
-    if share >= found.states:
-        return None
-    from bridge.calibration.walk.states import spill_to
-
-    # finished blocks keep their outputs twice in turn
-    return spill_to(partial, share, found.states - share, 0 if partial is None else found.states)
-
-
-def _need(source: Source, scheme: Scheme, data: Data, device: str | None) -> Need:
-    found = calibration_need(_in_memory(source), source.config, scheme, tokens_of(data))
-    if data.cut:
-        found = found.uncut  # the choice of samples looks into whole layers
-    if str(device or "").startswith("cuda"):  # activations of a GPU have no files
-        found = replace(found, in_files=found.blocks, by_expert_in_files=found.by_expert)
-    return found
 
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:

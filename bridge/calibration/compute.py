@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from bridge.calibration.data import check_compute
+from bridge.sources.memory import MemorySource
 from bridge.sources.source import Source
 
 
@@ -12,6 +13,12 @@ def source_for(source: Source, compute: str | None) -> Source:
     """Return a source whose model runs in the dtype that was asked for; the stored weights stay as they are."""
     check_compute(compute)
     return source if compute is None else cast("Source", _InFloat32(source))
+
+
+def model_in_memory(source: Source) -> MemorySource | None:
+    """The model in memory that a source is, or runs in another dtype; None for other sources."""
+    stored = source._source if isinstance(source, _InFloat32) else source
+    return stored if isinstance(stored, MemorySource) else None
 
 
 class _InFloat32:

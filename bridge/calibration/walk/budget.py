@@ -25,6 +25,7 @@ BASE = 300 << 20  # what one block takes apart from its bytes: pieces that are r
 USED = 0.8  # of the free memory, without memory=
 HELD = 2  # tensors of activations that a forward holds: the embeddings, until its end, and what its last block put out
 AT_ONCE = 3  # and of a batch that runs: the input of a block, its output, and what is being written
+STAYS = 1 << 20  # bytes; smaller activations stay on a device: moving them takes longer than it saves
 EXPERT = 8  # in bytes of its weights: one that runs, one that is read ahead, and ModelOpt's copies of the first
 _KEYS = (
     ("hidden_size", "n_embd", "d_model"),
@@ -83,6 +84,7 @@ class Need:
     `states`: activations between blocks, part of `blocks`; with them in files it takes `in_files`. `by_expert` and
     `by_expert_in_files`: the same with a layer's experts one by one, where `part` is the largest; as by blocks without.
     `codes`: of the codes and scales that are chosen, which a run by blocks keeps in a file; part of `whole`.
+    `parked`: of the states, what a device leaves to the memory of its host while it waits.
     """
 
     whole: int
@@ -96,6 +98,7 @@ class Need:
     part: str
     part_bytes: int
     codes: int = 0
+    parked: int = 0
 
     def share(self, budget: int) -> int:
         """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
@@ -126,6 +129,13 @@ class Need:
     def least(self) -> int:
         """What a calibration takes at least."""
         return min(self.whole, self.in_files, self.by_expert_in_files)
+
+    @property
+    def on_device(self) -> Need:
+        """The same on a device, where waiting activations have no files."""
+        if self.parked:
+            return replace(self, blocks=self.in_files, by_expert=self.by_expert_in_files)
+        return replace(self, in_files=self.blocks, by_expert_in_files=self.by_expert)
 
     @property
     def uncut(self) -> Need:
@@ -185,7 +195,8 @@ def calibration_need(
     by_expert, least = (
         int(SLACK * (parts[part] + held + paused) + losses * parts[part]) + rest for held in (states, running)
     )
-    made = Need(whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part], codes)
+    parked = states if tokens.batch * width * item >= STAYS else 0
+    made = Need(whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part], codes, parked)
     # an importance matrix is collected from whole layers, as are clips and codes
     looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
     return made if least < in_files and not looks else made.uncut

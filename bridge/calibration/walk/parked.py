@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from bridge.calibration.walk.budget import STAYS
+
 HOST = "cpu"
-SMALL = 1 << 20  # bytes; smaller tensors (positions, masks of short rows) stay: moving them takes longer than it saves
+SMALL = STAYS  # positions, masks of short rows
 
 
 class Parked:

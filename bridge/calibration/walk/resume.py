@@ -20,6 +20,7 @@ import torch
 from bridge.calibration.data import Data
 from bridge.calibration.statistics import KINDS, MATRICES, Statistics
 from bridge.calibration.walk.blocks import Block
+from bridge.calibration.walk.states import written
 from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
@@ -76,7 +77,7 @@ class Partial:
     """The finished blocks of a walk. `blocks`: their names, in the order in which they ran."""
 
     def __init__(self, work: Work) -> None:
-        self._work = work
+        self._work, self.directory = work, work.directory
         self.blocks = [*work.done]
         last = work.done[self.blocks[-1]] if self.blocks else {}
         self._states, self.next = str(last.get("states", "")), str(last.get("next", ""))
@@ -123,6 +124,19 @@ class Partial:
             shapes = json.dumps([_flat(value, tensors) for value in outputs])
         except _CannotKeep:
             return False
+        with written(self.directory, "finished blocks"):
+            self._write(block, seen, tensors, shapes, digest, release)
+        return True
+
+    def _write(
+        self,
+        block: Block,
+        seen: Statistics,
+        tensors: Sequence[torch.Tensor],
+        shapes: str,
+        digest: str,
+        release: Callable[[torch.Tensor], None],
+    ) -> None:
         states = "states-b.safetensors" if self._states == "states-a.safetensors" else "states-a.safetensors"
         arrays = {
             f"{kind}/{name}": array for kind in KINDS if kind not in MATRICES for name, array in seen[kind].items()
@@ -136,7 +150,6 @@ class Partial:
         self.blocks.append(block.name)
         self._placed.append(places)
         self._states, self.next = states, digest
-        return True
 
     def _statistics(self, number: int) -> Path:
         return self._work.directory / f"block-{number:05}.safetensors"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bridge.core.errors import UsageError, WriteError, reason
 from bridge.core.machine import drop_pages, in_memory
 from bridge.core.text import size
 
+HOLD = "give memory= (--memory) enough to hold them, fewer samples= (--samples), or"
 SMALL = 64 << 10  # bytes of a tensor that is not worth a mapping, of which a process may have 65,530
 
 
@@ -55,38 +57,61 @@ class Spill:
     def _written(self, storage: torch.UntypedStorage) -> Any:
         """Return a copy of a storage that is the mapping of a file."""
         rest = memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
-        try:
-            with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:
-                while rest:
-                    rest = rest[file.write(rest) :]
-                mapped: Any = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", True, storage.nbytes())
-                return mapped
-        except OSError as error:
-            raise WriteError(
-                f"{self._directory}: {reason(error)} while activations were kept there; free some, give memory= "
-                "(--memory) enough to hold them, or fewer samples= (--samples)"
-            ) from error
+        with (
+            written(self._directory, "activations", HOLD),
+            tempfile.TemporaryFile(dir=self._directory, buffering=0) as file,
+        ):
+            while rest:
+                rest = rest[file.write(rest) :]
+            mapped: Any = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", True, storage.nbytes())
+            return mapped
 
 
-def spill_to(directory: Path | None, share: int, nbytes: int, more: int = 0) -> Spill:
-    """Return a place for `nbytes` of activations, beside `directory`; UsageError if the disk has no room for them.
+@contextmanager
+def written(place: Path | None, what: str, remedy: str = "or") -> Iterator[None]:
+    """Tell an error of the disk while `what` is kept in a directory; None: that of temporary files."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"{place or tempfile.gettempdir()}: {reason(error)} while {what} were kept there; free some, {remedy} "
+            "point partial= (TMPDIR) to another disk"
+        ) from error
 
-    None: the directory of temporary files. `more`: bytes that are written to `directory` itself.
+
+def spill_to(
+    directory: Path | None,
+    share: int,
+    states: int,
+    codes: int = 0,
+    finished: int = 0,
+    spare: int = 0,
+    sharing: int = 1,
+) -> Spill | None:
+    """Return a place for bytes of activations, beside `directory`; UsageError if the disk has no room.
+
+    None: the directory of temporary files. `states`: activations that do not fit into `share` bytes; None is returned
+    without any. `codes`: chosen codes and scales; a file in memory is enough if `spare` holds them. `finished`: outputs
+    of finished blocks. `sharing`: processes that write as much there.
     """
     wanted = (directory or Path(tempfile.gettempdir())).absolute()
     place = next(path for path in (wanted, *wanted.parents) if path.is_dir())
-    remedy = "give memory= (--memory) enough to hold them, fewer samples= (--samples), or"
-    if in_memory(place):
+    of_data = states + finished
+    what = " and ".join(["activations"] * (of_data > 0) + ["chosen codes"] * (codes > 0))
+    remedy = HOLD if of_data else "give memory= (--memory) enough for the whole model, or"
+    if in_memory(place) and (states or codes > spare):
         raise UsageError(
-            f"{size(nbytes)} of activations do not fit into memory=, and {place} lies in memory, too; {remedy} "
+            f"{size(states + codes)} of {what} do not fit into memory=, and {place} lies in memory, too; {remedy} "
             "partial= (TMPDIR) on a disk"
         )
-    if (free := shutil.disk_usage(place).free) < nbytes + more:
+    total = states + codes + finished
+    there = sum(path.stat().st_size for path in wanted.iterdir()) if directory and place == wanted else 0
+    if total and (free := shutil.disk_usage(place).free // sharing + there) < total:
         raise UsageError(
-            f"{place} has {size(free)} free, and a calibration in so little memory keeps {size(nbytes + more)} "
-            f"of activations there; {remedy} another disk"
+            f"{place} has {size(free)} free, and a calibration block by block keeps {size(total)} of {what} there; "
+            f"{remedy} another disk"
         )
-    return Spill(place, share)
+    return Spill(place, share) if states else None
 
 
 def _weak(storage: torch.UntypedStorage) -> Any:

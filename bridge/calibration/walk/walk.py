@@ -31,7 +31,7 @@ from bridge.calibration.walk.parked import Parked, storages, to_device
 from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of
 from bridge.calibration.walk.skeleton import Skeleton
-from bridge.calibration.walk.states import Spill
+from bridge.calibration.walk.states import Spill, written
 from bridge.calibration.walk.weights import Ahead, Weights, drop, drop_quantizers, share
 from bridge.calibration.walk.workers.join import check_same_weights, join_answers, joined_counts, joined_statistics
 from bridge.calibration.walk.workers.processes import Workers, share_of
@@ -262,10 +262,11 @@ class Walk:
         """Write the codes and scales that a block chose to a file, where they stay."""
         found = chosen_of(root, bindings, self._origins)
         seen["weight_amax"] |= found["weight_amax"]
-        if self._codes is None and any(found[kind] for kind in MATRICES):
-            self._codes = self._left.codes if self._left else AppendedFile()
-        for kind in MATRICES:
-            seen[kind] |= {module: self._codes.append(m) for module, m in found[kind].items() if self._codes}
+        with written(self._left.directory if self._left else None, "chosen codes"):
+            if self._codes is None and any(found[kind] for kind in MATRICES):
+                self._codes = self._left.codes if self._left else AppendedFile()
+            for kind in MATRICES:
+                seen[kind] |= {module: self._codes.append(m) for module, m in found[kind].items() if self._codes}
 
     def _measure(self, block: Block, run: Callable[..., Any]) -> None:
         for batch in self._waiting(self._held, block):

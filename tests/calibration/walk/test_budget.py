@@ -10,12 +10,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
+import bridge  # noqa: E402
 from bridge.api.request import Request, need_of, resolve  # noqa: E402
 from bridge.calibration.algorithms.sizes import hessian_sizes, matrices_of  # noqa: E402
 from bridge.calibration.amount import sampling_for  # noqa: E402
+from bridge.calibration.calibrate import way_of  # noqa: E402
+from bridge.calibration.compute import model_in_memory, source_for  # noqa: E402
 from bridge.calibration.data import DEFAULT, Sampling, prepare  # noqa: E402
 from bridge.calibration.walk.budget import calibration_need, default_tokens, stacked_bytes, streams_of, tokens_of  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
+from bridge.calibration.walk.workers.device import home_of  # noqa: E402
+from bridge.core.errors import UsageError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.core.values import Site, TensorSpec  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
@@ -142,3 +147,53 @@ def test_the_whole_model_counts_what_transformers_stacks(
     model = source.load_model()
     copied = sum(tensor.nbytes for tensor in model.parameters() if tensor.data_ptr() not in places)
     assert stacked_bytes(source.specs.values()) == copied
+    resident = open_source(model)
+    data, structure = prepare(batches(), source), structure_of(source)
+    ways = [way_of(it, structure, load_scheme("fp8"), data, None, None, 1 << 40) for it in (source, resident)]
+    assert ways[0].need.whole - ways[1].need.whole == copied  # of a model in memory nothing is stacked
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_in_memory_is_known_in_float32(dtype: str) -> None:
+    """A copy in float32 is not in memory yet, and may go block by block; it runs where the model is."""
+    resident = source_for(open_source(build("LlamaForCausalLM", getattr(torch, dtype))), "fp32")
+    structure, data = structure_of(resident), prepare(batches(), resident)
+    assert model_in_memory(resident) and home_of(resident) == "cpu"
+    found = way_of(resident, structure, load_scheme("fp8"), data, None, None, 1 << 40)
+    assert found.resident and not found.ahead and not found.blocks
+    if dtype == "float32":
+        assert not way_of(resident, structure, load_scheme("fp8"), data, None, None, free=1).blocks
+    else:
+        with pytest.raises(UsageError, match="too little to calibrate"):
+            way_of(resident, structure, load_scheme("fp8"), data, None, None, free=1)
+
+
+def test_free_memory_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looks: list[int] = []
+
+    def shrinking() -> int:
+        looks.append(1 << 40 >> len(looks))
+        return looks[-1]
+
+    monkeypatch.setattr("bridge.calibration.calibrate.available_memory", shrinking)
+    bridge.calibrate(TINY, "fp8", samples=2, sequence=32)
+    assert len(looks) == 1
+    bridge.convert(TINY, "hf", "fp8", tmp_path / "out", samples=2, sequence=32, verify=False, progress=False)
+    assert len(looks) == 2
+
+
+def test_activations_of_a_device_wait_in_the_memory_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(TINY)
+    structure, scheme = structure_of(source), load_scheme("fp8")
+    ids = torch.ones(8, 128, dtype=torch.long)
+    data = prepare([{"input_ids": ids}] * 64, source)
+    monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)
+    host, small = (way_of(source, structure, scheme, data, None, device, 1 << 40) for device in (None, "cuda"))
+    assert small.need.blocks == small.need.in_files == host.need.blocks and not small.need.parked
+    monkeypatch.setattr("bridge.calibration.walk.budget.STAYS", 1 << 10)
+    device = way_of(source, structure, scheme, data, None, "cuda", 1 << 40)
+    assert device.need.blocks == host.need.in_files < host.need.blocks and device.need.parked == host.need.states
+    assert device.spill(None) is None
+    monkeypatch.setattr("bridge.calibration.calibrate.available_memory", lambda: device.need.parked - 1)
+    with pytest.raises(UsageError, match=r"of activations wait in the host's memory, of which .* give fewer samples="):
+        device.spill(None)

@@ -13,13 +13,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
+from bridge.calibration.calibrate import way_of  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk import states  # noqa: E402
 from bridge.calibration.walk.budget import Tokens, by_blocks, calibration_need, choice  # noqa: E402
+from bridge.calibration.walk.resume import Partial  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.states import Spill  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.errors import BridgeWarning, UsageError, WriteError  # noqa: E402
+from bridge.core.files.matrices import AppendedFile  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -174,6 +177,81 @@ def test_a_disk_without_room_is_refused_before_a_weight_is_read(
     many = [{"input_ids": batch["input_ids"]} for batch in batches() * 20]
     with pytest.raises(UsageError, match=why):
         bridge.calibrate(tmp_path, "fp8", many, memory=300_000, partial=tmp_path / "partial")
+
+
+@pytest.mark.parametrize(
+    ("quant", "partial", "what"),
+    [
+        ("int4_gptq", None, "chosen codes"),
+        ("fp8", "kept", "activations"),
+        ("int4_gptq", "kept", "activations and chosen"),
+    ],
+)
+def test_a_disk_without_room_for_codes_or_finished_blocks_is_refused_before_a_weight_is_read(
+    quant: str, partial: str | None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds all activations, so that none is spilled."""
+    build("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)
+    scheme = load_scheme(quant)
+    way = way_of(source, structure_of(source), scheme, prepare(batches(), source), None, None, free=1 << 40)
+    assert way.need.blocks < way.need.whole
+    for name in ("load_model", "load_skeleton", "read", "read_rows"):
+        monkeypatch.setattr(type(source), name, lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
+    with pytest.raises(UsageError, match=rf"has 1 kB free, and .* of {what}.* there; give memory="):
+        bridge.calibrate(
+            tmp_path, quant, batches(), memory=way.need.blocks, partial=tmp_path / partial if partial else None
+        )
+
+
+def test_codes_in_memory_need_room_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "in_memory", lambda _: True)
+    assert states.spill_to(tmp_path, share=0, states=0, codes=10, spare=10) is None
+    with pytest.raises(UsageError, match=r"11 B of chosen codes do not fit into memory=, and .* lies in memory, too"):
+        states.spill_to(tmp_path, share=0, states=0, codes=11, spare=10)
+
+
+def test_what_an_earlier_run_left_needs_no_further_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
+    with pytest.raises(UsageError, match="has 1 kB free"):
+        states.spill_to(tmp_path, share=0, states=0, finished=1500)
+    (tmp_path / "states-a.safetensors").write_bytes(bytes(500))
+    assert states.spill_to(tmp_path, share=0, states=0, finished=1500) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["chosen codes", "finished blocks"])
+def test_a_disk_that_fills_is_told_and_the_run_goes_on_afterwards(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    structure = structure_of(source)
+    scheme, data = load_scheme("int4_gptq").bound(structure.sites), prepare(batches(), source)
+    cls, name = (AppendedFile, "append") if what == "chosen codes" else (Partial, "_write")
+    plain, calls = getattr(cls, name), 0
+
+    def full(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:  # in the second layer
+            raise OSError(28, "No space left on device")
+        return plain(*given)
+
+    def digest(partial: Path | None) -> str:
+        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress, partial=partial).digest
+
+    expected = digest(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, name, full)
+        if what == "finished blocks":
+            calls = 6
+        with pytest.raises(WriteError, match=rf"the disk is full while {what} were kept there; free some") as raised:
+            digest(tmp_path / "partial")
+    assert "goes on from there" in "".join(raised.value.__notes__)
+    assert digest(tmp_path / "partial") == expected
 
 
 @pytest.mark.slow

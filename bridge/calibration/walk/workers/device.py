@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from bridge.sources.memory import MemorySource
+from bridge.calibration.compute import model_in_memory
+from bridge.sources.source import Source
 
 
 def device_of(device: str | None, neighbour: int) -> str | None:
@@ -22,8 +22,7 @@ def device_of(device: str | None, neighbour: int) -> str | None:
     return f"cuda:{index % max(1, torch.cuda.device_count())}"
 
 
-def home_of(source: Any) -> str | None:
+def home_of(source: Source) -> str | None:
     """Return the device of a model in memory, where a walk runs unless another is asked for; None for other sources."""
-    if not isinstance(source, MemorySource):
-        return None
-    return str(next(source.load_model().parameters()).device)
+    found = model_in_memory(source)
+    return str(next(found.load_model().parameters()).device) if found else None
