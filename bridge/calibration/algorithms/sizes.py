@@ -80,6 +80,16 @@ def codes_bytes(matrices: Iterable[Matrix]) -> int:
     return total
 
 
+def changed_values(matrices: Iterable[Matrix]) -> int:
+    """Return how many weights calibration changes: the whole model's modules get copies of these.
+
+    >>> from bridge.quant.schemes.load import load_scheme
+    >>> changed_values([Matrix("model.layers.3.mlp.up.weight", 32, 64, load_scheme("int4_awq").formats)])
+    2048
+    """
+    return sum(one.out * one.in_ for one in matrices if any(form.changes_weights for form in one.forms))
+
+
 def widest(matrices: Iterable[Matrix]) -> int:
     """Return the largest `in` of the matrices that are clipped, 0 without one."""
     return max((one.in_ for one in matrices if any(form.clipped for form in one.forms)), default=0)

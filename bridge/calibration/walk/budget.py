@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.calibration.algorithms.clips import LOSSES, search_bytes
-from bridge.calibration.algorithms.sizes import EXPERTS, LAYER, codes_bytes, hessian_sizes, matrices_of, widest
+from bridge.calibration.algorithms.sizes import (
+    EXPERTS,
+    LAYER,
+    changed_values,
+    codes_bytes,
+    hessian_sizes,
+    matrices_of,
+    widest,
+)
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import BATCH, DEFAULT, HELD_OUT, SEQUENCE, Data, Sampling, positions
 from bridge.calibration.quantizers import known_formats
@@ -189,7 +197,7 @@ def calibration_need(
     product, losses = (2 * search_bytes(clipped), LOSSES / item) if clipped else (0, 0.0)
     hessians, copies = hessian_sizes(matrices)
     whole = int((WHOLE + losses) * total) + stacked_bytes(specs.values()) + product + inside
-    whole += sum(hessians.values()) + copies + codes
+    whole += sum(hessians.values()) + copies + codes + changed_values(matrices) * item
     rest = smoothed + product + inside + BASE + max(hessians.values(), default=0) + copies
     blocks, in_files = (int(SLACK * (sizes[name] + held) + losses * sizes[name]) + rest for held in (states, running))
     by_expert, least = (
@@ -228,7 +236,8 @@ def measuring_need(
         more = logits + need.largest_bytes * twice
         found.append(replace(need, blocks=need.blocks + more, in_files=need.in_files + more).uncut)
     most = max(found, key=lambda need: need.blocks)
-    whole = max(need.whole for need in found) + logits + changing * sum(spec.nbytes for spec in specs.values())
+    again = max(0, changing - 1) * sum(spec.nbytes for spec in specs.values())
+    whole = max(need.whole for need in found) + logits + again
     return replace(most, whole=whole)
 
 

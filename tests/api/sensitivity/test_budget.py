@@ -176,7 +176,7 @@ def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one()
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    for words in ({"quant": "nvfp4", "fallback": None}, {"quant": "int4_wo", "fallback": "mxfp8"}):
+    for words in ({"quant": "nvfp4_mse", "fallback": None}, {"quant": "int4_wo", "fallback": "mxfp8"}):
         with pytest.raises(CalibrationError, match="without CUDA"):
             make_job(MODEL, **words, budget=None, method="kl", kv=None, config=None, tokenizer=None)  # type: ignore[arg-type]
 
