@@ -29,11 +29,12 @@ from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
 from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.errors import CalibrationError, SourceError, UsageError, warn
-from bridge.core.output.directory import check_disk, output_directory
+from bridge.core.output.directory import Work, check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
 from bridge.core.output.replace import check_free, recover, work_directory
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress, no_progress
+from bridge.core.text import number
 from bridge.core.values import Structure
 from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
@@ -201,6 +202,7 @@ def _run(request: Request, options: RunOptions) -> Report:
         return report_from_dict(kept)
     check_disk(resolved.out, resolved.disk)
     with output_directory(resolved.out, prepared.identity, overwrite=request.overwrite, resume=request.resume) as work:
+        _tell_resumed(work, resolved)
         calibration = _calibration(prepared, work.directory, clock, options.workers)
         context = ConversionContext(
             resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
@@ -224,6 +226,15 @@ def _run(request: Request, options: RunOptions) -> Report:
         if outgoing:
             outgoing.note_finished(work.directory, prepared.identity, request.verify)
     return report
+
+
+def _tell_resumed(work: Work, resolved: ResolvedRequest) -> None:
+    """Say where an unfinished run goes on; a calibration that stopped between blocks tells it itself."""
+    calibrated = resolved.uncalibrated and (work.directory / CALIBRATION).exists()
+    if work.done or calibrated:
+        has = f"{len(work.done):,} of {number(len(resolved.plan.steps), 'tensor')}"
+        has = f"a calibration and {has}" if calibrated else has
+        warn(f"continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
 
 
 def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:

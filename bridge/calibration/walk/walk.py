@@ -35,7 +35,7 @@ from bridge.calibration.walk.states import Spill, written
 from bridge.calibration.walk.weights import Ahead, Weights, drop, drop_quantizers, share
 from bridge.calibration.walk.workers.join import check_same_weights, join_answers, joined_counts, joined_statistics
 from bridge.calibration.walk.workers.processes import Workers, share_of
-from bridge.core.errors import BridgeError, CalibrationError
+from bridge.core.errors import BridgeError, CalibrationError, warn
 from bridge.core.files.matrices import AppendedFile
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
@@ -155,7 +155,10 @@ class Walk:
             return True
         least = min(self._workers.agree(len(left.blocks))) if self._workers else len(left.blocks)
         taken = left.back_to(least) and (not left.blocks or self._take_up(left))
-        return all(self._workers.agree(taken)) if self._workers else taken
+        taken = all(self._workers.agree(taken)) if self._workers else taken
+        if taken and left.blocks:
+            warn(f"the calibration continues after block {len(left.blocks)} of {len(self.blocks)}, {left.blocks[-1]}")
+        return taken
 
     def _take_up(self, left: Partial) -> bool:
         """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""

@@ -20,7 +20,7 @@ from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
-from bridge.core.errors import WriteError  # noqa: E402
+from bridge.core.errors import BridgeWarning, WriteError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
@@ -131,7 +131,8 @@ def test_finished_blocks_do_not_run_again(tmp_path: Path, monkeypatch: pytest.Mo
         return visit(self, block)
 
     monkeypatch.setattr(Walk, "_visit", noted)
-    calibrated(tmp_path / "model", tmp_path / "partial")
+    with pytest.warns(BridgeWarning, match=r"continues after block 2 of 4, model\.layers\.0"):
+        calibrated(tmp_path / "model", tmp_path / "partial")
     assert visited == ["model.layers.1", "lm_head"]
 
 
