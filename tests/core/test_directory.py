@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from bridge.core.errors import SourceError, Stopped, WriteError
+from bridge.core.errors import SourceError, Stopped, UsageError, WriteError
 from bridge.core.output import journal
-from bridge.core.output.directory import check_disk, output_directory
+from bridge.core.output.directory import check_disk, check_file_free, output_directory, partial_directory
 from bridge.core.output.names import CALIBRATION
 from bridge.core.output.replace import make_visible, recover, work_directory
 
@@ -129,6 +129,24 @@ def test_two_runs_into_one_directory_are_refused(tmp_path: Path) -> None:
             pytest.fail("entered")
         (work.directory / "x").write_text("1")
     assert names(tmp_path / "model") == ["x"]
+
+
+@pytest.mark.parametrize("opened", [output_directory, partial_directory])
+def test_a_place_that_cannot_be_written_is_not_taken_for_that_of_another_run(opened: Any) -> None:
+    """/proc refuses new directories, of the superuser too."""
+    with pytest.raises(WriteError, match=r"/proc/\S+ cannot be written: No such file"), opened(Path("/proc/a"), "a"):
+        pytest.fail("entered")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"/proc/a\.toml: a recipe cannot be written there: No such file"):
+        check_file_free(Path("/proc/a.toml"), False, "a recipe", ".toml")
+    (tmp_path / "a.toml").mkdir()
+    with pytest.raises(UsageError, match="is a directory"):
+        check_file_free(tmp_path / "a.toml", True, "a recipe", ".toml")
+    (tmp_path / "a.toml").rmdir()
+    check_file_free(tmp_path / "a.toml", False, "a recipe", ".toml")
+    assert names(tmp_path) == []
 
 
 def kill_inside(out: Path, identity: str) -> None:

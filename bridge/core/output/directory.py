@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
-from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreachable
+from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreachable, reason
 from bridge.core.output.journal import begin, busy, left, lock, remove_unbegun, valid_lines, void
 from bridge.core.output.names import CALIBRATING, CALIBRATION, JOURNAL, MANIFEST
 from bridge.core.output.replace import check_free, make_visible, recover, reserved, work_directory
@@ -58,8 +59,17 @@ def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None
         raise UsageError(f"{path}: {what} ends in {suffix}: name it {path.with_suffix(suffix)}")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: {path.absolute().parent} is not a directory; make it first")
+    if path.is_dir():
+        raise UsageError(f"{path}: is a directory; choose another name")
     if path.exists() and not overwrite:
         raise UsageError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
+    try:
+        with TemporaryFile(dir=path.absolute().parent):  # the mode alone does not tell: a file system may be read-only
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {what} cannot be written there: {reason(error)}; choose another directory"
+        ) from error
 
 
 def check_disk(out: Path, need: int) -> None:
@@ -142,7 +152,7 @@ def _not_written(error: OSError, out: Path, kept: bool = False) -> WriteError:
     lost = "" if kept else "; nothing was kept"
     if disk_is_full(error):
         return WriteError(f"{out.parent}: the disk is full{lost}. Free some space and run again")
-    return WriteError(f"{error.filename or out}: {error.strerror or error}{lost}")
+    return WriteError(f"{error.filename or out} cannot be written: {error.strerror or error}{lost}")
 
 
 @contextmanager
@@ -156,9 +166,9 @@ def _owned(out: Path, work: Path) -> Iterator[IO[str]]:
             work.mkdir(exist_ok=True)
             journal = (work / JOURNAL).open("a+")
             lock(journal, work)
-        except FileNotFoundError as error:  # its owner renamed it while this one opened it
-            raise busy(work) from error
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and error.filename == str(work / JOURNAL):
+                raise busy(work) from error  # its owner renamed it while this one opened it
             raise _not_written(error, out) from error
         yield journal
     except BaseException:

@@ -25,7 +25,7 @@ def lock(journal: IO[str], work: Path) -> None:
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         here = (work / JOURNAL).stat()
-    except OSError as error:
+    except (BlockingIOError, FileNotFoundError) as error:
         raise busy(work) from error
     if here.st_ino != os.fstat(journal.fileno()).st_ino:
         raise busy(work)
