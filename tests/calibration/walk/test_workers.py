@@ -246,6 +246,12 @@ def test_what_cannot_be_joined_is_refused_before_the_model_is_loaded(
         calibrate(source, structure, scheme, data, workers=Workers(0, 2, (), True))
 
 
+@pytest.mark.parametrize("count", [0, -1, "x", True, 1.0])
+def test_a_number_of_workers_is_a_whole_number(count: Any) -> None:
+    with pytest.raises(UsageError, match=rf"workers={count!r}: .* is a whole number, 1 or more"), joined(count):
+        pytest.fail("entered")
+
+
 def test_shares_follow_the_ranks_and_differ_by_one() -> None:
     for size in range(1, 5):
         for count in range(8):

@@ -52,6 +52,8 @@ def joined(workers: int | None = None) -> Iterator[Workers | None]:
 
     `workers`: how many the caller expects; None for all that were started together, 1 for this process alone.
     """
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UsageError(f"workers={workers!r}: how many processes share the batches is a whole number, 1 or more")
     rank, size = launched()
     if workers not in (None, 1, size):
         raise UsageError(
