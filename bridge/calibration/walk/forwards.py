@@ -18,7 +18,10 @@ from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.parked import Parked
 from bridge.core.errors import CalibrationError
 
-REMEDY = "give memory= (--memory) enough for the whole model; `qbridge plan` says how much it takes"
+REMEDY = (
+    "run the whole model: give memory= (--memory) enough for it, as `qbridge plan` says, in one process (workers=1, or "
+    "without torchrun)"
+)
 STANDS_FOR = "_stands_for"  # attribute of a stand-in's parameter: its live name
 _HARMLESS = ("__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point")
 _running = threading.local()
