@@ -389,3 +389,32 @@ def test_a_partition_of_another_model_than_the_rows_is_refused(tmp_path: Path) -
         rows.same_source(replace(offer, version="0.0"))
     with pytest.raises(SourceError, match="cannot be opened on"):
         rows.same_source(replace(offer, model=str(tmp_path)))
+
+
+@slow
+def test_tasks_share_a_calibration_and_get_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
+    """Ray starts the processes; the environment that torchrun would give says who they are."""
+    pytest.importorskip("modelopt.torch.quantization")
+    import ray
+
+    from tests.calibration.walk.test_workers import free_port
+
+    asked: dict[str, Any] = {"quant": "fp8", "samples": 12, "sequence": 64, "progress": False}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    model = str(Path("examples/models/tiny-llama").resolve())
+
+    def calibrated(path: Path) -> bytes:
+        return bridge.calibrate(model, **asked).save(path).read_bytes()
+
+    ray.init(address, log_to_driver=False)
+    try:
+        tasks = [
+            ray.remote(calibrated)
+            .options(num_cpus=1, runtime_env={"env_vars": {**shared, "RANK": str(rank)}})
+            .remote(tmp_path / str(rank))
+            for rank in range(2)
+        ]
+        found = ray.get(tasks)
+    finally:
+        ray.shutdown()
+    assert found == [calibrated(tmp_path / "alone")] * 2
