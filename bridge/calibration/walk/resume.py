@@ -2,7 +2,7 @@
 
 A killed run goes on at the next block. The outputs of the last finished block stand for those of all blocks before it
 when the forwards run again; the digest of what the next block is given proves that nothing else was carried along (T5's
-decoder also gets the encoder's states, so it starts again). The journal has the digest of each block's statistics.
+decoder also gets the encoder's states, so it starts again). The journal has digests of statistics and codes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bridge.calibration.walk.states import written
 from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
-from bridge.core.files.matrices import AppendedFile
+from bridge.core.files.matrices import AppendedFile, FileMatrix
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, layout
 from bridge.core.output.directory import Work, partial_directory
 from bridge.core.output.journal import begin
@@ -35,6 +35,7 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.loading import as_tensor
 from bridge.sources.source import Source
 
+PIECE = 16 << 20  # bytes of codes that are read at once
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -99,7 +100,7 @@ class Partial:
         """Forget a last block that another process did not finish; False if the states before it are gone."""
         if count < len(self.blocks) - 1 or count == 0:
             return count == len(self.blocks)
-        self.blocks = self.blocks[:count]
+        self.blocks, self._placed = self.blocks[:count], self._placed[:count]
         last = self._work.done[self.blocks[-1]]
         self._states, self.next = str(last["states"]), str(last["next"])
         return True
@@ -141,12 +142,14 @@ class Partial:
         arrays = {
             f"{kind}/{name}": array for kind in KINDS if kind not in MATRICES for name, array in seen[kind].items()
         }
-        places = {f"{kind}/{name}": (m.offset, *m.shape) for kind in MATRICES for name, m in seen[kind].items()}
+        codes = {f"{kind}/{name}": matrix for kind in MATRICES for name, matrix in seen[kind].items()}
+        places = {name: (matrix.offset, *matrix.shape) for name, matrix in codes.items()}
         statistics = file_bytes(arrays)
         write_whole(self._statistics(len(self.blocks)), statistics)
         _write(self._work.directory / states, tensors, {"outputs": shapes}, release)
-        told = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
-        self._work.mark(block.name, told | ({"codes": places} if places else {}))
+        told: dict[str, Any] = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
+        told |= {"codes": places, "chosen": _digest(codes.values())} if places else {}
+        self._work.mark(block.name, told)
         self.blocks.append(block.name)
         self._placed.append(places)
         self._states, self.next = states, digest
@@ -165,9 +168,12 @@ class Partial:
             for name in file.specs:
                 kind, _, module = name.partition("/")
                 seen[kind][module] = file.read(name)
-            for name, (offset, *shape) in self._placed[number].items():
+            codes = {name: self.codes.matrix(at, tuple(shape)) for name, (at, *shape) in self._placed[number].items()}
+            if codes and _digest(codes.values()) != self._work.done[block]["chosen"]:
+                raise ValueError(f"codes of {block} have changed")
+            for name, matrix in codes.items():
                 kind, _, module = name.partition("/")
-                seen[kind][module] = self.codes.matrix(offset, tuple(shape))
+                seen[kind][module] = matrix
             yield seen
 
     def outputs(self) -> Iterator[Any]:
@@ -180,6 +186,15 @@ class Partial:
 
         for shape in json.loads(file.header.metadata["outputs"]):
             yield _unflat(shape, read)
+
+
+def _digest(matrices: Iterable[FileMatrix]) -> str:
+    digest = hashlib.sha256()
+    for matrix in matrices:
+        step = max(1, PIECE // max(1, matrix.shape[1]))
+        for row in range(0, matrix.shape[0], step):
+            digest.update(matrix[row : row + step].data)
+    return digest.hexdigest()
 
 
 def damaged(error: Exception) -> bool:

@@ -173,18 +173,21 @@ def test_another_dtype_or_other_held_out_inputs_are_another_run(
 
 
 @pytest.mark.slow
-def test_statistics_that_were_changed_since_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scheme", "file"), [("fp8", "block-00000.safetensors"), ("int4_gptq", "codes.bin")])
+def test_statistics_that_were_changed_since_are_taken_again(
+    scheme: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     with monkeypatch.context() as patch:
         patch.setattr(Partial, "keep", stopping(2))
         with pytest.raises(_Stopped):
-            calibrated(tmp_path / "model", tmp_path / "partial", "fp8")
-    kept = tmp_path / "partial" / "block-00000.safetensors"
+            calibrated(tmp_path / "model", tmp_path / "partial", scheme, None)
+    kept = tmp_path / "partial" / file
     content = bytearray(kept.read_bytes())
     content[-2] ^= 1
     kept.write_bytes(content)
-    found = calibrated(tmp_path / "model", tmp_path / "partial", "fp8")
-    assert found.digest == calibrated(tmp_path / "model", None, "fp8").digest
+    found = calibrated(tmp_path / "model", tmp_path / "partial", scheme, None)
+    assert found.digest == calibrated(tmp_path / "model", None, scheme, None).digest
 
 
 @pytest.mark.slow
