@@ -128,11 +128,14 @@ def test_codes_stay_in_the_file_of_a_calibration() -> None:
 
 
 @pytest.mark.slow
-def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [0, -1])
+def test_codes_of_other_weights_are_refused(row: int, tmp_path: Path) -> None:
     shutil.copytree(LLAMA, tmp_path / "tuned")
     file = tmp_path / "tuned" / "model.safetensors"
     data = bytearray(file.read_bytes())
-    data[SafetensorsFile(file).offset("model.layers.2.mlp.up_proj.weight")] ^= 1
+    stored = SafetensorsFile(file)
+    spec = stored.specs["model.layers.2.mlp.up_proj.weight"]
+    data[stored.offset(spec.name) + row % spec.shape[0] * spec.nbytes // spec.shape[0]] ^= 1
     file.write_bytes(data)
     with pytest.raises(CalibrationError, match="chosen for other weights"):
         bridge.convert(
