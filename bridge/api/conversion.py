@@ -199,6 +199,7 @@ def _run(request: Request, options: RunOptions) -> Report:
         request.progress(1, 1, "plan")
     resolved = prepared.resolved
     if outgoing and request.resume and (kept := outgoing.kept(prepared.identity, request.verify)):
+        _decide(options.workers, False)
         return report_from_dict(kept)
     check_disk(resolved.out, resolved.disk)
     with output_directory(resolved.out, prepared.identity, overwrite=request.overwrite, resume=request.resume) as work:
@@ -308,11 +309,10 @@ def _calibration(
     resolved, saved = prepared.resolved, directory / CALIBRATION
     if resolved.calibration:
         resolved.calibration.save(saved)
+    _decide(workers, resolved.uncalibrated and not saved.exists())
     if not (resolved.uncalibrated and resolved.scheme and prepared.data):
         return resolved.calibration
     with clock.stage("calibrate"):
-        if workers:
-            workers.agree(not saved.exists())
         if saved.exists():
             return Calibration.load(saved)
         if not prepared.recipe:  # it was chosen with the same data
@@ -332,19 +332,33 @@ def _needed(resolved: ResolvedRequest) -> set[str]:
     return {module for step in resolved.plan.quantized for module in step.modules}
 
 
+def _decide(workers: Workers | None, calibrates: bool) -> None:
+    """Tell the other processes of a conversion, once, whether all of them calibrate."""
+    if workers:
+        workers.agree(calibrates)
+
+
 def _assisted(request: Request, workers: Workers) -> Report:
     """Share the calibration of a conversion that the first process writes, and return its report."""
     source = open_source(request.model, request.config, request.tokenizer)
     resolved = resolve(source, request)
-    if resolved.uncalibrated:
+    calibrates, *_ = workers.agree(None)
+    if calibrates:
         assert resolved.scheme
         own = request.calib if resolved.calibration is None and request.data is None else request.data
         data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
-        calibrates, *_ = workers.agree(None)
-        if calibrates:
-            calibrate(
-                source, resolved.structure, resolved.scheme, data, request.device, no_progress, _needed(resolved),
-                request.memory, work_directory(resolved.out.absolute()), request.compute, workers,
-            )  # fmt: skip
+        calibrate(
+            source, resolved.structure, resolved.scheme, data, request.device, no_progress, _needed(resolved),
+            request.memory, _beside(request, resolved.out), request.compute, workers,
+        )  # fmt: skip
     written, *_ = workers.agree(None)
     return report_from_dict(json.loads(written))
+
+
+def _beside(request: Request, out: Path) -> Path:
+    """Where a process that does not write keeps finished blocks: beside the output, or beside where it is made."""
+    if request.out is None or not is_remote(request.out):
+        return work_directory(out.absolute())
+    from bridge.core.remote.upload import made_at
+
+    return made_at(request.out).parent.with_suffix(".partial")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import bridge
+from bridge.api.conversion import RunOptions, run
+from bridge.api.request import Request
+from bridge.calibration.data import Sampling
+from bridge.calibration.walk.workers.processes import Workers
 from bridge.cli import terminal
 from bridge.core.errors import UsageError, WriteError
 from bridge.core.remote import upload as outgoing
@@ -68,6 +72,39 @@ def test_an_interrupt_before_anything_is_sent_tells_where_the_finished_output_is
         patch.setattr("bridge.targets.write.write", None)  # nothing is made again
         convert()
     assert "bridge.json" in there(s3) and not list(tmp_path.iterdir())
+
+
+class Meetings:
+    """One of two processes that convert together: what it says is kept, and it hears what is given."""
+
+    size, rank = 2, 0
+
+    def __init__(self, *heard: Any) -> None:
+        self.first, self.said, self._heard = not heard, [], [*heard]
+
+    def agree(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return [self._heard.pop(0) if self._heard else value, value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["fp8", "int8_wo"])
+def test_no_process_calibrates_for_a_finished_output_that_is_only_sent(
+    quant: str, s3: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("modelopt.torch.quantization")
+    sampling = Sampling(samples=2, sequence=32)
+    request = Request(TINY, "hf", quant, OUT, sampling=sampling, verify=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(outgoing.Outgoing, "send", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(request, RunOptions())
+    writer = Meetings()
+    report = run(request, RunOptions(workers=cast("Workers", writer)))
+    assert writer.said == [False, report.to_json()]
+    monkeypatch.setattr("bridge.api.conversion.calibrate", None)  # the helper does not calibrate
+    helper = Meetings(*writer.said)
+    assert run(request, RunOptions(workers=cast("Workers", helper))).to_json() == report.to_json()
+    assert len(helper.said) == 2 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
