@@ -341,6 +341,11 @@ def quiet() -> Iterator[None]:
         ) from cause
 
 
+def of_modelopt(error: Exception) -> bool:
+    """Whether `quiet` made an error of one that ModelOpt raised."""
+    return isinstance(error, CalibrationError) and str(error).startswith("ModelOpt ")
+
+
 def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str, str]:
     from bridge.sources.live_models.checkpoint_names import live_modules
 

@@ -12,6 +12,7 @@ from bridge.calibration.modelopt import (
     bindings_of,
     calibrate_root,
     copy_modules,
+    of_modelopt,
     quiet,
     register_modules,
     simulates,
@@ -26,7 +27,7 @@ from bridge.calibration.walk.experts import cut
 from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Batch
 from bridge.calibration.walk.gauge import Gauge, Watch
-from bridge.calibration.walk.nan import has_nan, why_nan
+from bridge.calibration.walk.nan import broken_tensor, has_nan, watched, why_nan
 from bridge.calibration.walk.parked import Parked, storages, to_device
 from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of
@@ -42,6 +43,8 @@ from bridge.core.values import Structure
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 from bridge.sources.source import Source
+
+GIVE = "give batches with the inputs it needs"
 
 
 class Walk:
@@ -213,7 +216,7 @@ class Walk:
         if self._ahead and (following := self._following(block)):
             self._reads.start(following.name, self._inside(following, self.plain))
         experts = self._cuts.get(block)
-        with self._blamed():
+        with self._blamed(block=block):
             if experts:  # one reading of the experts is for these and for the first run of the data
                 waiting = self._waiting(self._held, block)
                 for batch in waiting:
@@ -231,7 +234,7 @@ class Walk:
     def _watched(self, block: Block) -> Statistics:
         """Run the data through a block without quantizers; what is seen stays with the watch."""
         assert self._watch
-        with self._blamed():
+        with self._blamed(block=block):
             self._watch.over(self._loop(block))(self._fake.part(block))
         return {kind: {} for kind in KINDS}
 
@@ -244,9 +247,12 @@ class Walk:
             self._gauge.prepare(root, bindings)
         try:
             calibrated = calibrate_root(root, self._scheme, self._schedule, bindings, attention, self._loop(block))
-        except CalibrationError as error:
-            if isinstance(error.__cause__, AssertionError):  # ModelOpt's calibrators refuse a NaN inside the block
-                raise CalibrationError(self._why_nan(block)) from error
+        except Exception as error:
+            if not of_modelopt(error) and isinstance(error, BridgeError | MemoryError | OSError):
+                raise
+            if why := self._why_failed(block, error):
+                raise CalibrationError(why) from error
+            error.add_note(f"in {block.name}")
             raise
         with quiet():
             if self._gauge:
@@ -274,7 +280,7 @@ class Walk:
     def _measure(self, block: Block, run: Callable[..., Any]) -> None:
         for batch in self._waiting(self._held, block):
             batch.parked.fetch()
-            with self._blamed(batch):
+            with self._blamed(batch, block):
                 output = run(batch.inputs, batch.forward.args, batch.forward.kwargs)
             self._progress.step(block)
             self._go_on(batch, output)
@@ -326,9 +332,36 @@ class Walk:
     def _waiting(batches: Iterable[Batch], block: Block) -> list[Batch]:
         return [batch for batch in batches if batch.forward.block is block]
 
-    def _why_nan(self, block: Block) -> str:
+    def _why_nan(self, block: Block, what: str = "NaN") -> str:
+        return why_nan(block.name, self._broken(block), what)
+
+    def _broken(self, block: Block) -> str:
         more = self._cuts[block].tensors() if block in self._cuts else ()
-        return why_nan(block.name, self._inside(block, self.plain), more)
+        return broken_tensor(self._inside(block, self.plain), more)
+
+    def _why_failed(self, block: Block, error: Exception) -> str:
+        """Why ModelOpt's pass failed, by what the plain block does with the same inputs; "" if nothing tells it."""
+        module, experts = self.plain.modules[block.name], self._cuts.get(block)
+        if experts:
+            experts.close()
+        for batch in self._waiting((batch for stream in self._streams for batch in stream), block):
+            try:
+                with watched(module) as seen:
+                    for _ in experts.run([batch], module) if experts else _outputs([batch], module):
+                        batch.parked.park()
+            except Exception as own:
+                return f"{block.name}: {refused(self.plain.model, batch.inputs, own)}; {GIVE}"
+            if seen:
+                return self._why_nan(block, seen[0])
+        if self._broken(block):
+            return self._why_nan(block)
+        if isinstance(cause := error.__cause__, AssertionError):
+            words = (str(cause).strip().splitlines() or ["an assertion failed"])[0][:300]
+            return (
+                f"{block.name}: ModelOpt refused: {words}; its weights and activations are finite: choose another "
+                'scheme, or keep its modules with a recipe (quant = "none")'
+            )
+        return f"{block.name}: {error}" if of_modelopt(error) else ""
 
     def _go_on(self, batch: Batch, output: Any = None) -> None:
         """Let a forward run to its next block; at its end keep the answers."""
@@ -352,7 +385,7 @@ class Walk:
             batch.forward.result = None
 
     @contextmanager
-    def _blamed(self, batch: Batch | None = None) -> Iterator[None]:
+    def _blamed(self, batch: Batch | None = None, block: Block | None = None) -> Iterator[None]:
         """Turn an error of the model's own code into a CalibrationError about its inputs."""
         try:
             yield
@@ -360,8 +393,8 @@ class Walk:
             raise
         except Exception as error:
             asked = (batch or next(iter(self._all))).inputs if batch or self._all else {}
-            why = refused(self.plain.model, asked, error)
-            raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
+            where = f"{block.name}: " if block else ""
+            raise CalibrationError(f"{where}{refused(self.plain.model, asked, error)}; {GIVE}") from error
 
 
 def _outputs(waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any]]:
