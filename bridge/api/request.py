@@ -27,7 +27,7 @@ from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
-from bridge.targets import load_target, make_options, program_of
+from bridge.targets import load_target, make_options, program_of, target_names
 from bridge.targets.gguf.imatrix import SUFFIXES
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
@@ -140,7 +140,8 @@ def _refusal(
         given = " ".join(
             [f"--target {target}", *(flag(name.replace("_", "-"), value) for name, value in options.items())]
         )
-        return f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
+        what = f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
+        return "\n  ".join([what, *_older(program)])
     what = f"{program.title} loads no {f'output of scheme {scheme.name}' if scheme else 'unquantized output'} here"
     lines = [f"{', '.join(flags)}: {why}".replace("\n", "\n    ") for why, flags in refused.items()]
     excluded = [contract for contract in program.contracts if contract not in contracts]
@@ -150,7 +151,16 @@ def _refusal(
         others = (load_scheme(name) for name in scheme_names() if name != scheme.name)
         loaded = [other.name for other in others if not all(c.lacks(other.formats, architecture) for c in contracts)]
         lines.append(f"schemes that it loads{' there' if excluded else ''}: {', '.join(loaded)}")
+    lines += _older(program)
     return "\n  ".join([what + ":", *lines])
+
+
+def _older(program: Runtime) -> list[str]:
+    """A line on the target that has the name of the program and is for older versions of it."""
+    if program.name not in target_names() or any(c.target == program.name for c in program.contracts):
+        return []
+    others = "; ".join(f"{other.name} {other.versions}" for other in load_target(program.name).loaded_by)
+    return [f"--target {program.name} without --for writes another format, for {others}"]
 
 
 def incompatibilities_of(

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,12 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
         bridge.plan(TINY, "trt", "fp8", runtime="vllm")
 
 
+@pytest.mark.parametrize(("target", "scheme"), [("trtllm", "fp8"), ("hf", "int8_sq")])
+def test_a_refusal_tells_the_target_of_that_name_from_the_program(target: str, scheme: str) -> None:
+    with pytest.raises(SchemeError, match=r"--target trtllm without --for writes another format, .* up to 1\.2"):
+        bridge.plan(TINY, target, scheme, runtime="trtllm")
+
+
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
@@ -408,11 +415,12 @@ def test_an_altered_output_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "command"),
-    [("vllm", "vllm serve"), ("sglang", "python -m sglang.launch_server --model-path"), ("transformers", "")],
+    [("vllm", "vllm serve"), ("sglang", "python -m sglang.launch_server --model-path"), ("transformers", "python -c")],
 )
 def test_the_next_command_is_that_of_the_program_that_was_asked_for(program: str, command: str) -> None:
     plan = bridge.plan(TINY, program, "fp8_pc_pt")
-    assert load_target("hf").next_command(plan) == (f"{command} {{out}}" if command else "")
+    told = load_target("hf").next_command(plan)
+    assert told.startswith(command) and shlex.split(told)[-1] == "{out}"
     same = bridge.plan(TINY, "hf", "fp8_pc_pt", format=plan.options["format"])
     assert load_target("hf").next_command(same) == "vllm serve {out}"
     assert dataclasses.replace(plan, notes=same.notes).digest == same.digest, "the program decides no byte"
@@ -421,6 +429,10 @@ def test_the_next_command_is_that_of_the_program_that_was_asked_for(program: str
 def test_the_next_command_has_the_ranks_that_were_asked_for() -> None:
     command = load_target("hf").next_command(bridge.plan(TINY, "vllm", "fp8_pc_pt", tp=2))
     assert command == "vllm serve {out} --tensor-parallel-size 2"
+
+
+def test_what_onnx_runtime_loads_has_a_next_command() -> None:
+    assert load_target("ort").next_command(bridge.plan(TINY, "ort", "int8_wo")).startswith("qbridge run {out} ")
 
 
 def test_own_scales_without_weights_that_it_changes_is_told() -> None:

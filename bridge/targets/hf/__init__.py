@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from bridge.streaming.context import ConversionContext, WriteResult
     from bridge.targets.generation import Generator
 
+GENERATE = "import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('The sun is'))"
 # program -> its command, and its flag for ranks; that of the program that was asked for comes first, then in this order
 SERVERS = {
     "vllm": ("vllm serve {out}", "--tensor-parallel-size"),
     "sglang": ("python -m sglang.launch_server --model-path {out}", "--tp-size"),
     "trtllm": ("trtllm-serve {out}", "--tp_size"),
+    "transformers": (f'python -c "{GENERATE}" {{out}}', ""),
 }
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
@@ -142,7 +144,7 @@ class Hf(StreamedTarget):
         return TransformersGenerator(directory)
 
     def next_command(self, plan: Plan) -> str:
-        """The command of a server that loads it, for a language model."""
+        """The command of a program that loads it, for a language model."""
         if not plan.architecture.endswith(DECODERS):
             return ""
         loading = (name for name in SERVERS if not verdict(load_runtime(name), plan).why_not)
@@ -150,7 +152,7 @@ class Hf(StreamedTarget):
         if program not in SERVERS:
             return ""
         command, ranks = SERVERS[program]
-        return f"{command} {ranks} {plan.options['tp']}" if plan.options["tp"] > 1 else command
+        return f"{command} {ranks} {plan.options['tp']}" if ranks and plan.options["tp"] > 1 else command
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source

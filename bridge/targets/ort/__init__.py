@@ -113,7 +113,7 @@ class Ort(Trt):
         return ()
 
     def next_command(self, plan: Plan) -> str:
-        return ""
+        return "qbridge run {out} 'The sun is'"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.trt.lint import RULES as ALL

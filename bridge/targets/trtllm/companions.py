@@ -18,7 +18,8 @@ def why_unsupported(format_: Format, tp: int) -> str:
     """Why no rank can hold this format ("" if one can)."""
     entry, first = setting(format_), format_.weight[0]
     if not entry or (first.dtype, first.scale_dtype) == ("float4_e2m1fn", "float8_e8m0fnu"):
-        return "TensorRT-LLM's checkpoint up to 1.2 has no such format; use fp8, int8_sq, int4_awq or nvfp4"
+        instead = "use fp8, int8_sq, int4_awq or nvfp4; later versions load target hf (--target hf --for trtllm)"
+        return f"TensorRT-LLM's checkpoint up to 1.2 has no such format; {instead}"
     if entry["quant_algo"] == "W4A8_NVFP4_FP8":
         return "only TensorRT-LLM's PyTorch backend has W4A8_NVFP4_FP8, and it loads target hf; use that, or nvfp4"
     if first.dtype == "int4" and first.block[0] not in GROUPS:

@@ -104,6 +104,7 @@ def test_problems_of_all_ranks_and_layers_are_folded_into_one_line_each() -> Non
     ("quant", "options", "says"),
     [
         ("mxfp4_wo", {}, "TensorRT-LLM's checkpoint up to 1.2 has no such format; use fp8"),
+        ("mxfp4_wo", {}, "later versions load target hf (--target hf --for trtllm)"),
         ("nvfp4_awq", {}, "the PyTorch backend has NVFP4_AWQ and loads target hf"),
         ("w4a8_nvfp4_fp8", {}, "only TensorRT-LLM's PyTorch backend has W4A8_NVFP4_FP8, and it loads target hf"),
         ("fp8_block", {"tp": 2}, "fp8_pb_wo scales cannot be cut for tp=2"),
