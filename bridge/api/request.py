@@ -16,7 +16,7 @@ from bridge.core.remote.path import remote
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, Structure
 from bridge.planning.contract_files import load_runtime
-from bridge.planning.contracts import Contract, Runtime, flag, verdict
+from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
 from bridge.planning.memory import extent, stream_memory
 from bridge.planning.passthrough import passthrough_scheme
@@ -151,6 +151,11 @@ def _refusal(
         others = (load_scheme(name) for name in scheme_names() if name != scheme.name)
         loaded = [other.name for other in others if not all(c.lacks(other.formats, architecture) for c in contracts)]
         lines.append(f"schemes that it loads{' there' if excluded else ''}: {', '.join(loaded)}")
+    if any(FUSED in reason for reason in refused):
+        lines.append(
+            "a recipe keeps these matrices, and those that are fused with them, unquantized "
+            '(modules = ["*.NAME"], quant = "none"); fp8_pc_pt and int8_wo have no blocks of rows'
+        )
     lines += _older(program)
     return "\n  ".join([what + ":", *lines])
 

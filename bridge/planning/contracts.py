@@ -19,6 +19,7 @@ from bridge.quant.describe import contract_words, numeric_words
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
 CUT_AT_LOAD = ("hf",)
 HEAD = "output head"  # how `Site.keep` of one begins
+FUSED = "and it is fused with others"
 KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
 # As `--dtype` takes them.
 FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -306,7 +307,7 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
         yield "experts are not read in this format"
     out, inner = _out_in(step, plan)
     if followed and out % row.out:
-        yield f"out = {out} is not a multiple of {row.out}, and it is fused with others"
+        yield f"out = {out} is not a multiple of {row.out}, {FUSED}"
     if inner % row.inner:
         yield f"in = {inner} is not a multiple of {row.inner}"
 

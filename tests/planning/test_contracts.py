@@ -292,6 +292,9 @@ def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]
     with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
         bridge.plan(TINY, "trt", "fp8", runtime="vllm")
+    with pytest.raises(SchemeError, match=r'a recipe keeps these matrices.* quant = "none"\); fp8_pc_pt') as told:
+        bridge.plan(TINY, "hf", "fp8_block", runtime="vllm")
+    assert "another format" not in str(told.value)
 
 
 @pytest.mark.parametrize(("target", "scheme"), [("trtllm", "fp8"), ("hf", "int8_sq")])
