@@ -21,6 +21,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
 from bridge.core.text import byte_count
+from bridge.planning.memory import stream_memory
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
@@ -49,7 +50,8 @@ def plan(
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
 
     Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
-    `memory` it says whether a calibration takes the whole model at once or block by block.
+    `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
+    does not fit into.
 
     Raises:
         BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
@@ -62,9 +64,13 @@ def plan(
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)
     made = plan_of(source, structure, target, scheme, dict(options), runtime)
-    if memory is None or scheme is None or not made.calibration:
+    if memory is None:
         return made
-    return replace(made, calibration=choice(need_of(source, structure, scheme), byte_count(memory, "memory=")))
+    limit = byte_count(memory, "memory=")
+    stream_memory(made, limit)
+    if scheme is None or not made.calibration:
+        return made
+    return replace(made, calibration=choice(need_of(source, structure, scheme), limit))
 
 
 @shows_progress

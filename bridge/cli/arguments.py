@@ -73,7 +73,7 @@ Scheme = Annotated[
 Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4", autocompletion=_complete_kv)]
 Config = Annotated[str | None, typer.Option(help="JSON file; its entries replace those of config.json")]
 Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
-Memory = Annotated[str | None, typer.Option(help="bytes that the run may take: 2GB, 512MiB")]
+Memory = Annotated[str | None, typer.Option(help="bytes that the run may take, without those of imports: 2GB, 512MiB")]
 Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
 Compute = Annotated[str | None, typer.Option(help="fp32: calibrate in float32; default: the model's dtype")]
 Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]

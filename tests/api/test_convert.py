@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -239,6 +240,8 @@ def test_an_unknown_device_is_a_usage_error(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"memory=1 kB is too little: .* give at least (\d+) bytes") as caught:
         bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", memory="1kB")
+    with pytest.raises(UsageError, match=re.escape(str(caught.value))):
+        bridge.plan(LLAMA, "trt", "int8_wo", memory="1kB")
     enough = int(str(caught.value).split()[-2])
     with pytest.raises(UsageError, match=f"give at least {enough} bytes"):
         bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "out", memory=enough - 1)

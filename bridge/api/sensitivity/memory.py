@@ -41,10 +41,12 @@ def room_for(job: Job, data: Data, memory: int | None, device: str | None) -> Ro
     least = min(need.blocks, need.whole)
     if job.method != "block" and not whole:
         small = job.budget and job.budget.kind == "kl" and " and a budget of bits or bytes"
-        block = f"takes {size(least)}" if least <= budget else f"takes {size(least)}, which is more than that, too"
+        block = f"method='block' (--method block){small or ''}, which takes {size(least)}"
+        if least > budget:
+            block = f"at least {least} bytes and {block}"
         raise UsageError(
             f"method={job.method!r} runs the whole model, which takes {size(need.whole)}, more than {given}; use "
-            f"method='block' (--method block){small or ''}, which {block}, or give at least {need.whole} bytes"
+            f"{block}, or give at least {need.whole} bytes"
         )
     if least > budget and not whole:
         raise UsageError(

@@ -127,6 +127,8 @@ def test_methods_that_run_the_whole_model_are_refused_before_a_read(
             bridge.sensitivity(model, "int8_wo", batches(), method=method, memory=LITTLE)
     with pytest.raises(UsageError, match=r"too little for method='block': model\.layers\.0 has .*at least \d+ bytes"):
         bridge.sensitivity(model, "int8_wo", batches(), method="block", memory="100kB")
+    with pytest.raises(UsageError, match=r"use at least \d+ bytes and method='block' .*, or give at least \d+ bytes"):
+        bridge.sensitivity(model, "int8_wo", batches(), memory="100kB")
 
 
 def test_what_blocks_cannot_do_is_refused(tmp_path: Path) -> None:
