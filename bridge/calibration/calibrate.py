@@ -146,12 +146,11 @@ def calibrate(
     way, weighted, made = way_of(source, structure, scheme, data, memory, device, free), _weighted(scheme), None
     spill = way.spill(partial) if way.blocks else None
     if way.blocks and (scheme.needs_modelopt or not weighted):
+        from bridge.calibration.walk.gauge import Options
         from bridge.calibration.walk.run import calibrate_by_blocks
 
-        room = way.need.room(way.budget)
-        made = calibrate_by_blocks(
-            source, structure, scheme, data, way.device, report, needed, partial, way.ahead, spill, room
-        )
+        options = Options(way.ahead, spill, way.need.room(way.budget))
+        made = calibrate_by_blocks(source, structure, scheme, data, way.device, report, needed, partial, options)
     elif scheme.needs_modelopt or not weighted:
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
     if made and not weighted:
@@ -177,6 +176,7 @@ def _together(
     workers: Workers,
 ) -> Calibration:
     """Calibrate with this process's share of the batches; every process returns the same."""
+    from bridge.calibration.walk.gauge import Options
     from bridge.calibration.walk.run import calibrate_by_blocks
 
     if why := _not_shared(scheme, data):
@@ -190,10 +190,8 @@ def _together(
     way = way_of(source, structure, scheme, own, memory, device, free, whole_layers=True)
     kept = partial and workers.own_directory(partial)
     progress = report if workers.first else no_progress
-    made = calibrate_by_blocks(
-        source, structure, scheme, data, device, progress, needed, kept, way.ahead, way.spill(kept, len(here)),
-        workers=workers,
-    )  # fmt: skip
+    options = Options(way.ahead, way.spill(kept, len(here)), workers=workers)
+    made = calibrate_by_blocks(source, structure, scheme, data, device, progress, needed, kept, options)
     check_same(workers, {"calibration": made.digest})
     return made
 

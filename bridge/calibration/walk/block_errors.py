@@ -20,6 +20,7 @@ from bridge.calibration.data import Data
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import CHUNK, kl, unpadded
 from bridge.calibration.statistics import FakeModel, settle_statistics
+from bridge.calibration.walk.gauge import Options
 from bridge.calibration.walk.toggles import Toggles, own_weights
 from bridge.calibration.walk.walk import Walk
 from bridge.core.progress import Progress
@@ -78,7 +79,7 @@ def measure_block_errors(
     """
     scheme, gauge = scheme.bound(structure.sites), BlockGauge(units)
     with torch.no_grad():
-        walk = Walk(source, structure, scheme, data, device or "cpu", report, ahead=ahead, gauge=gauge)
+        walk = Walk(source, structure, scheme, data, device or "cpu", report, Options(ahead, gauge=gauge))
         walk.run()
     settle_statistics(walk.seen, walk.bindings, walk.attention.values(), scheme, source.specs)
     return gauge.measured

@@ -1,12 +1,16 @@
-"""What watches or measures the blocks of a walk."""
+"""How a walk runs, and what watches or measures its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.statistics import FakeModel
+from bridge.calibration.walk.budget import Room
+from bridge.calibration.walk.states import Spill
+from bridge.calibration.walk.workers.processes import Workers
 
 
 class Watch(Protocol):
@@ -37,3 +41,19 @@ class Gauge(Protocol):
 
     def finish(self, batch: Mapping[str, Any], result: Any) -> None:
         """Take what the model returned for a batch."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a walk runs.
+
+    `ahead`: read the next block while one runs: memory holds two. `spill`: where activations go that memory does not
+    hold. `room`: what fits; None for every block. `workers`: the processes that share the batches.
+    """
+
+    ahead: bool = False
+    spill: Spill | None = None
+    room: Room | None = None
+    workers: Workers | None = None
+    watch: Watch | None = None
+    gauge: Gauge | None = None

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from bridge.calibration.modelopt import of_modelopt
+
 
 def broken_tensor(modules: Iterable[tuple[str, Any]], more: Iterable[tuple[str, Any]] = ()) -> str:
     """Return the name of a tensor that holds NaN or infinity, "" if none does.
@@ -47,6 +49,17 @@ def watched(module: Any) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def words_of(block: str, error: Exception) -> str:
+    """What ModelOpt says of a block in which all is finite; "" for an error of others."""
+    if isinstance(cause := error.__cause__, AssertionError):
+        words = (str(cause).strip().splitlines() or ["an assertion failed"])[0][:300]
+        return (
+            f"{block}: ModelOpt refused: {words}; its weights and activations are finite: choose another scheme, or "
+            'keep its modules with a recipe (quant = "none")'
+        )
+    return f"{block}: {error}" if of_modelopt(error) else ""
 
 
 def has_nan(value: Any) -> bool:

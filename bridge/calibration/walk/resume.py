@@ -1,8 +1,10 @@
 """Keep on disk what a walk has finished.
 
-A killed run goes on at the next block. The outputs of the last finished block stand for those of all blocks before it
-when the forwards run again; the digest of what the next block is given proves that nothing else was carried along (T5's
-decoder also gets the encoder's states, so it starts again). The journal has digests of statistics and codes.
+A killed run goes on at the next block. When the forwards run again, embeddings are looked up, and the outputs of the
+last finished block stand for those of all other blocks before it. The digest of what the next block is given proves
+that nothing else was carried along; if it was, the run starts again: in a decoder that gets an encoder's states (T5,
+BART), and where all layers get what a quantized projection puts out (Gemma 4). The journal has digests of statistics
+and codes.
 """
 
 from __future__ import annotations
@@ -86,15 +88,16 @@ class Partial:
 
     def start_again(self) -> None:
         """Forget all blocks."""
-        begin(self._work.journal, self._work.directory, self._work.identity)
+        begin(self._work.journal, self.directory, self._work.identity)
         self.blocks, self._placed = [], []
-        self.__dict__.pop("codes", None)
+        for name in ("codes", "_outputs"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def codes(self) -> AppendedFile:
         """The file of codes and scales that were chosen, with those of the finished blocks."""
         ends = (offset + rows * width for codes in self._placed for offset, rows, width in codes.values())
-        return AppendedFile(self._work.directory / "codes.bin", max(ends, default=0))
+        return AppendedFile(self.directory / "codes.bin", max(ends, default=0))
 
     def back_to(self, count: int) -> bool:
         """Forget a last block that another process did not finish; False if the states before it are gone."""
@@ -146,7 +149,7 @@ class Partial:
         places = {name: (matrix.offset, *matrix.shape) for name, matrix in codes.items()}
         statistics = file_bytes(arrays)
         write_whole(self._statistics(len(self.blocks)), statistics)
-        _write(self._work.directory / states, tensors, {"outputs": shapes}, release)
+        _write(self.directory / states, tensors, {"outputs": shapes}, release)
         told: dict[str, Any] = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
         told |= {"codes": places, "chosen": _digest(codes.values())} if places else {}
         self._work.mark(block.name, told)
@@ -155,7 +158,7 @@ class Partial:
         self._states, self.next = states, digest
 
     def _statistics(self, number: int) -> Path:
-        return self._work.directory / f"block-{number:05}.safetensors"
+        return self.directory / f"block-{number:05}.safetensors"
 
     def statistics(self) -> Iterable[Statistics]:
         """The statistics of each finished block; ValueError if a file has changed."""
@@ -176,16 +179,20 @@ class Partial:
                 seen[kind][module] = matrix
             yield seen
 
-    def outputs(self) -> Iterator[Any]:
-        """What the last finished block put out, for each forward; read one by one."""
-        file = SafetensorsFile(self._work.directory / self._states)
+    def output(self, forward: int) -> Any:
+        """What the last finished block put out for a forward."""
+        file, shapes = self._outputs
 
         def read(at: int) -> torch.Tensor:
             tensor: torch.Tensor = as_tensor(file.read(str(at)), file.specs[str(at)].dtype)
             return tensor
 
-        for shape in json.loads(file.header.metadata["outputs"]):
-            yield _unflat(shape, read)
+        return _unflat(shapes[forward], read)
+
+    @cached_property
+    def _outputs(self) -> tuple[SafetensorsFile, list[Any]]:
+        file = SafetensorsFile(self.directory / self._states)
+        return file, json.loads(file.header.metadata["outputs"])
 
 
 def _digest(matrices: Iterable[FileMatrix]) -> str:

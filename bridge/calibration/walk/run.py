@@ -17,12 +17,10 @@ from bridge.calibration.data import Data
 from bridge.calibration.modelopt import provenance_of
 from bridge.calibration.reference_outputs import Answers, held_out_of
 from bridge.calibration.statistics import settle_statistics
-from bridge.calibration.walk.budget import Room
-from bridge.calibration.walk.gauge import Watch
+from bridge.calibration.walk.gauge import Options, Watch
 from bridge.calibration.walk.resume import Partial, identity_of, kept
 from bridge.calibration.walk.states import Spill
 from bridge.calibration.walk.walk import Walk
-from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.machine import returning_pages
 from bridge.core.progress import Progress
 from bridge.core.values import Structure
@@ -40,24 +38,17 @@ def calibrate_by_blocks(
     report: Progress,
     needed: Collection[str] | None = None,
     partial: Path | None = None,
-    ahead: bool = False,
-    spill: Spill | None = None,
-    room: Room | None = None,
-    workers: Workers | None = None,
+    options: Options = Options(),  # noqa: B008, frozen
 ) -> Calibration:
     """Return the calibration of `source`, with one block of its weights in memory at a time.
 
     `partial`: a directory for the finished blocks, so that a killed run goes on; it is removed at the end.
-    `ahead`: read the next block while one runs: memory holds two. `spill`: where activations go that memory does not
-    hold. `room`: what fits; None for every block. `workers`: the processes that share the batches.
     """
     scheme, device = scheme.bound(structure.sites), device or "cpu"
-    identity = identity_of(source, scheme, data, device, workers) if partial else ""
+    identity = identity_of(source, scheme, data, device, options.workers) if partial else ""
 
     def walk_of(left: Partial | None) -> Walk:
-        return Walk(
-            source, structure, scheme, data, device, report, left, ahead, spill=spill, room=room, workers=workers
-        )
+        return Walk(source, structure, scheme, data, device, report, options, left)
 
     with torch.no_grad(), returning_pages(), kept(partial, identity) as left:
         walk = walk_of(left)
@@ -86,6 +77,6 @@ def watch_by_blocks(
 ) -> tuple[Any, Answers]:
     """Run the data through the unquantized model for `watch`; return the model, without weights, and its answers."""
     with torch.no_grad(), returning_pages():
-        walk = Walk(source, structure, scheme, data, device or "cpu", report, watch=watch, spill=spill)
+        walk = Walk(source, structure, scheme, data, device or "cpu", report, Options(watch=watch, spill=spill))
         walk.run()
     return walk.plain.model, walk.source_answers

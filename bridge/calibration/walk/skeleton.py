@@ -37,6 +37,15 @@ class Skeleton:
         own = self.modules[block.name].named_modules()
         return [(f"{block.name}.{path}" if path else block.name, module) for path, module in own]
 
+    def size(self, block: Block) -> int:
+        """Return how many parameters a block has."""
+        modules = (module for _, module in self.inside(block))
+        return sum(p.numel() for module in modules for p in module._parameters.values() if p is not None)
+
+    def is_embedding(self, block: Block) -> bool:
+        """Whether a block is a single module without quantizers, such as an embedding."""
+        return not block.quantized and not any(self.modules[block.name].children())
+
     def part(self, block: Block) -> Any:
         """Return a copy of the block's ancestors with nothing else in them.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,20 +22,19 @@ from bridge.calibration.reference_outputs import Answers, refused, runner
 from bridge.calibration.schedule import Schedule, schedule_of
 from bridge.calibration.statistics import KINDS, MATRICES, Statistics, collect, merge
 from bridge.calibration.walk.blocks import Block, find_blocks
-from bridge.calibration.walk.budget import Room
 from bridge.calibration.walk.experts import cut
 from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Batch
-from bridge.calibration.walk.gauge import Gauge, Watch
-from bridge.calibration.walk.nan import broken_tensor, has_nan, watched, why_nan
+from bridge.calibration.walk.gauge import Options
+from bridge.calibration.walk.nan import broken_tensor, has_nan, watched, why_nan, words_of
 from bridge.calibration.walk.parked import Parked, storages, to_device
 from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of
 from bridge.calibration.walk.skeleton import Skeleton
-from bridge.calibration.walk.states import Spill, written
+from bridge.calibration.walk.states import written
 from bridge.calibration.walk.weights import Ahead, Weights, drop, drop_quantizers, share
 from bridge.calibration.walk.workers.join import check_same_weights, join_answers, joined_counts, joined_statistics
-from bridge.calibration.walk.workers.processes import Workers, share_of
+from bridge.calibration.walk.workers.processes import share_of
 from bridge.core.errors import BridgeError, CalibrationError, warn
 from bridge.core.files.matrices import AppendedFile
 from bridge.core.progress import Progress
@@ -62,16 +61,12 @@ class Walk:
         data: Data,
         device: str,
         report: Progress,
+        options: Options = Options(),  # noqa: B008, frozen
         left: Partial | None = None,
-        ahead: bool = False,
-        watch: Watch | None = None,
-        spill: Spill | None = None,
-        room: Room | None = None,
-        workers: Workers | None = None,
-        gauge: Gauge | None = None,
     ) -> None:
-        self._left, self._ahead, self._watch, self._scheme, self._spill = left, ahead, watch, scheme, spill
-        self._workers, self._device, self._gauge = workers, device, gauge
+        self._scheme, self._device, self._ahead, self._left = scheme, device, options.ahead, left
+        watch, gauge, workers, room = options.watch, options.gauge, options.workers, options.room
+        self._watch, self._gauge, self._workers, self._spill = watch, gauge, workers, options.spill
         self._shared: set[int] = set()
         model = source.load_skeleton()
         if gauge:
@@ -104,15 +99,11 @@ class Walk:
         kept = self.answers.batches if self.answers else ()
         self._quantized = [self._batch(at, batch, run_fake) for at, batch in share_of(kept, workers)]
         runs = len(self._schedule.streams) * len(own) + len(self._held) + len(self._quantized)
-        self._progress = WalkProgress(report, {block: self._size(block) for block in self.blocks}, runs)
+        self._progress = WalkProgress(report, {block: self.plain.size(block) for block in self.blocks}, runs)
         self._visited: set[Block] = set()
 
     def _batch(self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Batch:
         return Batch(at, inputs, run, Parked(self._device, self._shared))
-
-    def _size(self, block: Block) -> int:
-        modules = (module for _, module in self.plain.inside(block))
-        return sum(p.numel() for module in modules for p in module._parameters.values() if p is not None)
 
     @property
     def _all(self) -> list[Batch]:
@@ -165,21 +156,36 @@ class Walk:
 
     def _take_up(self, left: Partial) -> bool:
         """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
+        finished = {block for block in self.blocks if block.name in left.blocks}
         try:
-            for batch, kept in zip(self._all, left.outputs(), strict=True):
-                batch.output = output = to_device(kept, self._device)
-                while batch.forward.block and batch.forward.block.name in left.blocks:
-                    self._go_on(batch, output)
+            self._pass_over(finished, left)
             for seen in left.statistics():
                 merge(self.seen, seen)
         except Exception as error:
             if damaged(error):
                 return False
             raise
-        finished = {block for block in self.blocks if block.name in left.blocks}
         self._visited |= finished
         self._progress.skip(finished)
         return self._digest() == left.next
+
+    def _pass_over(self, finished: Set[Block], left: Partial) -> None:
+        """Look up what embeddings put out; for other blocks stands what the last of them put out."""
+        looked_up = {block for block in finished if block.name != left.blocks[-1] and self.plain.is_embedding(block)}
+        while waiting := [b for batch in self._all if (b := batch.forward.block) in finished and b]:
+            block = min(waiting, key=lambda block: block.order)
+            if block in looked_up:
+                modules = self.plain.inside(block)
+                self._weights.place(modules, self._weights.read(modules))
+                for batch, output in _outputs(self._waiting(self._all, block), self.plain.modules[block.name]):
+                    self._go_on(batch, output)
+                drop(modules)
+                continue
+            for at, batch in enumerate(self._all):
+                if batch.forward.block is block:
+                    output = to_device(left.output(at), self._device)
+                    while batch.forward.block in finished - looked_up:
+                        self._go_on(batch, output)
 
     def _digest(self) -> str:
         def waiting() -> Iterator[tuple[Block, tuple[Any, ...], Mapping[str, Any]]]:
@@ -355,13 +361,7 @@ class Walk:
                 return self._why_nan(block, seen[0])
         if self._broken(block):
             return self._why_nan(block)
-        if isinstance(cause := error.__cause__, AssertionError):
-            words = (str(cause).strip().splitlines() or ["an assertion failed"])[0][:300]
-            return (
-                f"{block.name}: ModelOpt refused: {words}; its weights and activations are finite: choose another "
-                'scheme, or keep its modules with a recipe (quant = "none")'
-            )
-        return f"{block.name}: {error}" if of_modelopt(error) else ""
+        return words_of(block.name, error)
 
     def _go_on(self, batch: Batch, output: Any = None) -> None:
         """Let a forward run to its next block; at its end keep the answers."""

@@ -18,6 +18,7 @@ from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.calibration.walk import experts, routing  # noqa: E402
 from bridge.calibration.walk.budget import Need, Room, calibration_need  # noqa: E402
+from bridge.calibration.walk.gauge import Options  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
@@ -56,7 +57,7 @@ def walked(
     """With the layers that have experts cut, which are the largest blocks of these models, or with `room`."""
     room = room or Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
     return calibrate_by_blocks(
-        source, structure_of(source), scheme, data, None, no_progress, partial=partial, room=room
+        source, structure_of(source), scheme, data, None, no_progress, partial=partial, options=Options(room=room)
     )
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("modelopt.torch.quantization")
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk import parked  # noqa: E402
 from bridge.calibration.walk.budget import Room, calibration_need  # noqa: E402
+from bridge.calibration.walk.gauge import Options  # noqa: E402
 from bridge.calibration.walk.parked import Parked  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.workers import device  # noqa: E402
@@ -84,7 +85,7 @@ def test_experts_that_run_one_by_one_compute_with_no_activation_that_is_away(
     room = Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
 
     def found() -> Calibration:
-        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress, room=room)
+        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress, options=Options(room=room))
 
     expected = found().to_bytes()
     Host(monkeypatch)

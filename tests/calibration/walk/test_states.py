@@ -17,6 +17,7 @@ from bridge.calibration.calibrate import way_of  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.walk import states  # noqa: E402
 from bridge.calibration.walk.budget import Tokens, by_blocks, calibration_need, choice  # noqa: E402
+from bridge.calibration.walk.gauge import Options  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.states import Spill  # noqa: E402
@@ -74,7 +75,9 @@ def test_bytes_are_those_of_activations_in_memory(
     monkeypatch.setattr(Walk, "_visit", noted)
     (tmp_path / "files").mkdir()
     spill = Spill(tmp_path / "files", share)
-    assert calibrate_by_blocks(source, structure, bound, data, None, no_progress, spill=spill).to_bytes() == expected
+    options = Options(spill=spill)
+    found = calibrate_by_blocks(source, structure, bound, data, None, no_progress, options=options)
+    assert found.to_bytes() == expected
     assert max(left[1:]) <= share  # the first block gets the ids of the data
     assert not [*(tmp_path / "files").iterdir()]
 

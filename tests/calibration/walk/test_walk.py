@@ -16,6 +16,7 @@ import bridge  # noqa: E402
 from bridge.calibration.compute import source_for  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.calibration.walk.gauge import Options  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.errors import BridgeError, CalibrationError, UsageError  # noqa: E402
@@ -83,7 +84,8 @@ def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
 
 
 def walked(source: Source, scheme: Scheme, data: Data, progress: Any = no_progress, ahead: bool = False) -> Calibration:
-    return calibrate_by_blocks(source, structure_of(source), scheme, data, None, progress, ahead=ahead)
+    options = Options(ahead)
+    return calibrate_by_blocks(source, structure_of(source), scheme, data, None, progress, options=options)
 
 
 def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | type[BridgeError]:
