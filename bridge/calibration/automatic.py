@@ -16,7 +16,7 @@ import numpy as np
 from bridge.calibration.amount import default_samples
 from bridge.calibration.data import MOST_SAMPLES, Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.importance import same_memory
+from bridge.calibration.modelopt import copy_modules
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import blaming, runner
 from bridge.calibration.walk.states import Spill
@@ -82,7 +82,7 @@ def choose(
             watch_by_blocks(source, structure, scheme, replace(data, held_out=()), device, progress, seen, spill)
             return _Seen(seen.channels, seen.routing.tokens)
     else:
-        copied = same_memory(model)
+        copied = copy_modules(model)
         watch = partial(_watch, copied if device is None else copied.to(device), model, bindings, first, experts)
     least = default_samples(scheme)
     return _doubled(data.cut, watch, least // 2 if first else least, progress)

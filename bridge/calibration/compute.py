@@ -36,9 +36,9 @@ class _InFloat32:
         return self._source.load_skeleton().float()
 
     def load_model(self) -> Any:
-        from bridge.calibration.importance import same_memory  # loads torch
+        from bridge.calibration.modelopt import copy_modules
 
-        return same_memory(self._source.load_model()).float()
+        return copy_modules(self._source.load_model()).float()
 
 
 def has_bf16_instructions() -> bool:

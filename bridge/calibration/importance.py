@@ -5,7 +5,6 @@ The plain model runs, without ModelOpt. Like every statistic here it counts all 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.modelopt import check_device, provenance_of
+from bridge.calibration.modelopt import check_device, copy_modules, loop_over, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
-from bridge.calibration.reference_outputs import answer_of, blaming, held_out_of, refusal, runner
+from bridge.calibration.reference_outputs import answer_of, held_out_of, refusal
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
@@ -71,10 +70,10 @@ def measure_importance(
         model, answers = watch_by_blocks(source, structure, scheme, seen, device, progress, watch, spill)
         held = held_out_of(data.held_out, answers, None) if seen.held_out else None
     else:
-        copied = same_memory(model)
+        copied = copy_modules(model)
         copied = copied if device is None else copied.to(device)
         watch.prepare(copied)
-        watch.over(_loop(model, data, progress))(copied)
+        watch.over(loop_over(data, model, progress))(copied)
     squares, applied = settle_importance(watch.measured(model), scheme.policies, needed)
     if beside is not None:
         return replace(beside, input_square=squares, applied=(*beside.applied, *applied))
@@ -89,26 +88,6 @@ def _held_out(model: Any, data: Data) -> HeldOut | None:
     if not data.held_out or (data.forward_loop is not None and refusal(model, data.held_out[0])):
         return None
     return answer_of(model, data)
-
-
-def same_memory(model: Any) -> Any:
-    """A copy of the modules that shares the weights, so that the caller's modules get no hook and do not move."""
-    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    return copy.deepcopy(model, memo).eval()
-
-
-def _loop(plain: Any, data: Data, report: Progress) -> Callable[[Any], None]:
-    def loop(model: Any) -> None:
-        if data.forward_loop is not None:
-            data.forward_loop(model)
-            return
-        run = blaming(runner(model), plain)
-        for done, batch in enumerate(data.batches, 1):
-            run(batch)
-            report(done, len(data.batches), "calibrate")
-
-    return loop
 
 
 class InputSquares:

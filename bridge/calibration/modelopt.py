@@ -93,8 +93,7 @@ def fake_quantize(
     report = progress or no_progress
     fake = _calibrated(model, scheme, structure, data, origins, device, report)
     raised = raise_inputs(fake, least)
-    seen = collect(fake, scheme)
-    seen |= chosen_of(fake.model, fake.bindings, origins)
+    seen = collect(fake, scheme) | chosen_of(fake.model, fake.bindings, origins)
     statistics, applied = settle_statistics(seen, fake.bindings, fake.attention.values(), scheme, source.specs, needed)
     held = None
     # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
@@ -171,7 +170,8 @@ def _calibrated(
     fake = copy_modules(model, {w.module for w in bindings if w.format.changes_weights})
     if device is not None:
         fake = fake.to(device)
-    return calibrate_root(fake, scheme, schedule, bindings, attention, _loop(model, data, report, schedule))
+    loop = loop_over(data, model, report, len(schedule.streams))
+    return calibrate_root(fake, scheme, schedule, bindings, attention, loop)
 
 
 def bindings_of(
@@ -302,9 +302,9 @@ def _run(
         mtq.set_quantizer_attributes_partial(root, pattern, {"enable": True})
 
 
-def _loop(plain: Any, data: Data, report: Progress, schedule: Schedule) -> Callable[[Any], None]:
-    """Return the data as ModelOpt's forward_loop; prints of a user's own loop still reach the terminal."""
-    done, total, terminal = 0, len(schedule.streams) * len(data.batches), sys.stdout
+def loop_over(data: Data, plain: Any, report: Progress, runs: int = 1) -> Callable[[Any], None]:
+    """Return the data as ModelOpt's forward_loop, which is called `runs` times; a user's own loop prints as before."""
+    done, total, terminal = 0, runs * len(data.batches), sys.stdout
 
     def loop(model: Any) -> None:
         nonlocal done
