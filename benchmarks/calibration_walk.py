@@ -57,6 +57,7 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int, files:
     from bridge.calibration.data import prepare
     from bridge.calibration.modelopt import fake_quantize, import_frameworks
     from bridge.calibration.walk.budget import Room, calibration_need, tokens_of
+    from bridge.calibration.walk.gauge import Options
     from bridge.calibration.walk.run import calibrate_by_blocks
     from bridge.calibration.walk.states import spill_to
     from bridge.core.progress import no_progress
@@ -84,7 +85,8 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int, files:
         calibration = fake_quantize(source, structure, bound, data).calibration
     else:
         room = Room(found.part_bytes, found.in_files) if way == "experts" else None
-        calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress, spill=spill, room=room)
+        options = Options(spill=spill, room=room)
+        calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress, options=options)
     seconds = time.process_time() - start
     # getrusage counts the parent's memory, too: the peak is kept over exec
     status = Path("/proc/self/status").read_text()
