@@ -7,7 +7,7 @@ is fixed. What a model does between its blocks (masks, rotary tables, an encoder
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,13 @@ class Batch:
         self.at, self.inputs, self.parked = at, inputs, parked
         self.output: Any = None  # of the last block
         self.forward = Forward(partial(run, inputs))
+
+
+def outputs_of(waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any]]:
+    """Run a block for each batch that waits at it."""
+    for batch in waiting:
+        batch.parked.fetch()
+        yield batch, module(*batch.forward.args, **batch.forward.kwargs)
 
 
 def pausing(block: Block) -> Callable[..., Any]:

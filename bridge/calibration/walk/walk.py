@@ -24,7 +24,7 @@ from bridge.calibration.statistics import KINDS, MATRICES, Statistics, collect, 
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.experts import cut
 from bridge.calibration.walk.fold import fold_weights
-from bridge.calibration.walk.forwards import REMEDY, Batch
+from bridge.calibration.walk.forwards import REMEDY, Batch, outputs_of
 from bridge.calibration.walk.gauge import Options
 from bridge.calibration.walk.nan import broken_tensor, has_nan, watched, why_nan, words_of
 from bridge.calibration.walk.parked import Parked, storages, to_device
@@ -177,7 +177,7 @@ class Walk:
             if block in looked_up:
                 modules = self.plain.inside(block)
                 self._weights.place(modules, self._weights.read(modules))
-                for batch, output in _outputs(self._waiting(self._all, block), self.plain.modules[block.name]):
+                for batch, output in outputs_of(self._waiting(self._all, block), self.plain.modules[block.name]):
                     self._go_on(batch, output)
                 drop(modules)
                 continue
@@ -323,7 +323,7 @@ class Walk:
         experts, waiting = self._cuts.get(block), self._waiting(batches, block)
         for batch in waiting if experts else ():
             batch.parked.fetch()
-        for batch, output in experts.run(waiting, module) if experts else _outputs(waiting, module):
+        for batch, output in experts.run(waiting, module) if experts else outputs_of(waiting, module):
             self._release(batch.forward.args, batch.forward.kwargs)
             self._progress.step(block)
             early = batch in self._held
@@ -353,7 +353,7 @@ class Walk:
         for batch in self._waiting((batch for stream in self._streams for batch in stream), block):
             try:
                 with watched(module) as seen:
-                    for _ in experts.run([batch], module) if experts else _outputs([batch], module):
+                    for _ in experts.run([batch], module) if experts else outputs_of([batch], module):
                         batch.parked.park()
             except Exception as own:
                 return f"{block.name}: {refused(self.plain.model, batch.inputs, own)}; {GIVE}"
@@ -395,9 +395,3 @@ class Walk:
             asked = (batch or next(iter(self._all))).inputs if batch or self._all else {}
             where = f"{block.name}: " if block else ""
             raise CalibrationError(f"{where}{refused(self.plain.model, asked, error)}; {GIVE}") from error
-
-
-def _outputs(waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any]]:
-    for batch in waiting:
-        batch.parked.fetch()
-        yield batch, module(*batch.forward.args, **batch.forward.kwargs)
