@@ -11,6 +11,7 @@ from bridge.tables.architectures.arch import ArchTable, parse_arch
 from bridge.tables.architectures.input_groups import problems_of_inputs
 from bridge.tables.architectures.match import Entry, entries_of
 from bridge.tables.architectures.module_order import problems_of_order
+from bridge.tables.architectures.pruning import parse_pruning
 from bridge.tables.architectures.roles import Roles, load_roles
 from bridge.tables.architectures.sample_configs import LAYERS, configs
 from bridge.tables.dialects.check import check_dialects
@@ -62,7 +63,7 @@ def _unused_names(table: ArchTable) -> Iterator[str]:
     for dim in table.dims:
         if dim not in used:
             yield str(table.file.place("dims", dim).error(f"dim `{dim}` is unused: no row needs it"))
-    used |= {name for formula in table.dims.values() for name in formula.names}
+    used |= {name for formula in table.dims.values() for name in formula.names} | parse_pruning(table).names
     for field in table.config:
         if field not in used:
             text = f"field `{field}` is unused: no dim or condition needs it"

@@ -122,6 +122,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": _BART,
     "BertForMaskedLM": _PLAIN,
+    "GptOssForCausalLM": _TEXT | {"num_local_experts": 5, "num_experts_per_tok": 3},
     "T5ForConditionalGeneration": {
         "vocab_size": 97, "d_model": 60, "d_kv": 10, "d_ff": 80, "num_layers": 2, "num_heads": 6,
     },

@@ -17,7 +17,7 @@ from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula
 
 _KEYS = [
     "architectures", "prefix", "bare", "order", "scaled", "config", "dims", "legacy", "inputs", "layouts", "foreign",
-    "rows", "rows_if", "rows_for", "tied_if", "ignore", "ignore_if", "ignore_for",
+    "prune", "rows", "rows_if", "rows_for", "tied_if", "ignore", "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")

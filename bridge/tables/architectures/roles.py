@@ -100,6 +100,7 @@ class Role:
 class Roles:
     """The vocabulary: roles, the dims of their shapes, named indices, sets of roles.
 
+    `prune`: dims that can be cut, with the indices that each have a choice of their own.
     `one_of`: a layer has exactly one role of the set. `together`: it has all of them or none. `inputs`: the inputs of
     matrices, unless a table gives others.
     """
@@ -108,6 +109,7 @@ class Roles:
     dims: Mapping[str, str]
     index: Mapping[str, str]
     per: Mapping[str, tuple[str, ...]]
+    prune: Mapping[str, tuple[str, ...]]
     one_of: Mapping[str, tuple[str, ...]]
     together: Mapping[str, tuple[str, ...]]
     inputs: tuple[InputRow, ...]
@@ -127,7 +129,7 @@ def load_roles() -> Roles:
 
 def parse_roles(file: TableFile) -> Roles:
     """Parse the vocabulary."""
-    file.known_keys([*KINDS, "dims", "index", "per", "one_of", "together", "inputs"])
+    file.known_keys([*KINDS, "dims", "index", "per", "prune", "one_of", "together", "inputs"])
     dims = file.data["dims"]
     roles: dict[str, Role] = {}
     for kind in KINDS:
@@ -141,7 +143,8 @@ def parse_roles(file: TableFile) -> Roles:
             raise file.place("index", index).error(f"index `{index}` counts unknown `{dim}`", hint=nearest(dim, dims))
     return Roles(
         roles, dims, file.data["index"], _sets(file, "per", "index", file.data["index"]),
-        _sets(file, "one_of", "role", roles), _sets(file, "together", "role", roles), parse_inputs(file, roles), file,
+        _sets(file, "prune", "index", file.data["index"]), _sets(file, "one_of", "role", roles),
+        _sets(file, "together", "role", roles), parse_inputs(file, roles), file,
     )  # fmt: skip
 
 

@@ -1,0 +1,78 @@
+"""Plan a pruned model from headers: its sizes, its config and which scores the choice needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bridge.core.errors import PlanError
+from bridge.core.text import number
+from bridge.sources.pruned.choose import Scores, choose
+from bridge.sources.pruned.config import pruned_config
+from bridge.sources.pruned.sizes import layers_of, sizes_of
+from bridge.sources.pruned.source import PrunedSource
+from bridge.sources.source import Source
+from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.structure import match_table
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a user asked for, with everything checked that headers can tell; no choice is made yet."""
+
+    source: Source
+    matched: Matched
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    dropped: tuple[int, ...]
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dims that scores must choose from, in the order of roles.toml."""
+        dims = [dim for dim in self.matched.table.roles.prune if self.after.get(dim) != self.before.get(dim)]
+        return tuple(dim for dim in dims if dim != "layers" or not self.dropped)
+
+    def pruned(self, scores: Scores, by_importance: bool = False) -> PrunedSource:
+        """The model that is left when the highest scores are kept."""
+        if self.dropped:
+            left = ~np.isin(np.arange(self.before["layers"]), self.dropped)
+            scores = {**scores, "layers": {(None, None): left.astype(float)}}
+        kept = choose(self.before, self.after, scores, by_importance)
+        config, problems = pruned_config(self.matched.table, self.source.config, self.after, kept.layers)
+        if problems:
+            raise refused(self.source, problems)
+        return PrunedSource(self.source, self.matched, kept, config)
+
+
+def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequence[int] | None) -> Cut:
+    """Check what is asked for; PlanError lists all problems. Which layers go is known only with scores or numbers."""
+    if source.quantized:
+        raise refused(source, ['it is quantized; convert it with quant="none" first, and prune that'])
+    matched = match_table(source.config, source.specs)
+    before = {dim: count for dim in matched.table.dims if isinstance(count := matched.names[dim], int)}
+    sizes, problems = sizes_of(matched.table, before, keep or {})
+    dropped = tuple(drop_layers or ())
+    left, wrong = layers_of(dropped, before["layers"])
+    problems += wrong
+    if dropped and "layers" in (keep or {}):
+        problems.append("layers= and drop_layers= both say which layers go; give one of them")
+    if not dropped and not keep:
+        problems.append('nothing to cut; give keep={"ffn": "75%"} or drop_layers=[3]')
+    if not problems:
+        sizes["layers"] = len(left) if dropped else sizes["layers"]
+        first = left if dropped else range(sizes["layers"])  # any layers: the widths are the same whichever go
+        problems = pruned_config(matched.table, source.config, sizes, list(first))[1]
+    if problems:
+        raise refused(source, problems)
+    return Cut(source, matched, before, sizes, dropped)
+
+
+def refused(source: Source, problems: Sequence[str]) -> PlanError:
+    """One error for all problems."""
+    head = f"{source.where} cannot be pruned so: "
+    if len(problems) == 1:
+        return PlanError(head + problems[0])
+    return PlanError("\n  ".join([f"{head}{number(len(problems), 'problem')}", *problems]))

@@ -1,0 +1,187 @@
+"""A pruned model as a Source: the tensors of another, cut while they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.core.values import TensorSpec
+from bridge.sources.live_models import loading
+from bridge.sources.pruned.kept import At, Kept
+from bridge.sources.source import Source
+from bridge.tables.architectures.match import Entry, Matched, entries_of, numbered
+from bridge.tables.expressions.picks import Axes, Positions, kept_positions, picked
+from bridge.tables.expressions.regions import Array
+
+_GAP_BYTES = 64 << 10  # rows that nobody wants are read too if they lie between others and are fewer bytes
+_PIECE_BYTES = 8 << 20  # read at once, before it is cut
+_Place = tuple[str, Entry, int | None, int | None]  # of a tensor of the pruned model: stored name, row, layer, expert
+
+
+class PrunedSource:
+    """`source` with the rows and columns that `kept` names, and the config of that size.
+
+    No weight is read before it is asked for. `matched`: how the source's tensors fit its architecture's table.
+    """
+
+    quantized = None
+    calibration = None
+
+    def __init__(self, source: Source, matched: Matched, kept: Kept, config: Mapping[str, Any]) -> None:
+        self.whole = source
+        self.kept = kept
+        self.dialect, self.can_run = source.dialect, source.can_run
+        cut = {dim: size for dim, size in kept.after.items() if size != kept.before[dim]}
+        self.where = f"{source.where} pruned to {', '.join(f'{dim}={size}' for dim, size in cut.items()) or 'its size'}"
+        self.name = f"{source.name}-pruned"
+        self.root = getattr(source, "root", None)
+        self.config: Mapping[str, Any] = config
+        self._matched = matched
+        self._names = matched.table.names(config)
+        self._places = dict(self._placed())
+        self._last: dict[
+            int, tuple[At, tuple[Positions, ...]]
+        ] = {}  # row -> layer, expert and positions last asked for
+        shapes = {id(old): new.shape for old, new in zip(matched.entries, self._new_entries(), strict=True)}
+        self.specs: Mapping[str, TensorSpec] = {
+            name: TensorSpec(name, shapes[id(entry)], source.specs[stored].dtype, source.specs[stored].across)
+            for name, (stored, entry, _, _) in self._places.items()
+        }
+        self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored, **self._gone()}
+
+    @cached_property
+    def side_files(self) -> dict[str, Path | bytes]:
+        files = {**self.whole.side_files}
+        files["config.json"] = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        return files
+
+    def read(self, name: str) -> np.ndarray:
+        spec = self.specs[name]
+        if spec.shape:
+            return self.read_rows(name, 0, spec.shape[0])
+        return self.whole.read(self._places[name][0])
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Return kept rows `begin` to `end`; rows of the source are read in pieces, so that few are held."""
+        stored = self._places[name][0]
+        rows, *columns = self._positions(name)
+        rows = rows[begin:end]
+        result = out
+        for some, first, last in _spans(rows, self.whole.specs[stored]):
+            piece = self.whole.read_rows(stored, first, last)
+            if result is None:
+                result = np.empty((len(rows), *self.specs[name].shape[1:]), piece.dtype)
+            result[some] = _cut(piece, rows[some] - first, columns)
+        assert result is not None
+        return result
+
+    def place(self, name: str) -> tuple[str, int]:
+        return self.whole.place(self._places[name][0])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the source's and of all choices."""
+        config = json.dumps(self.config, sort_keys=True, default=str)
+        return hashlib.sha256(f"{self.whole.fingerprint} {self.kept.digest} {config}".encode()).hexdigest()
+
+    def load_model(self) -> Any:
+        """Build the pruned `transformers` model from the same reads that are converted."""
+        return loading.load_model(self)
+
+    def load_skeleton(self) -> Any:
+        from bridge.sources.live_models.meta_device import load_skeleton
+
+        return load_skeleton(self)
+
+    def load_tokenizer(self) -> Any:
+        return self.whole.load_tokenizer()
+
+    def _stored(self) -> Iterator[_Place]:
+        """Every tensor of the whole model that has a row, with those that are stored beside the tensor they equal."""
+        for name, place in self._matched.placed.items():
+            yield name, *place
+        entries = {entry.name: entry for entry in self._matched.entries}
+        for alias in self._matched.tied:
+            if alias in self.whole.specs:
+                yield alias, entries[alias], None, None
+
+    def _placed(self) -> Iterator[tuple[str, _Place]]:
+        """The tensors that are left, by their new names, in the order of the source."""
+        layers = {layer: at for at, layer in enumerate(self.kept.layers)}
+        for stored, entry, layer, expert in self._stored():
+            if layer is not None and layer not in layers:
+                continue
+            new_expert = None
+            if expert is not None:
+                kept = self.kept.positions("experts", layer, None).tolist()
+                if expert not in kept:
+                    continue
+                new_expert = kept.index(expert)
+            new_layer = None if layer is None else layers[layer]
+            yield numbered(entry.name, new_layer, new_expert), (stored, entry, layer, expert)
+
+    def _gone(self) -> dict[str, str]:
+        """The tensors of dropped layers and experts."""
+        left = {stored for stored, *_ in self._places.values()}
+        return {name: "of a layer or an expert that was cut" for name, *_ in self._stored() if name not in left}
+
+    def _new_entries(self) -> Iterator[Entry]:
+        table, stripped = self._matched.table, not self._matched.prefix
+        return entries_of(table, self._matched.architecture, self._names, table.prefix if stripped else "")
+
+    def _positions(self, name: str) -> tuple[Positions, ...]:
+        """Where the tensor's values lie along each axis of the stored one."""
+        _, entry, layer, expert = self._places[name]
+        if (last := self._last.get(id(entry))) and last[0] == (layer, expert):  # rows are read piece by piece
+            return last[1]
+        assert entry.row.expr
+        positions = picked(
+            entry.row.expr, self._axes(entry, layer, expert, True), self._axes(entry, layer, expert, False)
+        )
+        self._last[id(entry)] = (layer, expert), positions
+        return positions
+
+    def _axes(self, entry: Entry, layer: int | None, expert: int | None, cut: bool) -> Axes:
+        """The positions of the roles of a tensor, the kept ones or all."""
+        before, roles = self._matched.names, self._matched.table.roles.roles
+
+        def of(dim: str) -> Positions:
+            return self.kept.positions(dim, layer, expert) if cut else np.arange(self.kept.before[dim])
+
+        axes = {role: tuple(kept_positions(form, of, before) for form in roles[role].shape) for role in entry.roles}
+        return Axes(axes, of("experts") if entry.row.stacks else np.arange(0), self._names if cut else before)
+
+
+def _spans(rows: Positions, spec: TensorSpec) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield the rows in pieces that lie close together: which of `rows`, and the range of the source that has them."""
+    if not len(rows):
+        yield np.arange(0), 0, 0
+        return
+    row_bytes = max(1, spec.nbytes // max(1, spec.shape[0]))
+    gap, most = _GAP_BYTES // row_bytes + 1, max(1, _PIECE_BYTES // row_bytes)
+    order = np.argsort(rows, kind="stable")
+    ascending = rows[order]
+    begin = 0
+    for at in range(1, len(rows) + 1):
+        if at < len(rows) and ascending[at] - ascending[at - 1] <= gap and ascending[at] - ascending[begin] < most:
+            continue
+        yield order[begin:at], int(ascending[begin]), int(ascending[at - 1]) + 1
+        begin = at
+
+
+def _cut(piece: Array, rows: Positions, columns: list[Positions]) -> Array:
+    """The rows of a piece, and of its other axes those that are kept."""
+    if len(rows) != len(piece):
+        piece = piece[rows] if piece.ndim == 1 else np.take(piece, rows, axis=0)
+    elif len(rows) > 1 and (np.diff(rows) != 1).any():
+        piece = np.take(piece, rows, axis=0)
+    for axis, kept in enumerate(columns, 1):
+        if len(kept) != piece.shape[axis] or (np.diff(kept) != 1).any():
+            piece = np.take(piece, kept, axis=axis)  # array[:, kept] takes seven times as long
+    return piece

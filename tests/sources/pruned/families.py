@@ -1,0 +1,87 @@
+"""Tiny models of every family with a table, and how parts of one are silenced without the tables."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge.sources.pruned.kept import Kept
+
+_FOUR = {"num_hidden_layers": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": _FOUR,
+    "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
+    "GPT2LMHeadModel": {"n_layer": 4},
+    "Gemma2ForCausalLM": _FOUR,
+    "Gemma3ForCausalLM": _FOUR,
+    "GemmaForCausalLM": _FOUR,
+    "GptOssForCausalLM": _FOUR,
+    "LlamaForCausalLM": _FOUR | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "MistralForCausalLM": _FOUR,
+    "MixtralForCausalLM": _FOUR,
+    "NemotronForCausalLM": _FOUR,
+    "Phi3ForCausalLM": _FOUR,
+    "Qwen2ForCausalLM": _FOUR,
+    "Qwen3ForCausalLM": _FOUR,
+    "Qwen3MoeForCausalLM": _FOUR | {"mlp_only_layers": [1, 3]},
+    "Starcoder2ForCausalLM": _FOUR,
+}
+_ATTENTION = re.compile(r"(o_proj|attn\.c_proj|attention\.output\.dense)$")
+_SHARED = re.compile(r"shared_experts\.down_proj$")
+_MLP = re.compile(r"((?<!shared_experts)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$")
+
+
+def random_scores(before: dict[str, int], layers: int, seed: int = 0) -> dict[str, dict[Any, np.ndarray]]:
+    """A score for everything that can be cut; experts that are stored apart choose apart."""
+    random = np.random.default_rng(seed)
+    scores = {
+        dim: {(layer, None): random.random(before[dim]) for layer in range(layers)}
+        for dim in ("ffn", "heads", "experts", "moe_ffn", "shared_ffn")
+        if dim in before
+    }
+    return scores | {dim: {(None, None): random.random(before[dim])} for dim in ("hidden", "layers")}
+
+
+@torch.no_grad()
+def silenced(model: Any, kept: Kept) -> Any:
+    """A copy of `model` in which what is not kept adds nothing: channels are zero where they are read."""
+    model = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        match = re.search(r"\.(\d+)\.", name)
+        if not match:
+            continue
+        layer = int(match[1])
+        gone = layer not in kept.layers
+        if _ATTENTION.search(name):
+            width = kept.before["heads"]
+            module.register_forward_pre_hook(_mask(kept.positions("heads", layer, None), width))
+        elif _SHARED.search(name):
+            module.register_forward_pre_hook(
+                _mask(kept.positions("shared_ffn", layer, None), kept.before["shared_ffn"])
+            )
+        elif _MLP.search(name):
+            module.register_forward_pre_hook(_mask(kept.positions("ffn", layer, None), kept.before["ffn"]))
+        elif name.endswith(".experts") and hasattr(module, "down_proj"):
+            dead = np.setdiff1d(np.arange(kept.before["moe_ffn"]), kept.positions("moe_ffn", layer, None))
+            axis = module.down_proj.shape.index(kept.before["moe_ffn"], 1)
+            module.down_proj.index_fill_(axis, torch.from_numpy(dead), 0.0)
+        if gone and (_ATTENTION.search(name) or _MLP.search(name) or _SHARED.search(name) or name.endswith(".experts")):
+            module.register_forward_hook(lambda _, inputs, out: torch.zeros_like(out))
+    return model
+
+
+def _mask(kept: np.ndarray, count: int) -> Any:
+    """A hook that sets everything else in the input to zero; `count` parts of equal width."""
+    keep = torch.zeros(count, dtype=torch.bool)
+    keep[torch.from_numpy(kept)] = True
+
+    def hook(module: Any, inputs: Any) -> Any:
+        x = inputs[0]
+        parts = x.unflatten(-1, (count, -1)) * keep[:, None]
+        return (parts.flatten(-2), *inputs[1:])
+
+    return hook

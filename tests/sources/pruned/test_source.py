@@ -1,0 +1,91 @@
+"""A pruned model answers as the whole one does with the same parts silenced, in every family with a table."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.core.errors import PlanError
+from bridge.core.mappings import own_files, read_table
+from bridge.planning.structure import structure_of
+from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import plan_cut
+from tests.models.decoder_families import build
+from tests.sources.pruned.families import FAMILIES, random_scores, silenced
+
+CUTS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
+    "ffn": ({"ffn": 50}, None),
+    "heads": ({"heads": 4}, None),
+    "kv_heads": ({"kv_heads": 1}, None),
+    "moe_ffn": ({"moe_ffn": 28}, None),
+    "shared_ffn": ({"moe_ffn": 28, "shared_ffn": 28}, None),
+    "layers": ({"layers": 3}, None),
+    "numbers": ({}, [0, 2]),
+    "experts": ({"experts": 4}, None),
+    "hidden": ({"hidden": 48}, None),
+    "narrow": ({"hidden": 40, "heads": 4}, None),
+    "all": ({"hidden": 40, "heads": 4, "kv_heads": 2, "layers": 3, "ffn": 50}, None),
+}
+# Of the others, what is left reads something else: every norm another width, every router other experts.
+EXACT = ("ffn", "heads", "kv_heads", "moe_ffn", "shared_ffn", "layers", "numbers")
+# family -> cuts that its config cannot say
+WIDTH_OVER_HEADS = {
+    "heads": "no config has head_dim=10 with heads=4 and kv_heads=4: it would be 15",
+    "kv_heads": "no config has head_dim=10 with heads=1 and kv_heads=1: it would be 60",
+    "hidden": "no config has head_dim=10 with hidden=48: it would be 8",
+    "all": "heads=4: a group has 1 heads, so 2 groups have fewer",
+}
+SCALED = dict.fromkeys(("hidden", "narrow", "all"), "embeddings are scaled by the square root of hidden")
+REFUSED: dict[str, dict[str, str]] = {
+    "BertForMaskedLM": WIDTH_OVER_HEADS,
+    "DeepseekV3ForCausalLM": {
+        "moe_ffn": "no config has shared_ffn=44 with moe_ffn=28: it would be 28",
+        "experts": "",
+        "numbers": "",
+    },
+    "GPT2LMHeadModel": WIDTH_OVER_HEADS,
+    "Gemma2ForCausalLM": SCALED,
+    "Gemma3ForCausalLM": SCALED,
+    "GemmaForCausalLM": SCALED,
+}
+
+
+def cells() -> list[Any]:
+    """Every family with the cuts that its table has dims for."""
+    found = []
+    for path in own_files("arch"):
+        data = read_table(path).data
+        family = next(name for name in FAMILIES if name in data["architectures"])
+        for cut, (keep, _) in CUTS.items():
+            if keep.keys() - {"shared_ffn"} <= data["dims"].keys() and (cut != "shared_ffn" or cut in data["dims"]):
+                found.append(pytest.param(family, cut, id=f"{family}-{cut}"))
+    return found
+
+
+def test_every_table_has_a_family() -> None:
+    listed = {name for path in own_files("arch") for name in read_table(path).data["architectures"]}
+    assert set(FAMILIES) <= listed and len(FAMILIES) == len(own_files("arch"))
+
+
+@pytest.mark.parametrize(("family", "cut"), cells())
+def test_pruned_is_silenced(family: str, cut: str) -> None:
+    model = build(family, torch.float32, **FAMILIES[family])
+    source = open_source(model)
+    keep, drop = CUTS[cut]
+    if words := REFUSED.get(family, {}).get(cut):
+        with pytest.raises(PlanError, match=re.escape(words)):
+            plan_cut(source, keep, drop)
+        return
+    plan = plan_cut(source, keep, drop)
+    pruned = plan.pruned(random_scores(plan.before, plan.before["layers"]))
+    structure_of(pruned)  # covers every tensor by a row of the table, with the new config
+    tokens = torch.arange(3, 40)[None]
+    got = pruned.load_model()(tokens).logits
+    assert torch.isfinite(got).all()
+    after_norms = family == "BertForMaskedLM"  # a norm follows each addition there, in a silenced layer too
+    if cut in EXACT and not (after_norms and cut in ("layers", "numbers")):
+        want = silenced(model, pruned.kept)(tokens).logits
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
