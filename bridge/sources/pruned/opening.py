@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from bridge.core.errors import PlanError
 from bridge.core.text import number
 from bridge.sources.pruned.choose import Scores, choose
 from bridge.sources.pruned.config import pruned_config
+from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sizes import layers_of, sizes_of
 from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.source import Source
@@ -35,7 +37,9 @@ class Cut:
         dims = [dim for dim in self.matched.table.roles.prune if self.after.get(dim) != self.before.get(dim)]
         return tuple(dim for dim in dims if dim != "layers" or not self.dropped)
 
-    def pruned(self, scores: Scores, by_importance: bool = False) -> PrunedSource:
+    def pruned(
+        self, scores: Scores, by_importance: bool = False, repaired: Mapping[str, Repaired] = MappingProxyType({})
+    ) -> PrunedSource:
         """The model that is left when the highest scores are kept."""
         if self.dropped:
             left = ~np.isin(np.arange(self.before["layers"]), self.dropped)
@@ -44,7 +48,7 @@ class Cut:
         config, problems = pruned_config(self.matched.table, self.source.config, self.after, kept.layers)
         if problems:
             raise refused(self.source, problems)
-        return PrunedSource(self.source, self.matched, kept, config)
+        return PrunedSource(self.source, self.matched, kept, config, repaired)
 
 
 def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequence[int] | None) -> Cut:

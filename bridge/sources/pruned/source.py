@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
 from bridge.sources.pruned.kept import At, Kept
+from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.source import Source
 from bridge.tables.architectures.match import Entry, Matched, entries_of, numbered
 from bridge.tables.expressions.picks import Axes, Positions, kept_positions, picked
@@ -28,14 +30,22 @@ class PrunedSource:
     """`source` with the rows and columns that `kept` names, and the config of that size.
 
     No weight is read before it is asked for. `matched`: how the source's tensors fit its architecture's table.
+    `repaired`: stored tensors that were solved for the kept channels, and are read instead.
     """
 
     quantized = None
     calibration = None
 
-    def __init__(self, source: Source, matched: Matched, kept: Kept, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        matched: Matched,
+        kept: Kept,
+        config: Mapping[str, Any],
+        repaired: Mapping[str, Repaired] = MappingProxyType({}),
+    ) -> None:
         self.whole = source
-        self.kept = kept
+        self.kept, self.repaired = kept, repaired
         self.dialect, self.can_run = source.dialect, source.can_run
         cut = {dim: size for dim, size in kept.after.items() if size != kept.before[dim]}
         self.where = f"{source.where} pruned to {', '.join(f'{dim}={size}' for dim, size in cut.items()) or 'its size'}"
@@ -45,9 +55,7 @@ class PrunedSource:
         self._matched = matched
         self._names = matched.table.names(config)
         self._places = dict(self._placed())
-        self._last: dict[
-            int, tuple[At, tuple[Positions, ...]]
-        ] = {}  # row -> layer, expert and positions last asked for
+        self._last: dict[int, tuple[At, tuple[Positions, ...]]] = {}  # of each row: those that were last asked for
         shapes = {id(old): new.shape for old, new in zip(matched.entries, self._new_entries(), strict=True)}
         self.specs: Mapping[str, TensorSpec] = {
             name: TensorSpec(name, shapes[id(entry)], source.specs[stored].dtype, source.specs[stored].across)
@@ -72,9 +80,9 @@ class PrunedSource:
         stored = self._places[name][0]
         rows, *columns = self._positions(name)
         rows = rows[begin:end]
-        result = out
-        for some, first, last in _spans(rows, self.whole.specs[stored]):
-            piece = self.whole.read_rows(stored, first, last)
+        result, repaired = out, self.repaired.get(stored)
+        for some, first, last in _spans(rows, repaired.spec if repaired else self.whole.specs[stored]):
+            piece = repaired.read_rows(first, last) if repaired else self.whole.read_rows(stored, first, last)
             if result is None:
                 result = np.empty((len(rows), *self.specs[name].shape[1:]), piece.dtype)
             result[some] = _cut(piece, rows[some] - first, columns)
@@ -86,9 +94,12 @@ class PrunedSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the source's and of all choices."""
+        """A digest of the source's, of all choices and of what was solved."""
         config = json.dumps(self.config, sort_keys=True, default=str)
-        return hashlib.sha256(f"{self.whole.fingerprint} {self.kept.digest} {config}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.whole.fingerprint} {self.kept.digest} {config}".encode())
+        for name, repaired in self.repaired.items():
+            digest.update(f"{name} {repaired.digest}".encode())
+        return digest.hexdigest()
 
     def load_model(self) -> Any:
         """Build the pruned `transformers` model from the same reads that are converted."""
@@ -137,13 +148,15 @@ class PrunedSource:
 
     def _positions(self, name: str) -> tuple[Positions, ...]:
         """Where the tensor's values lie along each axis of the stored one."""
-        _, entry, layer, expert = self._places[name]
+        stored, entry, layer, expert = self._places[name]
         if (last := self._last.get(id(entry))) and last[0] == (layer, expert):  # rows are read piece by piece
             return last[1]
         assert entry.row.expr
-        positions = picked(
-            entry.row.expr, self._axes(entry, layer, expert, True), self._axes(entry, layer, expert, False)
-        )
+        kept, whole = (self._axes(entry, layer, expert, cut) for cut in (True, False))
+        positions = picked(entry.row.expr, kept, whole)
+        if repaired := self.repaired.get(stored):
+            cut = repaired.cut
+            positions = (*positions[:cut], np.arange(len(positions[cut])), *positions[cut + 1 :])
         self._last[id(entry)] = (layer, expert), positions
         return positions
 

@@ -1,0 +1,151 @@
+"""Watch a model run, and score the parts of the dims that a cut makes smaller.
+
+Experts are seen in transformers' eager implementation, where each is a matrix product with a part of a stacked weight.
+Their inputs count times the router's weight, since that is what reaches the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import cosine_similarity, linear
+from torch.overrides import TorchFunctionMode
+
+from bridge.calibration.pruning.places import Norm, Reader
+from bridge.calibration.pruning.sums import Channels
+
+_PRODUCTS = (linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+Settle = Callable[[Reader, Channels, Any], None]
+
+
+class ScoreWatch:
+    """Sums over the run of a model, by matrix, norm and layer; see `bridge.calibration.walk.gauge.Watch`.
+
+    `settle` gets a matrix with its sums and its live weight [out, in] as soon as no more data pass it, so that a Gram
+    matrix (`gram`) lives no longer than its block.
+    """
+
+    def __init__(
+        self,
+        readers: tuple[Reader, ...],
+        norms: tuple[Norm, ...],
+        layers: Mapping[str, int],
+        gram: bool,
+        settle: Settle,
+    ) -> None:
+        self._readers, self._norms, self._layers = readers, norms, layers
+        self._gram, self._settle = gram, settle
+        self._sums: dict[Reader, Channels] = {}
+        self._weights: dict[str, Any] = {}  # experts' module -> its call's experts and router weights [tokens, top k]
+        self.norms: dict[str, Channels] = {}
+        self.influence: dict[int, float] = {}
+        self.expert_norms: dict[tuple[int, int], tuple[float, int]] = {}  # layer, expert -> sum of norms, tokens
+        self.modules = {r.module for r in readers} | {n.module for n in norms} | {*layers}
+
+    def prepare(self, model: Any) -> None:
+        """Let a model run expert by expert."""
+        if any(reader.expert is not None for reader in self._readers) and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+
+    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The loop, watched; its model may be a part that holds some of the modules."""
+
+        def run(model: Any) -> None:
+            held = dict(model.named_modules())
+            with torch.no_grad(), self._hooked(held):
+                loop(model)
+            self._settle_all(held)
+
+        return run
+
+    @contextmanager
+    def _hooked(self, held: Mapping[str, Any]) -> Iterator[None]:
+        experts: dict[int, Reader] = {}
+        with ExitStack() as stack:
+
+            def hook(module: Any, made: Any, before: bool) -> None:
+                handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(
+                    made, with_kwargs=True
+                )
+                stack.callback(handle.remove)
+
+            for reader in self._readers:
+                if reader.module not in held:
+                    continue
+                module = held[reader.module]
+                if reader.expert is None:
+                    hook(module, partial(self._read, reader), True)
+                else:
+                    weight = getattr(module, reader.parameter)
+                    at = weight.data_ptr() + reader.expert * weight.stride(0) * weight.element_size()
+                    experts[at] = reader
+            for name in {reader.module for reader in experts.values()}:
+                hook(held[name], partial(self._routed, name), True)
+            for norm in self._norms:
+                if norm.module in held:
+                    hook(held[norm.module], partial(self._normed, norm.module), False)
+            for name, layer in self._layers.items():
+                if name in held:
+                    hook(held[name], partial(self._passed, layer), False)
+            stack.enter_context(_ExpertCalls(experts, self._of_expert))
+            yield
+
+    def _read(self, reader: Reader, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        self._channels(reader).add(x, self._gram or reader.dim == "heads")  # a head is many channels
+
+    def _channels(self, reader: Reader) -> Channels:
+        return self._sums.setdefault(reader, Channels())
+
+    def _routed(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the experts of each token and their weights while the experts run."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        chosen = next((x for x in given if not x.is_floating_point()), None)
+        alike = (x for x in given if x.is_floating_point() and chosen is not None and x.shape == chosen.shape)
+        weights = next(alike, None)
+        self._weights[name] = None if weights is None else (chosen, weights)
+
+    def _of_expert(self, reader: Reader, x: Any, out: Any) -> None:
+        routed = self._weights.get(reader.module)
+        if routed is not None:
+            chosen, weights = routed  # tokens come by choice, then by number
+            share = weights.T[reader.expert == chosen.T][:, None].to(x.dtype)
+            x, out = x * share, out * share
+        self._channels(reader).add(x, self._gram)
+        key = (reader.layer, reader.expert or 0)
+        total, tokens = self.expert_norms.get(key, (0.0, 0))
+        norms = torch.linalg.vector_norm(out.float(), dim=-1).sum().item()
+        self.expert_norms[key] = total + norms, tokens + len(out)
+
+    def _normed(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.norms.setdefault(name, Channels()).add(out, False)
+
+    def _passed(self, layer: int, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        out = out if isinstance(out, torch.Tensor) else out[0]
+        score = 1 - cosine_similarity(x.to(torch.float32), out.to(torch.float32), dim=2).mean()
+        self.influence[layer] = self.influence.get(layer, 0.0) + score.item()
+
+    def _settle_all(self, held: Mapping[str, Any]) -> None:
+        for reader in [reader for reader in self._readers if reader.module in held]:
+            weight = reader.part.of(getattr(held[reader.module], reader.parameter).detach())
+            weight = weight if reader.expert is None or weight.ndim == 2 else weight[reader.expert]
+            self._settle(reader, self._sums.pop(reader, Channels()), weight.T if reader.turned else weight)
+
+
+class _ExpertCalls(TorchFunctionMode):
+    """Hands on input and output of a matrix product if its weight begins at a known address."""
+
+    def __init__(self, known: Mapping[int, Reader], seen: Callable[[Reader, Any, Any], None]):
+        super().__init__()
+        self._known, self._seen = known, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._known and func in _PRODUCTS and len(args) > 1 and (reader := self._known.get(args[1].data_ptr())):
+            self._seen(reader, args[0], result)
+        return result

@@ -1,0 +1,155 @@
+"""Scores of a cut against ModelOpt's hooks, and repaired matrices against a solver of least squares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.calibration.data import prepare
+from bridge.calibration.pruning.measure import Measured, measure_scores
+from bridge.planning.structure import structure_of
+from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import Cut, plan_cut
+from tests.models.decoder_families import build
+
+random = torch.Generator().manual_seed(0)
+BATCHES = [{"input_ids": torch.randint(3, 97, (rows, 24), generator=random)} for rows in (8, 7, 9, 3)]
+
+
+def measured(
+    family: str, keep: dict[str, int], config: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, Cut, Measured]:
+    model = build(family, torch.float32, **(config or {}))
+    source = open_source(model)
+    cut = plan_cut(source, keep, None)
+    data = prepare(BATCHES, source)
+    return model, cut, measure_scores(cut, structure_of(source), data, **options)
+
+
+def inputs_of(model: Any, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    """What each module reads in every batch that calibrates."""
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]))
+        for name in names
+    ]
+    with torch.no_grad():
+        for batch in prepare(BATCHES, open_source(model)).batches:
+            model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "reader", "keep"),
+    [
+        ("LlamaForCausalLM", "model.layers.{}.mlp.down_proj", {"ffn": 40}),
+        ("LlamaForCausalLM", "model.layers.{}.self_attn.o_proj", {"heads": 4}),
+        ("GPT2LMHeadModel", "transformer.h.{}.mlp.c_proj", {"ffn": 40}),
+    ],
+)
+def test_minitron_scores_equal_modelopts_hook(family: str, reader: str, keep: dict[str, int]) -> None:
+    from modelopt.torch.prune.importance_hooks.base_hooks import L2NormHook
+
+    model, cut, found = measured(family, keep, importance="minitron")
+    (dim,) = keep
+    seen = inputs_of(model, [reader.format(layer) for layer in range(2)])
+    for layer in range(2):
+        hook = L2NormHook()
+        for x in seen[reader.format(layer)]:
+            hook(model, (x.transpose(0, 1),), x)
+        want = torch.linalg.vector_norm(hook.accumulate().view(cut.before[dim], -1), ord=2, dim=1)
+        assert torch.equal(torch.from_numpy(found.scores[dim][layer, None]), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "reader", "keep"),
+    [
+        ("LlamaForCausalLM", "model.layers.{}.mlp.down_proj", {"ffn": 40}),
+        ("LlamaForCausalLM", "model.layers.{}.self_attn.o_proj", {"heads": 4}),
+        ("GPT2LMHeadModel", "transformer.h.{}.mlp.c_proj", {"ffn": 40}),
+    ],
+)
+def test_a_repaired_matrix_is_the_least_squares_solution(family: str, reader: str, keep: dict[str, int]) -> None:
+    model, cut, found = measured(family, keep, repair=True)
+    pruned = cut.pruned(found.scores, repaired=found.repaired)
+    small = pruned.load_model()
+    seen = inputs_of(model, [reader.format(layer) for layer in range(2)])
+    (dim,) = keep
+    for layer in range(2):
+        name = reader.format(layer)
+        x = torch.cat([part.flatten(0, 1) for part in seen[name]]).double()
+        weight, new = (part.get_submodule(name).weight.double() for part in (model, small))
+        if family.startswith("GPT2"):
+            weight, new = weight.T, new.T
+        width = x.shape[1] // cut.before[dim]
+        kept = (pruned.kept.positions(dim, layer, None)[:, None] * width + np.arange(width)).reshape(-1)
+        ridge = (1e-3 * x.square().sum() / x.shape[1]).sqrt()
+        rows = torch.cat([x[:, kept], ridge * torch.eye(len(kept))])
+        wanted = torch.cat([x @ weight.T, torch.zeros(len(kept), len(weight))])
+        solution = torch.linalg.lstsq(rows, wanted.double()).solution.T
+        assert (new - solution).abs().max() <= 3e-4 * solution.abs().max()  # G is summed in float32
+        assert (x[:, kept] @ new.T - x @ weight.T).norm() < (x[:, kept] @ weight[:, kept].T - x @ weight.T).norm()
+
+
+@pytest.mark.parametrize("family", ["MixtralForCausalLM", "GptOssForCausalLM"])
+def test_experts_are_scored_by_what_the_router_lets_through(family: str) -> None:
+    from modelopt.torch.prune.importance_hooks.base_hooks import L2NormHook
+
+    stacked = family.startswith("GptOss")
+    model, _, found = measured(family, {"experts": 4, "moe_ffn": 28}, importance="minitron")
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    calls: dict[str, list[Any]] = {name: [] for name in names}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls[name].append([*args, *kwargs.values()]), with_kwargs=True
+        )
+    with torch.no_grad():
+        for batch in prepare(BATCHES, open_source(model)).batches:
+            model(**batch)
+        for layer, name in enumerate(names):
+            experts, norms, channels = model.get_submodule(name), [], []
+            for expert in range(5):
+                hook, total, tokens = L2NormHook(), 0.0, 0
+                for x, chosen, weights in calls[name]:
+                    slot, token = torch.where((chosen == expert).T)
+                    share = weights[token, slot][:, None]
+                    if stacked:
+                        both = x[token] @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+                        inner = experts._apply_gate(both)
+                        out = inner @ experts.down_proj[expert]
+                    else:
+                        gate, up = (x[token] @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+                        inner = experts.act_fn(gate) * up
+                        out = inner @ experts.down_proj[expert].T
+                    hook(model, (inner * share,), out)
+                    total, tokens = total + (out * share).norm(dim=-1).sum().item(), tokens + len(token)
+                norms.append(total / (tokens + 1e-8))
+                channels.append(hook.accumulate())
+            scores = found.scores["moe_ffn"]
+            torch.testing.assert_close(torch.from_numpy(found.scores["experts"][layer, None]), torch.tensor(norms))
+            if stacked:
+                both = torch.stack(channels).square().sum(0).sqrt()
+                torch.testing.assert_close(torch.from_numpy(scores[layer, None]), both)
+            for expert in range(0 if stacked else 5):
+                torch.testing.assert_close(torch.from_numpy(scores[layer, expert]), channels[expert])
+
+
+def test_layers_and_width_are_scored_by_what_they_change() -> None:
+    model, _, found = measured("LlamaForCausalLM", {"layers": 1, "hidden": 48}, importance="minitron")
+    seen = inputs_of(model, ["model.layers.0", "model.layers.1", "model.norm"])
+    for layer, after in enumerate(("model.layers.1", "model.norm")):
+        pairs = zip(seen[f"model.layers.{layer}"], seen[after], strict=True)
+        influence = sum(1 - torch.cosine_similarity(x, y, dim=2).mean().item() for x, y in pairs)
+        assert found.scores["layers"][None, None][layer] == pytest.approx(influence, abs=1e-6)
+    total = torch.zeros(60)
+    for layer in range(2):
+        for module in ("self_attn.q_proj", "mlp.up_proj"):
+            name = f"model.layers.{layer}.{module}"
+            parts = [x.abs().mean(dim=1).square().sum(dim=0) for x in inputs_of(model, [name])[name]]
+            total += torch.stack(parts).sum(dim=0).sqrt()
+    torch.testing.assert_close(torch.from_numpy(found.scores["hidden"][None, None]), total)
