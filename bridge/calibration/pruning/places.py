@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bridge.core.errors import PlanError
 from bridge.sources.pruned.opening import Cut
 from bridge.tables.architectures.match import Entry
+from bridge.tables.architectures.structure import layout_of
 
 if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import LiveSlice, Origin
@@ -63,7 +64,7 @@ def readers_of(cut: Cut, origins: Mapping[str, Origin]) -> tuple[Reader, ...]:
         origin = origins.get(tensor)
         if layer is None or origin is None or origin.ref is None:
             raise PlanError(f"{tensor}: the live model has no tensor of this matrix alone, so {dim} has no scores")
-        turned, stacked = "transpose(" in str(entry.row.expr), entry.row.stacks
+        turned, stacked = layout_of(entry.row.expr).endswith("in_out"), entry.row.stacks
         for number in range(cut.before["experts"]) if stacked else (expert,):
             found.append(Reader(dim, cut.before[dim], layer, number, tensor, role, origin.ref, turned, stacked))
     return tuple(found)

@@ -24,7 +24,7 @@ def choose(before: Mapping[str, int], after: Mapping[str, int], scores: Scores, 
             continue
         ordered = by_importance and dim != "layers"
         choices[dim] = {place: _best(score, after[dim], ordered) for place, score in places.items()}
-    if any(after.get(dim) != before.get(dim) for dim in ("heads", "kv_heads")):
+    if "heads" in scores and any(after.get(dim) != before.get(dim) for dim in ("heads", "kv_heads")):
         choices |= _heads(before, after, scores["heads"], by_importance)
     return Kept(before, after, choices)
 

@@ -61,7 +61,7 @@ class PrunedSource:
             name: TensorSpec(name, shapes[id(entry)], source.specs[stored].dtype, source.specs[stored].across)
             for name, (stored, entry, _, _) in self._places.items()
         }
-        self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored, **self._gone()}
+        self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored}
 
     @cached_property
     def side_files(self) -> dict[str, Path | bytes]:
@@ -136,11 +136,6 @@ class PrunedSource:
                 new_expert = kept.index(expert)
             new_layer = None if layer is None else layers[layer]
             yield numbered(entry.name, new_layer, new_expert), (stored, entry, layer, expert)
-
-    def _gone(self) -> dict[str, str]:
-        """The tensors of dropped layers and experts."""
-        left = {stored for stored, *_ in self._places.values()}
-        return {name: "of a layer or an expert that was cut" for name, *_ in self._stored() if name not in left}
 
     def _new_entries(self) -> Iterator[Entry]:
         table, stripped = self._matched.table, not self._matched.prefix

@@ -99,15 +99,16 @@ def canonical_names(config: Mapping[str, object], names: Iterable[str]) -> dict[
 def turned_weights(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that the architecture stores [in, out]; empty for most, or without a table."""
     table = load_arch(architecture_of(config))
-    if table is None or not any(_layout(row.expr) == "in_out" for row in table.rows):
+    if table is None or not any(layout_of(row.expr) == "in_out" for row in table.rows):
         return {}
     placed = match(table, architecture_of(config), config, specs).placed
-    return {name: entry.shape for name, (entry, _, _) in placed.items() if _layout(entry.row.expr) == "in_out"}
+    return {name: entry.shape for name, (entry, _, _) in placed.items() if layout_of(entry.row.expr) == "in_out"}
 
 
-def _layout(expr: Expr | None) -> str:
+def layout_of(expr: Expr | None) -> str:
+    """How a row's tensor is stored: out_in or in_out, with stack_ before it if it has all experts."""
     if isinstance(expr, Call) and expr.op == "stack":
-        return f"stack_{_layout(expr.args[0])}"
+        return f"stack_{layout_of(expr.args[0])}"
     return "in_out" if isinstance(expr, Call) and expr.op == "transpose" else "out_in"
 
 
@@ -128,7 +129,7 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
     return Site(
         module=name if entry.row.stacks else name.rpartition(".")[0],
         weight=name,
-        layout=_layout(entry.row.expr),
+        layout=layout_of(entry.row.expr),
         roles=entry.roles,
         layer=layer,
         expert=expert,

@@ -56,11 +56,24 @@ class Axes:
 
 def picked(expr: Expr, kept: Axes, whole: Axes) -> tuple[Positions, ...]:
     """Return where a smaller model's tensor lies in the whole one's: the positions along each stored axis."""
-    starts, begin = {}, 0
-    for role, (rows, *_) in whole.roles.items():  # every row of every role gets a number of its own
-        starts[role], begin = begin, begin + rows.size
+    starts = _starts(whole)
     old, new = _ordered(expr, whole, starts), _ordered(expr, kept, starts)
     return tuple(_places(some, among) for some, among in zip(new, old, strict=True))
+
+
+def located(expr: Expr, whole: Axes, role: str, turned: bool) -> Positions:
+    """Return where the rows of a role lie among the rows [out] of a tensor; `turned`: it is stored [in, out]."""
+    starts = _starts(whole)
+    rows = _ordered(expr, whole, starts)[-1 if turned else -2]
+    return _places(starts[role] + whole.roles[role][0], rows)
+
+
+def _starts(whole: Axes) -> dict[str, int]:
+    """A number for the first row of each role, so that every row of every role has one of its own."""
+    starts, begin = {}, 0
+    for role, (rows, *_) in whole.roles.items():
+        starts[role], begin = begin, begin + rows.size
+    return starts
 
 
 def _places(some: Positions, among: Positions) -> Positions:

@@ -1,0 +1,5 @@
+"""Make models smaller: fewer channels, heads, experts or layers."""
+
+from bridge.workflows.prune.verbs import prune, pruned
+
+__all__ = ["prune", "pruned"]

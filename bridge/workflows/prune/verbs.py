@@ -1,0 +1,175 @@
+"""The verbs pruned and prune."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from bridge.api.request import data_of
+from bridge.api.verbs import convert
+from bridge.api.words import SchemeName, TargetName, TargetOptions
+from bridge.calibration.data import Sampling, positions
+from bridge.core.errors import UsageError, warn
+from bridge.core.progress import Progress
+from bridge.core.progress_bar import callback_of, shows_progress
+from bridge.core.text import nearest, number
+from bridge.planning.structure import structure_of
+from bridge.quant.schemes.scheme import Scheme
+from bridge.reporting.report import Report
+from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import Cut, plan_cut
+from bridge.sources.pruned.scores import Scores
+from bridge.sources.pruned.source import PrunedSource
+
+if TYPE_CHECKING:
+    from bridge.calibration.pruning.measure import Measured
+
+IMPORTANCE = ("output", "minitron", "weights")
+ORDERS = ("source", "importance")
+SAMPLES, SEQUENCE = 64, 256  # 16 rows keep 93 % of the same channels
+
+
+@shows_progress
+def pruned(
+    model: Any,
+    keep: Mapping[str, int | str] | None = None,
+    *,
+    drop_layers: Sequence[int] | None = None,
+    data: Any = None,
+    importance: str | Scores | Path = "output",
+    repair: bool = False,
+    order: str = "source",
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    field: str | None = None,
+    device: str | None = None,
+    progress: Progress | bool | None = None,
+) -> PrunedSource:
+    """Return a smaller model as a source, for `convert` and every other verb; its weights are cut while they are read.
+
+    Args:
+        model: what `convert` takes; not quantized.
+        keep: dim -> its new size, or a share: {"ffn": "75%", "heads": 24}. The dims are hidden, ffn, heads, kv_heads,
+            layers, experts, moe_ffn and shared_ffn, as far as the model has them. A share of a width is rounded down to
+            a multiple of 64, of heads to one of their groups.
+        drop_layers: numbers of layers to leave out, from 0; no data are needed for that.
+        data: what the model runs on for scores and repair, as `calibrate` takes it; None takes the embedded text.
+        importance: what is kept. "output": what adds most to the output of the matrix that reads it. "minitron":
+            ModelOpt's norm of activations. "weights": from weights alone, without a run. Or saved `Scores`.
+        repair: fit the matrices that read fewer channels, heads or experts' channels to what they gave before, by least
+            squares; takes five tokens a channel.
+        order: "source" keeps the order; "importance" sorts channels, heads and experts by score, as ModelOpt does.
+        samples, sequence: rows of tokens to run; None takes 64 of 256.
+
+    Raises:
+        PlanError: a size does not fit the model or its config; all problems at once, before a weight is read.
+        CalibrationError: the data are missing, or too few to repair with.
+
+    >>> smaller = bridge.pruned("examples/models/tiny-llama", {"ffn": "50%"}, importance="weights")
+    >>> smaller.specs["model.layers.0.mlp.down_proj.weight"].shape
+    (128, 192)
+    """
+    if order not in ORDERS:
+        raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
+    source = open_source(model, config, tokenizer)
+    cut = plan_cut(source, keep, drop_layers)
+    by_importance = order == "importance"
+    scores = _given(importance, source.fingerprint)
+    if scores and repair:
+        raise UsageError("repair=True (--repair) needs a run on data, and scores were given; leave one of them out")
+    if scores or not cut.dims:
+        return cut.pruned(scores.scores if scores else {}, by_importance)
+    if importance == "weights":
+        from bridge.sources.pruned.weight_scores import weight_scores
+
+        if repair:
+            raise UsageError('repair=True (--repair) needs a run on data, and importance="weights" has none')
+        return cut.pruned(weight_scores(cut), by_importance)
+    limit = positions(source.config) or SEQUENCE
+    sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, limit), field)
+    made = _measured(cut, data_of(source, data, sampling), str(importance), repair, by_importance, device, progress)
+    return cut.pruned(made.scores, by_importance, made.repaired)
+
+
+def _given(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
+    """Scores that were given, or saved in a file."""
+    if isinstance(importance, Scores):
+        found = importance
+    elif isinstance(importance, Path) or str(importance).endswith(".safetensors"):
+        found = Scores.load(importance)
+    elif importance in IMPORTANCE:
+        return None
+    else:
+        raise UsageError(f"importance={importance!r} (--importance): unknown; {nearest(str(importance), IMPORTANCE)}")
+    found.check(fingerprint)
+    return found
+
+
+def _measured(
+    cut: Cut,
+    data: Any,
+    importance: str,
+    repair: bool,
+    by_importance: bool,
+    device: str | None,
+    progress: Progress | bool | None,
+) -> Measured:
+    from bridge.calibration.pruning.measure import measure_scores
+
+    made = measure_scores(
+        cut, structure_of(cut.source), data, importance=importance, repair=repair, by_importance=by_importance,
+        device=device, progress=callback_of(progress),
+    )  # fmt: skip
+    if made.thin:
+        warn(
+            f"{number(len(made.thin), 'expert')} had too few tokens to be repaired, and keep their values; give more "
+            "samples= (--samples)"
+        )
+    return made
+
+
+@shows_progress
+def prune(
+    model: Any,
+    keep: Mapping[str, int | str] | None = None,
+    out: str | Path | None = None,
+    *,
+    target: TargetName | str = "hf",
+    quant: SchemeName | str | Path | Scheme | None = None,
+    drop_layers: Sequence[int] | None = None,
+    data: Any = None,
+    importance: str | Scores | Path = "output",
+    repair: bool = False,
+    order: str = "source",
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    field: str | None = None,
+    device: str | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | bool | None = None,
+    memory: int | str | None = None,
+    **options: Unpack[TargetOptions],
+) -> Report:
+    """Prune a model as `pruned` does, and write it as `convert` does.
+
+    >>> report = bridge.prune("examples/models/tiny-llama", {"layers": 4}, "four-layers", importance="output")
+    >>> report.passed
+    True
+    """
+    smaller = pruned(
+        model, keep, drop_layers=drop_layers, data=data, importance=importance, repair=repair, order=order,
+        config=config, tokenizer=tokenizer, samples=samples, sequence=sequence, field=field, device=device,
+        progress=progress,
+    )  # fmt: skip
+    calibrated = {} if data is None or quant is None else {"data": data, "field": field}
+    return convert(
+        smaller, target, quant, out, device=device if quant else None, verify=verify, overwrite=overwrite,
+        resume=resume, progress=progress, memory=memory, **calibrated, **options,
+    )  # fmt: skip
