@@ -21,6 +21,8 @@ _HOME = {
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
     "run": "bridge.api.run",
+    "prune": "bridge.workflows.prune.verbs",
+    "pruned": "bridge.workflows.prune.verbs",
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from bridge.workflows import golden as golden
     from bridge.workflows.batch.report import BatchReport
     from bridge.workflows.batch.run import batch
+    from bridge.workflows.prune.verbs import prune, pruned
 
 __all__ = [
     "BatchReport",
@@ -91,6 +94,8 @@ __all__ = [
     "load_weights_from_hf",
     "modelopt_quantize",
     "plan",
+    "prune",
+    "pruned",
     "run",
     "sensitivity",
     "verify",

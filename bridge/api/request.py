@@ -26,6 +26,7 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of, target_names
 from bridge.targets.gguf.imatrix import SUFFIXES
@@ -107,6 +108,8 @@ def contracts_of(target: str, options: Mapping[str, Any], runtime: str | None) -
 def _planned(inputs: PlanInputs) -> Plan:
     """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
     plan = make_plan(inputs)
+    if isinstance(inputs.source, PrunedSource):
+        plan = replace(plan, notes=(*plan.notes, f"pruned: {', '.join(inputs.source.kept.lines())}"))
     load_target(plan.target).file_metadata(plan, inputs.source)
     if inputs.scheme is None or not inputs.scheme.needs_calibration:
         return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -29,6 +29,7 @@ from bridge.quant.schemes.load import check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import plan_cut, pruned_again
 from bridge.targets.contracts import check_contracts
 from bridge.targets.manifest import load_manifest
 
@@ -45,13 +46,15 @@ def plan(
     config: Mapping[str, Any] | str | Path | None = None,
     runtime: str | None = None,
     memory: int | str | None = None,
+    keep: Mapping[str, int | str] | None = None,
+    drop_layers: Sequence[int] | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
 
     Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
     `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
-    does not fit into.
+    does not fit into; with `keep` or `drop_layers` what `prune` would write.
 
     Raises:
         BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
@@ -61,6 +64,8 @@ def plan(
     (83, True)
     """
     source = open_source(model, config)
+    if keep is not None or drop_layers is not None:
+        source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)
     made = plan_of(source, structure, target, scheme, dict(options), runtime)
@@ -258,7 +263,8 @@ def verify(
     from bridge.reporting.make import make_report
     from bridge.verification.verify import prove
 
-    clock, directory, source = conversion.Clock(), written_at(out), open_source(against, tokenizer=tokenizer)
+    clock, directory = conversion.Clock(), written_at(out)
+    source = pruned_again(open_source(against, tokenizer=tokenizer), directory)
     manifest = load_manifest(directory)
     if dict(source.specs) != manifest.plan.sources:
         raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")

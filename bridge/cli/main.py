@@ -13,7 +13,7 @@ import typer
 
 import bridge
 from bridge.calibration.walk.workers.processes import launched
-from bridge.cli import batch, golden, sensitivity
+from bridge.cli import batch, golden, prune, sensitivity
 from bridge.cli.arguments import (
     Compute,
     Config,
@@ -141,6 +141,8 @@ def plan(
     kv: Kv = None,
     config: Config = None,
     memory: Memory = None,
+    keep: prune.Keep = None,
+    drop_layers: prune.DropLayers = None,
     every: Annotated[bool, typer.Option("--all", help="one line per tensor instead of one per kind of layer")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -152,7 +154,11 @@ def plan(
     """
     with session(debug=debug) as terminal:
         terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
-        result = bridge.plan(model, target, quant, kv=kv, config=config, runtime=runtime, memory=memory, **options)
+        sizes, dropped = prune.sizes_of(keep), prune.numbers_of(drop_layers)
+        result = bridge.plan(
+            model, target, quant, kv=kv, config=config, runtime=runtime, memory=memory, keep=sizes, drop_layers=dropped,
+            **options,
+        )  # fmt: skip
         if as_json:
             print_json(terminal, {**result.to_dict(), "digest": result.digest})
             return
@@ -313,4 +319,5 @@ def show(
 
 app.add_typer(golden.app, name="golden")
 app.command(epilog=sensitivity.EPILOG)(sensitivity.sensitivity)
+app.command(cls=TargetCommand, epilog=prune.EPILOG)(takes_target_options(prune.prune))
 app.command(epilog=batch.EPILOG)(batch.batch)

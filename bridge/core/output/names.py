@@ -12,6 +12,7 @@ CARD = "README.md"  # the source's, until a report replaces it
 CALIBRATION = "bridge/calibration.safetensors"
 CALIBRATING = "bridge/calibration.partial"  # the finished blocks of a calibration, while it runs
 RECIPE = "bridge/recipe.toml"  # the recipe that quant="auto:..." chose
+PRUNING = "bridge/pruning.safetensors"  # what a pruned model kept
 WRITES = (MANIFEST, CALIBRATION, RECIPE, "report.json", "report.html", JOURNAL)
 
 DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint

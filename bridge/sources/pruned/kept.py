@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from bridge.core.errors import BridgeError, PlanError
+from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
+from bridge.core.parsing import parse_json
 from bridge.tables.expressions.picks import Positions
 
 At = tuple[int | None, int | None]  # layer and expert, None for all of them
@@ -42,9 +47,49 @@ class Kept:
     @property
     def digest(self) -> str:
         """A digest of all choices."""
-        digest = hashlib.sha256()
-        for dim, places in sorted(self.choices.items()):
-            for place, positions in sorted(places.items(), key=repr):
-                digest.update(repr((dim, place)).encode())
-                digest.update(np.ascontiguousarray(positions, np.int64).data)
-        return digest.hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self, repaired: Collection[str] = ()) -> bytes:
+        """A safetensors file of all choices, int32, by `dim`, `dim/layer` or `dim/layer/expert`.
+
+        Its header has the sizes, and the names of tensors that were solved anew.
+        """
+        about = json.dumps({"before": self.before, "after": self.after, "repaired": sorted(repaired)}, sort_keys=True)
+        arrays = {name: array.astype(np.int32) for name, array in named_arrays(self.choices).items()}
+        return file_bytes(arrays, {"pruning": about})
+
+    def lines(self) -> list[str]:
+        """The dims that changed."""
+        changed = {dim: size for dim, size in self.after.items() if size != self.before[dim]}
+        return [f"{dim} {self.before[dim]:,} -> {size:,}" for dim, size in changed.items()]
+
+
+def load_kept(path: Path) -> tuple[Kept, list[str]]:
+    """Read a file of choices, and the names of the tensors that were solved anew; PlanError names what is wrong."""
+    try:
+        file = SafetensorsFile(path)
+        about = parse_json(file.header.metadata["pruning"])
+        choices: dict[str, dict[At, Positions]] = {}
+        for name in file.specs:
+            dim, place = dim_and_place(name)
+            choices.setdefault(dim, {})[place] = file.read(name).astype(np.int64)
+        kept = Kept(dict(about["before"]), dict(about["after"]), choices)
+        return kept, [str(name) for name in about["repaired"]]
+    except (BridgeError, KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"{path}: not a file of what a pruned model kept: {error}") from error
+
+
+def dim_and_place(name: str) -> tuple[str, At]:
+    """The dim, layer and expert that `named_arrays` named."""
+    dim, *numbers = name.split("/")
+    layer, expert = [*(int(number) for number in numbers), None, None][:2]
+    return dim, (layer, expert)
+
+
+def named_arrays(by_place: Mapping[str, Mapping[At, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Arrays by `dim`, `dim/layer` or `dim/layer/expert`."""
+    return {
+        "/".join([dim, *(str(number) for number in place if number is not None)]): np.ascontiguousarray(array)
+        for dim, places in by_place.items()
+        for place, array in places.items()
+    }

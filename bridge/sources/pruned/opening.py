@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from bridge.core.errors import PlanError
+from bridge.core.output.names import PRUNING
 from bridge.core.text import number
 from bridge.sources.pruned.choose import Scores, choose
 from bridge.sources.pruned.config import pruned_config
+from bridge.sources.pruned.kept import load_kept
 from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sizes import layers_of, sizes_of
 from bridge.sources.pruned.source import PrunedSource
@@ -36,6 +39,10 @@ class Cut:
         """The dims that scores must choose from, in the order of roles.toml."""
         dims = [dim for dim in self.matched.table.roles.prune if self.after.get(dim) != self.before.get(dim)]
         return tuple(dim for dim in dims if dim != "layers" or not self.dropped)
+
+    def outline(self) -> PrunedSource:
+        """The pruned model for a plan: which parts are kept changes no shape."""
+        return self.pruned({dim: {(None, None): np.zeros(count)} for dim, count in self.before.items()})
 
     def pruned(
         self, scores: Scores, by_importance: bool = False, repaired: Mapping[str, Repaired] = MappingProxyType({})
@@ -72,6 +79,25 @@ def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequen
     if problems:
         raise refused(source, problems)
     return Cut(source, matched, before, sizes, dropped)
+
+
+def pruned_again(source: Source, directory: Path) -> Source:
+    """The pruned model that an output was made from, given the whole one; `source` if it was not pruned."""
+    if not (directory / PRUNING).is_file() or isinstance(source, PrunedSource):
+        return source
+    kept, repaired = load_kept(directory / PRUNING)
+    if repaired:
+        raise PlanError(
+            f"{directory} has {number(len(repaired), 'tensor')} that a repair solved anew, and {source.where} has the "
+            "old ones; give the source that bridge.pruned returns"
+        )
+    matched = match_table(source.config, source.specs)
+    if any(matched.names.get(dim) != size for dim, size in kept.before.items()):
+        raise PlanError(f"{directory} was pruned from a model of other sizes than {source.where}")
+    config, problems = pruned_config(matched.table, source.config, kept.after, kept.layers)
+    if problems:
+        raise refused(source, problems)
+    return PrunedSource(source, matched, kept, config)
 
 
 def refused(source: Source, problems: Sequence[str]) -> PlanError:

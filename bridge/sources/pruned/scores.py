@@ -14,7 +14,7 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_pieces
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing import parse_json
 from bridge.core.remote.path import as_path
-from bridge.sources.pruned.kept import At, Choices
+from bridge.sources.pruned.kept import At, dim_and_place, named_arrays
 
 ByPlace = Mapping[str, Mapping[At, np.ndarray]]
 
@@ -50,7 +50,7 @@ class Scores:
             about = parse_json(file.header.metadata["scores"])
             scores: dict[str, dict[At, np.ndarray]] = {}
             for name in file.specs:
-                dim, place = _place(name)
+                dim, place = dim_and_place(name)
                 scores.setdefault(dim, {})[place] = file.read(name)
             return cls(scores, str(about["importance"]), str(about["model"]), str(about["data"]))
         except (BridgeError, KeyError, TypeError, ValueError) as error:
@@ -63,18 +63,3 @@ class Scores:
         for name, array in named_arrays(self.scores).items():
             if not np.isfinite(array).all():
                 raise PlanError(f"the scores of {name} hold NaN or infinity: the model or its data do")
-
-
-def named_arrays(by_place: Mapping[str, Choices] | ByPlace) -> dict[str, np.ndarray]:
-    """The arrays by `dim`, `dim/layer` or `dim/layer/expert`."""
-    return {
-        "/".join([dim, *(str(number) for number in place if number is not None)]): np.ascontiguousarray(array)
-        for dim, places in by_place.items()
-        for place, array in places.items()
-    }
-
-
-def _place(name: str) -> tuple[str, At]:
-    dim, *numbers = name.split("/")
-    layer, expert = [*(int(number) for number in numbers), None, None][:2]
-    return dim, (layer, expert)

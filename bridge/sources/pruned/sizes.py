@@ -24,9 +24,9 @@ def sizes_of(table: ArchTable, names: Mapping[str, Any], keep: Mapping[str, Any]
             continue
         size = _size(dim, asked, sizes[dim], sizes.get("kv_heads", 1))
         if not isinstance(size, int):
-            problems.append(f"{dim}={asked!r}: {size}")
+            problems.append(f"{dim}={asked}: {size}")
         elif not 1 <= size <= sizes[dim]:
-            problems.append(f"{dim}={asked!r}: it is {sizes[dim]} now; give 1 to {sizes[dim]}")
+            problems.append(f"{dim}={asked}: it is {sizes[dim]} now; give 1 to {sizes[dim]}")
         else:
             sizes[dim] = size
     if not problems:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.output.names import PRUNING
 from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
 from bridge.sources.pruned.kept import At, Kept
@@ -67,6 +68,7 @@ class PrunedSource:
     def side_files(self) -> dict[str, Path | bytes]:
         files = {**self.whole.side_files}
         files["config.json"] = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        files[PRUNING] = self.kept.to_bytes(self.repaired)
         return files
 
     def read(self, name: str) -> np.ndarray:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api.request import data_of
-from bridge.api.verbs import convert
+from bridge.api.sensitivity.budget import is_automatic
+from bridge.api.verbs import convert, plan
 from bridge.api.words import SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Sampling, positions
 from bridge.core.errors import UsageError, warn
@@ -163,13 +164,16 @@ def prune(
     >>> report.passed
     True
     """
+    source, calibrates = open_source(model, config, tokenizer), is_automatic(quant)
+    if not calibrates:  # before the run: what a smaller model cannot be written as is refused
+        calibrates = bool(plan(source, target, quant, keep=keep or {}, drop_layers=drop_layers, **options).calibration)
     smaller = pruned(
-        model, keep, drop_layers=drop_layers, data=data, importance=importance, repair=repair, order=order,
-        config=config, tokenizer=tokenizer, samples=samples, sequence=sequence, field=field, device=device,
+        source, keep, drop_layers=drop_layers, data=data, importance=importance, repair=repair, order=order,
+        samples=samples, sequence=sequence, field=field, device=device,
         progress=progress,
     )  # fmt: skip
-    calibrated = {} if data is None or quant is None else {"data": data, "field": field}
+    given: dict[str, Any] = {"data": data, "field": field, "device": device} if calibrates else {}
     return convert(
-        smaller, target, quant, out, device=device if quant else None, verify=verify, overwrite=overwrite,
-        resume=resume, progress=progress, memory=memory, **calibrated, **options,
+        smaller, target, quant, out, verify=verify, overwrite=overwrite,
+        resume=resume, progress=progress, memory=memory, **given, **options,
     )  # fmt: skip
