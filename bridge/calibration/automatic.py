@@ -160,6 +160,9 @@ class _Watch:
     def prepare(self, model: Any) -> None:
         """Nothing to ready."""
 
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Nothing depends on the batch."""
+
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """The loop, watched."""
 

@@ -117,6 +117,9 @@ class InputSquares:
         if self._stacks and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
 
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Nothing depends on the batch: padding counts, too."""
+
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """The loop, watched; its model may be a part that holds some of the modules."""
 

@@ -18,6 +18,7 @@ from bridge.core.text import first_of, fold, fold_layers, grouped, number, patte
 from bridge.reporting.columns import line, titled_table
 from bridge.reporting.loading import LOADING, Loading, loading_line, loading_rows
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
+from bridge.sources.pruned.summary import Pruning
 from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Report(Displayed):
     `skipped` maps names to the reason why they were not copied, quantized or run; `policies` maps tensors to the policy
     that replaced a zero, non-finite or never-seen amax. `made_from` is the provenance; `dtypes` has (dtype, bytes in
     the source, bytes written). `parity` is empty if nothing was compared. `programs`: which of them load the output.
-    `next`: a command that uses the output, which lies at `{out}`.
+    `next`: a command that uses the output, which lies at `{out}`. `pruning`: what was cut before, None if nothing.
 
     >>> import json, bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "reported")
@@ -120,6 +121,7 @@ class Report(Displayed):
     advice: tuple[Advice, ...] = ()
     programs: tuple[Loading, ...] = ()
     next: str = ""
+    pruning: Pruning | None = None
 
     @property
     def command(self) -> str:
@@ -179,6 +181,8 @@ def report_from_dict(data: Mapping[str, Any]) -> Report:
     """The inverse of `Report.to_json`."""
     parity = _rebuilt(Parity, data["parity"] or {}, _PARITY_ROWS)
     values = {key: value for key, value in data.items() if key != "passed"}
+    if values.get("pruning"):
+        values["pruning"] = Pruning(**_tuples(values["pruning"]))
     return cast(Report, _rebuilt(Report, {**values, "parity": parity}, _ROWS))
 
 
@@ -204,6 +208,7 @@ def report_lines(report: Report) -> list[Text]:
     counts = f"{report.tensors:,} tensors, {report.quantized:,} quantized"
     lines = [
         line("model", f"{report.made_from.get('architecture', '?')} to {report.target}, {report.scheme}: {counts}"),
+        *([line("pruned", report.pruning.line())] if report.pruning else []),
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),

@@ -10,7 +10,19 @@ import pytest
 import bridge
 
 SIGNATURES = {
-    "plan": "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, **options",
+    "plan": (
+        "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, keep=None, drop_layers=None, "
+        "**options"
+    ),
+    "pruned": (
+        "model, keep=None, *, drop_layers=None, data=None, importance='output', repair=False, order='source', "
+        "config=None, tokenizer=None, samples=None, sequence=None, field=None, device=None, progress=None"
+    ),
+    "prune": (
+        "model, keep=None, out=None, *, target='hf', quant=None, drop_layers=None, data=None, importance='output', "
+        "repair=False, order='source', config=None, tokenizer=None, samples=None, sequence=None, field=None, "
+        "device=None, verify=True, overwrite=False, resume=True, progress=None, memory=None, **options"
+    ),
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
@@ -46,7 +58,7 @@ SIGNATURES = {
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
     "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
-    "outliers", "experts", "advice", "programs", "next",
+    "outliers", "experts", "advice", "programs", "next", "pruning",
 )  # fmt: skip
 
 

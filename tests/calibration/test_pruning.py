@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.calibration.data import prepare
+from bridge.calibration.data import Data, prepare
 from bridge.calibration.pruning.measure import Measured, measure_scores
 from bridge.planning.structure import structure_of
 from bridge.sources.opening import open_source
@@ -153,3 +153,24 @@ def test_layers_and_width_are_scored_by_what_they_change() -> None:
             parts = [x.abs().mean(dim=1).square().sum(dim=0) for x in inputs_of(model, [name])[name]]
             total += torch.stack(parts).sum(dim=0).sqrt()
     torch.testing.assert_close(torch.from_numpy(found.scores["hidden"][None, None]), total)
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_padding_does_not_count(family: str) -> None:
+    """Rows of different lengths, padded on the right, score as the same rows one by one."""
+    keep = {"moe_ffn": 28, "experts": 4} if family.startswith("Mixtral") else {"ffn": 40, "hidden": 48, "layers": 1}
+    rows = [torch.randint(3, 97, (1, length), generator=random) for length in (24, 11, 17)]
+    ids = torch.cat([torch.nn.functional.pad(row, (0, 24 - row.shape[1])) for row in rows])
+    mask = torch.cat([(torch.arange(24) < row.shape[1]).long()[None] for row in rows])
+    source = open_source(build(family, torch.float32))
+    cut, structure = plan_cut(source, keep, None), structure_of(source)
+    for importance in ("output", "minitron"):
+        padded, alone = (
+            measure_scores(cut, structure, Data(batches=batches), importance=importance).scores
+            for batches in (({"input_ids": ids, "attention_mask": mask},), tuple({"input_ids": row} for row in rows))
+        )
+        for dim in set(padded) - {"layers"}:  # the influence of a layer is a mean over calls
+            if importance == "minitron" and dim == "moe_ffn":
+                continue  # a mean over the tokens of a call, too
+            for at, scores in padded[dim].items():
+                np.testing.assert_allclose(scores, alone[dim][at], rtol=2e-4, atol=1e-6)

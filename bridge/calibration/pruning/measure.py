@@ -16,15 +16,20 @@ from bridge.core.values import Structure
 from bridge.sources.pruned.kept import At
 from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.repaired import Repaired
+from bridge.sources.source import Source
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Scores by dim and place, and what was solved anew; `thin`: layer and expert that too few tokens reached."""
+    """Scores by dim and place, and what was solved anew; `thin`: layer and expert that too few tokens reached.
+
+    `perplexity`: of the model on the held-out inputs, None if it has none.
+    """
 
     scores: Mapping[str, Mapping[At, np.ndarray]]
     repaired: Mapping[str, Repaired]
     thin: tuple[tuple[int, int], ...] = ()
+    perplexity: float | None = None
 
 
 def measure_scores(
@@ -62,8 +67,20 @@ def measure_scores(
     layers = layers_of(cut, origins) if "layers" in cut.dims else {}
     watch = ScoreWatch(readers_of(cut, origins), norms, layers, repair, scorer.settle)
     plain = load_scheme("int8_wo").bound(structure.sites)
-    watch_by_blocks(cut.source, structure, plain, replace(data, held_out=()), device, progress, watch)
-    return Measured(scorer.scores(watch), scorer.repaired, tuple(scorer.thin))
+    _, answers = watch_by_blocks(cut.source, structure, plain, data, device, progress, watch)
+    return Measured(scorer.scores(watch), scorer.repaired, tuple(scorer.thin), answers.perplexity)
+
+
+def perplexity_of(source: Source, structure: Structure, data: Data, device: str | None) -> float | None:
+    """Run the held-out inputs through a model block by block; None if it predicts no next token."""
+    from bridge.calibration.pruning.watch import ScoreWatch
+    from bridge.calibration.walk.run import watch_by_blocks
+    from bridge.quant.schemes.load import load_scheme
+
+    watch = ScoreWatch((), (), {}, False, lambda *_: None)
+    plain = load_scheme("int8_wo").bound(structure.sites)
+    _, answers = watch_by_blocks(source, structure, plain, replace(data, batches=()), device, no_progress, watch)
+    return answers.perplexity
 
 
 def _check_enough(cut: Cut, data: Data) -> None:

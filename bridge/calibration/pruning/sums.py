@@ -31,13 +31,21 @@ class Channels:
     gram: Any = None
     tokens: int = 0
 
-    def add(self, x: Any, gram: bool) -> None:
-        """Add the input of one call: [batch, sequence, channels], or [tokens, channels] as of an expert."""
+    def add(self, x: Any, gram: bool, mask: Any = None) -> None:
+        """Add the input of one call: [batch, sequence, channels], or [tokens, channels] as of an expert.
+
+        `mask` [batch, sequence]: the positions that count; None for all.
+        """
         x = x.detach()
-        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = (x.reshape(-1, x.shape[-1]) if mask is None else x[mask]).float()
         self.squares = _plus(self.squares, rows.double().square().sum(0))
-        by_sequence = x[:, None] if x.ndim == 2 else x.transpose(0, 1)
-        self.minitron = _plus(self.minitron, by_sequence.to(torch.float32).abs().mean(dim=0).pow(2).sum(dim=0))
+        by_sequence = (x[:, None] if x.ndim == 2 else x.transpose(0, 1)).to(torch.float32).abs()
+        if mask is None:
+            means = by_sequence.mean(dim=0)
+        else:
+            kept = mask.T[:, :, None]
+            means = (by_sequence * kept).sum(dim=0) / kept.sum(dim=0).clamp(min=1)
+        self.minitron = _plus(self.minitron, means.pow(2).sum(dim=0))
         if gram:
             self.gram = _plus(self.gram, rows.T @ rows)
         self.tokens += len(rows)

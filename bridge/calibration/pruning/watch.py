@@ -26,7 +26,7 @@ class ScoreWatch:
     """Sums over the run of a model, by matrix, norm and layer; see `bridge.calibration.walk.gauge.Watch`.
 
     `settle` gets a matrix with its sums and its live weight [out, in] as soon as no more data pass it, so that a Gram
-    matrix (`gram`) lives no longer than its block.
+    matrix (`gram`) lives no longer than its block. Positions that the attention mask leaves out do not count.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ScoreWatch:
         self._readers, self._norms, self._layers = readers, norms, layers
         self._gram, self._settle = gram, settle
         self._sums: dict[Reader, Channels] = {}
+        self._mask: Any = None  # of the batch that runs [batch, sequence]; None if it leaves nothing out
         self._weights: dict[str, Any] = {}  # experts' module -> its call's experts and router weights [tokens, top k]
         self.norms: dict[str, Channels] = {}
         self.influence: dict[int, float] = {}
@@ -50,6 +51,11 @@ class ScoreWatch:
         """Let a model run expert by expert."""
         if any(reader.expert is not None for reader in self._readers) and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Take the mask of the batch that runs next."""
+        mask = inputs.get("attention_mask")
+        self._mask = None if mask is None or mask.ndim != 2 or mask.all() else mask.bool()
 
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """The loop, watched; its model may be a part that holds some of the modules."""
@@ -96,7 +102,7 @@ class ScoreWatch:
 
     def _read(self, reader: Reader, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        self._channels(reader).add(x, self._gram or reader.dim == "heads")  # a head is many channels
+        self._channels(reader).add(x, self._gram or reader.dim == "heads", self._mask)  # a head is many channels
 
     def _channels(self, reader: Reader) -> Channels:
         return self._sums.setdefault(reader, Channels())
@@ -113,8 +119,12 @@ class ScoreWatch:
         routed = self._weights.get(reader.module)
         if routed is not None:
             chosen, weights = routed  # tokens come by choice, then by number
-            share = weights.T[reader.expert == chosen.T][:, None].to(x.dtype)
+            here = reader.expert == chosen.T
+            share = weights.T[here][:, None].to(x.dtype)
             x, out = x * share, out * share
+            if self._mask is not None:
+                kept = self._mask.reshape(-1)[here.nonzero()[:, 1]]
+                x, out = x[kept], out[kept]
         self._channels(reader).add(x, self._gram)
         key = (reader.layer, reader.expert or 0)
         total, tokens = self.expert_norms.get(key, (0.0, 0))
@@ -122,12 +132,13 @@ class ScoreWatch:
         self.expert_norms[key] = total + norms, tokens + len(out)
 
     def _normed(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.norms.setdefault(name, Channels()).add(out, False)
+        self.norms.setdefault(name, Channels()).add(out, False, self._mask)
 
     def _passed(self, layer: int, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         x = args[0] if args else kwargs["hidden_states"]
         out = out if isinstance(out, torch.Tensor) else out[0]
-        score = 1 - cosine_similarity(x.to(torch.float32), out.to(torch.float32), dim=2).mean()
+        alike = cosine_similarity(x.to(torch.float32), out.to(torch.float32), dim=2)
+        score = 1 - (alike if self._mask is None else alike[self._mask]).mean()
         self.influence[layer] = self.influence.get(layer, 0.0) + score.item()
 
     def _settle_all(self, held: Mapping[str, Any]) -> None:

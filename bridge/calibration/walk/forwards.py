@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.walk.blocks import Block
+from bridge.calibration.walk.gauge import Watch
 from bridge.calibration.walk.parked import Parked
 from bridge.core.errors import CalibrationError
 
@@ -103,10 +104,12 @@ class Batch:
         self.forward = Forward(partial(run, inputs))
 
 
-def outputs_of(waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any]]:
-    """Run a block for each batch that waits at it."""
+def outputs_of(waiting: Iterable[Batch], module: Any, watch: Watch | None = None) -> Iterator[tuple[Batch, Any]]:
+    """Run a block for each batch that waits at it; `watch` is told of which."""
     for batch in waiting:
         batch.parked.fetch()
+        if watch:
+            watch.begin(batch.inputs)
         yield batch, module(*batch.forward.args, **batch.forward.kwargs)
 
 

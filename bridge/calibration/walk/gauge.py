@@ -23,6 +23,9 @@ class Watch(Protocol):
     def prepare(self, model: Any) -> None:
         """Ready a model without weights."""
 
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """What runs next is of this batch."""
+
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return a loop over the data, watched; its model holds some of the modules."""
 

@@ -323,7 +323,7 @@ class Walk:
         experts, waiting = self._cuts.get(block), self._waiting(batches, block)
         for batch in waiting if experts else ():
             batch.parked.fetch()
-        for batch, output in experts.run(waiting, module) if experts else outputs_of(waiting, module):
+        for batch, output in experts.run(waiting, module) if experts else outputs_of(waiting, module, self._watch):
             self._release(batch.forward.args, batch.forward.kwargs)
             self._progress.step(block)
             early = batch in self._held

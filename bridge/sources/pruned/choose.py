@@ -26,7 +26,16 @@ def choose(before: Mapping[str, int], after: Mapping[str, int], scores: Scores, 
         choices[dim] = {place: _best(score, after[dim], ordered) for place, score in places.items()}
     if "heads" in scores and any(after.get(dim) != before.get(dim) for dim in ("heads", "kv_heads")):
         choices |= _heads(before, after, scores["heads"], by_importance)
-    return Kept(before, after, choices)
+    share = {
+        dim: min(_share(scores[dim][at], kept) for at, kept in choices[dim].items()) for dim in choices if dim in scores
+    }
+    return Kept(before, after, choices, share)
+
+
+def _share(score: np.ndarray, kept: Positions) -> float:
+    """The part of the summed squares of scores that is kept; 1 if all are zero."""
+    squares = np.square(score, dtype=np.float64)
+    return float(squares[kept].sum() / squares.sum()) if squares.any() else 1.0
 
 
 def _best(score: np.ndarray, count: int, by_importance: bool) -> Positions:

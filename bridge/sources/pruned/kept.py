@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,14 @@ class Kept:
     """The choice for every dim that is cut.
 
     `before`, `after`: size of each dim. `choices`: dim -> place -> the kept positions, in the order in which the
-    smaller model has them; layers and experts count as the whole model does.
+    smaller model has them; layers and experts count as the whole model does. `share`: of each dim the least part, over
+    places, of the summed squares of its scores.
     """
 
     before: Mapping[str, int]
     after: Mapping[str, int]
     choices: Mapping[str, Choices]
+    share: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def layers(self) -> tuple[int, ...]:

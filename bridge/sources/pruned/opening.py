@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +52,8 @@ class Cut:
             left = ~np.isin(np.arange(self.before["layers"]), self.dropped)
             scores = {**scores, "layers": {(None, None): left.astype(float)}}
         kept = choose(self.before, self.after, scores, by_importance)
+        if self.dropped:
+            kept = replace(kept, share={dim: share for dim, share in kept.share.items() if dim != "layers"})
         config, problems = pruned_config(self.matched.table, self.source.config, self.after, kept.layers)
         if problems:
             raise refused(self.source, problems)

@@ -17,6 +17,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
 from bridge.sources.pruned.kept import At, Kept
 from bridge.sources.pruned.repaired import Repaired
+from bridge.sources.pruned.summary import Pruning
 from bridge.sources.source import Source
 from bridge.tables.architectures.match import Entry, Matched, entries_of, numbered
 from bridge.tables.expressions.picks import Axes, Positions, kept_positions, picked
@@ -47,6 +48,7 @@ class PrunedSource:
     ) -> None:
         self.whole = source
         self.kept, self.repaired = kept, repaired
+        self.perplexity: tuple[float, ...] = ()  # of the whole model and of this one, if they ran on data
         self.dialect, self.can_run = source.dialect, source.can_run
         cut = {dim: size for dim, size in kept.after.items() if size != kept.before[dim]}
         self.where = f"{source.where} pruned to {', '.join(f'{dim}={size}' for dim, size in cut.items()) or 'its size'}"
@@ -63,6 +65,22 @@ class PrunedSource:
             for name, (stored, entry, _, _) in self._places.items()
         }
         self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored}
+
+    @property
+    def summary(self) -> Pruning:
+        """What the report says of it."""
+        kept = self.kept
+        whole = [spec for name, spec in self.whole.specs.items() if name not in self._matched.ignored]
+        left = [layer for layer in range(kept.before["layers"]) if layer not in kept.layers]
+        return Pruning(
+            tuple((dim, kept.before[dim], size) for dim, size in kept.after.items() if size != kept.before[dim]),
+            (sum(spec.size for spec in whole), sum(spec.size for spec in self.specs.values())),
+            (sum(spec.nbytes for spec in whole), sum(spec.nbytes for spec in self.specs.values())),
+            tuple(left),
+            kept.share,
+            len(self.repaired),
+            self.perplexity,
+        )
 
     @cached_property
     def side_files(self) -> dict[str, Path | bytes]:

@@ -91,8 +91,15 @@ def pruned(
         return cut.pruned(weight_scores(cut), by_importance)
     limit = positions(source.config) or SEQUENCE
     sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, limit), field)
-    made = _measured(cut, data_of(source, data, sampling), str(importance), repair, by_importance, device, progress)
-    return cut.pruned(made.scores, by_importance, made.repaired)
+    prepared = data_of(source, data, sampling)
+    made = _measured(cut, prepared, str(importance), repair, by_importance, device, progress)
+    smaller = cut.pruned(made.scores, by_importance, made.repaired)
+    if made.perplexity is not None:
+        from bridge.calibration.pruning.measure import perplexity_of
+
+        after = perplexity_of(smaller, structure_of(smaller), prepared, device)
+        smaller.perplexity = (made.perplexity, after) if after is not None else ()
+    return smaller
 
 
 def _given(importance: str | Scores | Path, fingerprint: str) -> Scores | None:

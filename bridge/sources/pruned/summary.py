@@ -1,0 +1,35 @@
+"""What a report says of a pruned model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """`dims`: name, size before and after, of those that changed. `values`, `bytes`: before and after.
+
+    `dropped_layers`: their numbers. `share`: of each dim the least part, over layers, of the summed squares of its
+    scores that is kept. `repaired`: matrices that were solved anew. `perplexity`: on the rows that were held out of the
+    data, before and after; () if the scores took no run.
+    """
+
+    dims: tuple[tuple[str, int, int], ...]
+    values: tuple[int, int]
+    bytes: tuple[int, int]
+    dropped_layers: tuple[int, ...] = ()
+    share: Mapping[str, float] = field(default_factory=dict)
+    repaired: int = 0
+    perplexity: tuple[float, ...] = ()
+
+    def line(self) -> str:
+        """Everything in one line."""
+        text = ", ".join(f"{dim} {before:,} -> {after:,}" for dim, before, after in self.dims)
+        text += f"; {self.values[0]:,} -> {self.values[1]:,} values ({self.values[1] / self.values[0]:.0%})"
+        if self.repaired:
+            text += f", {self.repaired:,} matrices repaired"
+        if self.perplexity:
+            before, after = self.perplexity
+            text += f"; perplexity {before:.2f} -> {after:.2f} on text held out"
+        return text
