@@ -155,7 +155,7 @@ def calibrate(
         made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
     if made and not weighted:
         return made
-    from bridge.calibration.importance import measure_importance  # a run of its own, of the plain model
+    from bridge.calibration.importance.matrix import measure_importance  # a run of its own, of the plain model
 
     return measure_importance(
         source, structure, scheme, data, device=way.device if way.blocks else device, progress=report, needed=needed,

@@ -26,7 +26,7 @@ from bridge.cli.terminal import session
 from bridge.core.errors import UsageError
 from bridge.core.text import byte_count
 
-EPILOG = epilog("qbridge prune MODEL --keep ffn=75% --keep layers=24 --repair --out smaller")
+EPILOG = epilog("qbridge prune MODEL --keep ffn=75% --repair --out small")
 Keep = Annotated[
     list[str] | None,
     typer.Option(
@@ -68,7 +68,7 @@ def prune(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Write a smaller model: fewer channels, heads, experts or layers.
+    """Write a model with fewer channels, heads or layers.
 
     What is left out adds least to the output on the data. Only rows and columns that stay are read.
     """

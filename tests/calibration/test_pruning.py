@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bridge.calibration.data import Data, prepare
-from bridge.calibration.pruning.measure import Measured, measure_scores
+from bridge.calibration.importance.measure import Measured, measure_scores
 from bridge.planning.structure import structure_of
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, plan_cut

@@ -1,0 +1,1 @@
+"""Models with fewer channels, heads, experts or layers."""

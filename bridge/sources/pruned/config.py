@@ -1,4 +1,4 @@
-"""Write the config.json of a pruned model: the fields of its dims, backwards."""
+"""Write a pruned model's config.json: its dims, backwards."""
 
 from __future__ import annotations
 

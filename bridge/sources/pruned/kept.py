@@ -1,4 +1,4 @@
-"""What a pruned model keeps: the sizes of its dims, and which of each."""
+"""What a pruned model keeps: sizes, and which parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a pruned model from headers: its sizes, its config and which scores the choice needs."""
+"""Plan a pruned model from headers."""
 
 from __future__ import annotations
 

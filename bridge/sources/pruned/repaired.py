@@ -1,4 +1,4 @@
-"""A tensor that was solved anew for the channels that are kept, in a temporary file."""
+"""Tensors that were solved anew, in a temporary file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of the parts of dims, and their file: other sizes need no second run."""
+"""Scores of the parts of dims, and their file."""
 
 from __future__ import annotations
 

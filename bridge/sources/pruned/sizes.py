@@ -1,4 +1,4 @@
-"""Resolve the sizes that a user asks for: `{"ffn": "75%", "heads": 24, "layers": 24}`."""
+"""Resolve the sizes that a user asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pruned model as a Source: the tensors of another, cut while they are read."""
+"""A pruned model as a Source, cut while it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the rows and columns of a tensor that hold the kept parts of its roles.
+"""Find where the kept parts of roles lie in a tensor.
 
 A row's ops order the positions of its roles; the same ops order the kept ones. So a tensor is cut without a rule of its
 own: fused, interleaved, transposed and stacked ones alike.

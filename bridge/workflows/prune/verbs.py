@@ -24,7 +24,7 @@ from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource
 
 if TYPE_CHECKING:
-    from bridge.calibration.pruning.measure import Measured
+    from bridge.calibration.importance.measure import Measured
 
 IMPORTANCE = ("output", "minitron", "weights")
 ORDERS = ("source", "importance")
@@ -95,7 +95,7 @@ def pruned(
     made = _measured(cut, prepared, str(importance), repair, by_importance, device, progress)
     smaller = cut.pruned(made.scores, by_importance, made.repaired)
     if made.perplexity is not None:
-        from bridge.calibration.pruning.measure import perplexity_of
+        from bridge.calibration.importance.measure import perplexity_of
 
         after = perplexity_of(smaller, structure_of(smaller), prepared, device)
         smaller.perplexity = (made.perplexity, after) if after is not None else ()
@@ -125,7 +125,7 @@ def _measured(
     device: str | None,
     progress: Progress | bool | None,
 ) -> Measured:
-    from bridge.calibration.pruning.measure import measure_scores
+    from bridge.calibration.importance.measure import measure_scores
 
     made = measure_scores(
         cut, structure_of(cut.source), data, importance=importance, repair=repair, by_importance=by_importance,

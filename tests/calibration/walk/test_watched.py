@@ -13,7 +13,7 @@ pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.automatic import choose  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
-from bridge.calibration.importance import measure_importance  # noqa: E402
+from bridge.calibration.importance.matrix import measure_importance  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402

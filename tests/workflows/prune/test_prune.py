@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 import bridge
-from bridge.calibration.pruning import measure
+from bridge.calibration.importance import measure
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, UsageError, VerifyError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.sources.opening import open_source

@@ -1,4 +1,4 @@
-"""Sums over the inputs of a matrix, and the scores that follow from them.
+"""Sums over a matrix's inputs, and the scores that follow.
 
 `output_scores`: what cannot be made up for when a part of the input is left out. Of a single channel j it is
 rms(x_j) * norm(W_:j), which is cheap; of a head, whose channels move together, the error of the output after the other

@@ -1,4 +1,4 @@
-"""Run a model block by block, and return the scores that a cut needs."""
+"""Run a model by blocks for the scores of a cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.calibration.data import Data
-from bridge.calibration.pruning.amount import TOKENS
+from bridge.calibration.importance.amount import TOKENS
 from bridge.calibration.walk.budget import tokens_of
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
@@ -52,10 +52,10 @@ def measure_scores(
         raise CalibrationError(f"scores need data to run the model on: {data.missing or 'a forward_loop has none'}")
     if repair:
         _check_enough(cut, data)
+    from bridge.calibration.importance.places import layers_of, norms_of, readers_of
+    from bridge.calibration.importance.scorer import Scorer
+    from bridge.calibration.importance.watch import ScoreWatch
     from bridge.calibration.modelopt import import_frameworks
-    from bridge.calibration.pruning.places import layers_of, norms_of, readers_of
-    from bridge.calibration.pruning.scorer import Scorer
-    from bridge.calibration.pruning.watch import ScoreWatch
     from bridge.calibration.walk.run import watch_by_blocks
     from bridge.quant.schemes.load import load_scheme
     from bridge.sources.live_models.checkpoint_names import live_names
@@ -73,7 +73,7 @@ def measure_scores(
 
 def perplexity_of(source: Source, structure: Structure, data: Data, device: str | None) -> float | None:
     """Run the held-out inputs through a model block by block; None if it predicts no next token."""
-    from bridge.calibration.pruning.watch import ScoreWatch
+    from bridge.calibration.importance.watch import ScoreWatch
     from bridge.calibration.walk.run import watch_by_blocks
     from bridge.quant.schemes.load import load_scheme
 

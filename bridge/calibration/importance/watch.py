@@ -1,4 +1,4 @@
-"""Watch a model run, and score the parts of the dims that a cut makes smaller.
+"""Watch a model run, and sum what scores its parts.
 
 Experts are seen in transformers' eager implementation, where each is a matrix product with a part of a stacked weight.
 Their inputs count times the router's weight, since that is what reaches the output.
@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import cosine_similarity, linear
 from torch.overrides import TorchFunctionMode
 
-from bridge.calibration.pruning.places import Norm, Reader
-from bridge.calibration.pruning.sums import Channels
+from bridge.calibration.importance.places import Norm, Reader
+from bridge.calibration.importance.sums import Channels
 
 _PRODUCTS = (linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 Settle = Callable[[Reader, Channels, Any], None]

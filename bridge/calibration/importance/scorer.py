@@ -1,4 +1,4 @@
-"""Score the parts of dims from what a run showed, and repair the matrices that will read fewer channels."""
+"""Score parts of dims, and repair the matrices that read fewer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.calibration.pruning.amount import TOKENS
-from bridge.calibration.pruning.places import Reader
-from bridge.calibration.pruning.sums import Channels, minitron_scores, output_scores, solve
-from bridge.calibration.pruning.watch import ScoreWatch
+from bridge.calibration.importance.amount import TOKENS
+from bridge.calibration.importance.places import Reader
+from bridge.calibration.importance.sums import Channels, minitron_scores, output_scores, solve
+from bridge.calibration.importance.watch import ScoreWatch
 from bridge.core.files.matrices import AppendedFile
 from bridge.sources.pruned.choose import choose
 from bridge.sources.pruned.kept import At

@@ -1,4 +1,4 @@
-"""Where a live model shows how important the parts of a dim are."""
+"""Where a live model shows what matters to a dim."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What matters in a model: importance matrices, and scores to prune by."""
