@@ -122,19 +122,19 @@ DECODERS: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": _BART,
     "BertForMaskedLM": _PLAIN,
-    "GptOssForCausalLM": _TEXT | {"num_local_experts": 5, "num_experts_per_tok": 3},
     "T5ForConditionalGeneration": {
         "vocab_size": 97, "d_model": 60, "d_kv": 10, "d_ff": 80, "num_layers": 2, "num_heads": 6,
     },
     "MambaForCausalLM": {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "state_size": 8},
 }  # fmt: skip
+STACKED = {"GptOssForCausalLM": _TEXT | {"num_local_experts": 5, "num_experts_per_tok": 3}}  # experts in one tensor
 
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Any:
     """A random model of the family, `fields` in its config; nothing in it stays at a constant that hides a mix-up."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    config = cls.config_class(**(DECODERS | OTHERS)[name] | fields)
+    config = cls.config_class(**(DECODERS | OTHERS | STACKED)[name] | fields)
     model = cls._from_config(config, attn_implementation="eager").to(dtype).eval()
     model.config.architectures = [name]
     with torch.no_grad():

@@ -136,6 +136,7 @@ def test_every_field_that_the_table_reads_is_written(name: str) -> None:
         "num_labels",
         "num_local_experts",
         "attention_bias",
+        "scale_attn_by_inverse_layer_idx",  # its class has the default
     }
     dims = table.names(config)
     assert (dims["hidden"], dims["layers"], dims["heads"], dims["vocab"]) == (HIDDEN, LAYERS, 6, VOCAB)
