@@ -1,0 +1,132 @@
+"""`importance="minitron", order="importance"` gives the bytes of ModelOpt's `mcore_minitron`.
+
+No batch here leaves an expert without tokens: ModelOpt's mean over none is NaN, and its choice of that expert's
+channels is then arbitrary. Bridge adds nothing to their scores.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+import transformers
+
+import bridge
+from bridge.calibration.data import prepare
+from bridge.sources.opening import open_source
+from tests.models.megatron_families import EVERY, VOCAB
+from tests.oracles import megatron_oracle, prune_oracle
+
+CELLS = {
+    "llama": (
+        {"ffn": 40},
+        {"hidden": 44},
+        {"heads": 4},
+        {"layers": 2},
+        {"ffn": 52, "hidden": 36, "heads": 2, "layers": 1},
+    ),
+    "mixtral": ({"experts": 3}, {"moe_ffn": 20}, {"experts": 4, "moe_ffn": 24, "hidden": 44}),
+}
+NAMES = {  # of a dim in ModelOpt's export_config
+    "ffn": "ffn_hidden_size",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "layers": "num_layers",
+    "experts": "num_moe_experts",
+    "moe_ffn": "moe_ffn_hidden_size",
+}
+FIELDS = {  # of config.json by Megatron's
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "num_layers": "num_hidden_layers",
+}
+SPREAD = {"layers.0.": 0.1, "layers.1.": 0.05, "layers.2.": 0.2}  # the last layer changes most, the middle one least
+random = torch.Generator().manual_seed(2)
+BATCHES = [{"input_ids": torch.randint(0, VOCAB, (rows, 48), generator=random)} for rows in (5, 4, 6, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CELLS)
+def test_a_cut_equals_modelopts_to_the_byte(family: str, tmp_path: Path) -> None:
+    model = random_model(family)
+    source = open_source(model)
+    ids = [batch["input_ids"].numpy() for batch in prepare(BATCHES, source).batches]
+    whole = in_megatron(source)
+    cells = [{NAMES[dim]: size for dim, size in keep.items()} for keep in CELLS[family]]
+    with ProcessPoolExecutor(1, megatron_oracle.processes(), prune_oracle.start, (str(tmp_path / "store"),)) as pool:
+        logits, answers = pool.submit(prune_oracle.prune, family, whole, ids, cells).result()
+    with torch.no_grad():
+        np.testing.assert_allclose(model(torch.from_numpy(ids[0])).logits, logits, atol=1e-5)  # the same model
+    for keep, (wanted, sizes) in zip(CELLS[family], answers, strict=True):
+        ours = bridge.pruned(model, keep, data=BATCHES, importance="minitron", order="importance")
+        made = in_megatron(ours)
+        assert made.keys() == wanted.keys()
+        assert {name: array.shape for name, array in made.items()} == {name: wanted[name].shape for name in made}
+        assert not [name for name in made if made[name].tobytes() != wanted[name].tobytes()], keep
+        assert sizes_of(ours.config).items() <= sizes.items()
+
+
+def random_model(family: str) -> Any:
+    """The family's model in transformers; no weight, a norm's neither, is what another is."""
+    hf = EVERY[family].hf
+    settings = {key: value for key, value in hf.items() if key not in ("model_type", "torch_dtype", "architectures")}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(hf["model_type"], **settings)
+    )
+    numbers = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            spread = next((spread for layer, spread in SPREAD.items() if layer in name), 0.15)
+            tensor.copy_(torch.randn(tensor.shape, generator=numbers) * spread + 1.0 * ("norm" in name))
+    return model.float().eval()
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """The sizes in a config.json by Megatron's names."""
+    sizes = {name: config[field] for name, field in FIELDS.items()}
+    experts = config.get("num_local_experts")
+    inner = "moe_ffn_hidden_size" if experts else "ffn_hidden_size"
+    return sizes | {"num_moe_experts": experts, inner: config["intermediate_size"]}
+
+
+def in_megatron(source: Any) -> dict[str, np.ndarray]:
+    """The tensors of a Llama or Mixtral by Megatron's names, laid out by hand: nothing of bridge's tables is used."""
+    groups, hidden = source.config["num_key_value_heads"], source.config["hidden_size"]
+    found = {
+        "embedding.word_embeddings.weight": source.read("model.embed_tokens.weight"),
+        "decoder.final_layernorm.weight": source.read("model.norm.weight"),
+        "output_layer.weight": source.read("lm_head.weight"),
+    }
+    for layer in range(source.config["num_hidden_layers"]):
+        hf, here = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        qkv = [source.read(f"{hf}.self_attn.{part}_proj.weight").reshape(groups, -1, hidden) for part in "qkv"]
+        found[f"{here}.self_attention.linear_qkv.weight"] = np.concatenate(qkv, axis=1).reshape(-1, hidden)
+        found[f"{here}.self_attention.linear_qkv.layer_norm_weight"] = source.read(f"{hf}.input_layernorm.weight")
+        found[f"{here}.self_attention.linear_proj.weight"] = source.read(f"{hf}.self_attn.o_proj.weight")
+        norm = source.read(f"{hf}.post_attention_layernorm.weight")
+        if experts := source.config.get("num_local_experts"):
+            found[f"{here}.pre_mlp_layernorm.weight"] = norm
+            found[f"{here}.mlp.router.weight"] = source.read(f"{hf}.block_sparse_moe.gate.weight")
+            for expert in range(experts):
+                of_expert = f"{hf}.block_sparse_moe.experts.{expert}"
+                mlp = mlp_of(source, f"{of_expert}.w1", f"{of_expert}.w3", f"{of_expert}.w2")
+                found |= {f"{here}.mlp.experts.local_experts.{expert}.{name}": array for name, array in mlp.items()}
+        else:
+            found[f"{here}.mlp.linear_fc1.layer_norm_weight"] = norm
+            mlp = mlp_of(source, *(f"{hf}.mlp.{part}_proj" for part in ("gate", "up", "down")))
+            found |= {f"{here}.mlp.{name}": array for name, array in mlp.items()}
+    return found
+
+
+def mlp_of(source: Any, gate: str, up: str, down: str) -> dict[str, np.ndarray]:
+    both = np.concatenate([source.read(f"{name}.weight") for name in (gate, up)])
+    return {"linear_fc1.weight": both, "linear_fc2.weight": source.read(f"{down}.weight")}
