@@ -113,9 +113,10 @@ def test_experts_are_scored_by_what_the_router_lets_through(family: str) -> None
             model(**batch)
         for layer, name in enumerate(names):
             experts, norms, channels = model.get_submodule(name), [], []
+            inputs: list[list[torch.Tensor]] = [[] for _ in calls[name]]
             for expert in range(5):
                 hook, total, tokens = L2NormHook(), 0.0, 0
-                for x, chosen, weights in calls[name]:
+                for (x, chosen, weights), together in zip(calls[name], inputs, strict=True):
                     slot, token = torch.where((chosen == expert).T)
                     share = weights[token, slot][:, None]
                     if stacked:
@@ -127,14 +128,17 @@ def test_experts_are_scored_by_what_the_router_lets_through(family: str) -> None
                         inner = experts.act_fn(gate) * up
                         out = inner @ experts.down_proj[expert].T
                     hook(model, (inner * share,), out)
+                    together.append(inner * share)
                     total, tokens = total + (out * share).norm(dim=-1).sum().item(), tokens + len(token)
                 norms.append(total / (tokens + 1e-8))
                 channels.append(hook.accumulate())
             scores = found.scores["moe_ffn"]
             torch.testing.assert_close(torch.from_numpy(found.scores["experts"][layer, None]), torch.tensor(norms))
-            if stacked:
-                both = torch.stack(channels).square().sum(0).sqrt()
-                torch.testing.assert_close(torch.from_numpy(scores[layer, None]), both)
+            if stacked:  # ModelOpt's grouped experts: one input with the tokens of all
+                hook = L2NormHook()
+                for together in inputs:
+                    hook(model, (torch.cat(together),), together)
+                torch.testing.assert_close(torch.from_numpy(scores[layer, None]), hook.accumulate())
             for expert in range(0 if stacked else 5):
                 torch.testing.assert_close(torch.from_numpy(scores[layer, expert]), channels[expert])
 

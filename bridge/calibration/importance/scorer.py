@@ -45,10 +45,10 @@ class Scorer:
 
     def _of(self, reader: Reader, sums: Channels, weight: Any) -> Any:
         """The score of each part of the reader's dim."""
+        if self._importance == "minitron":
+            return torch.zeros(reader.parts) if sums.minitron is None else minitron_scores(sums, reader.parts)
         if not sums.tokens:
             return torch.zeros(reader.parts)
-        if self._importance == "minitron":
-            return minitron_scores(sums, reader.parts)
         return output_scores(sums, weight, reader.parts)
 
     def _write(self, reader: Reader, place: At, experts: Mapping[int, tuple[Channels, Any]]) -> None:

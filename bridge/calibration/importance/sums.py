@@ -24,6 +24,7 @@ class Channels:
 
     `squares`: sum of x^2, float64. `minitron`: sum over sequences of (mean over the sequence of |x|)^2, in float32 and
     in the order of ModelOpt's `L2NormHook`, so that its bits are the same. `gram`: X^T X, float32, if asked for.
+    Experts whose channels are chosen together count as one sequence a call, as ModelOpt counts them: `add_pooled`.
     """
 
     squares: Any = None
@@ -31,24 +32,29 @@ class Channels:
     gram: Any = None
     tokens: int = 0
 
-    def add(self, x: Any, gram: bool, mask: Any = None) -> None:
+    def add(self, x: Any, gram: bool, mask: Any = None, pooled: bool = False) -> None:
         """Add the input of one call: [batch, sequence, channels], or [tokens, channels] as of an expert.
 
-        `mask` [batch, sequence]: the positions that count; None for all.
+        `mask` [batch, sequence]: the positions that count; None for all. `pooled`: `minitron` gets it by `add_pooled`.
         """
         x = x.detach()
         rows = (x.reshape(-1, x.shape[-1]) if mask is None else x[mask]).float()
         self.squares = _plus(self.squares, rows.double().square().sum(0))
-        by_sequence = (x[:, None] if x.ndim == 2 else x.transpose(0, 1)).to(torch.float32).abs()
-        if mask is None:
-            means = by_sequence.mean(dim=0)
-        else:
-            kept = mask.T[:, :, None]
-            means = (by_sequence * kept).sum(dim=0) / kept.sum(dim=0).clamp(min=1)
-        self.minitron = _plus(self.minitron, means.pow(2).sum(dim=0))
+        if not pooled:
+            by_sequence = (x[:, None] if x.ndim == 2 else x.transpose(0, 1)).to(torch.float32).abs()
+            if mask is None:
+                means = by_sequence.mean(dim=0)
+            else:
+                kept = mask.T[:, :, None]
+                means = (by_sequence * kept).sum(dim=0) / kept.sum(dim=0).clamp(min=1)
+            self.minitron = _plus(self.minitron, means.pow(2).sum(dim=0))
         if gram:
             self.gram = _plus(self.gram, rows.T @ rows)
         self.tokens += len(rows)
+
+    def add_pooled(self, total: Any, tokens: int) -> None:
+        """Add one call's sum of |x| over the tokens of all experts."""
+        self.minitron = _plus(self.minitron, (total / max(tokens, 1)).pow(2))
 
     @property
     def rms(self) -> Any:

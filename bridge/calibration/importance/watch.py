@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ class ScoreWatch:
         self._gram, self._settle = gram, settle
         self._sums: dict[Reader, Channels] = {}
         self._mask: Any = None  # of the batch that runs [batch, sequence]; None if it leaves nothing out
+        self._pooled: dict[Reader, tuple[Any, int]] = {}  # of a call's stacked experts: sum of |x|, tokens
         self._weights: dict[str, Any] = {}  # experts' module -> its call's experts and router weights [tokens, top k]
         self.norms: dict[str, Channels] = {}
         self.influence: dict[int, float] = {}
@@ -91,6 +93,7 @@ class ScoreWatch:
                     experts[at] = reader
             for name in {reader.module for reader in experts.values()}:
                 hook(held[name], partial(self._routed, name), True)
+                hook(held[name], self._ran, False)
             for norm in self._norms:
                 if norm.module in held:
                     hook(held[norm.module], partial(self._normed, norm.module), False)
@@ -125,11 +128,21 @@ class ScoreWatch:
             if self._mask is not None:
                 kept = self._mask.reshape(-1)[here.nonzero()[:, 1]]
                 x, out = x[kept], out[kept]
-        self._channels(reader).add(x, self._gram)
+        self._channels(reader).add(x, self._gram, pooled=reader.stacked)
+        if reader.stacked:
+            first = replace(reader, expert=0)  # has the sum for all
+            total, tokens = self._pooled.get(first, (0, 0))
+            self._pooled[first] = total + x.float().abs().sum(0), tokens + len(x)
         key = (reader.layer, reader.expert or 0)
-        total, tokens = self.expert_norms.get(key, (0.0, 0))
+        norm, count = self.expert_norms.get(key, (0.0, 0))
         norms = torch.linalg.vector_norm(out.float(), dim=-1).sum().item()
-        self.expert_norms[key] = total + norms, tokens + len(out)
+        self.expert_norms[key] = norm + norms, count + len(out)
+
+    def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add what the experts of a call had together."""
+        for reader, (total, tokens) in self._pooled.items():
+            self._channels(reader).add_pooled(total, tokens)
+        self._pooled.clear()
 
     def _normed(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.norms.setdefault(name, Channels()).add(out, False, self._mask)
