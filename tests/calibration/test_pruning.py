@@ -122,7 +122,7 @@ def test_experts_are_scored_by_what_the_router_lets_through(family: str) -> None
                     if stacked:
                         both = x[token] @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
                         inner = experts._apply_gate(both)
-                        out = inner @ experts.down_proj[expert]
+                        out = inner @ experts.down_proj[expert] + experts.down_proj_bias[expert]
                     else:
                         gate, up = (x[token] @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
                         inner = experts.act_fn(gate) * up

@@ -21,7 +21,7 @@ class Reader:
     """A matrix whose input has a channel for each of the `parts` of `dim`, or several, as a head has.
 
     `tensor`, `role`: its stored name and what it is. `part`: the live tensor that it is a part of. `turned`: both are
-    [in, out]. `stacked`: both have all experts.
+    [in, out]. `stacked`: both have all experts. `bias`: the parameter with their biases, "" where they have none.
     """
 
     dim: str
@@ -33,6 +33,7 @@ class Reader:
     part: LiveSlice
     turned: bool
     stacked: bool
+    bias: str = ""
 
     @property
     def module(self) -> str:
@@ -56,6 +57,7 @@ def readers_of(cut: Cut, origins: Mapping[str, Origin]) -> tuple[Reader, ...]:
     """The matrices whose inputs score the dims of a cut, but for hidden and layers."""
     scored = {"kv_heads": "heads", "experts": "moe_ffn"}  # a group by its heads, an expert where its input is read
     dims = {scored.get(dim, dim) for dim in cut.dims} - {"hidden", "layers"}
+    biases = {(*entry.roles, at, e): name for name, (entry, at, e) in cut.matched.placed.items()}
     found: list[Reader] = []
     for tensor, (entry, layer, expert) in cut.matched.placed.items():
         role, dim = _read(cut, entry)
@@ -65,8 +67,12 @@ def readers_of(cut: Cut, origins: Mapping[str, Origin]) -> tuple[Reader, ...]:
         if layer is None or origin is None or origin.ref is None:
             raise PlanError(f"{tensor}: the live model has no tensor of this matrix alone, so {dim} has no scores")
         turned, stacked = layout_of(entry.row.expr).endswith("in_out"), entry.row.stacks
+        bias = biases.get((role.replace(".weight", ".bias"), layer, expert), "") if stacked else ""
+        parameter = origins[bias].parts[0].live.rpartition(".")[2] if bias else ""
         for number in range(cut.before["experts"]) if stacked else (expert,):
-            found.append(Reader(dim, cut.before[dim], layer, number, tensor, role, origin.ref, turned, stacked))
+            found.append(
+                Reader(dim, cut.before[dim], layer, number, tensor, role, origin.ref, turned, stacked, parameter)
+            )
     return tuple(found)
 
 

@@ -73,6 +73,7 @@ class ScoreWatch:
     @contextmanager
     def _hooked(self, held: Mapping[str, Any]) -> Iterator[None]:
         experts: dict[int, Reader] = {}
+        biases: dict[Reader, Any] = {}
         with ExitStack() as stack:
 
             def hook(module: Any, made: Any, before: bool) -> None:
@@ -91,6 +92,8 @@ class ScoreWatch:
                     weight = getattr(module, reader.parameter)
                     at = weight.data_ptr() + reader.expert * weight.stride(0) * weight.element_size()
                     experts[at] = reader
+                    if reader.bias:
+                        biases[reader] = getattr(module, reader.bias)[reader.expert]
             for name in {reader.module for reader in experts.values()}:
                 hook(held[name], partial(self._routed, name), True)
                 hook(held[name], self._ran, False)
@@ -100,7 +103,7 @@ class ScoreWatch:
             for name, layer in self._layers.items():
                 if name in held:
                     hook(held[name], partial(self._passed, layer), False)
-            stack.enter_context(_ExpertCalls(experts, self._of_expert))
+            stack.enter_context(_ExpertCalls(experts, partial(self._of_expert, biases)))
             yield
 
     def _read(self, reader: Reader, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -118,7 +121,9 @@ class ScoreWatch:
         weights = next(alike, None)
         self._weights[name] = None if weights is None else (chosen, weights)
 
-    def _of_expert(self, reader: Reader, x: Any, out: Any) -> None:
+    def _of_expert(self, biases: Mapping[Reader, Any], reader: Reader, x: Any, out: Any) -> None:
+        if reader in biases:
+            out = out + biases[reader]  # added after the product
         routed = self._weights.get(reader.module)
         if routed is not None:
             chosen, weights = routed  # tokens come by choice, then by number
