@@ -17,11 +17,13 @@ from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.scores import ByPlace
 from bridge.tables.architectures.match import Entry
 from bridge.tables.architectures.structure import layout_of
-from bridge.tables.expressions.picks import Axes, kept_positions, located
+from bridge.tables.expressions.picks import Axes, Positions, kept_positions, located
+
+_PIECE = 1 << 20  # values that are read at once, and squared in float64
 
 
 def weight_scores(cut: Cut) -> ByPlace:
-    """Read the matrices of the dims to cut, one at a time; PlanError for dims that only a run can score."""
+    """Read the matrices of the dims to cut, a piece at a time; PlanError for dims that only a run can score."""
     dims = {"heads" if dim == "kv_heads" else dim for dim in cut.dims}
     if run := dims & {"hidden", "layers"}:
         raise PlanError(
@@ -33,13 +35,10 @@ def weight_scores(cut: Cut) -> ByPlace:
         found = list(_read(cut, entry, dims))
         if not found:
             continue
-        values = to_float32(cut.source.read(name), cut.source.specs[name].dtype)
-        turned = layout_of(entry.row.expr).endswith("in_out")
-        for number, part in enumerate(values) if entry.row.stacks else ((expert, values),):
-            matrix = part.T if turned else part
-            for dim, role, axis in found:
+        for number in range(cut.before["experts"]) if entry.row.stacks else (expert,):
+            for (dim, _, _), squares in zip(found, _squares(cut, name, entry, number, found), strict=True):
                 parts = 1 if dim == "experts" else cut.before[dim]
-                norms = _norms(matrix[_rows(cut, entry, role, turned)], axis, parts)
+                norms = np.sqrt(squares.reshape(parts, -1).sum(axis=1))
                 if dim == "experts":
                     scores[dim].setdefault((layer, None), np.ones(cut.before[dim]))[number] *= norms[0]
                 else:
@@ -48,11 +47,38 @@ def weight_scores(cut: Cut) -> ByPlace:
     return {dim: {at: array.astype(np.float32) for at, array in places.items()} for dim, places in scores.items()}
 
 
-def _norms(matrix: np.ndarray, axis: int, parts: int) -> np.ndarray:
-    """The norm of each of `parts` slices along an axis."""
-    squares = np.square(matrix, dtype=np.float64).sum(axis=1 - axis)
-    norms: np.ndarray = np.sqrt(squares.reshape(parts, -1).sum(axis=1))
-    return norms
+def _squares(
+    cut: Cut, name: str, entry: Entry, number: int | None, found: list[tuple[str, str, int]]
+) -> list[np.ndarray]:
+    """For each of `found` the sum of squares of every slice along its axis, in the order of its role."""
+    turned = layout_of(entry.row.expr).endswith("in_out")
+    out, shape = int(turned), cut.source.specs[name].shape[-2:]  # the stored axis that is the matrix's `out`
+    stored = [out if axis == 0 else 1 - out for _, _, axis in found]
+    rows = [_rows(cut, entry, role, turned) for _, role, _ in found]
+    counted = [np.ones(shape[1 - axis]) for axis in stored]
+    for axis, own, weight in zip(stored, rows, counted, strict=True):
+        if axis != out:  # the rows of other roles do not count
+            weight[:] = np.isin(np.arange(len(weight)), own)
+    sums = [np.zeros(shape[axis]) for axis in stored]
+    for begin, piece in _pieces(cut, name, number if entry.row.stacks else None):
+        squares, here = np.square(piece, dtype=np.float64), slice(begin, begin + len(piece))
+        for axis, weight, total in zip(stored, counted, sums, strict=True):
+            if axis == 0:
+                total[here] = squares @ weight
+            else:
+                total += weight[here] @ squares
+    return [total[own] if axis == out else total for axis, own, total in zip(stored, rows, sums, strict=True)]
+
+
+def _pieces(cut: Cut, name: str, number: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield rows of a stored matrix, or of one in a stack, as float32, with the number of the first."""
+    spec = cut.source.specs[name]
+    count, width = spec.shape[-2:]
+    whole = None if number is None else cut.source.read_rows(name, number, number + 1)[0]
+    for begin in range(0, count, step := max(1, _PIECE // width)):
+        end = min(begin + step, count)
+        piece = cut.source.read_rows(name, begin, end) if whole is None else whole[begin:end]
+        yield begin, to_float32(piece, spec.dtype)
 
 
 def _read(cut: Cut, entry: Entry, dims: set[str]) -> Iterator[tuple[str, str, int]]:
@@ -68,7 +94,7 @@ def _read(cut: Cut, entry: Entry, dims: set[str]) -> Iterator[tuple[str, str, in
                 yield "experts", role, axis
 
 
-def _rows(cut: Cut, entry: Entry, role: str, turned: bool) -> np.ndarray:
+def _rows(cut: Cut, entry: Entry, role: str, turned: bool) -> Positions:
     """The rows of a matrix that are one role's."""
     names, roles = cut.matched.names, cut.matched.table.roles.roles
     whole = {
