@@ -27,7 +27,7 @@ from tests.oracles import megatron_oracle, prune_oracle
 CELLS = {
     "llama": (
         {"ffn": 40},
-        {"hidden": 44},
+        {"hidden": 48},
         {"heads": 4},
         {"layers": 2},
         {"ffn": 52, "hidden": 36, "heads": 2, "layers": 1},
