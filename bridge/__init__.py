@@ -21,6 +21,7 @@ _HOME = {
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
     "run": "bridge.api.run",
+    "distill": "bridge.workflows.distill.verbs",
     "prune": "bridge.workflows.prune.verbs",
     "pruned": "bridge.workflows.prune.verbs",
     "batch": "bridge.workflows.batch.run",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from bridge.workflows import golden as golden
     from bridge.workflows.batch.report import BatchReport
     from bridge.workflows.batch.run import batch
+    from bridge.workflows.distill.verbs import distill
     from bridge.workflows.prune.verbs import prune, pruned
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "convert",
     "convert_to_scale",
     "create_forward_loop",
+    "distill",
     "get_submodule",
     "load_quant_weights_from_hf",
     "load_weights_from_hf",

@@ -90,6 +90,10 @@ class CalibrationError(BridgeError):
     """Calibration data is missing, too short or not finite, or statistics that the scheme needs are absent."""
 
 
+class TrainingError(BridgeError):
+    """A training that cannot run, or that makes the model worse."""
+
+
 class ExportError(BridgeError):
     """torch could not export the architecture's graph."""
 

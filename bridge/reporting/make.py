@@ -12,7 +12,6 @@ from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_section
 from bridge.reporting.page import render
 from bridge.reporting.report import Report
-from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
@@ -57,7 +56,8 @@ def make_report(
         advice=summary.advice(plan, parity),
         programs=loadings(plan),
         next=target.next_command(plan),
-        pruning=source.summary if isinstance(source, PrunedSource) else None,
+        pruning=getattr(source, "summary", None),
+        distillation=getattr(source, "distillation", None),
     )
 
 

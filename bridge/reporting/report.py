@@ -18,6 +18,7 @@ from bridge.core.text import first_of, fold, fold_layers, grouped, number, patte
 from bridge.reporting.columns import line, titled_table
 from bridge.reporting.loading import LOADING, Loading, loading_line, loading_rows
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
+from bridge.sources.live_models.distillation import Distillation
 from bridge.sources.pruned.summary import Pruning
 from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
 
@@ -86,7 +87,7 @@ class Report(Displayed):
     `skipped` maps names to the reason why they were not copied, quantized or run; `policies` maps tensors to the policy
     that replaced a zero, non-finite or never-seen amax. `made_from` is the provenance; `dtypes` has (dtype, bytes in
     the source, bytes written). `parity` is empty if nothing was compared. `programs`: which of them load the output.
-    `next`: a command that uses the output, which lies at `{out}`. `pruning`: what was cut before, None if nothing.
+    `next`: a command that uses the output, which lies at `{out}`. `pruning`, `distillation`: what came before, or None.
 
     >>> import json, bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "reported")
@@ -122,6 +123,7 @@ class Report(Displayed):
     programs: tuple[Loading, ...] = ()
     next: str = ""
     pruning: Pruning | None = None
+    distillation: Distillation | None = None
 
     @property
     def command(self) -> str:
@@ -181,8 +183,9 @@ def report_from_dict(data: Mapping[str, Any]) -> Report:
     """The inverse of `Report.to_json`."""
     parity = _rebuilt(Parity, data["parity"] or {}, _PARITY_ROWS)
     values = {key: value for key, value in data.items() if key != "passed"}
-    if values.get("pruning"):
-        values["pruning"] = Pruning(**_tuples(values["pruning"]))
+    for key, kind in (("pruning", Pruning), ("distillation", Distillation)):
+        if values.get(key):
+            values[key] = kind(**_tuples(values[key]))
     return cast(Report, _rebuilt(Report, {**values, "parity": parity}, _ROWS))
 
 
@@ -209,6 +212,7 @@ def report_lines(report: Report) -> list[Text]:
     lines = [
         line("model", f"{report.made_from.get('architecture', '?')} to {report.target}, {report.scheme}: {counts}"),
         *([line("pruned", report.pruning.line())] if report.pruning else []),
+        *([line("distilled", report.distillation.line())] if report.distillation else []),
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),

@@ -117,18 +117,26 @@ def output_directory(
 
 
 @contextmanager
-def partial_directory(work: Path, identity: str) -> Iterator[Work]:
-    """Yield a directory for parts of work that has no directory of its own; it is removed unless the work can go on."""
+def partial_directory(
+    work: Path, identity: str, *, resume: bool = True, keeps: tuple[type[Exception], ...] = ()
+) -> Iterator[Work]:
+    """Yield a directory for parts of work that has no directory of its own; it is removed unless the work can go on.
+
+    keeps: errors after which what is done stays there, too.
+    """
     work = work.absolute()
     with _owned(work, work) as journal:
-        done = left(journal, work, identity)
+        done = left(journal, work, identity if resume else None)
         if done is None:
             begin(journal, work, identity)
         try:
             yield Work(work, done or {}, journal, identity)
         except BaseException as error:
-            if not (can_go_on(error) and _has_finished(journal, work)):
+            kept = isinstance(error, keeps) or can_go_on(error)
+            if not (kept and _has_finished(journal, work)):
                 run_despite_signal(lambda: _discard(journal, work, identity))
+            elif isinstance(error, keeps):
+                error.add_note(f"what was done before is kept in {work}; --no-resume (resume=False) discards it")
             else:
                 error.add_note(f"what is done is kept in {work}; the same command goes on from there")
             raise

@@ -1,0 +1,144 @@
+"""A teacher's answers on disk: it runs once over all rows, and need not be loaded again.
+
+A row has the k most likely ids of each token and their log-probabilities in float16, 260 bytes a token at k = 64.
+Shards of 64 rows are written one by one and renamed, so that a killed run goes on with the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.core.errors import UsageError
+from bridge.core.output.temporary import write_whole
+from bridge.core.parsing import parse_json
+from bridge.workflows.distill.batches import Rows
+from bridge.workflows.distill.head import chunks
+from bridge.workflows.distill.losses import Answers
+from bridge.workflows.distill.teacher import LiveTeacher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADER = "teacher.json"
+SHARD = 64  # rows
+NARROW = 1 << 16  # ids below it are stored in two bytes
+
+
+@dataclass(frozen=True)
+class CacheReply:
+    """Stored answers for some rows: `index` and `logprob` (tokens, k)."""
+
+    index: Tensor
+    logprob: Tensor
+
+    def answers(self, at: Tensor) -> Answers:
+        return Answers(self.logprob[at].float(), self.index[at].long())
+
+    def hidden(self, layer: int | None) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class CachedTeacher:
+    """The answers in a directory, for rows of which `length` are the tokens."""
+
+    directory: Path
+    length: int
+    device: Any
+
+    @cached_property
+    def header(self) -> Mapping[str, Any]:
+        return dict(parse_json((self.directory / HEADER).read_bytes()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.directory.iterdir())
+
+    def reply(self, rows: Sequence[int]) -> CacheReply:
+        import torch
+        from safetensors.numpy import safe_open
+
+        parts: dict[str, list[np.ndarray]] = {"index": [], "logprob": []}
+        for row in rows:
+            with safe_open(shard_of(self.directory, row // SHARD), "numpy") as shard:
+                for name, found in parts.items():
+                    found.append(shard.get_slice(name)[row % SHARD])
+        index, logprob = (torch.from_numpy(np.concatenate(parts[name])) for name in ("index", "logprob"))
+        return CacheReply(index.to(self.device), logprob.to(self.device))
+
+
+def shard_of(directory: Path, number: int) -> Path:
+    return directory / f"rows-{number:05d}.safetensors"
+
+
+def check_cache(directory: Path, expected: Mapping[str, Any]) -> None:
+    """UsageError for a directory that holds something else than answers of this teacher on these rows."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise UsageError(f"{directory}: teacher_cache= (--teacher-cache) is a file; name a directory")
+    path = directory / HEADER
+    if not path.is_file():
+        if any(directory.iterdir()):
+            raise UsageError(
+                f"{directory}: holds files and no {HEADER}, so it is no cache of a teacher; name another directory"
+            )
+        return
+    try:
+        found = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path}: damaged ({error}); remove {directory}, or name another directory") from error
+    told = found if isinstance(found, dict) else {}
+    if differs := [name for name, value in expected.items() if told.get(name) != value]:
+        raise UsageError(
+            f"{directory}: holds answers with another {', '.join(differs)}; remove it, or name another directory"
+        )
+
+
+def begin_cache(directory: Path, expected: Mapping[str, Any]) -> None:
+    """Make the directory and its header."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_whole(directory / HEADER, (json.dumps(dict(expected), indent=2) + "\n").encode())
+
+
+def missing_shards(directory: Path, rows: Rows, wanted: Iterable[int]) -> list[int]:
+    """The shards of wanted rows that are not there, by number."""
+    numbers = sorted({row // SHARD for row in wanted})
+    return [number for number in numbers if not shard_of(directory, number).is_file()]
+
+
+def write_shards(
+    directory: Path, teacher: LiveTeacher, rows: Rows, vocabulary: int, numbers: Sequence[int], tick: Callable[[], None]
+) -> None:
+    """Run the teacher over the rows of some shards."""
+    from safetensors.numpy import save
+
+    for number in numbers:
+        parts = [
+            _answered(teacher, row, rows.ids.shape[1], vocabulary)
+            for row in range(number * SHARD, min((number + 1) * SHARD, len(rows.ids)))
+        ]
+        arrays = {name: np.stack([part[name] for part in parts]) for name in ("index", "logprob")}
+        write_whole(shard_of(directory, number), save(arrays))
+        tick()
+
+
+def _answered(teacher: LiveTeacher, row: int, length: int, vocabulary: int) -> dict[str, np.ndarray]:
+    """The answers for one row: ids and log-probabilities (tokens, k)."""
+    import torch
+
+    reply, found = teacher.reply([row]), []
+    for part in chunks(length, vocabulary):
+        found.append(reply.answers(torch.arange(part.start, part.stop)))
+    kind = np.uint16 if vocabulary <= NARROW else np.int32
+    index = [answers.index.cpu().numpy().astype(kind) for answers in found if answers.index is not None]
+    logprob = [answers.logprob.half().cpu().numpy() for answers in found]
+    return {"index": np.concatenate(index), "logprob": np.concatenate(logprob)}

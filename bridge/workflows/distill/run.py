@@ -1,0 +1,190 @@
+"""Run a distillation, from its job to the trained source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from bridge.calibration.modelopt import copy_modules, import_frameworks
+from bridge.calibration.walk.workers.processes import Workers, share_of
+from bridge.core.output.directory import Work
+from bridge.core.output.names import CALIBRATION
+from bridge.core.progress import Progress
+from bridge.quant.calibration import Calibration
+from bridge.sources.live_models.distillation import Distillation
+from bridge.sources.live_models.trained import TrainedSource
+from bridge.workflows.distill import cache as stored
+from bridge.workflows.distill.batches import Rows, drawn
+from bridge.workflows.distill.codes import Codes, unsupported
+from bridge.workflows.distill.head import SplitModel
+from bridge.workflows.distill.inputs import FakeInputs, input_codes
+from bridge.workflows.distill.job import Job
+from bridge.workflows.distill.state import load_state, save_state
+from bridge.workflows.distill.student import Student
+from bridge.workflows.distill.teacher import LiveTeacher, Teacher
+from bridge.workflows.distill.train import Trainer, pairs_for
+
+if TYPE_CHECKING:
+    from bridge.sources.source import Source
+
+
+def trained(
+    job: Job, rows: Rows, work: Work, calibrate: Callable[[], Calibration | None], device: Any, progress: Progress,
+    workers: Workers | None,
+) -> tuple[TrainedSource, Calibration | None]:  # fmt: skip
+    """Train the student, or load what a killed run trained; return it with the calibration of its codes."""
+    import torch
+
+    import_frameworks(with_modelopt=False)
+    own = torch.device(device or "cpu")
+    calibration = _calibration(job, work, calibrate, workers)
+    teacher, perplexity = _teacher(job, rows, own, progress, workers)
+    model = own_model(job.student)
+    student, split = _student(job, model, calibration, own)
+    split.check(rows.batch([0], own))
+    layers = teacher.model.model if isinstance(teacher, LiveTeacher) else None
+    pairs = pairs_for(job.settings, model, layers, own) if layers is not None else []
+    trainer = Trainer(student, split, teacher, rows, job.settings, job.vocabulary, pairs, own, workers)
+    trainer.history.teacher_perplexity = perplexity
+    if found := load_state(work.directory):
+        trainer.restore(*found)
+        student.settle()
+
+    def save(trainer: Trainer) -> None:
+        if workers is None or workers.first:
+            save_state(work.directory, trainer.step, trainer.tensors(), trainer.history)
+            work.mark(f"step {trainer.step}", {})
+
+    trainer.run(save, lambda step: progress(step, job.settings.steps, "train"))
+    if isinstance(teacher, LiveTeacher):
+        del teacher
+    source = TrainedSource(job.student, student.written())
+    source.distillation = _told(job, trainer)
+    return source, calibration
+
+
+def own_model(source: Source) -> Any:
+    """The model of a source with memory of its own: the caller's stays as it is."""
+    model = copy_modules(source.load_model())
+    for param in model.parameters():
+        param.data = param.data.clone()
+    return model
+
+
+def _student(job: Job, model: Any, calibration: Calibration | None, device: Any) -> tuple[Student, SplitModel]:
+    """The student in float32, with the codes of its scheme."""
+    import torch
+
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+    origins, tied = live_names(model, job.student.specs), tied_names(model)
+    model.float().to(device)
+    for param in model.parameters():
+        param.requires_grad_(True)
+    codes = None
+    if job.plan.quantized:
+        unsupported(job.plan, origins, job.structure.tied)
+        found = input_codes(job.plan, calibration, job.structure, origins, tied)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        codes = Codes(job.plan, calibration, params, origins, job.student.specs, FakeInputs(model, found))
+    stored_as = {name: dtypes.get(name, torch.float32) for name in tensors}
+    return Student(model, stored_as, codes), SplitModel(model, job.student.where)
+
+
+def _calibration(
+    job: Job, work: Work, calibrate: Callable[[], Calibration | None], workers: Workers | None
+) -> Calibration | None:
+    """The statistics of the student's codes: those that a killed run saved, or new ones."""
+    if not job.plan.quantized:
+        return None
+    path = work.directory / CALIBRATION
+    if (workers is None or workers.first) and not path.is_file() and (made := calibrate()):
+        path.parent.mkdir(exist_ok=True)
+        made.save(path)
+    if workers:
+        workers.agree("calibrated")
+    return Calibration.load(path) if path.is_file() else None
+
+
+def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Workers | None) -> tuple[Teacher, float]:
+    """The teacher, and its perplexity on the held-out rows."""
+    if job.asked.cache is None:
+        live = _live(job, rows, device)
+        return live, perplexity_of(live, rows, job.vocabulary)
+    wanted = [*rows.held_out, *(row for step in range(job.settings.steps) for row in drawn(rows, job.settings, step))]
+    missing = stored.missing_shards(job.asked.cache, rows, wanted)
+    told: Mapping[str, Any] = job.cached_answers(rows)
+    if missing:
+        live = _live(job, rows, device)
+        first = workers is None or workers.first
+        if first:
+            stored.begin_cache(job.asked.cache, {**told, "perplexity": perplexity_of(live, rows, job.vocabulary)})
+        if workers:
+            workers.agree("begun")
+        count = [0]
+
+        def tick() -> None:
+            count[0] += 1
+            progress(count[0], len(own), "teacher")
+
+        own = [number for _, number in share_of(missing, workers)]
+        stored.write_shards(job.asked.cache, live, rows, job.vocabulary, own, tick)
+        if workers:
+            workers.agree("cached")
+        del live
+    cached = stored.CachedTeacher(job.asked.cache, rows.ids.shape[1], device)
+    return cached, float(cached.header["perplexity"])
+
+
+def _live(job: Job, rows: Rows, device: Any) -> LiveTeacher:
+    """The teacher in memory: bfloat16 on CUDA, its own dtype on a CPU, where bfloat16 is slower."""
+    import torch
+
+    model = copy_modules(job.teacher.load_model())
+    model = model.to(device, torch.bfloat16) if device.type == "cuda" else model
+    split = SplitModel(model, job.teacher.where)
+    split.check(rows.batch([0], device))
+    settings = job.settings
+    layers = settings.pairs not in ("norm", ())
+    return LiveTeacher(split, rows, settings.temperature, settings.top_k, layers, device)
+
+
+def perplexity_of(teacher: LiveTeacher, rows: Rows, vocabulary: int) -> float:
+    """Perplexity of a model on the held-out rows; 0 without any."""
+    import math
+
+    import torch
+
+    from bridge.workflows.distill.head import chunks
+
+    plain, total, count = replace(teacher, temperature=1.0, top_k=None), 0.0, 0
+    for row in rows.held_out:
+        ids = rows.ids[row].to(teacher.device)
+        kept = rows.mask[row, 1:].nonzero().flatten().to(teacher.device)
+        reply = plain.reply([row])
+        for part in chunks(len(kept), vocabulary):
+            at = kept[part]
+            answers = reply.answers(at)
+            total -= float(torch.gather(answers.logprob, 1, ids[at + 1][:, None]).double().sum())
+            count += len(at)
+    return math.exp(min(total / count, 700.0)) if count else 0.0
+
+
+def _told(job: Job, trainer: Trainer) -> Distillation:
+    history = trainer.history
+    cached = isinstance(trainer.teacher, stored.CachedTeacher)
+    return Distillation(
+        teacher=job.teacher.where,
+        steps=trainer.step,
+        tokens=history.tokens,
+        seconds=round(history.seconds, 3),
+        teacher_share=round(history.teacher_seconds / history.seconds, 3) if history.seconds else 0.0,
+        losses=tuple(history.losses),
+        held_out=tuple(history.held_out),
+        teacher_perplexity=history.teacher_perplexity,
+        cache_bytes=trainer.teacher.nbytes if cached else 0,  # type: ignore[attr-defined]
+        scheme=job.plan.scheme if job.plan.quantized else "",
+    )
