@@ -18,7 +18,7 @@ from bridge.core.errors import SchemeError
 from bridge.core.output.directory import Work
 from bridge.core.pages import Buffers
 from bridge.core.text import first_of
-from bridge.core.values import TensorSpec
+from bridge.core.values import Structure, TensorSpec
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
@@ -54,6 +54,12 @@ class Codes:
     ) -> None:
         self._inputs, self._origins, self._params = inputs, origins, params
         self._source = _as_source(_AsStored(params, origins, specs))
+        computed = [name for name in specs if name in origins and origins[name].computed]
+        if found := sorted({*computed} & {part.source for step in plan.quantized for part in step.inputs}):
+            raise SchemeError(
+                f"quant={plan.scheme} cannot be trained through: transformers computes {first_of(found, 2)} from other "
+                "tensors"
+            )
         self._tasks = [[s for s in task if s.format] for task in Tasks(plan.steps, self._source)]
         self._buffers = Buffers()
         work = Work(Path(), {}, None)  # type: ignore[arg-type]  # nothing is written to it
@@ -89,7 +95,7 @@ class Codes:
         self._inputs.remove()
 
 
-def unsupported(plan: Plan, origins: Mapping[str, Origin], tied: Mapping[str, str]) -> None:
+def check_codes(plan: Plan, structure: Structure) -> None:
     """SchemeError for a plan whose codes cannot be made anew at each step."""
     chosen = [s.source for s in plan.quantized if s.format and (s.format.chosen or s.format.weighted)]
     if chosen:
@@ -101,8 +107,7 @@ def unsupported(plan: Plan, origins: Mapping[str, Origin], tied: Mapping[str, st
         "codes that are searched": [s for s in plan.quantized if s.format and s.format.weight[0].dtype in SEARCHED],
         "experts in one tensor with scales of blocks": [s for s in plan.quantized if s.layout is Layout.EXPERTS],
         "matrices cut for ranks": [s for s in plan.quantized if any(part.inner for part in s.inputs)],
-        "a head tied to the embedding": [s for s in plan.quantized if s.site and s.site.weight in tied],
-        "weights that transformers computes": [s for s in plan.quantized if _computed(s, origins)],
+        "a head tied to the embedding": [s for s in plan.quantized if s.site and s.site.weight in structure.tied],
     }
     if problems := [f"{why} ({first_of([s.source for s in some], 2)})" for why, some in steps.items() if some]:
         raise SchemeError(f"quant={plan.scheme} to {plan.target} cannot be trained through: {'; '.join(problems)}")
@@ -112,11 +117,6 @@ def _as_source(reads: Any) -> Source:
     """What a step asks of a source: specs, `read`, `read_rows`, `place`."""
     source: Source = reads
     return source
-
-
-def _computed(step: Step, origins: Mapping[str, Origin]) -> bool:
-    names = [part.source for part in step.inputs if part.source]
-    return any(name not in origins or origins[name].computed for name in names)
 
 
 def _decoded(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None) -> Array:

@@ -40,11 +40,17 @@ class Trunk:
 class SplitModel:
     """A causal language model of transformers whose head runs on chunks of tokens."""
 
-    def __init__(self, model: Any, where: str) -> None:
-        self.model, self.where = model, where
-        self._trunk: Any = getattr(model, model.base_model_prefix, model)
-        if self._trunk is model:
-            raise TrainingError(f"{where}: {type(model).__name__} has no model below its head, so it cannot be trained")
+    def __init__(self, model: Any, batch: Mapping[str, Tensor], where: str) -> None:
+        """`batch`: ids and mask, on which both parts must give what the model gives; TrainingError if they do not."""
+        self.model = model
+        below: Any = getattr(model, model.base_model_prefix, model)
+        # OPT's head is on the decoder of the model below it
+        candidates = [part for part in (below, getattr(below, "decoder", None)) if part not in (None, model)]
+        why = "it has no part below its head"
+        for self._trunk in candidates:
+            if not (why := self._refusal({name: tensor[:1, :TRIED] for name, tensor in batch.items()})):
+                return
+        raise TrainingError(f"{where}: {type(model).__name__} cannot be trained here: {why}")
 
     def trunk(self, batch: Mapping[str, Tensor], layers: bool = False) -> Trunk:
         """Run all but the head on ids and mask (rows, sequence)."""
@@ -57,25 +63,21 @@ class SplitModel:
             logits: Tensor = self.model(input_ids=ids[None], return_dict=True).logits[0]
         return logits
 
-    def check(self, batch: Mapping[str, Tensor]) -> None:
-        """TrainingError if the model gives other logits in two parts than at once."""
+    def _refusal(self, batch: Mapping[str, Tensor]) -> str:
+        """Say why the model gives other logits in two parts than at once, "" if it gives the same."""
         import torch
 
-        few = {name: tensor[:1, :TRIED] for name, tensor in batch.items()}
         with torch.no_grad():
+            whole = self.model(**batch).logits[0]
             try:
-                trunk = self.trunk(few)
-                parts = self.logits(trunk, trunk.last[0], few["input_ids"][0])
-                whole = self.model(**few).logits[0]
+                trunk = self.trunk(batch)
+                parts = self.logits(
+                    trunk, trunk.last[0], batch["input_ids"][0].flip(0)
+                )  # ids count below the head only
             except (TypeError, AttributeError, ValueError, RuntimeError) as error:
-                why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-                kind = type(self.model).__name__
-                raise TrainingError(f"{self.where}: {kind} cannot be trained here: {why}") from error
-        if not torch.allclose(parts.float(), whole.float(), rtol=1e-3, atol=1e-3 * float(whole.abs().max())):
-            raise TrainingError(
-                f"{self.where}: the head of {type(self.model).__name__} needs more than hidden states, so it cannot be "
-                "trained here"
-            )
+                return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        near = torch.allclose(parts.float(), whole.float(), rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+        return "" if near else "its head needs more than hidden states"
 
     @contextmanager
     def _given(self, output: Any) -> Iterator[None]:

@@ -25,6 +25,7 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.loading import model_class
 from bridge.sources.source import Source
 from bridge.workflows.distill.batches import Rows
+from bridge.workflows.distill.codes import check_codes
 from bridge.workflows.distill.head import CHUNK
 from bridge.workflows.distill.settings import NORM, Settings
 
@@ -121,7 +122,9 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
     place = Path(f"{student.name}-distilled" if asked.out is None else str(asked.out))
     check_free(place, asked.overwrite)
     planned = plan(student, asked.target, asked.quant, **asked.options)
-    job = Job(student, teacher, structure_of(student), settings, asked, planned, place)
+    structure = structure_of(student)
+    check_codes(planned, structure)
+    job = Job(student, teacher, structure, settings, asked, planned, place)
     free = available_memory() if asked.memory is None else asked.memory
     if job.need > free:
         which = "free" if asked.memory is None else "allowed by memory= (--memory)"

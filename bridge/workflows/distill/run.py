@@ -16,7 +16,7 @@ from bridge.sources.live_models.distillation import Distillation
 from bridge.sources.live_models.trained import TrainedSource
 from bridge.workflows.distill import cache as stored
 from bridge.workflows.distill.batches import Rows, drawn
-from bridge.workflows.distill.codes import Codes, unsupported
+from bridge.workflows.distill.codes import Codes
 from bridge.workflows.distill.head import SplitModel
 from bridge.workflows.distill.inputs import FakeInputs, input_codes
 from bridge.workflows.distill.job import Job
@@ -41,8 +41,8 @@ def trained(
     calibration = _calibration(job, work, calibrate, workers)
     teacher, perplexity = _teacher(job, rows, own, progress, workers)
     model = own_model(job.student)
-    student, split = _student(job, model, calibration, own)
-    split.check(rows.batch([0], own))
+    student = _student(job, model, calibration, own)
+    split = SplitModel(model, rows.batch([0], own), job.student.where)
     layers = teacher.model.model if isinstance(teacher, LiveTeacher) else None
     pairs = pairs_for(job.settings, model, layers, own) if layers is not None else []
     trainer = Trainer(student, split, teacher, rows, job.settings, job.vocabulary, pairs, own, workers)
@@ -72,7 +72,7 @@ def own_model(source: Source) -> Any:
     return model
 
 
-def _student(job: Job, model: Any, calibration: Calibration | None, device: Any) -> tuple[Student, SplitModel]:
+def _student(job: Job, model: Any, calibration: Calibration | None, device: Any) -> Student:
     """The student in float32, with the codes of its scheme."""
     import torch
 
@@ -86,12 +86,11 @@ def _student(job: Job, model: Any, calibration: Calibration | None, device: Any)
         param.requires_grad_(True)
     codes = None
     if job.plan.quantized:
-        unsupported(job.plan, origins, job.structure.tied)
         found = input_codes(job.plan, calibration, job.structure, origins, tied)
         params = dict(model.named_parameters(remove_duplicate=False))
         codes = Codes(job.plan, calibration, params, origins, job.student.specs, FakeInputs(model, found))
     stored_as = {name: dtypes.get(name, torch.float32) for name in tensors}
-    return Student(model, stored_as, codes), SplitModel(model, job.student.where)
+    return Student(model, stored_as, codes)
 
 
 def _calibration(
@@ -145,8 +144,7 @@ def _live(job: Job, rows: Rows, device: Any) -> LiveTeacher:
 
     model = copy_modules(job.teacher.load_model())
     model = model.to(device, torch.bfloat16) if device.type == "cuda" else model
-    split = SplitModel(model, job.teacher.where)
-    split.check(rows.batch([0], device))
+    split = SplitModel(model, rows.batch([0], device), job.teacher.where)
     settings = job.settings
     layers = settings.pairs not in ("norm", ())
     return LiveTeacher(split, rows, settings.temperature, settings.top_k, layers, device)

@@ -189,7 +189,10 @@ class Trainer:
         return torch.tensor([kl, float(pairs.detach()) * balance], dtype=torch.float64)
 
     def _balance(self, kl: float, pairs: float) -> float:
-        """The factor that makes the hidden loss as large as the KL, as ModelOpt's `StandardLossBalancer` has it."""
+        """The factor that makes the hidden loss as large as the KL.
+
+        Source: `LogitsAndIntermediatesLossBalancer` of nvidia-modelopt 0.47 (torch/distill/plugins/megatron.py).
+        """
         import torch
 
         if not self.pairs:
