@@ -21,6 +21,7 @@ _HOME = {
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
     "run": "bridge.api.run",
+    "chain": "bridge.workflows.chain.run",
     "distill": "bridge.workflows.distill.verbs",
     "prune": "bridge.workflows.prune.verbs",
     "pruned": "bridge.workflows.prune.verbs",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from bridge.workflows import golden as golden
     from bridge.workflows.batch.report import BatchReport
     from bridge.workflows.batch.run import batch
+    from bridge.workflows.chain.run import chain
     from bridge.workflows.distill.verbs import distill
     from bridge.workflows.prune.verbs import prune, pruned
 
@@ -87,6 +89,7 @@ __all__ = [
     "__version__",
     "batch",
     "calibrate",
+    "chain",
     "check",
     "convert",
     "convert_to_scale",

@@ -43,6 +43,7 @@ from bridge.cli.arguments import (
     takes_target_options,
 )
 from bridge.cli.terminal import FAILED, Exit, guarded, open_streams, session
+from bridge.core.errors import UsageError
 from bridge.core.machine import keep_pages
 from bridge.core.output.names import MANIFEST
 from bridge.core.text import byte_count, number
@@ -239,20 +240,30 @@ def verify(
 
 @app.command(epilog=epilog('qbridge run llama-fp8 "The capital of France is"'))
 def run(
-    out: Written,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="what the model continues")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a written model, or a chain of steps (.toml)")],
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="what the model continues")] = None,
     tokens: Annotated[int, typer.Option(help="number of tokens at most")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="put TEXT into the model's chat template")] = False,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above 0, tokens are drawn")] = 0.0,
     seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="of a chain: replace what is there")] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="of a chain: begin all steps again")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Let a written language model continue a text.
+    """Let a written language model continue a text, or run the steps of a chain.
 
     The last line has the tokens per second, and with what the model ran.
     """
     with session(debug=debug) as terminal:
+        if out.endswith(".toml"):
+            if text is not None:
+                raise UsageError(f"{out} is a chain of steps, which takes no text")
+            made = bridge.chain(out, overwrite=overwrite, resume=not no_resume, progress=terminal.progress)
+            terminal.finish(made, "\n".join(made.lines()), as_json, False)
+            return
+        if text is None:
+            raise UsageError(f'give the text that {out} continues: qbridge run {out} "The capital of France is"')
         terminal.progress(0, 0, "load")
         stream = None if as_json else terminal.write
         result = bridge.run(out, text, tokens=tokens, chat=chat, temperature=temperature, seed=seed, stream=stream)

@@ -212,7 +212,7 @@ def report_lines(report: Report) -> list[Text]:
     lines = [
         line("model", f"{report.made_from.get('architecture', '?')} to {report.target}, {report.scheme}: {counts}"),
         *([line("pruned", report.pruning.line())] if report.pruning else []),
-        *([line("distilled", report.distillation.line())] if report.distillation else []),
+        *([line("trained", report.distillation.line())] if report.distillation else []),
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),

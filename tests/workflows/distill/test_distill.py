@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
 from bridge.core.errors import BridgeError, TrainingError, UsageError  # noqa: E402
+from bridge.reporting.report import report_from_dict  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.distill import train  # noqa: E402
 from tests.calibration.walk.test_workers import free_port  # noqa: E402

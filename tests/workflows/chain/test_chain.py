@@ -1,0 +1,177 @@
+"""Chains: what is refused, what is kept, and that the example works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import bridge
+from bridge.core.errors import BridgeError, UsageError
+from bridge.workflows.chain.run import NOTE
+from tests.cli.test_cli import run
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA = (ROOT / "examples/models/tiny-llama").as_posix()
+CHAIN = f"""
+out = "made"
+[[step]]
+name  = "pruned"
+verb = "prune"
+model = "{LLAMA}"
+keep  = {{ ffn = 128 }}
+importance = "weights"
+[[step]]
+name    = "trained"
+verb    = "distill"
+student = "{{pruned}}"
+teacher = "{LLAMA}"
+steps   = 6
+batch   = 2
+sequence = 48
+lr      = 1e-3
+save_every = 2
+[[step]]
+name  = "coded"
+verb  = "convert"
+model = "{{trained}}"
+target = "hf"
+quant = "int8_wo"
+"""
+
+
+def written(folder: Path, text: str = CHAIN) -> Path:
+    path = folder / "chain.toml"
+    path.write_text(text)
+    return path
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {
+        name: (folder / "made" / name / "model.safetensors").read_bytes() for name in ("pruned", "trained", "coded")
+    }
+
+
+@pytest.mark.slow
+def test_a_killed_chain_goes_on_in_its_step(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = bridge.chain(written(tmp_path / "whole"), progress=False)
+    assert whole.passed and [step.kept for step in whole.steps] == [False] * 3
+    assert whole.steps[1].perplexity and whole.steps[1].perplexity[1] < whole.steps[1].perplexity[0]
+
+    def stop(done: int, total: int, stage: str) -> None:
+        if stage == "trained: train" and done == 5:
+            raise KeyboardInterrupt
+
+    path = written(tmp_path / "killed")
+    with pytest.raises(KeyboardInterrupt):
+        bridge.chain(path, progress=stop)
+    trained: list[int] = []
+    again = bridge.chain(path, progress=lambda done, _, stage: trained.append(done) if "train" in stage else None)
+    assert [step.kept for step in again.steps] == [True, False, False]
+    assert [done for done in trained if done][:2] == [5, 6]
+    assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "killed")
+    third = bridge.chain(path, progress=False)
+    assert [step.kept for step in third.steps] == [True] * 3
+    assert third.steps[1].seconds == pytest.approx(again.steps[1].seconds, abs=1e-3)
+    assert not list((tmp_path / "killed/made").glob(".*"))
+    other = bridge.chain(written(tmp_path / "killed", CHAIN.replace("int8_wo", "fp8")), progress=False)
+    assert [step.kept for step in other.steps] == [True, True, False]
+    earlier = bridge.chain(written(tmp_path / "killed", CHAIN.replace("128", "192")), progress=False)
+    assert [step.kept for step in earlier.steps] == [False] * 3
+
+
+@pytest.mark.slow
+def test_an_output_that_was_published_unnoted_is_kept(tmp_path: Path) -> None:
+    text = CHAIN.partition('[[step]]\nname    = "trained"')[0]
+    path = written(tmp_path, text)
+    bridge.chain(path, progress=False)
+    note = tmp_path / "made/pruned" / NOTE
+    note.rename(tmp_path / "made/.pruned.step.json")  # as if it was killed before the note was written
+    assert [step.kept for step in bridge.chain(path, progress=False).steps] == [True]
+    assert note.is_file()
+    note.unlink()
+    with pytest.raises(UsageError, match="step pruned of this chain did not make it"):
+        bridge.chain(path, progress=False)
+    assert bridge.chain(path, overwrite=True, progress=False).passed
+
+
+CASES = [
+    ("verb = \"prune\"", "verb = \"quantise\"", "verb = 'quantise'; known: convert, distill, prune"),
+    ("{pruned}", "{prune}", "names no step above; known: pruned"),
+    ("steps   = 6", "steeps = 6", "has no option 'steeps'"),
+    ("steps   = 6", "resume = false", "`resume` is not an argument of a step"),
+    ("name    = \"trained\"", "name = \"pruned\"", "name = 'pruned' is given twice"),
+    ("name  = \"pruned\"", "name = \"../up\"", "expected letters, digits"),
+    ("out = \"made\"", "out = \"s3://bucket\"", "expected a local folder"),
+    ("out = \"made\"", "outs = \"made\"", "key `outs` is unknown"),
+    ("target = \"hf\"", "", "`target` is missing; convert needs it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "said"), CASES, ids=[new or "no target" for _, new, _ in CASES])
+def test_what_is_wrong_is_refused_before_a_step_runs(old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert CHAIN.count(old) >= 1
+    with pytest.raises(UsageError) as raised:
+        bridge.chain(written(tmp_path, CHAIN.replace(old, new, 1)))
+    assert said in str(raised.value), raised.value
+    assert [path.name for path in tmp_path.iterdir()] == ["chain.toml"]
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = CHAIN.replace("out = ", "outs = ").replace('verb    = "distill"', 'verb = "train"')
+    with pytest.raises(UsageError, match=r"(?s)outs.*step trained: verb = 'train'.*step coded: .*names no step"):
+        bridge.chain(written(tmp_path, text))
+
+
+def test_a_file_that_is_no_chain_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it has no"):
+        bridge.chain(written(tmp_path, ""))
+    with pytest.raises(UsageError, match="no chain of steps can be read"):
+        bridge.chain(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="no chain of steps can be read"):
+        bridge.chain(written(tmp_path, "= 3"))
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_chain(tmp_path: Path) -> None:
+    path = written(tmp_path, CHAIN.partition('[[step]]\nname    = "trained"')[0])
+    result = run("run", str(path))
+    assert result.exit_code == 0 and "1 step, all passed" in result.stdout
+    told: dict[str, Any] = json.loads(run("run", str(path), "--json").stdout)
+    assert told["passed"] and told["steps"][0]["kept"]
+    assert "takes no text" in run("run", str(path), "hello").stderr
+    assert "give the text that" in run("run", LLAMA).stderr
+
+
+@pytest.mark.slow
+def test_the_example_makes_a_smaller_model(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/shrink.py", "--quick", "--out", str(tmp_path / "shrunk")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {
+        line.split()[0]: line.split()
+        for line in done.stdout.splitlines()
+        if " MB " in line and "perplexity" in line and ":" not in line
+    }
+    perplexities = {name: float(row[2]) for name, row in rows.items()}
+    megabytes = {name: float(row[3]) for name, row in rows.items()}
+    assert perplexities["whole"] < perplexities["trained"] < perplexities["pruned"] < 50
+    assert perplexities["coded"] == perplexities["onnx"] < 1.05 * perplexities["trained"]
+    assert megabytes["coded"] < megabytes["pruned"] < megabytes["whole"]
+    assert (tmp_path / "shrunk/shrink.svg").read_text().startswith("<svg")
+
+
+def test_a_step_that_cannot_run_tells_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match="ffn"):
+        bridge.chain(written(tmp_path, CHAIN.replace("128", "4000")), progress=False)
