@@ -23,7 +23,7 @@ from bridge.cli.arguments import (
 from bridge.cli.terminal import session
 from bridge.core.errors import UsageError
 
-EPILOG = epilog("qbridge distill small MODEL --data corpus.txt --steps 1000 --out small-trained")
+EPILOG = epilog("qbridge distill small MODEL --data corpus.txt --out trained")
 
 
 def distill(

@@ -251,7 +251,7 @@ def run(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Let a written language model continue a text, or run the steps of a chain.
+    """Continue a text with a written model, or run a chain.
 
     The last line has the tokens per second, and with what the model ran.
     """

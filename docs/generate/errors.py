@@ -165,6 +165,11 @@ EXAMPLES: dict[str, Example] = {
         _short,
         "Give more data, other data, or a calibration of this model.",
     ),
+    "TrainingError": Example(
+        'bridge.distill("tiny-llama", "tiny-llama", out="trained", memory="1MB")',
+        lambda: bridge.distill(SOURCE, SOURCE, out="trained", memory="1MB"),
+        "Give more memory, a smaller learning rate, or a teacher with the student's vocabulary, as the message says.",
+    ),
     "ExportError": Example(
         'bridge.convert(..., target="trt")   # a config whose activation transformers does not have',
         _export,

@@ -23,6 +23,13 @@ SIGNATURES = {
         "repair=False, order='source', config=None, tokenizer=None, samples=None, sequence=None, field=None, "
         "device=None, verify=True, overwrite=False, resume=True, progress=None, memory=None, **options"
     ),
+    "distill": (
+        "student, teacher, data=None, out=None, *, target='hf', quant=None, steps=1000, batch=8, sequence=512, "
+        "lr=0.0001, temperature=1.0, pairs='norm', top_k=None, teacher_cache=None, calib=None, field=None, seed=0, "
+        "save_every=100, eval_every=100, device=None, verify=True, overwrite=False, resume=True, progress=None, "
+        "memory=None, workers=None, **options"
+    ),
+    "chain": "path, *, overwrite=False, resume=True, progress=None",
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
@@ -58,7 +65,7 @@ SIGNATURES = {
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
     "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
-    "outliers", "experts", "advice", "programs", "next", "pruning",
+    "outliers", "experts", "advice", "programs", "next", "pruning", "distillation",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Run steps one after the other, each on the output of one before: prune, distill, convert."""
+"""Run steps in order, each on the output of one before."""
 
 from bridge.workflows.chain.run import chain
 

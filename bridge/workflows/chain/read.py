@@ -1,4 +1,4 @@
-"""Read a chain: a TOML file of steps, each a verb with its arguments.
+"""Read a chain: a TOML file of steps.
 
     out = "out"                        # a folder for all outputs; without it, beside this file
 

@@ -42,6 +42,12 @@ def chain(
     Raises:
         UsageError: the file is wrong, all problems at once; an output of something else has a step's name.
         BridgeError: of the step that cannot run; what is finished stays.
+
+    >>> from pathlib import Path
+    >>> steps = '[[step]]\\nname = "few"\\nverb = "prune"\\nmodel = "examples/models/tiny-llama"\\ndrop_layers = [3]\\n'
+    >>> _ = Path("chain.toml").write_text(steps)
+    >>> bridge.chain("chain.toml").passed
+    True
     """
     steps, callback = read_chain(Path(path)), callback_of(progress)
     made: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Train a model to answer as another one does, through its quantizers if it has any."""
+"""Train a model to answer as another one does."""
 
 from bridge.workflows.distill.verbs import distill
 

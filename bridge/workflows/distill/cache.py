@@ -1,7 +1,8 @@
-"""A teacher's answers on disk: it runs once over all rows, and need not be loaded again.
+"""The answers of a teacher, stored on disk.
 
-A row has the k most likely ids of each token and their log-probabilities in float16, 260 bytes a token at k = 64.
-Shards of 64 rows are written one by one and renamed, so that a killed run goes on with the next.
+A teacher runs once over all rows and need not be loaded again. A row has the k most likely ids of each token and their
+log-probabilities in float16, 260 bytes a token at k = 64. Shards of 64 rows are written one by one and renamed, so that
+a killed run goes on with the next.
 """
 
 from __future__ import annotations

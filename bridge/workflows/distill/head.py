@@ -1,4 +1,4 @@
-"""Run a causal model in two parts: up to its last hidden states, then its head on some of them.
+"""Run a causal model below its head, then its head.
 
 The logits of 2,048 tokens over 128,000 ids take 1 GB in float32, several times over with their gradient. The head is
 the model's own forward, with the hidden states given: soft caps and scales of logits are what they are.

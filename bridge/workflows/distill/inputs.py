@@ -1,4 +1,7 @@
-"""Quantize the inputs of matrices while a model runs, with a straight-through gradient."""
+"""Quantize the inputs of matrices while a model runs.
+
+The gradient goes through, but not where an input lies beyond a static amax.
+"""
 
 from __future__ import annotations
 

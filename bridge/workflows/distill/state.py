@@ -1,4 +1,4 @@
-"""The state of a training on disk: weights, moments, and what happened so far.
+"""The state of a training on disk.
 
 A state is written aside and renamed; the last two are kept. It is safetensors, so that nothing is unpickled.
 """

@@ -1,4 +1,4 @@
-"""The student's weights: float32 ones that are trained, and what is written of them, which the model runs with.
+"""The weights of a student: as trained, and as written.
 
 The gradient of what is written goes to the trained weights as it is (straight-through, arXiv 1308.3432): rounding to
 the stored dtype and to codes has none of its own.

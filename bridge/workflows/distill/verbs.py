@@ -86,7 +86,12 @@ def distill(
 
     Bytes are the same after resuming on one machine, with the same number of threads and version of torch.
 
-    >>> bridge.distill(smaller, "llama", "corpus.txt", "smaller-trained", lr=2e-4)  # doctest: +SKIP
+    >>> whole = "examples/models/tiny-llama"
+    >>> smaller = bridge.pruned(whole, {"ffn": "50%"}, importance="weights")
+    >>> report = bridge.distill(smaller, whole, out="trained", steps=8, batch=2, sequence=64, lr=1e-3)
+    >>> (_, before, _), (_, after, _) = report.distillation.held_out
+    >>> after < before
+    True
     """
     settings = Settings(
         steps, batch, sequence, lr, temperature, pairs_of(pairs), top_k, seed, save_every, eval_every
