@@ -31,7 +31,7 @@ Keep = Annotated[
     list[str] | None,
     typer.Option(
         metavar="DIM=SIZE",
-        help="size of a dim: ffn=75%, heads=24, hidden, kv_heads, layers, experts, moe_ffn, shared_ffn",
+        help="size of a dim: ffn=75%, heads=24, hidden, kv_heads, layers, experts, moe_ffn, shared_ffn, vocab",
     ),
 ]
 DropLayers = Annotated[str | None, typer.Option(metavar="N,N", help="numbers of layers to leave out, from 0")]

@@ -96,6 +96,29 @@ def test_a_repaired_matrix_is_the_least_squares_solution(family: str, reader: st
         assert (x[:, kept] @ new.T - x @ weight.T).norm() < (x[:, kept] @ weight[:, kept].T - x @ weight.T).norm()
 
 
+@pytest.mark.parametrize("dim", ["ffn", "heads"])
+def test_an_output_score_is_the_error_that_is_left_without_the_part(dim: str) -> None:
+    """Of a channel with the others as they are, of a head with the others fitted to stand in for it."""
+    reader = {"ffn": "model.layers.1.mlp.down_proj", "heads": "model.layers.1.self_attn.o_proj"}[dim]
+    model, cut, found = measured("LlamaForCausalLM", {dim: 4 if dim == "heads" else 40}, importance="output")
+    x = torch.cat([part.flatten(0, 1) for part in inputs_of(model, [reader])[reader]]).double()
+    weight, parts = model.get_submodule(reader).weight.double(), cut.before[dim]
+    ridge = (1e-3 * x.square().sum() / x.shape[1]).sqrt()  # of G's mean diagonal
+    rows, width = torch.cat([x, ridge * torch.eye(x.shape[1])]), x.shape[1] // parts
+    errors = []
+    for part in range(parts):
+        own = torch.arange(x.shape[1]) // width == part
+        if dim == "ffn":
+            left = x[:, own] @ weight[:, own].T
+        else:
+            lost = rows[:, own] @ weight[:, own].T
+            left = lost - rows[:, ~own] @ torch.linalg.lstsq(rows[:, ~own], lost).solution
+        errors.append(left.norm() / len(x) ** 0.5)
+    torch.testing.assert_close(
+        torch.from_numpy(found.scores[dim][1, None]).double(), torch.stack(errors), rtol=1e-4, atol=0.0
+    )
+
+
 @pytest.mark.parametrize("family", ["MixtralForCausalLM", "GptOssForCausalLM"])
 def test_experts_are_scored_by_what_the_router_lets_through(family: str) -> None:
     from modelopt.torch.prune.importance_hooks.base_hooks import L2NormHook

@@ -77,6 +77,8 @@ summary = "out/summary.json"
 matrix = [{{model = "{tiny}", target = ["hf", "trtllm"], quant = "fp8"}}]
 defaults = {{out = "out/{{target}}", verify = false, samples = 4, sequence = 64}}
 """
+PRUNE = ("prune", "{given}/llama", "--keep", "ffn=50%", "--drop-layers", "1", "--importance", "weights")
+PRUNE_REPAIRED = ("prune", str(TINY), "--keep", "ffn=96", "--repair", "--samples", "16", "--sequence", "64")
 COMMANDS = (
     _convert("hf", 33, "--target", "hf", "--quant", "nvfp4_wo", "--shard-size", "100KB", "--no-verify"),
     _convert("hf, verified", 20, "--target", "hf", "--quant", "int8_wo", "--shard-size", "100KB"),
@@ -88,6 +90,10 @@ COMMANDS = (
     _convert("torchtitan", 15, "--target", "torchtitan"),
     _convert("gguf", 8, "--target", "gguf", "--quant", "q8_0", "--no-verify", model=str(TINY)),
     _convert("trt", 8, "--target", "trt", "--quant", "int8_wo", model=str(TINY)),
+    Command("prune", (*PRUNE, "--shard-size", "50KB", "--out", "out", "--quiet"), 12),
+    Command(
+        "prune, repaired", (*PRUNE_REPAIRED, "--shard-size", "500KB", "--out", "out", "--quiet"), 4, kinds=("kill",)
+    ),
     Command("golden record", RECORD, 15),
     Command("golden record over an old one", (*RECORD, "--reason", "int8"), 15, "old golden"),
     Command("golden check of a new conversion", CHECK, 10),

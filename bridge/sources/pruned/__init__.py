@@ -1,1 +1,1 @@
-"""Models with fewer channels, heads, experts or layers."""
+"""Models with fewer channels, heads, experts, layers or tokens."""

@@ -16,13 +16,13 @@ def choose(before: Mapping[str, int], after: Mapping[str, int], scores: Scores, 
     """Keep `after` positions of each dim with the highest scores; of equal ones the first.
 
     They stay in their order, or come in that of their scores. Query heads are chosen inside their group, after the
-    groups; a group's score is the sum of its heads' squares. Layers keep their order.
+    groups; a group's score is the sum of its heads' squares. Layers and tokens keep their order.
     """
     choices: dict[str, dict[At, Positions]] = {}
     for dim, places in scores.items():
         if dim in ("heads", "kv_heads") or after[dim] == before[dim]:
             continue
-        ordered = by_importance and dim != "layers"
+        ordered = by_importance and dim not in ("layers", "vocab")
         choices[dim] = {place: _best(score, after[dim], ordered) for place, score in places.items()}
     if "heads" in scores and any(after.get(dim) != before.get(dim) for dim in ("heads", "kv_heads")):
         choices |= _heads(before, after, scores["heads"], by_importance)

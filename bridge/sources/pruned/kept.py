@@ -25,7 +25,7 @@ class Kept:
 
     `before`, `after`: size of each dim. `choices`: dim -> place -> the kept positions, in the order in which the
     smaller model has them; layers and experts count as the whole model does. `share`: of each dim the least part, over
-    places, of the summed squares of its scores.
+    places, of the summed squares of its scores; of `vocab` the part of the data's tokens.
     """
 
     before: Mapping[str, int]

@@ -16,9 +16,11 @@ from bridge.core.text import number
 from bridge.sources.pruned.choose import Scores, choose
 from bridge.sources.pruned.config import pruned_config
 from bridge.sources.pruned.kept import load_kept
+from bridge.sources.pruned.renumber import renumbered_config
 from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sizes import layers_of, sizes_of
 from bridge.sources.pruned.source import PrunedSource
+from bridge.sources.pruned.vocabulary import Vocabulary, open_vocabulary
 from bridge.sources.source import Source
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.structure import match_table
@@ -33,12 +35,13 @@ class Cut:
     before: Mapping[str, int]
     after: Mapping[str, int]
     dropped: tuple[int, ...]
+    vocabulary: Vocabulary | None = None
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The dims that scores must choose from, in the order of roles.toml."""
+        """The dims that a run must score, in the order of roles.toml: all but layers with numbers, and tokens."""
         dims = [dim for dim in self.matched.table.roles.prune if self.after.get(dim) != self.before.get(dim)]
-        return tuple(dim for dim in dims if dim != "layers" or not self.dropped)
+        return tuple(dim for dim in dims if dim != "vocab" and (dim != "layers" or not self.dropped))
 
     def outline(self) -> PrunedSource:
         """The pruned model for a plan: which parts are kept changes no shape."""
@@ -47,17 +50,23 @@ class Cut:
     def pruned(
         self, scores: Scores, by_importance: bool = False, repaired: Mapping[str, Repaired] = MappingProxyType({})
     ) -> PrunedSource:
-        """The model that is left when the highest scores are kept."""
+        """The model that is left when the highest scores are kept; those of `vocab` are how often tokens are used."""
+        given: dict[str, float] = {}  # the share of a dim that is not chosen by its scores alone
         if self.dropped:
             left = ~np.isin(np.arange(self.before["layers"]), self.dropped)
             scores = {**scores, "layers": {(None, None): left.astype(float)}}
+        if self.vocabulary:
+            counts = scores["vocab"][None, None]
+            tokens = self.vocabulary.kept(counts, self.after["vocab"])
+            scores = {**scores, "vocab": {(None, None): np.isin(np.arange(self.before["vocab"]), tokens).astype(float)}}
+            given = {"vocab": float(counts[tokens].sum() / counts.sum())} if counts.any() else {}
         kept = choose(self.before, self.after, scores, by_importance)
-        if self.dropped:
-            kept = replace(kept, share={dim: share for dim, share in kept.share.items() if dim != "layers"})
+        own = {"vocab", *(["layers"] if self.dropped else [])}
+        kept = replace(kept, share={dim: share for dim, share in kept.share.items() if dim not in own} | given)
         config, problems = pruned_config(self.matched.table, self.source.config, self.after, kept.layers)
         if problems:
             raise refused(self.source, problems)
-        return PrunedSource(self.source, self.matched, kept, config, repaired)
+        return PrunedSource(self.source, self.matched, kept, config, repaired, self.vocabulary)
 
 
 def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequence[int] | None) -> Cut:
@@ -78,9 +87,26 @@ def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequen
         sizes["layers"] = len(left) if dropped else sizes["layers"]
         first = left if dropped else range(sizes["layers"])  # any layers: the widths are the same whichever go
         problems = pruned_config(matched.table, source.config, sizes, list(first))[1]
+    vocabulary = None
+    if not problems and sizes.get("vocab") != before.get("vocab"):
+        vocabulary, problems = _vocabulary(source, before["vocab"], sizes["vocab"])
     if problems:
         raise refused(source, problems)
-    return Cut(source, matched, before, sizes, dropped)
+    return Cut(source, matched, before, sizes, dropped, vocabulary)
+
+
+def _vocabulary(source: Source, rows: int, size: int) -> tuple[Vocabulary | None, list[str]]:
+    """The tokenizer to cut, and what is wrong with it or with the size."""
+    try:
+        vocabulary = open_vocabulary(source, rows)
+        renumbered_config(vocabulary.settings, lambda number: number)
+    except PlanError as error:
+        return None, [f"vocab={size}: {error}"]
+    least = len(vocabulary.needed)
+    if size >= least:
+        return vocabulary, []
+    what = "special and added tokens, and the bytes or characters that keep every text readable"
+    return None, [f"vocab={size}: {least} tokens stay in any case ({what}); give {least} to {rows}"]
 
 
 def pruned_again(source: Source, directory: Path) -> Source:
@@ -99,7 +125,8 @@ def pruned_again(source: Source, directory: Path) -> Source:
     config, problems = pruned_config(matched.table, source.config, kept.after, kept.layers)
     if problems:
         raise refused(source, problems)
-    return PrunedSource(source, matched, kept, config)
+    vocabulary = open_vocabulary(source, kept.before["vocab"]) if "vocab" in kept.choices else None
+    return PrunedSource(source, matched, kept, config, vocabulary=vocabulary)
 
 
 def refused(source: Source, problems: Sequence[str]) -> PlanError:

@@ -16,8 +16,10 @@ from bridge.core.output.names import PRUNING
 from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
 from bridge.sources.pruned.kept import At, Kept
+from bridge.sources.pruned.renumber import REPLACED, WHY, numbering, renumbered_config, renumbered_files
 from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.summary import Pruning
+from bridge.sources.pruned.vocabulary import Vocabulary
 from bridge.sources.source import Source
 from bridge.tables.architectures.match import Entry, Matched, entries_of, numbered
 from bridge.tables.expressions.picks import Axes, Positions, kept_positions, picked
@@ -32,7 +34,8 @@ class PrunedSource:
     """`source` with the rows and columns that `kept` names, and the config of that size.
 
     No weight is read before it is asked for. `matched`: how the source's tensors fit its architecture's table.
-    `repaired`: stored tensors that were solved for the kept channels, and are read instead.
+    `repaired`: stored tensors that were solved for the kept channels, and are read instead. `vocabulary`: the whole
+    tokenizer, if tokens go.
     """
 
     quantized = None
@@ -45,6 +48,7 @@ class PrunedSource:
         kept: Kept,
         config: Mapping[str, Any],
         repaired: Mapping[str, Repaired] = MappingProxyType({}),
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.whole = source
         self.kept, self.repaired = kept, repaired
@@ -55,6 +59,9 @@ class PrunedSource:
         self.name = f"{source.name}-pruned"
         self.root = getattr(source, "root", None)
         self.config: Mapping[str, Any] = config
+        self._vocabulary = vocabulary
+        if vocabulary:
+            self.config = renumbered_config(config, numbering(self._tokens, vocabulary.rows))
         self._matched = matched
         self._names = matched.table.names(config)
         self._places = dict(self._placed())
@@ -64,7 +71,8 @@ class PrunedSource:
             name: TensorSpec(name, shapes[id(entry)], source.specs[stored].dtype, source.specs[stored].across)
             for name, (stored, entry, _, _) in self._places.items()
         }
-        self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored}
+        gone = {name: WHY for name in REPLACED if vocabulary and name in source.side_files}
+        self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored, **gone}
 
     @property
     def summary(self) -> Pruning:
@@ -84,7 +92,8 @@ class PrunedSource:
 
     @cached_property
     def side_files(self) -> dict[str, Path | bytes]:
-        files = {**self.whole.side_files}
+        files = {name: content for name, content in self.whole.side_files.items() if name not in self.dropped}
+        files |= self._tokenizer_files
         files["config.json"] = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
         files[PRUNING] = self.kept.to_bytes(self.repaired)
         return files
@@ -131,7 +140,22 @@ class PrunedSource:
         return load_skeleton(self)
 
     def load_tokenizer(self) -> Any:
-        return self.whole.load_tokenizer()
+        """The whole model's, or what is left of it."""
+        if not self._vocabulary:
+            return self.whole.load_tokenizer()
+        return loading.gathered_tokenizer(
+            {**self._tokenizer_files, "config.json": self.side_files["config.json"]}, self.where
+        )
+
+    @property
+    def _tokens(self) -> Positions:
+        """The tokens that are left."""
+        return self.kept.positions("vocab", None, None)
+
+    @cached_property
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        """The files of a tokenizer that has lost tokens; none if it has lost none."""
+        return renumbered_files(self._vocabulary, self._tokens) if self._vocabulary else {}
 
     def _stored(self) -> Iterator[_Place]:
         """Every tensor of the whole model that has a row, with those that are stored beside the tensor they equal."""

@@ -11,8 +11,9 @@ class Pruning:
     """`dims`: name, size before and after, of those that changed. `values`, `bytes`: before and after.
 
     `dropped_layers`: their numbers. `share`: of each dim the least part, over layers, of the summed squares of its
-    scores that is kept. `repaired`: matrices that were solved anew. `perplexity`: on the rows that were held out of the
-    data, before and after; () if the scores took no run.
+    scores that is kept; of `vocab` the part of the data's tokens. `repaired`: matrices that were solved anew.
+    `perplexity`: on the rows that were held out of the data, before and after; () if the scores took no run, or tokens
+    went.
     """
 
     dims: tuple[tuple[str, int, int], ...]

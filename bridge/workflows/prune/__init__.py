@@ -1,4 +1,4 @@
-"""Make models smaller: fewer channels, heads, experts or layers."""
+"""Make models smaller: fewer channels, heads, experts, layers or tokens."""
 
 from bridge.workflows.prune.verbs import prune, pruned
 

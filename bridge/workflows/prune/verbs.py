@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,7 +20,7 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, plan_cut
-from bridge.sources.pruned.scores import Scores
+from bridge.sources.pruned.scores import ByPlace, Scores
 from bridge.sources.pruned.source import PrunedSource
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ def pruned(
     Args:
         model: what `convert` takes; not quantized.
         keep: dim -> its new size, or a share: {"ffn": "75%", "heads": 24}. The dims are hidden, ffn, heads, kv_heads,
-            layers, experts, moe_ffn and shared_ffn, as far as the model has them. A share of a width is rounded down to
-            a multiple of 64, of heads to one of their groups.
+            layers, experts, moe_ffn, shared_ffn and vocab, as far as the model has them. A share of a width or of vocab
+            is rounded down to a multiple of 64, of heads to one of their groups. vocab keeps the tokens that are most
+            frequent in `data`, special ones and what makes them, and cuts the tokenizer.
         drop_layers: numbers of layers to leave out, from 0; no data are needed for that.
         data: what the model runs on for scores and repair, as `calibrate` takes it; None takes the embedded text.
         importance: what is kept. "output": what adds most to the output of the matrix that reads it. "minitron":
@@ -81,25 +82,36 @@ def pruned(
     scores = _given(importance, source.fingerprint)
     if scores and repair:
         raise UsageError("repair=True (--repair) needs a run on data, and scores were given; leave one of them out")
+    data = list(data) if isinstance(data, Iterator) else data  # it may be read twice
+    tokens = _token_scores(cut, data, field) if not (scores and "vocab" in scores.scores) else {}
     if scores or not cut.dims:
-        return cut.pruned(scores.scores if scores else {}, by_importance)
+        return cut.pruned({**(scores.scores if scores else {}), **tokens}, by_importance)
     if importance == "weights":
         from bridge.sources.pruned.weight_scores import weight_scores
 
         if repair:
             raise UsageError('repair=True (--repair) needs a run on data, and importance="weights" has none')
-        return cut.pruned(weight_scores(cut), by_importance)
+        return cut.pruned({**weight_scores(cut), **tokens}, by_importance)
     limit = positions(source.config) or SEQUENCE
     sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, limit), field)
     prepared = data_of(source, data, sampling)
     made = _measured(cut, prepared, str(importance), repair, by_importance, device, progress)
-    smaller = cut.pruned(made.scores, by_importance, made.repaired)
-    if made.perplexity is not None:
+    smaller = cut.pruned({**made.scores, **tokens}, by_importance, made.repaired)
+    if made.perplexity is not None and not tokens:  # with other tokens it is another figure
         from bridge.calibration.importance.measure import perplexity_of
 
         after = perplexity_of(smaller, structure_of(smaller), prepared, device)
         smaller.perplexity = (made.perplexity, after) if after is not None else ()
     return smaller
+
+
+def _token_scores(cut: Cut, data: Any, field: str | None) -> ByPlace:
+    """How often the data have each token, if tokens go."""
+    if not cut.vocabulary:
+        return {}
+    from bridge.calibration.importance.tokens import token_counts
+
+    return {"vocab": {(None, None): token_counts(cut.source, cut.vocabulary, data, Sampling(SAMPLES, SEQUENCE, field))}}
 
 
 def _given(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
