@@ -23,6 +23,8 @@ _HOME = {
     "run": "bridge.api.run",
     "prune": "bridge.workflows.prune.verbs",
     "pruned": "bridge.workflows.prune.verbs",
+    "search": "bridge.workflows.prune.search",
+    "Searched": "bridge.workflows.prune.searched",
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from bridge.workflows import golden as golden
     from bridge.workflows.batch.report import BatchReport
     from bridge.workflows.batch.run import batch
+    from bridge.workflows.prune.search import search
+    from bridge.workflows.prune.searched import Searched
     from bridge.workflows.prune.verbs import prune, pruned
 
 __all__ = [
@@ -81,6 +85,7 @@ __all__ = [
     "Quantizer",
     "Report",
     "Scheme",
+    "Searched",
     "Sensitivity",
     "__version__",
     "batch",
@@ -97,6 +102,7 @@ __all__ = [
     "prune",
     "pruned",
     "run",
+    "search",
     "sensitivity",
     "verify",
 ]

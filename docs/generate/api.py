@@ -14,7 +14,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Functions of `bridge`. The command line has the same verbs.",
         (
             "bridge.convert", "bridge.plan", "bridge.calibrate", "bridge.verify", "bridge.run", "bridge.check",
-            "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.batch",
+            "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.search", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
         ),
     ),
@@ -33,6 +33,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.api.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
             "bridge.golden.Moved",
             "bridge.api.run.Generation", "bridge.sources.pruned.summary.Pruning", "bridge.sources.pruned.scores.Scores",
+            "bridge.Searched", "bridge.workflows.prune.searched.Tried",
             "bridge.BridgeError",
         ),
     ),

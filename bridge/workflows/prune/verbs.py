@@ -78,7 +78,7 @@ def pruned(
     source = open_source(model, config, tokenizer)
     cut = plan_cut(source, keep, drop_layers)
     by_importance = order == "importance"
-    scores = _given(importance, source.fingerprint)
+    scores = given_scores(importance, source.fingerprint)
     if scores and repair:
         raise UsageError("repair=True (--repair) needs a run on data, and scores were given; leave one of them out")
     if scores or not cut.dims:
@@ -102,7 +102,7 @@ def pruned(
     return smaller
 
 
-def _given(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
+def given_scores(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
     """Scores that were given, or saved in a file."""
     if isinstance(importance, Scores):
         found = importance
