@@ -25,6 +25,8 @@ _HOME = {
     "distill": "bridge.workflows.distill.verbs",
     "prune": "bridge.workflows.prune.verbs",
     "pruned": "bridge.workflows.prune.verbs",
+    "search": "bridge.workflows.prune.search",
+    "Searched": "bridge.workflows.prune.searched",
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from bridge.workflows.batch.run import batch
     from bridge.workflows.chain.run import chain
     from bridge.workflows.distill.verbs import distill
+    from bridge.workflows.prune.search import search
+    from bridge.workflows.prune.searched import Searched
     from bridge.workflows.prune.verbs import prune, pruned
 
 __all__ = [
@@ -85,6 +89,7 @@ __all__ = [
     "Quantizer",
     "Report",
     "Scheme",
+    "Searched",
     "Sensitivity",
     "__version__",
     "batch",
@@ -103,6 +108,7 @@ __all__ = [
     "prune",
     "pruned",
     "run",
+    "search",
     "sensitivity",
     "verify",
 ]

@@ -30,6 +30,10 @@ SIGNATURES = {
         "memory=None, workers=None, **options"
     ),
     "chain": "path, *, overwrite=False, resume=True, progress=None",
+    "search": (
+        "model, budget, *, dims=None, data=None, importance='output', repair=False, quant=None, config=None, "
+        "tokenizer=None, samples=None, sequence=None, field=None, device=None, progress=None"
+    ),
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, verify=True, overwrite=False, resume=True, progress=None, "
@@ -70,7 +74,8 @@ REPORT = (
 
 
 def test_the_names_are_these_and_no_others() -> None:
-    values = {"BatchReport", "BridgeError", "Calibration", "Plan", "Report", "Scheme", "Sensitivity", "__version__"}
+    values = {"BatchReport", "BridgeError", "Calibration", "Plan", "Report", "Scheme", "Searched", "Sensitivity"}
+    values |= {"__version__"}
     names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)

@@ -43,6 +43,28 @@ class Cut:
         dims = [dim for dim in self.matched.table.roles.prune if self.after.get(dim) != self.before.get(dim)]
         return tuple(dim for dim in dims if dim != "vocab" and (dim != "layers" or not self.dropped))
 
+    def to(self, keep: Mapping[str, Any] | None, drop_layers: Sequence[int] | None = None) -> Cut:
+        """The model cut to other sizes, as `plan_cut` checks them."""
+        source, matched, before = self.source, self.matched, self.before
+        sizes, problems = sizes_of(matched.table, before, keep or {})
+        dropped = tuple(drop_layers or ())
+        left, wrong = layers_of(dropped, before["layers"])
+        problems += wrong
+        if dropped and "layers" in (keep or {}):
+            problems.append("layers= and drop_layers= both say which layers go; give one of them")
+        if not dropped and not keep:
+            problems.append('nothing to cut; give keep={"ffn": "75%"} or drop_layers=[3]')
+        if not problems:
+            sizes["layers"] = len(left) if dropped else sizes["layers"]
+            first = left if dropped else range(sizes["layers"])  # any layers: the widths are the same whichever go
+            problems = pruned_config(matched.table, source.config, sizes, list(first))[1]
+        vocabulary = None
+        if not problems and sizes.get("vocab") != before.get("vocab"):
+            vocabulary, problems = _vocabulary(source, before["vocab"], sizes["vocab"])
+        if problems:
+            raise refused(source, problems)
+        return Cut(source, matched, before, sizes, dropped, vocabulary)
+
     def outline(self) -> PrunedSource:
         """The pruned model for a plan: which parts are kept changes no shape."""
         return self.pruned({dim: {(None, None): np.zeros(count)} for dim, count in self.before.items()})
@@ -69,30 +91,18 @@ class Cut:
         return PrunedSource(self.source, self.matched, kept, config, repaired, self.vocabulary)
 
 
-def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequence[int] | None) -> Cut:
-    """Check what is asked for; PlanError lists all problems. Which layers go is known only with scores or numbers."""
+def whole_of(source: Source) -> Cut:
+    """The model with nothing cut, for `Cut.to`; PlanError if it is quantized or fits no table."""
     if source.quantized:
         raise refused(source, ['it is quantized; convert it with quant="none" first, and prune that'])
     matched = match_table(source.config, source.specs)
     before = {dim: count for dim in matched.table.dims if isinstance(count := matched.names[dim], int)}
-    sizes, problems = sizes_of(matched.table, before, keep or {})
-    dropped = tuple(drop_layers or ())
-    left, wrong = layers_of(dropped, before["layers"])
-    problems += wrong
-    if dropped and "layers" in (keep or {}):
-        problems.append("layers= and drop_layers= both say which layers go; give one of them")
-    if not dropped and not keep:
-        problems.append('nothing to cut; give keep={"ffn": "75%"} or drop_layers=[3]')
-    if not problems:
-        sizes["layers"] = len(left) if dropped else sizes["layers"]
-        first = left if dropped else range(sizes["layers"])  # any layers: the widths are the same whichever go
-        problems = pruned_config(matched.table, source.config, sizes, list(first))[1]
-    vocabulary = None
-    if not problems and sizes.get("vocab") != before.get("vocab"):
-        vocabulary, problems = _vocabulary(source, before["vocab"], sizes["vocab"])
-    if problems:
-        raise refused(source, problems)
-    return Cut(source, matched, before, sizes, dropped, vocabulary)
+    return Cut(source, matched, before, before, ())
+
+
+def plan_cut(source: Source, keep: Mapping[str, Any] | None, drop_layers: Sequence[int] | None) -> Cut:
+    """Check what is asked for; PlanError lists all problems. Which layers go is known only with scores or numbers."""
+    return whole_of(source).to(keep, drop_layers)
 
 
 def _vocabulary(source: Source, rows: int, size: int) -> tuple[Vocabulary | None, list[str]]:

@@ -79,7 +79,7 @@ def pruned(
     source = open_source(model, config, tokenizer)
     cut = plan_cut(source, keep, drop_layers)
     by_importance = order == "importance"
-    scores = _given(importance, source.fingerprint)
+    scores = given_scores(importance, source.fingerprint)
     if scores and repair:
         raise UsageError("repair=True (--repair) needs a run on data, and scores were given; leave one of them out")
     data = list(data) if isinstance(data, Iterator) else data  # it may be read twice
@@ -114,7 +114,7 @@ def _token_scores(cut: Cut, data: Any, field: str | None) -> ByPlace:
     return {"vocab": {(None, None): token_counts(cut.source, cut.vocabulary, data, Sampling(SAMPLES, SEQUENCE, field))}}
 
 
-def _given(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
+def given_scores(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
     """Scores that were given, or saved in a file."""
     if isinstance(importance, Scores):
         found = importance

@@ -1,0 +1,87 @@
+"""`qbridge search`: `bridge.search` as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bridge.cli.arguments import (
+    Config,
+    Data,
+    Debug,
+    Device,
+    Field,
+    Json,
+    Model,
+    Planned,
+    Quiet,
+    Tokenizer,
+    epilog,
+)
+from bridge.cli.terminal import session
+from bridge.core.errors import UsageError
+
+EPILOG = epilog("qbridge search MODEL --parameters 60% --dims ffn,heads,layers")
+
+
+def search(
+    model: Model,
+    parameters: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="budget: a share of all values, 60%, or a number of them")
+    ] = None,
+    bytes_: Annotated[
+        str | None, typer.Option("--bytes", metavar="SIZE", help="budget: tensors as written with --quant: 3GB, 50%")
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="budget: bytes of weights that one decoded token reads: 70%")
+    ] = None,
+    dims: Annotated[str | None, typer.Option(metavar="DIM,DIM", help="dims that may change; default: all")] = None,
+    quant: Planned = None,
+    data: Data = None,
+    importance: Annotated[
+        str, typer.Option(help="output, minitron (ModelOpt's), weights (without a run), or a file of scores")
+    ] = "output",
+    repair: Annotated[
+        bool, typer.Option("--repair", help="repair each candidate by least squares before it is measured")
+    ] = False,
+    scores: Annotated[
+        Path | None, typer.Option(help="file to write scores to, so that prune keeps the same parts: NAME.safetensors")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 64")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 256")] = None,
+    field: Field = None,
+    device: Device = None,
+    config: Config = None,
+    tokenizer: Tokenizer = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Find the pruned sizes that cost least within a budget.
+
+    Each size of each dim is measured alone on held-out text; combinations of them are chosen by the sums, and the best
+    are measured. The last line is the command that prunes.
+    """
+    with session(debug=debug, quiet=quiet) as terminal:
+        import bridge
+        from bridge.workflows.prune.searched import searched_table
+
+        given = {"parameters": parameters, "bytes": bytes_, "latency": latency}
+        budget = {kind: size for kind, size in given.items() if size is not None}
+        if len(budget) != 1:
+            raise UsageError("give one of --parameters, --bytes and --latency, as in --parameters 60%")
+        if scores is not None and (repair or scores.suffix != ".safetensors"):
+            why = "a repair leaves no scores" if repair else f"name it {scores.stem}.safetensors"
+            raise UsageError(f"--scores {scores}: {why}")
+        result = bridge.search(
+            model, budget, dims=None if dims is None else [dim.strip() for dim in dims.split(",")], data=data,
+            importance=importance, repair=repair, quant=quant, config=config, tokenizer=tokenizer, samples=samples,
+            sequence=sequence, field=field, device=device, progress=terminal.progress,
+        )  # fmt: skip
+        path = str(result.scores.save(scores)) if scores is not None and result.scores else ""
+        if as_json:
+            terminal.print(result.to_json())
+        elif not quiet:
+            terminal.print(searched_table(result, path))

@@ -1,0 +1,135 @@
+"""The rounds of a search: single sizes, combinations, neighbours, and what room is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+from bridge.core.errors import PlanError
+from bridge.core.progress import Progress
+from bridge.sources.pruned.opening import Cut
+from bridge.workflows.prune.budget import Sizer
+from bridge.workflows.prune.combine import Chosen, least_costs, neighbours
+from bridge.workflows.prune.ladders import WIDE, Keep, Ladder, multiple_of
+from bridge.workflows.prune.searched import Tried
+
+FINALISTS = 8  # combinations that are measured because the sum of their parts costs least
+ROUNDS, NEIGHBOURS = 3, 4  # around the best, at most so many times, so many each time
+_Sizes = tuple[tuple[str, int], ...]
+
+
+class Rounds:
+    """Candidates of one search: what is tried, in which order. `least`: the size of the smallest one."""
+
+    def __init__(self, whole: Cut, ladders: Sequence[Ladder], sizer: Sizer, limit: int) -> None:
+        self._whole, self._ladders, self._sizer, self._limit = whole, ladders, sizer, limit
+        self._tried: dict[_Sizes, Tried] = {}
+        self._singles: list[list[float]] = []
+        self._estimate: Callable[[Chosen], float] = cache(lambda chosen: sizer.estimate(self._keep(chosen)))
+
+    @property
+    def least(self) -> int:
+        """The size of the smallest combination that is legal."""
+        counts = [[0.0 - at for at in range(len(ladder))] for ladder in self._ladders]
+        lowest = tuple(len(each) - 1 for each in counts)
+        size = self._size(self._keep(lowest))
+        if math.isfinite(size):
+            return int(size)
+        sizes = [size for chosen in self._below(lowest) if math.isfinite(size := self._size(self._keep(chosen)))]
+        return int(min(sizes, default=self._sizer.whole))
+
+    def _below(self, lowest: Chosen) -> Iterator[Chosen]:
+        """Combinations that are the smallest but for one or two dims."""
+        for dim, rung in enumerate(lowest):
+            for at in range(rung):
+                one = (*lowest[:dim], at, *lowest[dim + 1 :])
+                yield one
+                for other in range(dim):
+                    yield from ((*one[:other], back, *one[other + 1 :]) for back in range(lowest[other]))
+
+    def run(self, cost: Callable[[Keep], float], progress: Progress) -> tuple[Tried, tuple[Tried, ...]]:
+        """Measure; return the best within the limit and all that was tried, in its order."""
+        singles = sum(len(ladder) - 1 for ladder in self._ladders)
+        total = singles + FINALISTS + ROUNDS * NEIGHBOURS + len(self._ladders)
+
+        def measure(keep: Keep, expected: float | None) -> Tried:
+            key = tuple(sorted(keep.items()))
+            if key not in self._tried:
+                progress(len(self._tried), max(total, len(self._tried) + 1), "measure sizes")
+                size = int(self._size(keep))
+                self._tried[key] = Tried(dict(keep), size, cost(keep), expected, size <= self._limit)
+            return self._tried[key]
+
+        self._singles = [
+            [0.0, *(max(0.0, measure(keep, None).cost) for keep in ladder[1:])] for ladder in self._ladders
+        ]
+        self._combine(measure)
+        self._fill(measure)
+        progress(total, total, "measure sizes")
+        order = sorted(self._tried.values(), key=lambda one: (not one.fits, one.cost))
+        if not order[0].fits or not math.isfinite(order[0].cost):
+            raise PlanError("no candidate within the budget gives a loss that is a number; give a larger budget")
+        return order[0], tuple(order)
+
+    def _combine(self, measure: Callable[[Keep, float | None], Tried]) -> None:
+        """Measure the combinations whose parts cost least, then those around the best."""
+        first = least_costs(self._singles, self._estimate, self._fits, self._limit, FINALISTS)
+        if not first:
+            raise PlanError("no combination of sizes within the budget fits the model; give a larger budget")
+        by_cost = {chosen: measure(self._keep(chosen), self._expected(chosen)).cost for chosen in first}
+        for _ in range(ROUNDS):
+            best = min(by_cost, key=by_cost.__getitem__)
+            counts = [len(ladder) for ladder in self._ladders]
+            near = sorted({*neighbours(best, counts)} - by_cost.keys(), key=self._expected)
+            near = [chosen for chosen in near if self._fits(chosen)][:NEIGHBOURS]
+            by_cost |= {chosen: measure(self._keep(chosen), self._expected(chosen)).cost for chosen in near}
+            if min(by_cost, key=by_cost.__getitem__) == best:
+                return
+
+    def _fill(self, measure: Callable[[Keep, float | None], Tried]) -> None:
+        """Let one dim of the best take the room that the budget leaves, then another."""
+        for _ in self._ladders:
+            inside = [one for one in self._tried.values() if one.fits]
+            best = min(inside, key=lambda one: one.cost)
+            grown = [measure(keep, None) for keep in self._larger(best.keep)]
+            if not grown or min(one.cost for one in grown) >= best.cost:
+                return
+
+    def _larger(self, keep: Keep) -> Iterable[Keep]:
+        """The same sizes with one of them as large as fits."""
+        for dim, size in keep.items():
+            if dim in ("heads", "kv_heads") or (dim == "hidden" and "heads" in keep):
+                continue
+            whole = self._whole.before[dim]
+            unit = multiple_of(dim, whole) if dim in WIDE else 1
+            sizes = [{**keep, dim: more} for more in range(size + unit, whole, unit)]
+            low, high = 0, len(sizes)  # sizes rise: the last that fits lies between
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (middle + 1, high) if self._size(sizes[middle]) <= self._limit else (low, middle)
+            if low:
+                yield sizes[low - 1]
+
+    def _keep(self, chosen: Chosen) -> dict[str, int]:
+        """The sizes of a choice: of heads that two ladders name, the fewer."""
+        keep: dict[str, int] = {}
+        for ladder, at in zip(self._ladders, chosen, strict=True):
+            for dim, size in ladder[at].items():
+                keep[dim] = min(size, keep.get(dim, size))
+        return keep
+
+    def _expected(self, chosen: Chosen) -> float:
+        return math.fsum(costs[at] for costs, at in zip(self._singles, chosen, strict=True))
+
+    def _fits(self, chosen: Chosen) -> bool:
+        return self._size(self._keep(chosen)) <= self._limit
+
+    def _size(self, keep: Mapping[str, int]) -> float:
+        """The exact size; infinite for sizes that no model has together."""
+        if not keep:
+            return self._sizer.whole
+        try:
+            return self._sizer.exact(self._whole.to(keep))
+        except PlanError:
+            return math.inf

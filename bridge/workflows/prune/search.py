@@ -1,0 +1,128 @@
+"""The verb search: the best pruned sizes for a budget, by measured cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bridge.api.request import data_of
+from bridge.api.words import SchemeName
+from bridge.calibration.data import Data, Sampling, positions
+from bridge.core.errors import CalibrationError, PlanError, UsageError
+from bridge.core.progress import Progress
+from bridge.core.progress_bar import callback_of, shows_progress
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import Cut, whole_of
+from bridge.sources.pruned.scores import Scores
+from bridge.workflows.prune.budget import Sizer, parse_budget
+from bridge.workflows.prune.ladders import Keep, ladders_of
+from bridge.workflows.prune.rounds import Rounds
+from bridge.workflows.prune.searched import Searched
+from bridge.workflows.prune.trial import Trial
+from bridge.workflows.prune.verbs import SAMPLES, SEQUENCE, given_scores
+
+
+@shows_progress
+def search(
+    model: Any,
+    budget: Mapping[str, int | str],
+    *,
+    dims: Sequence[str] | None = None,
+    data: Any = None,
+    importance: str | Scores | Path = "output",
+    repair: bool = False,
+    quant: SchemeName | str | Path | Scheme | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    tokenizer: Any = None,
+    samples: int | None = None,
+    sequence: int | None = None,
+    field: str | None = None,
+    device: str | None = None,
+    progress: Progress | bool | None = None,
+) -> Searched:
+    """Find the sizes of a smaller model that cost least within a budget, by running the candidates.
+
+    The model runs once for all scores, as `pruned` runs it. Then every size of each dim is measured alone, by the rise
+    of the next-token loss on rows that scored nothing. Sums of these costs rank the combinations; the best are
+    measured, those around the best of them too, and the least measured cost wins. Every run has one block in memory.
+
+    Args:
+        model: what `pruned` takes; a language model, not quantized.
+        budget: one of {"parameters": "60%"} (values of all tensors, or a number), {"bytes": "3GB"} (of tensors,
+            as target hf writes them with `quant`) and {"latency": "70%"}: of these bytes what one token reads when it
+            is decoded alone; of routed experts only as many as a token reaches, of a lookup one row.
+        dims: those that may change, None for all of the model; see `pruned`.
+        data: what the model runs on, as `calibrate` takes it; every second batch only measures.
+        importance, repair, samples, sequence, field, device: as `pruned` has them. Repaired, each candidate takes a run
+            of its own.
+        quant: the scheme in which bytes are counted; sizes that it cannot have are left out.
+
+    Raises:
+        UsageError: the budget or a dim is none.
+        PlanError: nothing is as small as the budget, or the model fits it already.
+        CalibrationError: the data are too few, or the model predicts no next token.
+
+    >>> model = "examples/models/tiny-llama"
+    >>> found = bridge.search(model, {"parameters": "80%"}, dims=["ffn"], samples=16, sequence=64)
+    >>> found.keep, found.size <= 0.8 * found.whole
+    ({'ffn': 224}, True)
+    """
+    asked = parse_budget(budget)
+    source = open_source(model, config, tokenizer)
+    whole, given = whole_of(source), given_scores(importance, source.fingerprint)
+    if repair and (given or importance == "weights"):
+        raise UsageError("repair=True (--repair) needs scores of a run on data; leave importance (--importance) out")
+    sizer = Sizer(whole, asked.kind, quant)
+    limit, tell = asked.limit(sizer.whole), asked.amount_text
+    if limit >= sizer.whole:
+        raise PlanError(f"budget {asked.text}: the whole model has {tell(sizer.whole)}, which fits; give less")
+    ladders = ladders_of(whole, _scored(whole, dims, given, importance), lambda keep: _fits(whole, sizer, keep))
+    rounds = Rounds(whole, ladders, sizer, limit)
+    if (least := rounds.least) > limit:
+        raise PlanError(
+            f"budget {asked.text}: at most {tell(limit)} of {tell(sizer.whole)}, and the smallest that the search "
+            f"reaches has {tell(least)} ({least / sizer.whole:.1%}); give more, or other dims= (--dims)"
+        )
+    sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, positions(source.config) or SEQUENCE), field)
+    scoring, measuring = _split(data_of(source, data, sampling))
+    trial = Trial(whole, scoring, measuring, importance if isinstance(importance, str) else "", repair, device)
+    found = trial.prepare(given, {dim: whole.before[dim] for ladder in ladders for keep in ladder for dim in keep})
+    best, tried = rounds.run(trial.cost, callback_of(progress))
+    smaller, loss = trial.model(best.keep), trial.loss(best.cost)
+    smaller.perplexity = trial.perplexity, loss
+    return Searched(
+        source.where, asked, best.keep, best.size, limit, sizer.whole, best.cost, smaller.perplexity, trial.tokens,
+        tried, "" if given else str(importance), repair, smaller, found,
+    )  # fmt: skip
+
+
+def _scored(
+    whole: Cut, dims: Sequence[str] | None, given: Scores | None, importance: str | Scores | Path
+) -> Sequence[str] | None:
+    """The dims that scores can choose from; those that a user names are taken as they are."""
+    known = [dim for dim in whole.matched.table.roles.prune if dim in whole.before and dim != "vocab"]
+    if dims is None and given:
+        return [dim for dim in known if ("heads" if dim == "kv_heads" else dim) in given.scores]
+    if dims is None and importance == "weights":
+        return [dim for dim in known if dim not in ("hidden", "layers")]
+    return dims
+
+
+def _fits(whole: Cut, sizer: Sizer, keep: Keep) -> bool:
+    """Whether a size can be cut and written."""
+    try:
+        sizer.exact(whole.to(keep))
+    except PlanError:
+        return False
+    return True
+
+
+def _split(data: Data) -> tuple[Data, Data]:
+    """The batches that score, and every second one with those held out, which measure."""
+    if not data.batches:
+        raise CalibrationError(f"a search needs data to run the model on: {data.missing or 'a forward_loop has none'}")
+    measuring = (*data.batches[1::2], *data.held_out)
+    return replace(data, batches=data.batches[::2]), replace(data, batches=(), held_out=measuring)
