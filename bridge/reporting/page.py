@@ -12,6 +12,7 @@ from bridge.reporting.loading import LOADING, loading_rows
 from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot
 from bridge.reporting.report import Report, count_rows, outputs_title, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows, worst
+from bridge.reporting.training import training_plot, training_rows, training_words
 from bridge.targets import load_target
 
 MAX_WORST = 5  # layers that the page names first
@@ -81,8 +82,9 @@ def render(report: Report) -> str:
 def page_of(report: Report) -> Page:
     """The page of a report; empty sections are left out."""
     sections = [
-        _outputs(report), _worst(report), _programs(report), _parity(report), _advice(report), _storage(report),
-        _scales(report), _activations(report), _exceptions(report), _counted(report), _provenance(report),
+        _outputs(report), _training(report), _worst(report), _programs(report), _parity(report), _advice(report),
+        _storage(report), _scales(report), _activations(report), _exceptions(report), _counted(report),
+        _provenance(report),
     ]  # fmt: skip
     return Page(
         title=Path(report.out).name,
@@ -194,6 +196,16 @@ def _storage(report: Report) -> Section:
         tables=_shown(Table("By dtype", ("dtype", "in the source", "written"), dtypes, (1, 2))),
         folded=_shown(Table("By kind of tensor", columns, rows, (1, 2, 5, 6, 7, 8))),
     )
+
+
+def _training(report: Report) -> Section:
+    """What a distillation did; empty without one."""
+    title, told = "Training", report.distillation
+    if told is None:
+        return Section("training", title)
+    plot = training_plot(told)
+    table = Table("On text held out", ("steps", "KL to the teacher", "perplexity"), training_rows(told), (0, 1, 2))
+    return Section("training", title, training_words(told), [plot] if plot else [], _shown(table))
 
 
 def _scales(report: Report) -> Section:

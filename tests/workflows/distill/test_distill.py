@@ -44,6 +44,8 @@ def test_a_student_learns_from_its_teacher(smaller: Any, tmp_path: Path) -> None
     (_, before, worse), (_, after, better) = told.held_out[0], told.held_out[-1]
     assert after < 0.8 * before and told.teacher_perplexity < better < worse
     assert report_from_dict(json.loads(report.to_json())).distillation == told
+    page = (tmp_path / "out/report.html").read_text()
+    assert "Loss by step" in page and "step 12: KL on text held out" in page
     assert json.loads((tmp_path / "out/report.json").read_text())["distillation"]["steps"] == 12
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]  # no state is left
 
