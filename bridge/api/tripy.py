@@ -101,9 +101,9 @@ def create_forward_loop(
     >>> loop = bridge.create_forward_loop(dataset_name=None, tokenizer=tokenizer, num_samples=8)  # doctest: +SKIP
     >>> calibration = bridge.calibrate(model, "fp8", loop)  # doctest: +SKIP
     """
-    from bridge.calibration.modelopt import dataset_tools
+    from bridge.calibration.modelopt import part
 
-    tools, longest = dataset_tools(), 0  # the user's batches may be readable only once: not checked
+    tools, longest = part("torch.utils.dataset_utils"), 0  # the user's batches may be readable only once: not checked
     if dataloader is None:
         _check_text(dataset_name, tokenizer)
         _check_sizes(model, batch_size, num_samples, max_sample_length)

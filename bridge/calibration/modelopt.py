@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import importlib
 import io
 import sys
 import warnings
@@ -392,9 +393,7 @@ def fingerprint(structure: Structure, source: Source) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def dataset_tools() -> Any:
-    """Return ModelOpt's module of calibration data and forward loops, for `create_forward_loop`."""
+def part(name: str) -> Any:
+    """Return a module of ModelOpt, such as `torch.opt`."""
     modelopt()
-    from modelopt.torch.utils import dataset_utils
-
-    return dataset_utils
+    return importlib.import_module(f"modelopt.{name}")

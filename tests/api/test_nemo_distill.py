@@ -1,0 +1,134 @@
+"""NeMo's functions for distillation on megatron-core: the losses of ModelOpt's own plugin, in one stage and two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+pytest.importorskip("modelopt.torch.distill")
+
+from bridge.api.nemo_distill import (  # noqa: E402
+    DistillationConfig,
+    adjust_distillation_model_for_mcore,
+    load_distillation_config,
+    teacher_provider,
+)
+from bridge.core.errors import UsageError  # noqa: E402
+from tests import once  # noqa: E402
+
+PAIR = "intermediate_layer_pairs: [[decoder.final_layernorm, decoder.final_layernorm]]\n"
+CASES = [
+    (whose, skip, pp, pair)
+    for whose in ("bridge", "modelopt")
+    for skip, pp, pair in ((True, 1, False), (True, 2, True), (True, 1, True), (False, 2, False), (False, 1, False))
+    if whose == "bridge" or (skip and pp == 1)
+]
+
+
+def losses(whose: str, skip: bool, pp: int, pair: bool) -> Any:
+    """What the processes of one case wrote, by rank."""
+    root = once.directory("distillation on megatron-core", make)
+    return json.loads((root / f"{whose}-{skip}-{pp}-{pair}.json").read_text())
+
+
+def make(root: Path) -> None:
+    (root / "pair.yaml").write_text(PAIR)
+    for case in CASES:
+        whose, skip, pp, pair = case
+        told = json.dumps({"whose": whose, "skip": skip, "yaml": str(root / "pair.yaml") if pair else None})
+        outs = [root / f"out-{rank}" for rank in range(pp)]
+        name = "-".join(map(str, case))
+        command = [sys.executable, "-m", "tests.oracles.distill_process"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        running = []
+        for rank, out in enumerate(outs):
+            given = [str(rank), str(pp), str(root / f"store-{name}"), str(out), told]
+            running.append(subprocess.Popen([*command, *given], env=environment, stderr=subprocess.PIPE, text=True))
+        printed = [process.communicate(timeout=300)[1] for process in running]
+        assert [process.returncode for process in running] == [0] * pp, printed
+        (root / f"{name}.json").write_text(json.dumps([json.loads(out.read_text()) for out in outs]))
+
+
+def close(one: Any, other: Any) -> bool:
+    return torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [False, True])
+def test_losses_are_those_of_modelopts_plugin(pair: bool) -> None:
+    (own,), (theirs,) = losses("bridge", True, 1, pair), losses("modelopt", True, 1, pair)
+    assert len(own["losses"]) == 8 and close(own["losses"], theirs["losses"])
+    assert own["losses"][-2][0] < own["losses"][0][0]
+    assert bool(own["losses"][0][2]) == pair
+    assert own["teacher"] == [] and own["shapes"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("skip", "pair"), [(True, True), (False, False)])
+def test_two_stages_give_the_losses_of_one(skip: bool, pair: bool) -> None:
+    (whole,), (first, last) = losses("bridge", skip, 1, pair), losses("bridge", skip, 2, pair)
+    assert close(whole["losses"], last["losses"]) and first["losses"] == []
+    assert first["shapes"] == last["shapes"] == [[[16, 2, 224]], [[16, 2, 224]]]  # 96 and the teacher's 128
+
+
+@pytest.mark.slow
+def test_the_students_own_loss_does_not_overwrite_its_logits() -> None:
+    """Megatron's cross entropy works in place: with it NeMo's first KL is another number."""
+    (without,), (beside,) = losses("bridge", True, 1, False), losses("bridge", False, 1, False)
+    assert close(without["losses"][0][0], beside["losses"][0][0])
+    total, logits = beside["losses"][0][1], beside["losses"][0][0]
+    assert total > 2 * logits  # the student's own loss, and distillation weighed like it
+
+
+def test_a_config_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="pairs of two names"):
+        DistillationConfig(intermediate_layer_pairs=[("decoder.layers.0",)])  # type: ignore[list-item]
+    with pytest.raises(AssertionError, match="above 0"):
+        DistillationConfig(kd_loss_scale=0)
+    for text, said in (("- 3", "holds list"), ("kd_loss_scal: 2", "kd_loss_scal"), ("{", "no distillation config")):
+        (tmp_path / "kd.yaml").write_text(text)
+        with pytest.raises(UsageError, match=said):
+            load_distillation_config(tmp_path / "kd.yaml", None, None)
+    with pytest.raises(UsageError, match="no distillation config can be read"):
+        load_distillation_config(tmp_path / "none.yaml", None, None)
+
+
+class Teacher(torch.nn.Linear):
+    """A model with what NeMo's loading asks of it."""
+
+    def sharded_state_dict(self, prefix: str, metadata: Any) -> dict[str, Any]:
+        assert metadata == {"kind": "stored"}
+        return {prefix + name: param for name, param in self.state_dict().items()}
+
+
+@pytest.mark.parametrize("strict", [None, True, "log_all", "raise_all", "assume_ok_unexpected"])
+def test_a_teacher_is_loaded_by_the_trainers_io(strict: Any) -> None:
+    stored = {f"module.{name}": torch.full_like(param, 3) for name, param in Teacher(2, 3).state_dict().items()}
+    seen: list[Any] = []
+
+    def load(path: str, wanted: Any, strict: Any) -> Any:
+        seen.append((path, sorted(wanted["state_dict"]), strict))
+        return {"state_dict": stored}
+
+    strategy = SimpleNamespace(
+        unwrapped_checkpoint_io=SimpleNamespace(load_content_metadata=lambda path: {"kind": "stored"}),
+        checkpoint_io=SimpleNamespace(load_checkpoint=load), ckpt_load_strictness=strict,
+    )  # fmt: skip
+    config = SimpleNamespace(configure_model=lambda tokenizer: Teacher(2, 3))
+    model = teacher_provider(config, "there", tokenizer=None, trainer=SimpleNamespace(strategy=strategy))
+    assert seen == [("there", ["module.bias", "module.weight"], strict)]
+    assert bool((model.weight == 3).all())
+
+
+def test_a_model_that_distills_nothing_is_refused() -> None:
+    with pytest.raises(AssertionError, match="must have modelopt state"):
+        adjust_distillation_model_for_mcore(torch.nn.Linear(2, 2), DistillationConfig())
