@@ -1,4 +1,4 @@
-"""Write a tokenizer's files and a config with the numbers of the tokens that are left."""
+"""Renumber a tokenizer's files and a config for the tokens left."""
 
 from __future__ import annotations
 

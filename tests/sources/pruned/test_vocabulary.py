@@ -120,7 +120,7 @@ def opened(made: Tokenizer, config: dict[str, Any] | None = None, **files: Any) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_kept_tokens_has_the_numbers_of_the_whole_tokenizer(kind: str) -> None:
-    whole = KINDS[kind]()
+    whole = Tokenizer.from_str(KINDS[kind]().to_str())  # its reader of JSON may change the last bit of a score
     vocabulary = opened(whole)
     assert vocabulary.ids == whole.get_vocab()
     counts = np.bincount([number for line in LINES[::3] for number in whole.encode(line).ids], minlength=ROWS)
