@@ -174,6 +174,10 @@ def test_every_number_of_a_special_token_is_renumbered() -> None:
     new = {old: at for at, old in enumerate(kept.tolist())}
     assert word not in new
     files = renumbered_files(vocabulary, kept)
+    added = json.loads(files["tokenizer.json"])["added_tokens"]  # other readers than the library go by these numbers
+    assert {token["content"]: token["id"] for token in added} == {
+        token: new[whole.get_vocab()[token]] for token in SPECIAL
+    }
     assert json.loads(files["generation_config.json"]) == {
         "eos_token_id": [new[end], new[start]], "pad_token_id": None, "bos_token_id": new[start], "max_length": 20,
         "suppress_tokens": [new[start]], "bad_words_ids": [[new[end], new[start]]],
