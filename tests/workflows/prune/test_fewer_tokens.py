@@ -193,6 +193,16 @@ def test_classes_of_transformers_read_the_cut_tokenizer(name: str, kind: str, mo
     assert all(got == [new[number] for number in old] for old, got in same)
 
 
+def test_a_tokenizer_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    for path in (EXAMPLES / "tiny-llama").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    content["post_processor"] = {"type": "BertProcessing", "sep": ["<|endoftext|>", 1500], "cls": ["<|endoftext|>", 0]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"tokenizer\.json names the token 1500 in one place only"):
+        bridge.plan(tmp_path, "hf", keep={"vocab": 640})
+
+
 def test_a_sentencepiece_file_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((EXAMPLES / "tiny-llama" / name).read_bytes())
