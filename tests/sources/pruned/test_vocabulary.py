@@ -120,7 +120,7 @@ def opened(made: Tokenizer, config: dict[str, Any] | None = None, **files: Any) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_kept_tokens_has_the_numbers_of_the_whole_tokenizer(kind: str) -> None:
-    whole = KINDS[kind]()
+    whole = Tokenizer.from_str(KINDS[kind]().to_str())  # its reader of JSON may change the last bit of a score
     vocabulary = opened(whole)
     assert vocabulary.ids == whole.get_vocab()
     counts = np.bincount([number for line in LINES[::3] for number in whole.encode(line).ids], minlength=ROWS)
@@ -174,6 +174,10 @@ def test_every_number_of_a_special_token_is_renumbered() -> None:
     new = {old: at for at, old in enumerate(kept.tolist())}
     assert word not in new
     files = renumbered_files(vocabulary, kept)
+    added = json.loads(files["tokenizer.json"])["added_tokens"]  # other readers than the library go by these numbers
+    assert {token["content"]: token["id"] for token in added} == {
+        token: new[whole.get_vocab()[token]] for token in SPECIAL
+    }
     assert json.loads(files["generation_config.json"]) == {
         "eos_token_id": [new[end], new[start]], "pad_token_id": None, "bos_token_id": new[start], "max_length": 20,
         "suppress_tokens": [new[start]], "bad_words_ids": [[new[end], new[start]]],

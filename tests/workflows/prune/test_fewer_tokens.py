@@ -22,8 +22,11 @@ from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.planning.structure import structure_of
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import plan_cut
+from bridge.sources.pruned.renumber import renumbered_files
+from bridge.sources.pruned.vocabulary import Vocabulary
 from tests.models.decoder_families import build
 from tests.sources.pruned.families import FAMILIES
+from tests.sources.pruned.test_vocabulary import KINDS, LINES, SPECIAL, STRANGE
 
 EXAMPLES = Path("examples/models")
 PAGES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path("docs/pages").rglob("*.md")))
@@ -145,6 +148,78 @@ def test_a_tokenizer_that_cannot_be_cut_is_named_with_the_reason(model: Any, sai
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
     with pytest.raises(PlanError, match=re.escape(said)):
         bridge.plan(tmp_path, "hf", keep={"vocab": 640})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "model"),
+    [
+        ("LlamaTokenizer", "byte fallback", "llama"),
+        ("GemmaTokenizer", "byte fallback", "gemma2"),
+        ("Qwen2Tokenizer", "byte level", "qwen2"),
+        ("GPT2Tokenizer", "byte level", "gpt2"),
+        ("PreTrainedTokenizerFast", "every merge", "llama"),
+        ("PreTrainedTokenizerFast", "unigram", "llama"),
+        ("BertTokenizer", "word piece", "bert"),
+    ],
+)
+def test_classes_of_transformers_read_the_cut_tokenizer(name: str, kind: str, model: str, tmp_path: Path) -> None:
+    """Some build their own of the vocabulary and merges in tokenizer.json."""
+    made = KINDS[kind]()
+    ids = made.get_vocab()
+    rows = max(ids.values()) + 1
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if name == "BertTokenizer":
+        named |= {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "</s>", "mask_token": "<s>"}
+    added = {str(ids[token]): {"content": token, "special": True} for token in SPECIAL}
+    config = json.dumps({"tokenizer_class": name, "added_tokens_decoder": added, **named}).encode()
+    files = {"tokenizer.json": made.to_str().encode(), "tokenizer_config.json": config}
+    vocabulary = Vocabulary(files, json.loads(made.to_str()), rows, {})
+    counts = np.bincount([number for line in LINES[::3] for number in made.encode(line).ids], minlength=rows)
+    kept = vocabulary.kept(counts, 700)
+    new = {old: at for at, old in enumerate(kept.tolist())}
+    loaded = []
+    for part, content in (("whole", files), ("cut", renumbered_files(vocabulary, kept))):
+        (tmp_path / part).mkdir()
+        about = {"model_type": model, "vocab_size": rows, "bos_token_id": 1, "eos_token_id": 2}
+        (tmp_path / part / "config.json").write_text(json.dumps(about))
+        for file, data in content.items():
+            (tmp_path / part / file).write_bytes(data)
+        loaded.append(AutoTokenizer.from_pretrained(tmp_path / part))
+    whole, cut = loaded
+    assert cut.eos_token_id == new[whole.eos_token_id]
+    pairs = [(whole(line)["input_ids"], cut(line)["input_ids"]) for line in [*LINES, *STRANGE]]
+    same = [(old, got) for old, got in pairs if {*old} <= new.keys()]
+    assert len(same) > 300
+    assert all(got == [new[number] for number in old] for old, got in same)
+
+
+def test_a_tokenizer_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    for path in (EXAMPLES / "tiny-llama").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    content["post_processor"] = {"type": "BertProcessing", "sep": ["<|endoftext|>", 1500], "cls": ["<|endoftext|>", 0]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"tokenizer\.json names the token 1500 in one place only"):
+        bridge.plan(tmp_path, "hf", keep={"vocab": 640})
+
+
+def test_a_sentencepiece_file_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((EXAMPLES / "tiny-llama" / name).read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(b"no sentences")
+    with pytest.raises(
+        PlanError, match=r"vocab=640: fewer tokens take a tokenizer.json.*no tokenizer could be loaded from"
+    ):
+        bridge.plan(tmp_path, "hf", keep={"vocab": 640})
+
+
+def test_other_files_of_the_vocabulary_are_left_out_and_the_report_says_why(tmp_path: Path) -> None:
+    for path in (EXAMPLES / "tiny-llama").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(b"the whole vocabulary")
+    smaller = bridge.pruned(tmp_path, {"vocab": 640}, data=[PAGES])
+    assert "tokenizer.model" not in smaller.side_files
+    assert smaller.dropped["tokenizer.model"] == "has the whole vocabulary, and tokenizer.json what is left of it"
 
 
 def test_batches_of_tokens_count_and_their_padding_does_not() -> None:
