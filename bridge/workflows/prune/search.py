@@ -87,7 +87,7 @@ def search(
             f"reaches has {tell(least)} ({least / sizer.whole:.1%}); give more, or other dims= (--dims)"
         )
     sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, positions(source.config) or SEQUENCE), field)
-    scoring, measuring = _split(data_of(source, data, sampling))
+    scoring, measuring = split(data_of(source, data, sampling))
     trial = Trial(whole, scoring, measuring, importance if isinstance(importance, str) else "", repair, device)
     found = trial.prepare(given, {dim: whole.before[dim] for ladder in ladders for keep in ladder for dim in keep})
     best, tried = rounds.run(trial.cost, callback_of(progress))
@@ -120,7 +120,7 @@ def _fits(whole: Cut, sizer: Sizer, keep: Keep) -> bool:
     return True
 
 
-def _split(data: Data) -> tuple[Data, Data]:
+def split(data: Data) -> tuple[Data, Data]:
     """The batches that score, and every second one with those held out, which measure."""
     if not data.batches:
         raise CalibrationError(f"a search needs data to run the model on: {data.missing or 'a forward_loop has none'}")

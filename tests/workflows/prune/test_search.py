@@ -67,9 +67,9 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
     """The loss of transformers' own model on the rows that measured."""
     from bridge.api.request import data_of
     from bridge.calibration.data import Sampling
-    from bridge.workflows.prune.search import _split
+    from bridge.workflows.prune.search import split
 
-    measuring = _split(data_of(open_source(LLAMA), None, Sampling(16, 64)))[1].held_out
+    measuring = split(data_of(open_source(LLAMA), None, Sampling(16, 64)))[1].held_out
 
     def loss(model: Any) -> float:
         with torch.no_grad():
