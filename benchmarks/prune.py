@@ -151,6 +151,9 @@ def searches(folder: Path, shares: Sequence[str]) -> None:
             found = bridge.search(source, {"parameters": share}, data=text, importance=importance, progress=False)
             print(f"{share} {importance}: {len(found.tried)} measured in {time.perf_counter() - begin:.0f} s")
             report("search", found.keep, found.size / found.whole, found.pruned, tokens)
+            if importance == "output":
+                repaired = bridge.search(source, {"parameters": share}, data=text, repair=True, progress=False)
+                report("repaired", repaired.keep, repaired.size / found.whole, repaired.pruned, tokens)
             trial = trial_of(source, whole, found, text)
             for label, combinations in grids.items():
                 if best := best_of_grid(whole, combinations, found.limit, trial.cost):

@@ -61,6 +61,8 @@ def test_the_same_parts_are_kept_again_with_the_scores(found: Searched, tmp_path
     again = bridge.pruned(LLAMA, found.keep, importance=path)
     assert again.fingerprint == found.pruned.fingerprint
     assert f"--importance {path}" in found.command(str(path))
+    with pytest.raises(UsageError, match="dims: hidden: the scores that were given have none"):
+        bridge.search(LLAMA, {"parameters": "70%"}, dims=["hidden"], importance=path)
 
 
 def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
