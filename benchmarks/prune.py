@@ -159,12 +159,12 @@ def searches(folder: Path, shares: Sequence[str]) -> None:
                 if best := best_of_grid(whole, combinations, found.limit, trial.cost):
                     report(label, best[0], best[1] / found.whole, trial.model(best[0]), tokens)
                 else:
-                    print(f"  {label:8}nothing fits", flush=True)
+                    print(f"  {label:10}nothing fits", flush=True)
 
 
 def report(label: str, keep: Mapping[str, int], part: float, smaller: Any, tokens: Any) -> None:
     words = " ".join(f"{dim}={size}" for dim, size in keep.items())
-    print(f"  {label:8}{words:44}{part:>7.1%}{perplexity(smaller.load_model(), tokens):>9.2f}", flush=True)
+    print(f"  {label:10}{words:44}{part:>7.1%}{perplexity(smaller.load_model(), tokens):>9.2f}", flush=True)
 
 
 def trial_of(source: Any, whole: Cut, found: Searched, text: Path) -> Trial:
