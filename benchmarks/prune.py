@@ -1,36 +1,50 @@
 """What pruning costs: perplexity of the tiny models by what is kept, memory and seconds on the shape of a 70 B Llama.
 
     python benchmarks/prune.py examples    both tiny models: cuts, importances, repair and chance
+    python benchmarks/prune.py search      both tiny models: bridge.search beside ModelOpt's grid, at the same budget
     python benchmarks/prune.py 70b         two layers of that shape from a file of holes beside cp, and a plan of all 80
 
 `examples` scores on what the models were trained on and measures on 30 windows of 512 tokens of the embedded text.
+`search` reproduces ModelOpt 0.47's grid: sizes above 60 % of each width and 80 % of the depth, of all combinations
+within the budget the ten with most parameters, of these the least loss. Both choose on the same rows of the training
+text with the same scores; `wide` is the same grid without its floors. Perplexity is on text that neither has seen.
 `70b` times whole processes, in turn; `start-up` is the same command on the tiny Llama. Memory is anonymous.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoint import run, size
 
 import bridge
+from bridge.api.request import data_of
+from bridge.calibration.data import Sampling
 from bridge.sources.opening import open_source
-from bridge.sources.pruned.opening import plan_cut
+from bridge.sources.pruned.opening import Cut, plan_cut, whole_of
+from bridge.workflows.prune.search import split
+from bridge.workflows.prune.searched import Searched
+from bridge.workflows.prune.trial import Trial
+from bridge.workflows.prune.verbs import SAMPLES, SEQUENCE
 from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
+from tests.oracles.prune_grid import best_of_grid, combinations_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_OUT = ROOT / "bridge/calibration/default_text.txt"
 WINDOWS, LONG, CHOICES = 30, 512, 3
 IMPORTANCES = ("output", "minitron", "weights")
+SHARES = ("85%", "70%", "60%")
 # fmt: off
 LLAMA_70B = LLAMA_405B | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 2,
@@ -64,11 +78,7 @@ def examples(folder: Path) -> None:
     """Print a table of perplexities for each tiny model."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "examples"))
-    from train_tiny import training_documents
-
-    text = folder / "training.txt"
-    text.write_text("\n\n".join(training_documents()), encoding="utf-8")
+    text = training_text(folder)
     for name, cuts in CUTS.items():
         source = open_source(ROOT / "examples/models" / name)
         ids = source.load_tokenizer()(HELD_OUT.read_text(encoding="utf-8"), verbose=False)["input_ids"]
@@ -79,6 +89,16 @@ def examples(folder: Path) -> None:
             figures = [measured(source, keep, tokens, text, importance) for importance in IMPORTANCES]
             label = " ".join(f"{dim} {kept}" for dim, kept in keep.items())
             print(f"{label:24}" + "".join(f"{f:>20}" for f in [*figures, chance(source, keep, tokens)]), flush=True)
+
+
+def training_text(folder: Path) -> Path:
+    """A file of what both models were trained on."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_tiny import training_documents
+
+    text = folder / "training.txt"
+    text.write_text("\n\n".join(training_documents()), encoding="utf-8")
+    return text
 
 
 def measured(source: Any, keep: dict[str, int | str], tokens: Any, text: Path, importance: str) -> str:
@@ -112,6 +132,47 @@ def chance(source: Any, keep: dict[str, int | str], tokens: Any) -> str:
         }
         figures.append(perplexity(cut.pruned(scores).load_model(), tokens))
     return f"{statistics.fmean(figures):.2f}"
+
+
+def searches(folder: Path, shares: Sequence[str]) -> None:
+    """Print what the search and both grids choose, and its perplexity on text that neither has seen."""
+    import torch
+
+    text = training_text(folder)
+    for name in CUTS:
+        source = open_source(ROOT / "examples/models" / name)
+        ids = source.load_tokenizer()(HELD_OUT.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        tokens = torch.tensor(ids)
+        print(f"{name}: whole {perplexity(source.load_model(), tokens):.2f}")
+        whole = whole_of(source)
+        grids = {"grid": combinations_of(whole), "wide": combinations_of(whole, 1.0, 1.0)}
+        for share, importance in itertools.product(shares, ("minitron", "output")):
+            begin = time.perf_counter()
+            found = bridge.search(source, {"parameters": share}, data=text, importance=importance, progress=False)
+            print(f"{share} {importance}: {len(found.tried)} measured in {time.perf_counter() - begin:.0f} s")
+            report("search", found.keep, found.size / found.whole, found.pruned, tokens)
+            if importance == "output":
+                repaired = bridge.search(source, {"parameters": share}, data=text, repair=True, progress=False)
+                report("repaired", repaired.keep, repaired.size / found.whole, repaired.pruned, tokens)
+            trial = trial_of(source, whole, found, text)
+            for label, combinations in grids.items():
+                if best := best_of_grid(whole, combinations, found.limit, trial.cost):
+                    report(label, best[0], best[1] / found.whole, trial.model(best[0]), tokens)
+                else:
+                    print(f"  {label:10}nothing fits", flush=True)
+
+
+def report(label: str, keep: Mapping[str, int], part: float, smaller: Any, tokens: Any) -> None:
+    words = " ".join(f"{dim}={size}" for dim, size in keep.items())
+    print(f"  {label:10}{words:44}{part:>7.1%}{perplexity(smaller.load_model(), tokens):>9.2f}", flush=True)
+
+
+def trial_of(source: Any, whole: Cut, found: Searched, text: Path) -> Trial:
+    """What `search` measures with: its rows and its scores."""
+    scoring, measuring = split(data_of(source, text, Sampling(SAMPLES, SEQUENCE)))
+    trial = Trial(whole, scoring, measuring, found.importance, False, None)
+    trial.prepare(found.scores, {})
+    return trial
 
 
 PLAN = """
@@ -163,13 +224,16 @@ def timed(command: list[str], out: Path) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["examples", "70b"])
+    parser.add_argument("what", choices=["examples", "search", "70b"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", action="append", help="of parameters, for search; default: 85%%, 70%%, 60%%")
     parser.add_argument("--folder", type=Path, help="a disk with room for 15 GB")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         if arguments.what == "examples":
             examples(Path(folder))
+        elif arguments.what == "search":
+            searches(Path(folder), arguments.share or SHARES)
         else:
             large(Path(folder), arguments.rounds)
 

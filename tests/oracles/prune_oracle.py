@@ -98,6 +98,15 @@ def prune(
     return logits, [_pruned(_model(EVERY[name], state), batches, cell) for cell in cells]
 
 
+def combinations(space: Mapping[str, list[int]], width: float, depth: float) -> list[dict[str, int]]:
+    """The grid of `search_best_arch_by_metrics` over these sizes; `width`, `depth`: the most that it leaves out."""
+    from modelopt.torch.prune.plugins.mcore_minitron import MCoreMinitronSearcher
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        made: list[dict[str, int]] = MCoreMinitronSearcher._generate_search_space_combos(dict(space), width, depth)
+    return made
+
+
 def _pruned(model: Any, batches: Sequence[np.ndarray], cell: Mapping[str, int]) -> tuple[Arrays, dict[str, Any]]:
     import modelopt.torch.prune as mtp
     from modelopt.torch.prune.plugins.mcore_minitron import get_mcore_minitron_config

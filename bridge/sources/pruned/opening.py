@@ -72,7 +72,10 @@ class Cut:
     def pruned(
         self, scores: Scores, by_importance: bool = False, repaired: Mapping[str, Repaired] = MappingProxyType({})
     ) -> PrunedSource:
-        """The model that is left when the highest scores are kept; those of `vocab` are how often tokens are used."""
+        """The model that is left when the highest scores are kept; PlanError if a dim has none.
+
+        Those of `vocab` are how often tokens are used.
+        """
         given: dict[str, float] = {}  # the share of a dim that is not chosen by its scores alone
         if self.dropped:
             left = ~np.isin(np.arange(self.before["layers"]), self.dropped)
@@ -82,6 +85,8 @@ class Cut:
             tokens = self.vocabulary.kept(counts, self.after["vocab"])
             scores = {**scores, "vocab": {(None, None): np.isin(np.arange(self.before["vocab"]), tokens).astype(float)}}
             given = {"vocab": float(counts[tokens].sum() / counts.sum())} if counts.any() else {}
+        if missing := [dim for dim in self.dims if ("heads" if dim == "kv_heads" else dim) not in scores]:
+            raise refused(self.source, [f"no scores of {', '.join(missing)} were given; score them: data= (--data)"])
         kept = choose(self.before, self.after, scores, by_importance)
         own = {"vocab", *(["layers"] if self.dropped else [])}
         kept = replace(kept, share={dim: share for dim, share in kept.share.items() if dim not in own} | given)

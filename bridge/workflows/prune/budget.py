@@ -74,7 +74,7 @@ class Sizer:
     """
 
     def __init__(self, whole: Cut, kind: str, quant: Any) -> None:
-        self._whole, self._kind, self._quant = whole, kind, quant
+        self._whole, self._kind, self.quant = whole, kind, quant
         self._known: dict[tuple[tuple[str, int], ...], int] = {}
 
     @cached_property
@@ -92,7 +92,7 @@ class Sizer:
     def _count(self, outline: PrunedSource) -> int:
         if self._kind == "parameters":
             return sum(spec.size for spec in outline.specs.values())
-        steps = plan(outline, "hf", self._quant).steps
+        steps = plan(outline, "hf", self.quant).steps
         if self._kind == "bytes":
             return sum(step.nbytes for step in steps)
         matched = match_table(outline.config, outline.specs)
@@ -122,7 +122,7 @@ class Sizer:
             values[entry.name] = values.get(entry.name, 0) + self._whole.source.specs[name].size
         if self._kind == "parameters":
             return dict.fromkeys(values, 1.0)
-        for step in plan(self._whole.outline(), "hf", self._quant).steps:
+        for step in plan(self._whole.outline(), "hf", self.quant).steps:
             if step.source in matched.placed:
                 entry = matched.placed[step.source][0]
                 part = _part(matched, step.source) if self._kind == "latency" else 1

@@ -21,7 +21,7 @@ def ladders_of(whole: Cut, dims: Sequence[str] | None, fits: Callable[[Keep], bo
     Query heads and their groups are one ladder. So are the hidden width and the heads of a model whose config has no
     width of a head of its own.
     """
-    # a KL against the whole model needs its vocabulary
+    # with other tokens a loss is another figure
     known = [dim for dim in whole.matched.table.roles.prune if dim in whole.before and dim != "vocab"]
     for dim in dims or ():
         if dim not in known:

@@ -31,15 +31,13 @@ class Rounds:
     @property
     def least(self) -> int:
         """The size of the smallest combination that is legal."""
-        counts = [[0.0 - at for at in range(len(ladder))] for ladder in self._ladders]
-        lowest = tuple(len(each) - 1 for each in counts)
-        size = self._size(self._keep(lowest))
-        if math.isfinite(size):
-            return int(size)
-        sizes = [size for chosen in self._below(lowest) if math.isfinite(size := self._size(self._keep(chosen)))]
-        return int(min(sizes, default=self._sizer.whole))
+        lowest = tuple(len(ladder) - 1 for ladder in self._ladders)
+        for chosen in (lowest, *sorted(self._above(lowest), key=self._estimate)):
+            if math.isfinite(size := self._size(self._keep(chosen))):
+                return int(size)
+        return self._sizer.whole
 
-    def _below(self, lowest: Chosen) -> Iterator[Chosen]:
+    def _above(self, lowest: Chosen) -> Iterator[Chosen]:
         """Combinations that are the smallest but for one or two dims."""
         for dim, rung in enumerate(lowest):
             for at in range(rung):

@@ -87,15 +87,15 @@ def search(
             f"reaches has {tell(least)} ({least / sizer.whole:.1%}); give more, or other dims= (--dims)"
         )
     sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, positions(source.config) or SEQUENCE), field)
-    scoring, measuring = _split(data_of(source, data, sampling))
+    scoring, measuring = split(data_of(source, data, sampling))
     trial = Trial(whole, scoring, measuring, importance if isinstance(importance, str) else "", repair, device)
-    found = trial.prepare(given, {dim: whole.before[dim] for ladder in ladders for keep in ladder for dim in keep})
+    found = trial.prepare(given, {dim for ladder in ladders for keep in ladder for dim in keep})
     best, tried = rounds.run(trial.cost, callback_of(progress))
     smaller, loss = trial.model(best.keep), trial.loss(best.cost)
     smaller.perplexity = trial.perplexity, loss
     return Searched(
         source.where, asked, best.keep, best.size, limit, sizer.whole, best.cost, smaller.perplexity, trial.tokens,
-        tried, "" if given else str(importance), repair, smaller, found,
+        tried, "" if isinstance(importance, Scores) else str(importance), repair, smaller, found,
     )  # fmt: skip
 
 
@@ -104,23 +104,28 @@ def _scored(
 ) -> Sequence[str] | None:
     """The dims that scores can choose from; those that a user names are taken as they are."""
     known = [dim for dim in whole.matched.table.roles.prune if dim in whole.before and dim != "vocab"]
-    if dims is None and given:
-        return [dim for dim in known if ("heads" if dim == "kv_heads" else dim) in given.scores]
+    if given:
+        scored = [dim for dim in known if ("heads" if dim == "kv_heads" else dim) in given.scores]
+        if missing := [dim for dim in dims or () if dim in known and dim not in scored]:
+            raise UsageError(f"dims: {', '.join(missing)}: the scores that were given have none; leave them out")
+        return dims or scored
     if dims is None and importance == "weights":
         return [dim for dim in known if dim not in ("hidden", "layers")]
     return dims
 
 
 def _fits(whole: Cut, sizer: Sizer, keep: Keep) -> bool:
-    """Whether a size can be cut and written."""
+    """Whether a size can be cut, and written in the scheme."""
     try:
-        sizer.exact(whole.to(keep))
+        cut = whole.to(keep)
+        if sizer.quant is not None:
+            sizer.exact(cut)
     except PlanError:
         return False
     return True
 
 
-def _split(data: Data) -> tuple[Data, Data]:
+def split(data: Data) -> tuple[Data, Data]:
     """The batches that score, and every second one with those held out, which measure."""
     if not data.batches:
         raise CalibrationError(f"a search needs data to run the model on: {data.missing or 'a forward_loop has none'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bridge.calibration.data import Data
@@ -30,13 +30,13 @@ class Trial:
         self.perplexity = math.nan
         self.tokens = sum(int(_predicted(batch)) for batch in measuring.held_out)
 
-    def prepare(self, given: Scores | None, dims: Mapping[str, int]) -> Scores | None:
+    def prepare(self, given: Scores | None, dims: Iterable[str]) -> Scores | None:
         """Score all dims in one run and measure the whole model; None if every cut is scored and repaired by itself."""
         from bridge.calibration.importance.measure import measure_scores, perplexity_of
         from bridge.sources.pruned.weight_scores import weight_scores
 
         whole = self._whole
-        every = replace(whole, after={**whole.before, **{dim: size - 1 for dim, size in dims.items()}})
+        every = replace(whole, after={**whole.before, **{dim: whole.before[dim] - 1 for dim in dims}})
         self._scores, perplexity = given, None
         if given is None and self._importance == "weights":
             self._scores = Scores(weight_scores(every), "weights", whole.source.fingerprint)

@@ -19,10 +19,15 @@ import torch
 import transformers
 
 import bridge
-from bridge.calibration.data import prepare
+from bridge.api.request import data_of
+from bridge.calibration.data import Sampling, prepare
 from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import whole_of
+from bridge.workflows.prune.search import split
+from bridge.workflows.prune.trial import Trial
 from tests.models.megatron_families import EVERY, VOCAB
 from tests.oracles import megatron_oracle, prune_oracle
+from tests.oracles.prune_grid import best_of_grid, combinations_of
 
 CELLS = {
     "llama": (
@@ -73,6 +78,21 @@ def test_a_cut_equals_modelopts_to_the_byte(family: str, tmp_path: Path) -> None
         assert {name: array.shape for name, array in made.items()} == {name: wanted[name].shape for name in made}
         assert not [name for name in made if made[name].tobytes() != wanted[name].tobytes()], keep
         assert sizes_of(ours.config).items() <= sizes.items()
+
+
+@pytest.mark.slow
+def test_a_search_costs_less_than_modelopts_grid_at_the_same_budget() -> None:
+    source = open_source("examples/models/tiny-llama")
+    found = bridge.search(source, {"parameters": "70%"}, importance="minitron", samples=16, sequence=64)
+    whole, data = whole_of(source), split(data_of(source, None, Sampling(16, 64)))
+    trial = Trial(whole, *data, "minitron", repair=False, device=None)
+    trial.prepare(found.scores, {})
+    best = best_of_grid(whole, combinations_of(whole), found.limit, trial.cost)
+    assert best
+    keep, size = best
+    assert size <= found.limit
+    assert all(size >= 0.6 * whole.before[dim] for dim, size in keep.items())
+    assert found.cost < 0.6 * trial.cost(keep)
 
 
 def random_model(family: str) -> Any:

@@ -164,6 +164,8 @@ def test_saved_scores_serve_other_sizes_of_the_same_model(tmp_path: Path) -> Non
     backwards = bridge.pruned(LLAMA, {"ffn": 100}, importance=path, order="importance")
     assert backwards.kept.positions("ffn", 2, None).tolist() == list(range(383, 283, -1))
     assert backwards.fingerprint != smaller.fingerprint
+    with pytest.raises(PlanError, match="no scores of layers, heads were given"):
+        bridge.pruned(LLAMA, {"ffn": 100, "layers": 4, "heads": 4}, importance=path)
     other = bridge.pruned(LLAMA, {"ffn": 200}, importance=path)
     with pytest.raises(PlanError, match="the scores are of another model"):
         bridge.pruned(other, {"ffn": 100}, importance=path)

@@ -61,15 +61,17 @@ def test_the_same_parts_are_kept_again_with_the_scores(found: Searched, tmp_path
     again = bridge.pruned(LLAMA, found.keep, importance=path)
     assert again.fingerprint == found.pruned.fingerprint
     assert f"--importance {path}" in found.command(str(path))
+    with pytest.raises(UsageError, match="dims: hidden: the scores that were given have none"):
+        bridge.search(LLAMA, {"parameters": "70%"}, dims=["hidden"], importance=path)
 
 
 def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
     """The loss of transformers' own model on the rows that measured."""
     from bridge.api.request import data_of
     from bridge.calibration.data import Sampling
-    from bridge.workflows.prune.search import _split
+    from bridge.workflows.prune.search import split
 
-    measuring = _split(data_of(open_source(LLAMA), None, Sampling(16, 64)))[1].held_out
+    measuring = split(data_of(open_source(LLAMA), None, Sampling(16, 64)))[1].held_out
 
     def loss(model: Any) -> float:
         with torch.no_grad():
