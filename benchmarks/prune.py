@@ -1,9 +1,11 @@
 """What pruning costs: perplexity of the tiny models by what is kept, memory and seconds on the shape of a 70 B Llama.
 
     python benchmarks/prune.py examples    both tiny models: cuts, importances, repair and chance
+    python benchmarks/prune.py sparse      both tiny models with 2:4 zeros, and ModelOpt's SparseGPT
     python benchmarks/prune.py 70b         two layers of that shape from a file of holes beside cp, and a plan of all 80
 
-`examples` scores on what the models were trained on and measures on 30 windows of 512 tokens of the embedded text.
+`examples` and `sparse` score on what the models were trained on, and measure on 30 windows of 512 tokens of the
+embedded text.
 `70b` times whole processes, in turn; `start-up` is the same command on the tiny Llama. Memory is anonymous.
 """
 
@@ -25,6 +27,7 @@ from checkpoint import run, size
 import bridge
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import plan_cut
+from bridge.sources.pruned.sparse import METHODS
 from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,6 +117,32 @@ def chance(source: Any, keep: dict[str, int | str], tokens: Any) -> str:
     return f"{statistics.fmean(figures):.2f}"
 
 
+def sparse(folder: Path) -> None:
+    """Print the perplexities of both tiny models by how zeros are chosen."""
+    import torch
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_tiny import training_documents
+
+    text = folder / "training.txt"
+    text.write_text("\n\n".join(training_documents()), encoding="utf-8")
+    for name in CUTS:
+        source = open_source(ROOT / "examples/models" / name)
+        ids = source.load_tokenizer()(HELD_OUT.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        tokens = torch.tensor(ids)
+        print(f"{name}: whole {perplexity(source.load_model(), tokens):.2f}")
+        for method in METHODS:
+            made = bridge.pruned(source, sparse="2:4", sparse_method=method, data=text, progress=False)
+            live = made.load_model()
+            print(f"{method:24}{perplexity(live, tokens):.2f}", flush=True)
+            if method == "sparsegpt":  # ModelOpt takes its zeros, and no weight makes up for them
+                whole = source.load_model()
+                with torch.no_grad():
+                    for weight in made.sparse.axes if made.sparse else ():
+                        whole.get_parameter(weight).mul_(live.get_parameter(weight) != 0)
+                print(f"{'  its zeros alone':24}{perplexity(whole, tokens):.2f}", flush=True)
+
+
 PLAN = """
 import sys, time, bridge
 from pathlib import Path
@@ -163,13 +192,15 @@ def timed(command: list[str], out: Path) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["examples", "70b"])
+    parser.add_argument("what", choices=["examples", "sparse", "70b"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="a disk with room for 15 GB")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         if arguments.what == "examples":
             examples(Path(folder))
+        elif arguments.what == "sparse":
+            sparse(Path(folder))
         else:
             large(Path(folder), arguments.rounds)
 
