@@ -97,7 +97,7 @@ class Cut:
 
 
 def whole_of(source: Source) -> Cut:
-    """The model with nothing cut, for `Cut.to`; PlanError if it is quantized or fits no table."""
+    """The model with nothing cut, for `Cut.to` and zeros; PlanError if it is quantized or fits no table."""
     if source.quantized:
         raise refused(source, ['it is quantized; convert it with quant="none" first, and prune that'])
     matched = match_table(source.config, source.specs)
@@ -126,15 +126,12 @@ def _vocabulary(source: Source, rows: int, size: int) -> tuple[Vocabulary | None
 
 def plan_sparse(source: Source, method: str) -> tuple[Cut, Sparse]:
     """Check that a model can have zeros, and choose the matrices that get them; all dims keep their sizes."""
-    if source.quantized:
-        raise refused(source, ['it is quantized; convert it with quant="none" first, and make that sparse'])
-    matched = match_table(source.config, source.specs)
-    before = {dim: count for dim in matched.table.dims if isinstance(count := matched.names[dim], int)}
-    axes, uneven = sparse_axes(matched, {name: spec.shape for name, spec in source.specs.items()})
+    cut = whole_of(source)
+    axes, uneven = sparse_axes(cut.matched, {name: spec.shape for name, spec in source.specs.items()})
     if not axes:
         why = f"no matrix of its layers has rows in a multiple of {OUT} and inputs in one of {IN}"
         raise refused(source, [f"{why}: {', '.join(fold_layers(uneven))}"])
-    return Cut(source, matched, before, before, ()), Sparse(method, axes)
+    return cut, Sparse(method, axes)
 
 
 def pruned_again(source: Source, directory: Path) -> Source:
