@@ -2,9 +2,11 @@
 
     python benchmarks/prune.py examples    both tiny models: cuts, importances, repair and chance
     python benchmarks/prune.py search      both tiny models: bridge.search beside ModelOpt's grid, at the same budget
+    python benchmarks/prune.py sparse      both tiny models with 2:4 zeros, and ModelOpt's SparseGPT
     python benchmarks/prune.py 70b         two layers of that shape from a file of holes beside cp, and a plan of all 80
 
-`examples` scores on what the models were trained on and measures on 30 windows of 512 tokens of the embedded text.
+`examples` and `sparse` score on what the models were trained on and measure on 30 windows of 512 tokens of the
+embedded text.
 `search` reproduces ModelOpt 0.47's grid: sizes above 60 % of each width and 80 % of the depth, of all combinations
 within the budget the ten with most parameters, of these the least loss. Both choose on the same rows of the training
 text with the same scores; `wide` is the same grid without its floors. Perplexity is on text that neither has seen.
@@ -33,6 +35,7 @@ from bridge.api.request import data_of
 from bridge.calibration.data import Sampling
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, plan_cut, whole_of
+from bridge.sources.pruned.sparse import METHODS
 from bridge.workflows.prune.search import split
 from bridge.workflows.prune.searched import Searched
 from bridge.workflows.prune.trial import Trial
@@ -175,6 +178,28 @@ def trial_of(source: Any, whole: Cut, found: Searched, text: Path) -> Trial:
     return trial
 
 
+def sparse(folder: Path) -> None:
+    """Print the perplexities of both tiny models by how zeros are chosen."""
+    import torch
+
+    text = training_text(folder)
+    for name in CUTS:
+        source = open_source(ROOT / "examples/models" / name)
+        ids = source.load_tokenizer()(HELD_OUT.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        tokens = torch.tensor(ids)
+        print(f"{name}: whole {perplexity(source.load_model(), tokens):.2f}")
+        for method in METHODS:
+            made = bridge.pruned(source, sparse="2:4", sparse_method=method, data=text, progress=False)
+            live = made.load_model()
+            print(f"{method:24}{perplexity(live, tokens):.2f}", flush=True)
+            if method == "sparsegpt":  # ModelOpt takes its zeros, and no weight makes up for them
+                whole = source.load_model()
+                with torch.no_grad():
+                    for weight in made.sparse.axes if made.sparse else ():
+                        whole.get_parameter(weight).mul_(live.get_parameter(weight) != 0)
+                print(f"{'  its zeros alone':24}{perplexity(whole, tokens):.2f}", flush=True)
+
+
 PLAN = """
 import sys, time, bridge
 from pathlib import Path
@@ -224,7 +249,7 @@ def timed(command: list[str], out: Path) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["examples", "search", "70b"])
+    parser.add_argument("what", choices=["examples", "search", "sparse", "70b"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--share", action="append", help="of parameters, for search; default: 85%%, 70%%, 60%%")
     parser.add_argument("--folder", type=Path, help="a disk with room for 15 GB")
@@ -234,6 +259,8 @@ def main() -> None:
             examples(Path(folder))
         elif arguments.what == "search":
             searches(Path(folder), arguments.share or SHARES)
+        elif arguments.what == "sparse":
+            sparse(Path(folder))
         else:
             large(Path(folder), arguments.rounds)
 

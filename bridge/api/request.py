@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeE
 from bridge.core.places import check_here
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
-from bridge.core.text import fold_problems
+from bridge.core.text import fold_problems, number
 from bridge.core.values import Format, Structure
-from bridge.planning.contract_files import load_runtime
+from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
 from bridge.planning.memory import extent, stream_memory
@@ -109,11 +109,28 @@ def _planned(inputs: PlanInputs) -> Plan:
     """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
     plan = make_plan(inputs)
     if isinstance(inputs.source, PrunedSource):
-        plan = replace(plan, notes=(*plan.notes, f"pruned: {', '.join(inputs.source.kept.lines())}"))
+        plan = replace(plan, notes=(*plan.notes, *_pruning_notes(inputs.source, plan)))
     load_target(plan.target).file_metadata(plan, inputs.source)
     if inputs.scheme is None or not inputs.scheme.needs_calibration:
         return plan
     return replace(plan, calibration=need_of(inputs.source, inputs.structure, inputs.scheme).line())
+
+
+def _pruning_notes(source: PrunedSource, plan: Plan) -> Iterator[str]:
+    """What was cut; of zeros, which programs are faster with them: files keep every zero."""
+    if changed := source.kept.lines():
+        yield f"pruned: {', '.join(changed)}"
+    if source.sparse:
+        faster = [
+            f"{program.title} ({contract.sparse.option})"
+            for program in runtimes()
+            if (contract := program.contract_of(plan)) and contract.sparse
+        ]
+        count = number(len(source.sparse.axes), "matrix", "matrices")
+        yield (
+            f"sparse: 2:4 in {count}; files keep their size, and "
+            + (f"{', '.join(faster)} can be faster" if faster else "no program that a contract is about is faster")
+        )
 
 
 def need_of(source: Source, structure: Structure, scheme: Scheme, sampling: Sampling = DEFAULT) -> Need:

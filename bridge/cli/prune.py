@@ -53,6 +53,10 @@ def prune(
         bool, typer.Option("--repair", help="fit the matrices that read fewer channels by least squares")
     ] = False,
     order: Annotated[str, typer.Option(help="of what is kept: source, or importance, as ModelOpt sorts")] = "source",
+    sparse: Annotated[
+        str | None, typer.Option(metavar="2:4", help="set two of every four weights to zero; all sizes stay")
+    ] = None,
+    sparse_method: Annotated[str, typer.Option(help="sparsegpt, wanda, or magnitude (without a run)")] = "sparsegpt",
     samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 64")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 256")] = None,
     field: Field = None,
@@ -78,7 +82,8 @@ def prune(
 
         report = bridge.prune(
             model, sizes_of(keep), out, target=target, quant=quant, drop_layers=numbers_of(drop_layers), data=data,
-            importance=importance, repair=repair, order=order, config=config, tokenizer=tokenizer, samples=samples,
+            importance=importance, repair=repair, order=order, sparse=sparse,
+            sparse_method=sparse_method, config=config, tokenizer=tokenizer, samples=samples,
             sequence=sequence, field=field, device=device, verify=not no_verify, overwrite=overwrite,
             resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
             **options,

@@ -10,13 +10,13 @@ from typing import Any
 from bridge.core.errors import UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
-from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime
+from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 
 KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
-    "mixed": dict, "head": dict, "plain": dict, "ranks": dict,
+    "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
@@ -122,8 +122,18 @@ def _contract(file: TableFile, name: str) -> Contract:
         prescales=words.get("prescales", True),
         kept=words.get("kept", True),
         plain=_row(file, section, "plain", words["plain"]) if "plain" in words else None,
+        sparse=_sparse(file, section, words["sparse"]) if "sparse" in words else None,
         **known,
     )
+
+
+def _sparse(file: TableFile, section: str, value: Mapping[str, Any]) -> SparseKernels:
+    evidence = _evidence(file, section, "sparse", value, {"option": str})
+    if not isinstance(value.get("option"), str) or not value["option"]:
+        raise file.place(section, "sparse").error(
+            "it is not said what asks for sparse kernels", hint='option = "trt_sparsity_enable"'
+        )
+    return SparseKernels(evidence, value["option"])
 
 
 def _row(file: TableFile, section: str, key: str, value: Any, form: re.Pattern[str] | None = None) -> Row:

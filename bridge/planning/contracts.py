@@ -63,6 +63,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class SparseKernels:
+    """How it is known that a program is faster on weights with two zeros in every four, and the `option` that asks."""
+
+    evidence: Evidence
+    option: str
+
+
+@dataclass(frozen=True)
 class Contract:
     """What a program loads of one target's output, written with `options`.
 
@@ -70,7 +78,7 @@ class Contract:
     `prescales`: whether formats with pre-scales may be written for it. `kept`: whether it reads matrices that it fuses
     if they stay unquantized in a quantized model. None if there is no evidence: `mixed`, that modules may differ in
     format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
-    share matrices.
+    share matrices; `sparse`, that it has kernels for 2:4 zeros in these files as they are.
     """
 
     target: str
@@ -83,6 +91,7 @@ class Contract:
     head: Evidence | None = None
     plain: Row | None = None
     ranks: Evidence | None = None
+    sparse: SparseKernels | None = None
 
     def flags(self, target: str = "") -> str:
         """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""

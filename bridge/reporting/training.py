@@ -1,4 +1,4 @@
-"""The section of the page on a distillation: losses by step, and figures."""
+"""What the page shows of a distillation."""
 
 from __future__ import annotations
 

@@ -221,6 +221,7 @@ def test_other_flags_of_the_same_program_are_named() -> None:
         (CONTRACT.replace('options = { format = "modelopt" }', 'options = "modelopt"'), "`options` is a table"),
         (CONTRACT.replace('"q_proj k_proj v_proj"', '"q_proj"'), "'q_proj' is fused with nothing"),
         (CONTRACT.replace("[writes.modelopt]", "[mistakes]\nfp8 = 3\n[writes.modelopt]"), "is a string, not 3"),
+        (CONTRACT.replace("plain = {", 'sparse = { read = "x" }\nplain = {'), "not said what asks for sparse kernels"),
         (CONTRACT.replace("plain", "plane"), "unknown key `plane`"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,11 @@ from bridge.core.values import Structure
 from bridge.sources.pruned.kept import At
 from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.repaired import Repaired
+from bridge.sources.pruned.sparse import Sparse
 from bridge.sources.source import Source
+
+if TYPE_CHECKING:
+    from bridge.calibration.importance.sparsifier import Sparsifier
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,41 @@ def measure_scores(
     plain = load_scheme("int8_wo").bound(structure.sites)
     _, answers = watch_by_blocks(cut.source, structure, plain, data, device, progress, watch)
     return Measured(scorer.scores(watch), scorer.repaired, tuple(scorer.thin), answers.perplexity)
+
+
+def measure_zeros(
+    cut: Cut,
+    structure: Structure,
+    data: Data,
+    sparse: Sparse,
+    *,
+    device: str | None = None,
+    progress: Progress = no_progress,
+) -> tuple[Sparsifier, float | None]:
+    """Run the data for Wanda's norms or SparseGPT's weights; return them with the perplexity on the held-out inputs.
+
+    Every matrix sees the inputs of the whole model, as in ModelOpt.
+
+    Raises:
+        CalibrationError: there are no data, or the model cannot be run on them.
+    """
+    if not data.batches:
+        raise CalibrationError(f"{sparse.method} needs data to run on: {data.missing or 'a forward_loop has none'}")
+    from bridge.calibration.importance.places import linears_of
+    from bridge.calibration.importance.sparsifier import Sparsifier
+    from bridge.calibration.importance.watch import ScoreWatch
+    from bridge.calibration.modelopt import import_frameworks
+    from bridge.calibration.walk.run import watch_by_blocks
+    from bridge.quant.schemes.load import load_scheme
+    from bridge.sources.live_models.checkpoint_names import live_names
+
+    import_frameworks(with_modelopt=False)
+    readers = linears_of(cut, sparse.axes, live_names(cut.source.load_skeleton(), cut.source.specs))
+    made = Sparsifier(sparse.method, cut.before.get("experts", 1))
+    watch = ScoreWatch(readers, (), {}, sparse.method == "sparsegpt", made.settle)
+    plain = load_scheme("int8_wo").bound(structure.sites)
+    _, answers = watch_by_blocks(cut.source, structure, plain, data, device, progress, watch)
+    return made, answers.perplexity
 
 
 def perplexity_of(source: Source, structure: Structure, data: Data, device: str | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,23 @@ def readers_of(cut: Cut, origins: Mapping[str, Origin]) -> tuple[Reader, ...]:
             found.append(
                 Reader(dim, cut.before[dim], layer, number, tensor, role, origin.ref, turned, stacked, parameter)
             )
+    return tuple(found)
+
+
+def linears_of(cut: Cut, tensors: Collection[str], origins: Mapping[str, Origin]) -> tuple[Reader, ...]:
+    """The matrices of some stored tensors, whatever they read."""
+    found: list[Reader] = []
+    for tensor in tensors:
+        entry, layer, expert = cut.matched.placed[tensor]
+        origin = origins.get(tensor)
+        if layer is None or origin is None or origin.ref is None:
+            raise PlanError(
+                f"{tensor}: the live model has no tensor of this matrix alone, so that its inputs are not seen; take "
+                'sparse_method="magnitude" (--sparse-method)'
+            )
+        turned, stacked = layout_of(entry.row.expr).endswith("in_out"), entry.row.stacks
+        for number in range(cut.before["experts"]) if stacked else (expert,):
+            found.append(Reader("", 1, layer, number, tensor, entry.roles[0], origin.ref, turned, stacked))
     return tuple(found)
 
 

@@ -72,12 +72,12 @@ def output_scores(sums: Channels, weight: Any, parts: int) -> Any:
     wide = weight.double()
     if parts == weight.shape[1]:
         return sums.rms * wide.norm(dim=0)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(_regular(sums.gram)))
+    inverted = inverse(_regular(sums.gram))
     width = weight.shape[1] // parts
     errors = []
     for begin in range(0, weight.shape[1], width):
         own = slice(begin, begin + width)
-        errors.append((wide[:, own] @ torch.linalg.inv(inverse[own, own]) * wide[:, own]).sum())
+        errors.append((wide[:, own] @ torch.linalg.inv(inverted[own, own]) * wide[:, own]).sum())
     return torch.stack(errors).div(sums.tokens).sqrt()
 
 
@@ -88,6 +88,11 @@ def solve(weight: Any, gram: Any, kept: Positions) -> Any:
     at = torch.from_numpy(np.ascontiguousarray(kept))
     wanted = weight.double() @ gram[:, at].double()
     return torch.cholesky_solve(wanted.T, torch.linalg.cholesky(_regular(gram)[at][:, at])).T.to(weight.dtype)
+
+
+def inverse(gram: Any) -> Any:
+    """The inverse of a symmetric, positive definite matrix, by its Cholesky factor."""
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram))
 
 
 def _regular(gram: Any) -> Any:

@@ -41,6 +41,8 @@ class ScoreWatch:
         self._readers, self._norms, self._layers = readers, norms, layers
         self._gram, self._settle = gram, settle
         self._sums: dict[Reader, Channels] = {}
+        self._same: dict[Reader, Reader] = {}  # of those that read the same input: the first, which has their sums
+        self._last: tuple[Any, Reader] | None = None  # the input that was seen last
         self._mask: Any = None  # of the batch that runs [batch, sequence]; None if it leaves nothing out
         self._pooled: dict[Reader, tuple[Any, int]] = {}  # of a call's stacked experts: sum of |x|, tokens
         self._weights: dict[str, Any] = {}  # experts' module -> its call's experts and router weights [tokens, top k]
@@ -66,6 +68,7 @@ class ScoreWatch:
             held = dict(model.named_modules())
             with torch.no_grad(), self._hooked(held):
                 loop(model)
+            self._last = None
             self._settle_all(held)
 
         return run
@@ -91,6 +94,9 @@ class ScoreWatch:
                 else:
                     weight = getattr(module, reader.parameter)
                     at = weight.data_ptr() + reader.expert * weight.stride(0) * weight.element_size()
+                    if at in experts:  # gate and up are one matrix there
+                        self._same[reader] = experts[at]
+                        continue
                     experts[at] = reader
                     if reader.bias:
                         biases[reader] = getattr(module, reader.bias)[reader.expert]
@@ -108,6 +114,12 @@ class ScoreWatch:
 
     def _read(self, reader: Reader, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
+        if reader in self._same:
+            return
+        if self._last and self._last[0] is x and reader not in self._sums:  # query, key and value
+            self._same[reader] = self._last[1]
+            return
+        self._last = x, reader
         self._channels(reader).add(x, self._gram or reader.dim == "heads", self._mask)  # a head is many channels
 
     def _channels(self, reader: Reader) -> Channels:
@@ -160,10 +172,14 @@ class ScoreWatch:
         self.influence[layer] = self.influence.get(layer, 0.0) + score.item()
 
     def _settle_all(self, held: Mapping[str, Any]) -> None:
-        for reader in [reader for reader in self._readers if reader.module in held]:
+        here = [reader for reader in self._readers if reader.module in held]
+        for reader in here:
             weight = reader.part.of(getattr(held[reader.module], reader.parameter).detach())
             weight = weight if reader.expert is None or weight.ndim == 2 else weight[reader.expert]
-            self._settle(reader, self._sums.pop(reader, Channels()), weight.T if reader.turned else weight)
+            sums = self._sums.get(self._same.get(reader, reader), Channels())
+            self._settle(reader, sums, weight.T if reader.turned else weight)
+        for reader in here:
+            self._sums.pop(reader, None)
 
 
 class _ExpertCalls(TorchFunctionMode):

@@ -7,16 +7,19 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bridge.core.errors import BridgeError, PlanError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
 from bridge.core.parsing import parse_json
+from bridge.sources.pruned.sparse import Sparse
 from bridge.tables.expressions.picks import Positions
 
 At = tuple[int | None, int | None]  # layer and expert, None for all of them
 Choices = Mapping[At, Positions]
+_NORMS = "norms of "
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,18 @@ class Kept:
         """A digest of all choices."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    def to_bytes(self, repaired: Collection[str] = ()) -> bytes:
+    def to_bytes(self, repaired: Collection[str] = (), sparse: Sparse | None = None) -> bytes:
         """A safetensors file of all choices, int32, by `dim`, `dim/layer` or `dim/layer/expert`.
 
-        Its header has the sizes, and the names of tensors that were solved anew.
+        Its header has the sizes, the names of tensors that were solved anew, and how zeros were chosen, whose norms
+        stand as `norms of TENSOR`.
         """
-        about = json.dumps({"before": self.before, "after": self.after, "repaired": sorted(repaired)}, sort_keys=True)
+        words: dict[str, Any] = {"before": self.before, "after": self.after, "repaired": sorted(repaired)}
+        if sparse:
+            words["sparse"] = {"method": sparse.method, "axes": dict(sparse.axes)}
         arrays = {name: array.astype(np.int32) for name, array in named_arrays(self.choices).items()}
-        return file_bytes(arrays, {"pruning": about})
+        arrays |= {_NORMS + name: array for name, array in (sparse.norms if sparse else {}).items()}
+        return file_bytes(arrays, {"pruning": json.dumps(words, sort_keys=True)})
 
     def lines(self) -> list[str]:
         """The dims that changed."""
@@ -66,17 +73,20 @@ class Kept:
         return [f"{dim} {self.before[dim]:,} -> {size:,}" for dim, size in changed.items()]
 
 
-def load_kept(path: Path) -> tuple[Kept, list[str]]:
-    """Read a file of choices, and the names of the tensors that were solved anew; PlanError names what is wrong."""
+def load_kept(path: Path) -> tuple[Kept, list[str], Sparse | None]:
+    """Read a file: choices, names of the tensors that were solved anew, zeros; PlanError names what is wrong."""
     try:
         file = SafetensorsFile(path)
         about = parse_json(file.header.metadata["pruning"])
         choices: dict[str, dict[At, Positions]] = {}
-        for name in file.specs:
+        norms = {name.removeprefix(_NORMS): file.read(name) for name in file.specs if name.startswith(_NORMS)}
+        for name in [name for name in file.specs if not name.startswith(_NORMS)]:
             dim, place = dim_and_place(name)
             choices.setdefault(dim, {})[place] = file.read(name).astype(np.int64)
         kept = Kept(dict(about["before"]), dict(about["after"]), choices)
-        return kept, [str(name) for name in about["repaired"]]
+        sparse = about.get("sparse")
+        zeros = Sparse(str(sparse["method"]), dict(sparse["axes"]), norms) if sparse else None
+        return kept, [str(name) for name in about["repaired"]], zeros
     except (BridgeError, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"{path}: not a file of what a pruned model kept: {error}") from error
 

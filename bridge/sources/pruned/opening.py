@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.core.errors import PlanError
 from bridge.core.output.names import PRUNING
-from bridge.core.text import number
+from bridge.core.text import fold_layers, number
 from bridge.sources.pruned.choose import Scores, choose
 from bridge.sources.pruned.config import pruned_config
 from bridge.sources.pruned.kept import load_kept
@@ -20,6 +20,7 @@ from bridge.sources.pruned.renumber import renumbered_config
 from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sizes import layers_of, sizes_of
 from bridge.sources.pruned.source import PrunedSource
+from bridge.sources.pruned.sparse import IN, OUT, Sparse, sparse_axes
 from bridge.sources.pruned.vocabulary import Vocabulary, open_vocabulary
 from bridge.sources.source import Source
 from bridge.tables.architectures.match import Matched
@@ -70,7 +71,11 @@ class Cut:
         return self.pruned({dim: {(None, None): np.zeros(count)} for dim, count in self.before.items()})
 
     def pruned(
-        self, scores: Scores, by_importance: bool = False, repaired: Mapping[str, Repaired] = MappingProxyType({})
+        self,
+        scores: Scores,
+        by_importance: bool = False,
+        repaired: Mapping[str, Repaired] = MappingProxyType({}),
+        sparse: Sparse | None = None,
     ) -> PrunedSource:
         """The model that is left when the highest scores are kept; PlanError if a dim has none.
 
@@ -93,11 +98,11 @@ class Cut:
         config, problems = pruned_config(self.matched.table, self.source.config, self.after, kept.layers)
         if problems:
             raise refused(self.source, problems)
-        return PrunedSource(self.source, self.matched, kept, config, repaired, self.vocabulary)
+        return PrunedSource(self.source, self.matched, kept, config, repaired, self.vocabulary, sparse)
 
 
 def whole_of(source: Source) -> Cut:
-    """The model with nothing cut, for `Cut.to`; PlanError if it is quantized or fits no table."""
+    """The model with nothing cut, for `Cut.to` and zeros; PlanError if it is quantized or fits no table."""
     if source.quantized:
         raise refused(source, ['it is quantized; convert it with quant="none" first, and prune that'])
     matched = match_table(source.config, source.specs)
@@ -124,14 +129,24 @@ def _vocabulary(source: Source, rows: int, size: int) -> tuple[Vocabulary | None
     return None, [f"vocab={size}: {least} tokens stay in any case ({what}); give {least} to {rows}"]
 
 
+def plan_sparse(source: Source, method: str) -> tuple[Cut, Sparse]:
+    """Check that a model can have zeros, and choose the matrices that get them; all dims keep their sizes."""
+    cut = whole_of(source)
+    axes, uneven = sparse_axes(cut.matched, {name: spec.shape for name, spec in source.specs.items()})
+    if not axes:
+        why = f"no matrix of its layers has rows in a multiple of {OUT} and inputs in one of {IN}"
+        raise refused(source, [f"{why}: {', '.join(fold_layers(uneven))}"])
+    return cut, Sparse(method, axes)
+
+
 def pruned_again(source: Source, directory: Path) -> Source:
     """The pruned model that an output was made from, given the whole one; `source` if it was not pruned."""
     if not (directory / PRUNING).is_file() or isinstance(source, PrunedSource):
         return source
-    kept, repaired = load_kept(directory / PRUNING)
+    kept, repaired, sparse = load_kept(directory / PRUNING)
     if repaired:
         raise PlanError(
-            f"{directory} has {number(len(repaired), 'tensor')} that a repair solved anew, and {source.where} has the "
+            f"{directory} has {number(len(repaired), 'tensor')} that were solved anew, and {source.where} has the "
             "old ones; give the source that bridge.pruned returns"
         )
     matched = match_table(source.config, source.specs)
@@ -141,7 +156,7 @@ def pruned_again(source: Source, directory: Path) -> Source:
     if problems:
         raise refused(source, problems)
     vocabulary = open_vocabulary(source, kept.before["vocab"]) if "vocab" in kept.choices else None
-    return PrunedSource(source, matched, kept, config, vocabulary=vocabulary)
+    return PrunedSource(source, matched, kept, config, vocabulary=vocabulary, sparse=sparse)
 
 
 def refused(source: Source, problems: Sequence[str]) -> PlanError:

@@ -18,6 +18,7 @@ from bridge.sources.live_models import loading
 from bridge.sources.pruned.kept import At, Kept
 from bridge.sources.pruned.renumber import REPLACED, WHY, numbering, renumbered_config, renumbered_files
 from bridge.sources.pruned.repaired import Repaired
+from bridge.sources.pruned.sparse import PATTERN, Sparse
 from bridge.sources.pruned.summary import Pruning
 from bridge.sources.pruned.vocabulary import Vocabulary
 from bridge.sources.source import Source
@@ -35,7 +36,7 @@ class PrunedSource:
 
     No weight is read before it is asked for. `matched`: how the source's tensors fit its architecture's table.
     `repaired`: stored tensors that were solved for the kept channels, and are read instead. `vocabulary`: the whole
-    tokenizer, if tokens go.
+    tokenizer, if tokens go. `sparse`: which tensors get zeros.
     """
 
     quantized = None
@@ -49,14 +50,16 @@ class PrunedSource:
         config: Mapping[str, Any],
         repaired: Mapping[str, Repaired] = MappingProxyType({}),
         vocabulary: Vocabulary | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
         self.whole = source
-        self.kept, self.repaired = kept, repaired
+        self.kept, self.repaired, self.sparse = kept, repaired, sparse
         self.perplexity: tuple[float, ...] = ()  # of the whole model and of this one, if they ran on data
         self.dialect, self.can_run = source.dialect, source.can_run
         cut = {dim: size for dim, size in kept.after.items() if size != kept.before[dim]}
-        self.where = f"{source.where} pruned to {', '.join(f'{dim}={size}' for dim, size in cut.items()) or 'its size'}"
-        self.name = f"{source.name}-pruned"
+        how = ", ".join(f"{dim}={size}" for dim, size in cut.items()) or "its size"
+        self.where = f"{source.where} made {PATTERN} sparse" if sparse else f"{source.where} pruned to {how}"
+        self.name = f"{source.name}-{'sparse' if sparse else 'pruned'}"
         self.root = getattr(source, "root", None)
         self.config: Mapping[str, Any] = config
         self._vocabulary = vocabulary
@@ -86,8 +89,9 @@ class PrunedSource:
             (sum(spec.nbytes for spec in whole), sum(spec.nbytes for spec in self.specs.values())),
             tuple(left),
             kept.share,
-            len(self.repaired),
+            0 if self.sparse else len(self.repaired),
             self.perplexity,
+            *((self.sparse.method, len(self.sparse.axes)) if self.sparse else ()),
         )
 
     @cached_property
@@ -95,7 +99,7 @@ class PrunedSource:
         files = {name: content for name, content in self.whole.side_files.items() if name not in self.dropped}
         files |= self._tokenizer_files
         files["config.json"] = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
-        files[PRUNING] = self.kept.to_bytes(self.repaired)
+        files[PRUNING] = self.kept.to_bytes(self.repaired, self.sparse)
         return files
 
     def read(self, name: str) -> np.ndarray:
@@ -110,8 +114,13 @@ class PrunedSource:
         rows, *columns = self._positions(name)
         rows = rows[begin:end]
         result, repaired = out, self.repaired.get(stored)
-        for some, first, last in _spans(rows, repaired.spec if repaired else self.whole.specs[stored]):
+        sparse, whole = None if repaired else self.sparse, self.whole.specs[stored]
+        for some, first, last in _spans(rows, repaired.spec if repaired else whole):
+            if sparse:
+                first, last = sparse.aligned(stored, len(whole.shape), first, last)
             piece = repaired.read_rows(first, last) if repaired else self.whole.read_rows(stored, first, last)
+            if sparse:
+                piece = sparse.apply(stored, piece, whole.dtype, first)
             if result is None:
                 result = np.empty((len(rows), *self.specs[name].shape[1:]), piece.dtype)
             result[some] = _cut(piece, rows[some] - first, columns)
@@ -128,6 +137,8 @@ class PrunedSource:
         digest = hashlib.sha256(f"{self.whole.fingerprint} {self.kept.digest} {config}".encode())
         for name, repaired in self.repaired.items():
             digest.update(f"{name} {repaired.digest}".encode())
+        if self.sparse:
+            digest.update(self.sparse.digest.encode())
         return digest.hexdigest()
 
     def load_model(self) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bridge.core.text import number
+
 
 @dataclass(frozen=True)
 class Pruning:
@@ -13,7 +15,7 @@ class Pruning:
     `dropped_layers`: their numbers. `share`: of each dim the least part, over layers, of the summed squares of its
     scores that is kept; of `vocab` the part of the data's tokens. `repaired`: matrices that were solved anew.
     `perplexity`: on the rows that were held out of the data, before and after; () if the scores took no run, or tokens
-    went.
+    went. `sparse`: the method that chose zeros, "" without any; `sparsified`: the matrices that have two in every four.
     """
 
     dims: tuple[tuple[str, int, int], ...]
@@ -23,14 +25,24 @@ class Pruning:
     share: Mapping[str, float] = field(default_factory=dict)
     repaired: int = 0
     perplexity: tuple[float, ...] = ()
+    sparse: str = ""
+    sparsified: int = 0
 
     def line(self) -> str:
         """Everything in one line."""
+        if self.sparse:
+            text = (
+                f"2:4 zeros in {number(self.sparsified, 'matrix', 'matrices')} ({self.sparse}); as many bytes as before"
+            )
+            return text + self._perplexity()
         text = ", ".join(f"{dim} {before:,} -> {after:,}" for dim, before, after in self.dims)
         text += f"; {self.values[0]:,} -> {self.values[1]:,} values ({self.values[1] / self.values[0]:.0%})"
         if self.repaired:
             text += f", {self.repaired:,} matrices repaired"
-        if self.perplexity:
-            before, after = self.perplexity
-            text += f"; perplexity {before:.2f} -> {after:.2f} on text held out"
-        return text
+        return text + self._perplexity()
+
+    def _perplexity(self) -> str:
+        if not self.perplexity:
+            return ""
+        before, after = self.perplexity
+        return f"; perplexity {before:.2f} -> {after:.2f} on text held out"

@@ -1,4 +1,4 @@
-"""The teacher: a model that runs beside the student, or its stored answers."""
+"""A teacher that runs beside its student."""
 
 from __future__ import annotations
 

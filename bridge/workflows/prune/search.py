@@ -9,7 +9,7 @@ from typing import Any
 
 from bridge.api.request import data_of
 from bridge.api.words import SchemeName
-from bridge.calibration.data import Data, Sampling, positions
+from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, PlanError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -20,9 +20,10 @@ from bridge.sources.pruned.scores import Scores
 from bridge.workflows.prune.budget import Sizer, parse_budget
 from bridge.workflows.prune.ladders import Keep, ladders_of
 from bridge.workflows.prune.rounds import Rounds
+from bridge.workflows.prune.sampling import sampling_of
 from bridge.workflows.prune.searched import Searched
 from bridge.workflows.prune.trial import Trial
-from bridge.workflows.prune.verbs import SAMPLES, SEQUENCE, given_scores
+from bridge.workflows.prune.verbs import given_scores
 
 
 @shows_progress
@@ -86,7 +87,7 @@ def search(
             f"budget {asked.text}: at most {tell(limit)} of {tell(sizer.whole)}, and the smallest that the search "
             f"reaches has {tell(least)} ({least / sizer.whole:.1%}); give more, or other dims= (--dims)"
         )
-    sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, positions(source.config) or SEQUENCE), field)
+    sampling = sampling_of(source, samples, sequence, field)
     scoring, measuring = split(data_of(source, data, sampling))
     trial = Trial(whole, scoring, measuring, importance if isinstance(importance, str) else "", repair, device)
     found = trial.prepare(given, {dim for ladder in ladders for keep in ladder for dim in keep})

@@ -10,7 +10,7 @@ from bridge.api.request import data_of
 from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.verbs import convert, plan
 from bridge.api.words import SchemeName, TargetName, TargetOptions
-from bridge.calibration.data import Sampling, positions
+from bridge.calibration.data import Sampling
 from bridge.core.errors import UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -22,13 +22,14 @@ from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, plan_cut
 from bridge.sources.pruned.scores import ByPlace, Scores
 from bridge.sources.pruned.source import PrunedSource
+from bridge.workflows.prune.sampling import SAMPLES, SEQUENCE, sampling_of
+from bridge.workflows.prune.sparse import made_sparse, refuse
 
 if TYPE_CHECKING:
     from bridge.calibration.importance.measure import Measured
 
 IMPORTANCE = ("output", "minitron", "weights")
 ORDERS = ("source", "importance")
-SAMPLES, SEQUENCE = 64, 256  # 16 rows keep 93 % of the same channels
 
 
 @shows_progress
@@ -41,6 +42,8 @@ def pruned(
     importance: str | Scores | Path = "output",
     repair: bool = False,
     order: str = "source",
+    sparse: str | None = None,
+    sparse_method: str = "sparsegpt",
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
     samples: int | None = None,
@@ -64,6 +67,9 @@ def pruned(
         repair: fit the matrices that read fewer channels, heads or experts' channels to what they gave before, by least
             squares; takes five tokens a channel.
         order: "source" keeps the order; "importance" sorts channels, heads and experts by score, as ModelOpt does.
+        sparse: "2:4" sets two of every four weights along the input of each matrix of the layers to zero; sizes stay.
+        sparse_method: "sparsegpt" chooses zeros by the loss of the matrix's output, and the other weights make up for
+            them; "wanda" by magnitude times the norm of the input; "magnitude" without a run.
         samples, sequence: rows of tokens to run; None takes 64 of 256.
 
     Raises:
@@ -74,6 +80,11 @@ def pruned(
     >>> smaller.specs["model.layers.0.mlp.down_proj.weight"].shape
     (128, 192)
     """
+    if sparse is not None:
+        cut_too = keep is not None or drop_layers is not None or repair or order != "source" or importance != "output"
+        refuse(sparse, sparse_method, cut_too)
+        source = open_source(model, config, tokenizer)
+        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
     if order not in ORDERS:
         raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
     source = open_source(model, config, tokenizer)
@@ -92,9 +103,7 @@ def pruned(
         if repair:
             raise UsageError('repair=True (--repair) needs a run on data, and importance="weights" has none')
         return cut.pruned({**weight_scores(cut), **tokens}, by_importance)
-    limit = positions(source.config) or SEQUENCE
-    sampling = Sampling(samples or SAMPLES, sequence or min(SEQUENCE, limit), field)
-    prepared = data_of(source, data, sampling)
+    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
     made = _measured(cut, prepared, str(importance), repair, by_importance, device, progress)
     smaller = cut.pruned({**made.scores, **tokens}, by_importance, made.repaired)
     if made.perplexity is not None and not tokens:  # with other tokens it is another figure
@@ -164,6 +173,8 @@ def prune(
     importance: str | Scores | Path = "output",
     repair: bool = False,
     order: str = "source",
+    sparse: str | None = None,
+    sparse_method: str = "sparsegpt",
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
     samples: int | None = None,
@@ -185,10 +196,11 @@ def prune(
     """
     source, calibrates = open_source(model, config, tokenizer), is_automatic(quant)
     if not calibrates:  # before the run: what a smaller model cannot be written as is refused
-        calibrates = bool(plan(source, target, quant, keep=keep or {}, drop_layers=drop_layers, **options).calibration)
+        sizes = None if sparse else keep or {}  # zeros change no size
+        calibrates = bool(plan(source, target, quant, keep=sizes, drop_layers=drop_layers, **options).calibration)
     smaller = pruned(
         source, keep, drop_layers=drop_layers, data=data, importance=importance, repair=repair, order=order,
-        samples=samples, sequence=sequence, field=field, device=device,
+        sparse=sparse, sparse_method=sparse_method, samples=samples, sequence=sequence, field=field, device=device,
         progress=progress,
     )  # fmt: skip
     given: dict[str, Any] = {"data": data, "field": field, "device": device} if calibrates else {}

@@ -151,7 +151,7 @@ def test_what_was_kept_is_written_and_proves_the_output_against_the_whole_model(
         bridge.verify(out, "examples/models/tiny-gpt2")
     repaired = tmp_path / "repaired"
     bridge.prune(LLAMA, {"ffn": 128}, repaired, repair=True, samples=8, sequence=128, verify=False)
-    with pytest.raises((PlanError, VerifyError), match="5 tensors that a repair solved anew"):
+    with pytest.raises((PlanError, VerifyError), match="5 tensors that were solved anew"):
         bridge.verify(repaired, LLAMA)
 
 

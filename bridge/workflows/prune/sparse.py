@@ -1,0 +1,63 @@
+"""Make a model sparse for `pruned`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.api.request import data_of
+from bridge.core.errors import UsageError, warn
+from bridge.core.progress import Progress
+from bridge.core.progress_bar import callback_of
+from bridge.core.text import nearest, number
+from bridge.planning.structure import structure_of
+from bridge.sources.pruned.opening import plan_sparse
+from bridge.sources.pruned.source import PrunedSource
+from bridge.sources.pruned.sparse import METHODS, PATTERN
+from bridge.sources.source import Source
+from bridge.workflows.prune.sampling import sampling_of
+
+
+def refuse(sparse: str, method: str, cut_too: bool) -> None:
+    """Refuse another pattern or method, and a cut in the same call."""
+    if sparse != PATTERN:
+        raise UsageError(f"sparse={sparse!r} (--sparse): unknown; {nearest(str(sparse), (PATTERN,))}")
+    if method not in METHODS:
+        raise UsageError(f"sparse_method={method!r} (--sparse-method): unknown; {nearest(str(method), METHODS)}")
+    if cut_too:
+        raise UsageError(
+            "sparse= (--sparse) takes no keep, drop_layers, importance, repair or order, since zeros depend on what "
+            "is left: prune in a first step, and make in a second step its output sparse"
+        )
+
+
+def made_sparse(
+    source: Source,
+    method: str,
+    data: Any,
+    samples: int | None,
+    sequence: int | None,
+    field: str | None,
+    device: str | None,
+    progress: Progress | bool | None,
+) -> PrunedSource:
+    """Return the model with two zeros in every four weights of its layers; only magnitudes take no run."""
+    cut, sparse = plan_sparse(source, method)
+    if method == "magnitude":
+        return cut.pruned({}, sparse=sparse)
+    from bridge.calibration.importance.measure import measure_zeros, perplexity_of
+
+    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
+    made, before = measure_zeros(
+        cut, structure_of(source), prepared, sparse, device=device, progress=callback_of(progress)
+    )
+    if made.thin:
+        warn(
+            f"no token reached {number(len(made.thin), 'matrix', 'matrices')} of experts, whose zeros go by magnitude "
+            "alone; give more samples= (--samples)"
+        )
+    sparser = cut.pruned({}, repaired=made.repaired, sparse=replace(sparse, norms=made.norms))
+    if before is not None:
+        after = perplexity_of(sparser, structure_of(sparser), prepared, device)
+        sparser.perplexity = (before, after) if after is not None else ()
+    return sparser
