@@ -1,4 +1,4 @@
-"""The rounds of a search: single sizes, combinations, neighbours, and what room is left."""
+"""The rounds of a search: sizes alone, combined, and grown."""
 
 from __future__ import annotations
 

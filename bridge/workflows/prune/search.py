@@ -1,4 +1,4 @@
-"""The verb search: the best pruned sizes for a budget, by measured cost."""
+"""Find the best pruned sizes for a budget, by measured cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Searched`: the best sizes that a search found, and all that it tried."""
+"""The value `Searched`: the best sizes and all that were tried."""
 
 from __future__ import annotations
 
