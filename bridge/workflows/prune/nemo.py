@@ -3,8 +3,7 @@
 Scores are ModelOpt's (`importance="minitron"`, `order="importance"`), but heads of a group are scored by their own
 channels: ModelOpt 0.35 views them in a wrong order. Intended differences from NeMo:
 
-- A transformers model stays as it is, and the pruned one is returned. A live Megatron-Core model is refused: prune its
-  checkpoint.
+- A transformers model stays as it is, and the pruned one is returned. A live Megatron-Core model is pruned in place.
 - What NeMo ignores is an error: layers that are not there or twice, no target, sizes of Mamba for another model.
 """
 
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import UsageError, warn
+from bridge.sources.pruned.source import PrunedSource
 from bridge.workflows.prune.verbs import prune as write
 from bridge.workflows.prune.verbs import pruned
 
@@ -93,10 +93,11 @@ class PruningConfig:
 def prune_language_model(
     model: Any, pruning_config: PruningConfig, data_module: Any = None, trainer: Any = None
 ) -> Any:
-    """Return a pruned transformers model; `model` stays as it is.
+    """Prune a GPTModel of Megatron-Core in place, or return a pruned transformers model; that one stays as it is.
 
     Args:
-        model: a transformers model, or what `bridge.convert` takes.
+        model: a live GPTModel of Megatron-Core that is whole (TP 1, PP 1), a transformers model, or what
+            `bridge.convert` takes.
         data_module: what the model runs on, as `bridge.calibrate` takes it; not needed to drop layers.
         trainer: of NeMo; not used.
 
@@ -105,17 +106,20 @@ def prune_language_model(
         ValueError, AssertionError: where NeMo and ModelOpt raise them, as UsageError too.
     """
     pruning_config.check()
-    if type(model).__module__.startswith("megatron."):
-        raise PruningValueError(
-            f"{type(model).__name__} in memory belongs to Megatron-Core; prune its checkpoint: "
-            "prune(nemo_checkpoint=...)"
-        )
     if pruning_config.keep and data_module is None:
         raise PruningAssertionError("data_module is required to score what stays; give texts, a file or batches")
-    source = pruned(
-        model, pruning_config.keep or None, drop_layers=pruning_config.dropped, data=data_module,
-        importance="minitron", order="importance", progress=False,
-    )  # fmt: skip
+
+    def cut(whole: Any) -> PrunedSource:
+        return pruned(
+            whole, pruning_config.keep or None, drop_layers=pruning_config.dropped, data=data_module,
+            importance="minitron", order="importance", progress=False,
+        )  # fmt: skip
+
+    if any(kind.__module__.startswith("megatron.") for kind in type(model).__mro__):
+        from bridge.workflows.prune.live_megatron import prune_in_place
+
+        return prune_in_place(model, cut)
+    source = cut(model)
     if hasattr(model, "state_dict"):
         warn(f"{type(model).__name__} in memory stays as it is; the pruned model is returned")
     return source.load_model()
