@@ -46,7 +46,8 @@ def pruned(given: dict[str, Any]) -> dict[str, Any]:
     again.backward()
     expected = _expected(given, ids)
     return {
-        "same": same, "sizes": sizes, "groups": config.num_query_groups, "channels": config.kv_channels, "values": values,
+        "same": same, "sizes": sizes, "groups": config.num_query_groups,
+        "channels": config.kv_channels, "values": values,
         "error": float((answer - expected).abs().max() / expected.abs().max()),
         "trains": all(param.grad is not None for param in made.parameters()),
     }  # fmt: skip

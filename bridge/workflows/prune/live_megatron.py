@@ -1,7 +1,7 @@
 """Prune a Megatron-Core model in memory, in place.
 
-The model goes through a checkpoint of its own in a temporary directory, so that the tables of Megatron's checkpoints say
-what every tensor is.
+The model goes through a checkpoint of its own in a temporary directory, so that the tables of Megatron's checkpoints
+say what every tensor is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ FIELDS = {  # of TransformerConfig -> of the pruned model's config.json; the fir
     "num_layers": ("num_hidden_layers",),
 }
 CONSTRUCTED = (  # arguments of GPTModel that it keeps under the same name
-    "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process", "post_process", "fp16_lm_cross_entropy",
-    "parallel_output", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent", "rotary_base",
+    "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process", "post_process", "parallel_output",
+    "fp16_lm_cross_entropy", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
+    "rotary_base",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""NeMo's functions for pruning, under their names, for transformers models and for checkpoints.
+"""NeMo's functions for pruning, under their names.
 
 Scores are ModelOpt's (`importance="minitron"`, `order="importance"`), but heads of a group are scored by their own
 channels: ModelOpt 0.35 views them in a wrong order. Intended differences from NeMo:
