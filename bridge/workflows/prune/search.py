@@ -68,8 +68,8 @@ def search(
 
     >>> model = "examples/models/tiny-llama"
     >>> found = bridge.search(model, {"parameters": "80%"}, dims=["ffn"], samples=16, sequence=64)
-    >>> found.keep, found.size <= 0.8 * found.whole
-    ({'ffn': 224}, True)
+    >>> list(found.keep), found.size <= 0.8 * found.whole
+    (['ffn'], True)
     """
     asked = parse_budget(budget)
     source = open_source(model, config, tokenizer)
