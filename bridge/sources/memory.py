@@ -91,7 +91,7 @@ class MemorySource:
                 tensor = parts[0] if len(parts) == 1 else torch.cat(parts, origin.axis)
             if tensor.device.type == "meta":
                 raise SourceError(f"{name}: has no values (meta device, or offloaded); give its directory instead")
-            return _bits(tensor.detach(), origin.spec.dtype)
+            return bits_of(tensor.detach(), origin.spec.dtype)
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return rows of one tensor; a tensor that must be joined is joined once for all its rows."""
@@ -184,7 +184,7 @@ def _why_wrapped(model: Any) -> str:
     return ""
 
 
-def _bits(tensor: Any, dtype: str) -> np.ndarray:
+def bits_of(tensor: Any, dtype: str) -> np.ndarray:
     """Return the bits of a torch tensor in NumPy's storage dtype, without a copy if contiguous on the CPU."""
     import torch
 

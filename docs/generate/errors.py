@@ -109,6 +109,12 @@ def _batch() -> None:
     bridge.batch("models.toml")
 
 
+def _nemo(**config: object) -> None:
+    from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
+
+    prune_language_model(SOURCE, PruningConfig(**config))
+
+
 EXAMPLES: dict[str, Example] = {
     "BatchError": Example(
         'bridge.batch("models.toml")   # strict = true, and a row that its target refuses',
@@ -119,6 +125,21 @@ EXAMPLES: dict[str, Example] = {
         'bridge.Quantizer({"algorithm": "fp9"}, {"save_path": "out"})',
         lambda: bridge.Quantizer({"algorithm": "fp9"}, {"save_path": "out"}),
         "Correct the two configs. It is an `AssertionError` too, as in NeMo.",
+    ),
+    "PruningValueError": Example(
+        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.workflows.prune.nemo",
+        lambda: _nemo(drop_layers=[4], target_num_layers=4),
+        "Name the layers, or their number. It is a `ValueError` too, as in NeMo.",
+    ),
+    "PruningAssertionError": Example(
+        'prune_language_model("tiny-llama", PruningConfig(target_num_attention_heads=4))',
+        lambda: _nemo(target_num_attention_heads=4),
+        "Give what the message names. It is an `AssertionError` too, as in NeMo and ModelOpt.",
+    ),
+    "PruningSizeError": Example(
+        'prune_language_model("tiny-llama", PruningConfig(drop_layers=[99]))',
+        lambda: _nemo(drop_layers=[99]),
+        "Give sizes and layers that the model has. It is an `AssertionError` too, as in ModelOpt.",
     ),
     "UnknownMode": Example(
         'bridge.modelopt_quantize(model, "fp9")',

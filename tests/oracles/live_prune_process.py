@@ -55,24 +55,17 @@ def pruned(given: dict[str, Any]) -> dict[str, Any]:
 
 def _expected(given: dict[str, Any], ids: Any) -> Any:
     """Answers of the same cut of the same weights in transformers."""
-    import tempfile
-
-    from megatron.core import dist_checkpointing
-
     import bridge
-    from bridge.workflows.prune.live_megatron import _run_config
+    from bridge.sources.live_models.megatron import open_live
     from bridge.workflows.prune.nemo import PruningConfig
 
     model, config = distill_process._model(128, 4, 1, 1).eval(), PruningConfig(**given)
-    with tempfile.TemporaryDirectory() as name:
-        dist_checkpointing.save({"model": model.sharded_state_dict()}, name)
-        (Path(name) / "run_config.yaml").write_text(_run_config(model))
-        source = bridge.pruned(
-            name, config.keep or None, drop_layers=config.dropped, data=[{"input_ids": ids}], importance="minitron",
-            order="importance", progress=False,
-        )  # fmt: skip
-        with torch.no_grad():
-            return source.load_model()(input_ids=ids).logits
+    source = bridge.pruned(
+        open_live(model), config.keep or None, drop_layers=config.dropped, data=[{"input_ids": ids}],
+        importance="minitron", order="importance", progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        return source.load_model()(input_ids=ids).logits
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def fill(model: Any, seed: int) -> None:
 
 def made(name: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Ids, logits of the real vocabulary, and the tensors of the module by its own (local) names."""
-    model = _filled(name)
+    model = filled(name)
     ids = _ids()
     state = {key: tensor.numpy() for key, tensor in model.state_dict().items() if "_extra_state" not in key}
     return ids.numpy(), answer(model, ids), state
@@ -202,7 +202,7 @@ def _ids() -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
 
 
-def _filled(name: str, spec: str = "te") -> Any:
+def filled(name: str, spec: str = "te") -> Any:
     model = build(EVERY[name], spec)
     fill(model, sum(map(ord, name)))
     return model
@@ -234,7 +234,7 @@ def save(name: str, out: str, source: str | None, options: dict[str, Any]) -> No
 
     family = EVERY[name]
     if source is None:
-        model = _filled(name, options["spec"])
+        model = filled(name, options["spec"])
     else:
         model = build(family, options["spec"], family.grouped)
         load(model, source)
@@ -259,7 +259,7 @@ def quantized(name: str, out: str, scheme: str) -> dict[str, np.ndarray]:
     from modelopt.torch.opt.plugins.mcore_dist_checkpointing import save_sharded_modelopt_state
 
     ids = _ids()
-    model = mtq.quantize(_filled(name), copy.deepcopy(getattr(mtq, scheme)), lambda model: answer(model, ids))
+    model = mtq.quantize(filled(name), copy.deepcopy(getattr(mtq, scheme)), lambda model: answer(model, ids))
     Path(out).mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save({"model": _sharded(model, "", "stacked"), "iteration": 100}, out)
     save_sharded_modelopt_state([model], out)

@@ -1,109 +1,117 @@
-"""Prune a Megatron-Core model in memory, in place.
-
-The model goes through a checkpoint of its own in a temporary directory, so that the tables of Megatron's checkpoints
-say what every tensor is.
-"""
+"""Rebuild a live GPTModel of Megatron-Core in place, pruned."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from pathlib import Path
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from bridge.api.verbs import convert
-from bridge.core.errors import PlanError
-from bridge.core.output.temporary import temporary_directory
+from bridge.sources.live_models.megatron import fill
 from bridge.sources.pruned.source import PrunedSource
 
-PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-FIELDS = {  # of TransformerConfig -> of the pruned model's config.json; the first that is there
-    "hidden_size": ("hidden_size",),
-    "ffn_hidden_size": ("intermediate_size",),
-    "num_attention_heads": ("num_attention_heads",),
-    "num_query_groups": ("num_key_value_heads", "num_attention_heads"),
-    "kv_channels": ("head_dim",),
-    "num_layers": ("num_hidden_layers",),
+FIELDS = {  # of Megatron's configuration by dim
+    "hidden": "hidden_size",
+    "ffn": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "layers": "num_layers",
 }
-CONSTRUCTED = (  # arguments of GPTModel that it keeps under the same name
-    "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process", "post_process", "parallel_output",
-    "fp16_lm_cross_entropy", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
-    "rotary_base",
+# Arguments of GPTModel that it keeps under their names.
+ARGUMENTS = (
+    "vocab_size", "max_sequence_length", "pre_process", "post_process", "fp16_lm_cross_entropy", "parallel_output",
+    "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent", "rotary_base", "pg_collection",
 )  # fmt: skip
 
 
-def prune_in_place(model: Any, cut: Callable[[Path], PrunedSource]) -> Any:
-    """Replace what a GPTModel holds by the pruned model, and return it: whoever holds the object sees the smaller one.
+def why_not(model: Any) -> str:
+    """Say why this GPTModel cannot be rebuilt; "" if it can."""
+    config = model.config
+    axes = ("tensor", "pipeline", "expert", "expert_tensor")
+    sizes = {f"{axis}_model_parallel_size": getattr(config, f"{axis}_model_parallel_size", 1) for axis in axes}
+    sizes["context_parallel_size"] = config.context_parallel_size
+    split = [f"{name} is {size}" for name, size in sizes.items() if size not in (None, 1)]
+    if config.sequence_parallel:
+        split.append("sequence_parallel is on")
+    if split:
+        return f"{', '.join(split)}: only a model that is whole on this rank is pruned in memory; prune its checkpoint"
+    if model.mtp_process:
+        return "it predicts several tokens (mtp_block_spec), which is not pruned"
+    if any(hasattr(module, "_modelopt_state") for module in model.modules()):
+        return "ModelOpt has changed it; prune the plain model first"
+    hooked = [name or "itself" for name, module in model.named_modules() if module._forward_hooks]
+    if hooked:
+        return f"it has forward hooks on {', '.join(hooked[:4])}, which a rebuilt model would lose; remove them first"
+    return ""
 
-    cut: makes the pruned source of a checkpoint.
 
-    Raises:
-        PlanError: the model is a part of a parallel one, or its config cannot be told in a checkpoint.
+def rebuild(model: Any, smaller: PrunedSource) -> None:
+    """Give `model` the modules of a smaller one: the same object, so whoever holds it sees the pruned model.
+
+    Its configuration changes in place, too; kv_channels stays. If anything fails, the model is as it was.
     """
-    if split := [name for name in PARALLEL if getattr(model.config, name, 1) > 1]:
-        raise PlanError(
-            f"{type(model).__name__} in memory is one part of a model ({split[0]} above 1); prune its checkpoint"
-        )
-    from megatron.core import dist_checkpointing
+    import torch
 
-    with temporary_directory() as folder:
-        for name in ("whole", "pruned"):
-            (folder / name).mkdir()
-        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(folder / "whole"))
-        (folder / "whole/run_config.yaml").write_text(_run_config(model), encoding="utf-8")
-        smaller = cut(folder / "whole")
-        out = folder / "pruned/megatron"
-        # Transformer Engine's linears have the norm before them
-        spec = "te" if any("layer_norm_weight" in name for name, _ in model.named_parameters()) else "local"
-        convert(smaller, "megatron", out=out, spec=spec, vocab_multiple=1, verify=False, progress=False)
-        new = _rebuilt(model, smaller.config)
-        loaded = dist_checkpointing.load(
-            {"model": new.sharded_state_dict()}, str(out), strict="assume_ok_unexpected"
-        )["model"]  # fmt: skip
-        new.load_state_dict(loaded)
+    old = {_layerless(name): tensor for name, tensor in model.state_dict().items() if hasattr(tensor, "dtype")}
+    settings = {name: getattr(model, name) for name in ARGUMENTS}
+    spec = _cut_spec(model.transformer_layer_spec, smaller.kept.layers)
+    with _sized(model.config, smaller):
+        new = type(model)(model.config, spec, **settings, rope_scaling=model.rotary_scaling)
+        for name, tensor in new.state_dict(keep_vars=True).items():
+            if hasattr(tensor, "dtype"):
+                like = old[_layerless(name)]
+                tensor.data = tensor.data.to(like.device, like.dtype)
+        with torch.no_grad():
+            fill(new, smaller)
+    if hasattr(model, "rotary_pos_emb"):  # a head stays as wide, and some of its arguments are kept nowhere
+        new.rotary_pos_emb = model.rotary_pos_emb
     new.train(model.training)
     model.__dict__ = new.__dict__
-    return model
 
 
-def _run_config(model: Any) -> str:
-    """Megatron-Bridge's run_config.yaml of a live model."""
-    import yaml
-
-    plain = {name: value for name, value in vars(model.config).items() if isinstance(value, int | float | str | bool)}
-    told = {name: getattr(model, name) for name in CONSTRUCTED[1:] if isinstance(getattr(model, name, None), int | str)}
-    section = plain | told | {
-        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
-        "seq_length": model.max_sequence_length,
-        "make_vocab_size_divisible_by": 1,
-        "should_pad_vocab": False,
-        "rotary_base": getattr(model, "rotary_base", 10000),
-        "rotary_percent": getattr(model, "rotary_percent", 1.0),
-        "activation_func": {"_target_": _activation(model.config.activation_func), "_call_": False},
-    }  # fmt: skip
-    return str(yaml.safe_dump({"model": section}))
-
-
-def _activation(function: Any) -> str:
-    """The path of an activation function; of torch's, as users write it."""
-    from torch.nn import functional
-
-    for name in ("silu", "gelu", "relu"):
-        if function is getattr(functional, name):
-            return f"torch.nn.functional.{name}"
-    return f"{function.__module__}.{function.__qualname__}"
+@contextmanager
+def _sized(config: Any, smaller: PrunedSource) -> Iterator[None]:
+    """The configuration with the sizes of the pruned model; as before if what runs inside fails."""
+    before = dict(vars(config))
+    kept, count = smaller.kept, before["num_layers"]
+    for dim, field in FIELDS.items():
+        if dim in kept.after and kept.after[dim] != kept.before[dim]:
+            setattr(config, field, kept.after[dim])
+    if "kv_heads" not in kept.after and before["num_query_groups"] == before["num_attention_heads"]:
+        config.num_query_groups = config.num_attention_heads
+    for field, value in _by_layer(before, count, kept.layers).items():
+        setattr(config, field, value)
+    initializes, config.perform_initialization = config.perform_initialization, False  # every value is overwritten
+    try:
+        yield
+        config.perform_initialization = initializes
+    except BaseException:
+        vars(config).clear()
+        vars(config).update(before)
+        raise
 
 
-def _rebuilt(model: Any, config: Any) -> Any:
-    """A new model of the same class and specs, in the pruned sizes."""
-    sizes = copy.copy(model.config)
-    for name, keys in FIELDS.items():
-        setattr(sizes, name, next(config[key] for key in keys if config.get(key) is not None))
-    given = {name: getattr(model, name) for name in CONSTRUCTED if hasattr(model, name)}
-    new = type(model)(config=sizes, **given)
-    new.model_type = getattr(model, "model_type", None)
-    first = next(model.parameters())
-    new = new.to(first.device, first.dtype)
-    if hasattr(model, "rotary_pos_emb"):
-        new.rotary_pos_emb = model.rotary_pos_emb  # its scaling is in no field
-    return new
+def _by_layer(before: Mapping[str, Any], count: int, layers: Sequence[int]) -> dict[str, list[int]]:
+    """What the configuration says of each layer, of those that are left."""
+    changed: dict[str, list[int]] = {}
+    if len(layers) == count:
+        return changed
+    for field in ("moe_layer_freq", "window_attn_skip_freq"):
+        every = before.get(field)
+        if isinstance(every, int) and every > 1:  # Megatron counts layers with experts from 0, full ones from 1
+            of_layer = {"moe_layer_freq": [int(n % every == 0) for n in range(count)]}
+            every = of_layer.get(field) or [int((n + 1) % every > 0) for n in range(count)]
+        if isinstance(every, list | tuple):
+            changed[field] = [every[layer] for layer in layers]
+    return changed
+
+
+def _cut_spec(spec: Any, layers: Sequence[int]) -> Any:
+    """A specification with a module for each layer, of the layers that are left; one for all stays."""
+    own = getattr(spec, "layer_specs", None)
+    return dataclasses.replace(spec, layer_specs=[own[layer] for layer in layers]) if own else spec
+
+
+def _layerless(name: str) -> str:
+    """A tensor's name without its numbers: those of all layers and experts have one dtype."""
+    return ".".join("{}" if part.isdecimal() else part for part in name.split("."))

@@ -50,8 +50,8 @@ def test_layers_are_dropped_by_their_numbers_from_one() -> None:
 CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"drop_layers": [1], "target_hidden_size": 32}, ValueError, "drop_layers cannot be used with other pruning"),
     ({"drop_layers": [0, 1]}, AssertionError, r"counts from 1, and has \[0\]"),
-    ({"drop_layers": [99]}, BridgeError, "98"),
-    ({"drop_layers": [1, 1]}, BridgeError, "twice"),
+    ({"drop_layers": [99]}, AssertionError, r"range 1 to 2, got \[99\]"),
+    ({"drop_layers": [1, 1]}, AssertionError, "twice"),
     ({"drop_layers": [1, 2]}, BridgeError, "no layer would be left"),
     ({"drop_layers": []}, ValueError, "nothing would be pruned"),
     ({}, ValueError, "nothing would be pruned"),
@@ -59,15 +59,24 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target_num_query_groups": 1}, AssertionError, "should be provided together"),
     ({"target_num_attention_heads": 3, "target_num_query_groups": 2}, AssertionError, "must be divisible"),
     ({"target_mamba_num_heads": 4}, ValueError, "prunes no state-space layers"),
-    ({"target_ffn_hidden_size": 4000}, BridgeError, "ffn"),
+    ({"target_ffn_hidden_size": 4000}, AssertionError, "ffn"),
 ]
 
 
 @pytest.mark.parametrize(("given", "kind", "said"), CASES, ids=[str(given) for given, _, _ in CASES])
 def test_what_nemo_refuses_or_ignores_is_an_error(given: dict[str, Any], kind: type[Exception], said: str) -> None:
     model = build("LlamaForCausalLM", torch.float32)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as caught:
         prune_language_model(model, PruningConfig(**given), DATA)
+    assert isinstance(caught.value, BridgeError)
+
+
+def test_several_micro_batches_are_refused() -> None:
+    class Data:
+        global_batch_size, micro_batch_size = 4, 2
+
+    with pytest.raises(AssertionError, match="must be equal"):
+        prune("examples/models/tiny-llama", "out", PruningConfig(target_ffn_hidden_size=64), data=Data())
 
 
 def test_sizes_need_data() -> None:
