@@ -189,7 +189,7 @@ class _AsStored:
         parts: Sequence[Any] = [_part(part, self.params) for part in origin.parts]
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), origin.axis)
         spec = self.specs[name]
-        return cast(np.ascontiguousarray(whole.numpy()).reshape(spec.shape), "float32", spec.dtype)
+        return cast(np.ascontiguousarray(whole.cpu().numpy()).reshape(spec.shape), "float32", spec.dtype)
 
     def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
         return self.read(name)[begin:end]

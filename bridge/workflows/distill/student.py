@@ -77,4 +77,4 @@ class Student:
         for name, buffer in self.model.named_buffers():
             if name in self._stored:
                 buffer.data = buffer.data.to(self._stored[name])
-        return self.model
+        return self.model.to("cpu")
