@@ -114,10 +114,13 @@ def adjust_distillation_model_for_mcore(model: Any, distill_cfg: DistillationCon
     from bridge.calibration.modelopt import part
 
     states = part("torch.opt").ModeloptStateManager
-    modes = [name for name, _ in states(model).state_dict()]
+    state = states(model).state_dict()
+    modes = [name for name, _ in state]
     assert modes and modes[-1] == "kd_loss", f"ModelOpt's last mode of the student must be kd_loss, not {modes}"
-    if len(modes) == 1:  # its losses cannot be pickled; the state of a quantizer must stay
+    if len(modes) == 1:  # its losses cannot be pickled
         states.remove_state(model)
+    else:
+        state.pop()  # the state of a quantizer must stay
     teacher = model.teacher_model
     bound: dict[str, Callable[..., Any]] = {
         "sharded_state_dict": _without_teacher,

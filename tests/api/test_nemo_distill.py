@@ -132,3 +132,31 @@ def test_a_teacher_is_loaded_by_the_trainers_io(strict: Any) -> None:
 def test_a_model_that_distills_nothing_is_refused() -> None:
     with pytest.raises(AssertionError, match="must have modelopt state"):
         adjust_distillation_model_for_mcore(torch.nn.Linear(2, 2), DistillationConfig())
+
+
+class Stage(torch.nn.Sequential):
+    """A module with the methods of a GPTModel that are bound anew."""
+
+    def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
+        return labels
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        pass
+
+
+def test_a_quantized_student_keeps_the_state_of_its_quantizers() -> None:
+    import modelopt.torch.distill as mtd
+    import modelopt.torch.opt as mto
+    import modelopt.torch.quantization as mtq
+
+    student, teacher = (Stage(torch.nn.Linear(4, 4)) for _ in range(2))
+    student = mtq.quantize(student, mtq.INT8_DEFAULT_CFG, lambda model: model(torch.randn(2, 4)))
+    losses = {"teacher_model": teacher, "criterion": mtd.LogitsDistillationLoss()}
+    model = mtd.convert(student, mode=[("kd_loss", losses)])
+    adjust_distillation_model_for_mcore(model, DistillationConfig())
+    modes = [name for name, _ in mto.ModeloptStateManager(model).state_dict()]
+    assert modes == ["quantize", "max_calibrate"]
+    assert model.eval()(torch.zeros(1, 4)).shape == (1, 4)
