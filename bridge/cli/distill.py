@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bridge.calibration.walk.workers.processes import launched
 from bridge.cli.arguments import (
     Data,
     Debug,
@@ -66,7 +67,7 @@ def distill(
 
     With --quant it is trained with the codes that are written.
     """
-    with session(debug=debug, quiet=quiet) as terminal:
+    with session(debug=debug, quiet=quiet, silent=launched()[0] > 0) as terminal:
         import bridge
         from bridge.reporting.report import report_table
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from bridge.sources.source import Source
 
+ROWS = 4096  # cut from the text, also for fewer steps, so that shorter runs have the same held-out rows
 HELD_OUT = 32  # rows at most: an evaluation should cost less than the steps between two
 
 
@@ -57,7 +58,8 @@ def rows_of(source: Source, data: Any, field: str | None, settings: Settings) ->
     most = positions(source.config)
     if most is not None and settings.sequence > most:
         raise UsageError(f"sequence={settings.sequence} (--sequence): the model has {most} positions")
-    sampling = Sampling(settings.steps * settings.batch, settings.sequence, field)
+    wanted = max(ROWS, settings.steps * settings.batch)
+    sampling = Sampling(wanted, settings.sequence, field)
     made = unwarned_data_of(source, data, sampling)
     if not made.batches or made.forward_loop:
         raise UsageError(f"data= (--data): training needs rows of tokens: {made.missing or 'a forward_loop has none'}")
@@ -65,6 +67,8 @@ def rows_of(source: Source, data: Any, field: str | None, settings: Settings) ->
     trained = _joined(made.batches)
     parts = [trained, {name: rows[:HELD_OUT] for name, rows in held_out.items()}] if held_out else [trained]
     ids, mask = (torch.cat(_padded([part[name] for part in parts])) for name in ("input_ids", "attention_mask"))
+    if not bool(mask.any(-1).all()):
+        raise UsageError("data= (--data): a row has no token that its attention_mask keeps; leave such rows out")
     return Rows(ids, mask, len(trained["input_ids"]))
 
 

@@ -7,9 +7,10 @@ a killed run goes on with the next.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ class CachedTeacher:
     directory: Path
     length: int
     device: Any
+    checked: set[Path] = field(default_factory=set)
 
     @cached_property
     def header(self) -> Mapping[str, Any]:
@@ -69,7 +71,11 @@ class CachedTeacher:
 
         parts: dict[str, list[np.ndarray]] = {"index": [], "logprob": []}
         for row in rows:
-            with safe_open(shard_of(self.directory, row // SHARD), "numpy") as shard:
+            path = shard_of(self.directory, row // SHARD)
+            if path not in self.checked:
+                check_shard(path)
+                self.checked.add(path)
+            with safe_open(path, "numpy") as shard:
                 for name, found in parts.items():
                     found.append(shard.get_slice(name)[row % SHARD])
         index, logprob = (torch.from_numpy(np.concatenate(parts[name])) for name in ("index", "logprob"))
@@ -128,8 +134,30 @@ def write_shards(
             for row in range(number * SHARD, min((number + 1) * SHARD, len(rows.ids)))
         ]
         arrays = {name: np.stack([part[name] for part in parts]) for name in ("index", "logprob")}
-        write_whole(shard_of(directory, number), save(arrays))
+        write_whole(shard_of(directory, number), save(arrays, {"sha256": _digest(arrays)}))
         tick()
+
+
+def check_shard(path: Path) -> None:
+    """UsageError for a shard that is damaged."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file, safe_open
+
+    try:
+        with safe_open(path, "numpy") as shard:
+            told = (shard.metadata() or {}).get("sha256")
+        whole = told == _digest(load_file(path))
+    except (SafetensorError, OSError, KeyError):
+        whole = False
+    if not whole:
+        raise UsageError(f"{path}: is damaged; remove this file, and the teacher runs over its rows again")
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in ("index", "logprob"):
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()
 
 
 def _answered(teacher: LiveTeacher, row: int, length: int, vocabulary: int) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.streaming.context import ConversionContext, FileSettings
 from bridge.streaming.encode import prepared_weight, weight_amax
-from bridge.streaming.rows import Rows
+from bridge.streaming.rows import Part, Rows
 from bridge.streaming.run import Tasks
 from bridge.streaming.scales import clip_of, row_factor_of, smoothing_of
 
@@ -150,8 +150,16 @@ def _places(step: Step, specs: Mapping[str, TensorSpec]) -> list[tuple[str, slic
     """For each source tensor of a step: its rows in the step's matrix, and where their values lie in the tensor."""
     rows = Rows(step, _as_source(_Numbers(specs)), Buffers())
     if step.layout is Layout.WHOLE:
-        whole = rows.whole(lambda part: part.bits)
-        return [(step.source, slice(None), whole.reshape(-1).view(np.uint32).astype(np.int64))]
+        found: list[tuple[str, slice, Any]] = []
+
+        def note(part: Part) -> Array:
+            whole = len(step.inputs) == 1  # of several, rows are stacked; one may be stored [in, out]
+            at = slice(None) if whole else slice(part.first, part.stop)
+            found.append((part.slice.source, at, part.bits.reshape(-1).view(np.uint32).astype(np.int64)))
+            return part.bits
+
+        rows.whole(note)
+        return found
     return [
         (part.slice.source, slice(part.first, part.stop), np.array(part.bits).reshape(-1).view(np.uint32).astype(int))
         for part in rows.piece(0, rows.rows)

@@ -69,6 +69,8 @@ class SplitModel:
 
         with torch.no_grad():
             whole = self.model(**batch).logits[0]
+            if not bool(whole.isfinite().all()):
+                return "its logits are NaN or infinite; repair its weights, or download them again"
             try:
                 trunk = self.trunk(batch)
                 parts = self.logits(

@@ -34,6 +34,8 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise UsageError(f"{name}={value!r} ({flag(name)}): expected a positive whole number")
+        if self.sequence < 2:
+            raise UsageError("sequence=1 (--sequence): a row of one token predicts nothing; give 2 or more")
         for name in ("lr", "temperature"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.errors import WriteError, reason
 from bridge.core.output.temporary import write_whole
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ def save_state(directory: Path, step: int, tensors: Mapping[str, Tensor], histor
 
     path = directory / f"state-{step:08d}.safetensors"
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, save(contiguous, {"step": str(step), "history": json.dumps(asdict(history))}))
+    try:
+        write_whole(path, save(contiguous, {"step": str(step), "history": json.dumps(asdict(history))}))
+    except OSError as error:
+        raise WriteError(f"{path}: the state of the training cannot be written: {reason(error)}") from error
     for old in states(directory)[:-KEPT]:
         old.unlink()
     return path

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_GRADIENT = 1.0
+LEAST = 1e-4  # nats a token: a smaller rise is none
 NOISE = 1.1  # of the KL on some rows, from one choice of weights to another as good
 
 
@@ -228,7 +229,7 @@ class Trainer:
             f"step {self.step}: KL to the teacher on text held out rose from {before:.4g} to {now:.4g}; a smaller lr= "
             f"(--lr, now {self.settings.lr:g}) or more data may help"
         )
-        if self.step == self.settings.steps and not now <= before * NOISE:
+        if self.step == self.settings.steps and not now <= before * NOISE + LEAST:
             raise TrainingError(text)
         if self.workers is None or self.workers.first:
             warn(text)

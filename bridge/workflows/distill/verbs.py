@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -150,8 +151,10 @@ def _written(
         if workers:
             workers.agree("begun")
         source, calibration = trained(job, rows, work, statistics, device, progress, workers)
+        # the outputs that it keeps are of untrained weights
+        statistics_only = calibration and replace(calibration, held_out=None)
         report = convert(
-            source, asked.target, asked.quant, job.out, calib=calibration, progress=progress, workers=1,
+            source, asked.target, asked.quant, job.out, calib=statistics_only, progress=progress, workers=1,
             memory=asked.memory, overwrite=asked.overwrite, **given, **asked.options,
         )  # fmt: skip
     if workers:

@@ -184,11 +184,24 @@ def test_codes_that_calibration_chooses_are_refused(scheme: str, said: str, tmp_
     assert not any(tmp_path.iterdir())
 
 
-def test_places_of_a_matrix_are_those_of_its_source() -> None:
+@pytest.mark.parametrize("target", ["hf", "trtllm", "ort", "trt", "gguf", "tripy"])
+def test_a_student_runs_with_nearly_its_own_weights_for_each_target(target: str) -> None:
+    """Eight bits: a matrix that took another's place would change the answers."""
+    source = open_source(LLAMA)
+    student = student_of(source, "q8_0" if target == "gguf" else "int8_wo", target, None)
+    student.settle()
+    ids = torch.randint(3, 1500, (2, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        own, whole = student.model(input_ids=ids).logits, source.load_model()(input_ids=ids).logits
+    assert relative(own, whole) < 0.02
+
+
+@pytest.mark.parametrize("target", ["trtllm", "ort"])
+def test_places_of_a_matrix_are_those_of_its_source(target: str) -> None:
     from bridge.workflows.distill.codes import _places
 
     source = open_source(LLAMA)
-    plan = bridge.plan(source, "trtllm", "int8_wo")
+    plan = bridge.plan(source, target, "int8_wo")
     for step in plan.quantized:
         for name, rows, places in _places(step, source.specs):
             assert places.size == source.specs[name].size or rows.start is not None

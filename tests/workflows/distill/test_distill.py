@@ -105,6 +105,40 @@ def test_a_stored_teacher_is_not_loaded(smaller: Any, tmp_path: Path, monkeypatc
     assert weights(tmp_path / "first") == weights(tmp_path / "again")
 
 
+@pytest.mark.slow
+def test_a_damaged_shard_is_named(smaller: Any, tmp_path: Path) -> None:
+    how = SMALL | {"top_k": 8, "teacher_cache": tmp_path / "cache"}
+    bridge.distill(smaller, LLAMA, out=tmp_path / "out", **how)
+    shard = sorted((tmp_path / "cache").glob("rows-*"))[0]
+    whole = shard.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-5] + b"x" + whole[-4:], whole[:40] + b"!" + whole[41:]):
+        shard.write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"rows-.*safetensors: is damaged; remove this file"):
+            bridge.distill(smaller, LLAMA, out=tmp_path / "again", **how)
+    shard.unlink()
+    assert bridge.distill(smaller, LLAMA, out=tmp_path / "again", **how).passed
+    assert weights(tmp_path / "out") == weights(tmp_path / "again")
+
+
+def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    student = build("LlamaForCausalLM", torch.float32)
+    with torch.no_grad():
+        student.model.norm.weight[0] = float("nan")
+    data = [{"input_ids": torch.randint(3, 90, (12, 24), generator=torch.Generator().manual_seed(1))}]
+    with pytest.raises(TrainingError, match="its logits are NaN or infinite"):
+        bridge.distill(student, student, data, tmp_path / "out", steps=1, batch=2, sequence=24)
+    empty = [data[0] | {"attention_mask": torch.zeros(12, 24, dtype=torch.int64)}]
+    with pytest.raises(UsageError, match="has no token that its attention_mask keeps"):
+        bridge.distill(student, student, empty, tmp_path / "out", steps=1, batch=2, sequence=24)
+
+
+@pytest.mark.slow
+def test_outputs_are_compared_with_the_trained_model(smaller: Any, tmp_path: Path) -> None:
+    how = SMALL | {"lr": 5e-4, "steps": 12}
+    report = bridge.distill(smaller, LLAMA, out=tmp_path / "out", target="trt", quant="fp8", **how)
+    assert report.passed and report.parity.outputs
+
+
 def unused(self: Any) -> Any:
     raise AssertionError(f"{self.where} is loaded")
 
