@@ -314,7 +314,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     directory = Path(name if request.out is None else request.out)
     _check_outside(directory, source)
     budget = stream_memory(plan_, request.memory)
-    calibration = _given_calibration(request.calib, request.data is not None, source, structure, plan_, scheme)
+    calibration = given_calibration(request.calib, request.data is not None, source, structure, plan_, scheme)
     return ResolvedRequest(source, structure, scheme, plan_, directory, calibration, budget)
 
 
@@ -325,7 +325,7 @@ def _check_outside(out: Path, source: Source) -> None:
         raise UsageError(f"{out} is the source or lies inside it: its files would be lost; choose another directory")
 
 
-def _given_calibration(
+def given_calibration(
     calib: Any, own_data: bool, source: Source, structure: Structure, plan_: Plan, scheme: Scheme | None
 ) -> Calibration | None:
     """The `Calibration`, loaded if `calib` is a path; checked to hold every statistic that the plan needs.

@@ -72,8 +72,8 @@ def digest_of(step: ChainStep, made: Mapping[str, str]) -> str:
             parts.append([key, open_source(value).fingerprint])
         elif isinstance(value, str) and Path(value).is_file():
             parts.append([key, _content(Path(value))])
-        elif key != "teacher_cache":
-            parts.append([key, value])
+        else:
+            parts.append([key, bool(value) if key == "teacher_cache" else value])
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -109,7 +109,7 @@ def _run(step: ChainStep, digest: str, overwrite: bool, resume: bool, progress: 
             f"{step.out}: exists, and step {step.name} of this chain did not make it; move it away, or overwrite it "
             "(overwrite=True, --overwrite)"
         )
-    if there and not ours:
+    if (step.out / MANIFEST).is_file() and not ours:
         _write(note, "")  # so that it is not taken for this step's if the step is killed
     _write(_begun(step), digest)
     begin = time.perf_counter()

@@ -32,7 +32,7 @@ class Trunk:
         return last
 
     def layer(self, number: int) -> Tensor:
-        """The output of layer `number`, from 0."""
+        """The output of layer `number`, from 0; of the last layer after the last norm, as transformers gives it."""
         hidden: Tensor = self.output.hidden_states[number + 1]
         return hidden
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.api.request import given_calibration, scheme_of
 from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.verbs import plan
 from bridge.core.errors import BridgeError, TrainingError, UsageError
@@ -124,6 +125,8 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
     planned = plan(student, asked.target, asked.quant, **asked.options)
     structure = structure_of(student)
     check_codes(planned, structure)
+    scheme = scheme_of(asked.quant, None, structure)
+    given_calibration(asked.calibration, False, student, structure, planned, scheme)
     job = Job(student, teacher, structure, settings, asked, planned, place)
     free = available_memory() if asked.memory is None else asked.memory
     if job.need > free:
@@ -143,6 +146,8 @@ def _check_arguments(vocabulary: int, settings: Settings, asked: Asked) -> None:
         raise UsageError("pairs= (--pairs) compare layers of a teacher that runs; leave them or teacher_cache= out")
     if settings.top_k is not None and settings.top_k >= vocabulary:
         raise UsageError(f"top_k={settings.top_k} (--top-k): the vocabulary has {vocabulary:,} ids; None takes all")
+    if asked.options.get("kv"):
+        raise UsageError("kv= (--kv): a KV cache is not trained through; convert the trained model with it")
     if is_automatic(asked.quant):
         raise UsageError(f"quant={asked.quant!r}: make the recipe with `qbridge sensitivity`, and train through it")
     if is_remote(asked.out):

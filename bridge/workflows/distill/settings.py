@@ -42,8 +42,8 @@ class Settings:
                 raise UsageError(f"{name}={value!r} ({flag(name)}): expected a positive number")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise UsageError(f"top_k={self.top_k!r} (--top-k): expected a positive whole number, or None for all")
-        if type(self.seed) is not int or self.seed < 0:
-            raise UsageError(f"seed={self.seed!r} (--seed): expected a whole number, 0 or more")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"seed={self.seed!r} (--seed): expected a whole number from 0 to {(1 << 32) - 1:,}")
 
     @property
     def warm_up(self) -> int:

@@ -56,7 +56,8 @@ class Trainer:
         import torch
 
         self._weights = self.student.trainable()
-        self._projected = [p for pair in self.pairs if pair.projection for p in pair.projection.parameters()]
+        shared = [p for pair in self.pairs if pair.projection for p in pair.projection.parameters()]
+        self._projected = [*{id(p): p for p in shared}.values()]  # one Linear for all pairs
         self._optimizer = torch.optim.AdamW([*self._weights, *self._projected], lr=self.settings.lr, weight_decay=0.0)
 
     def run(self, save: Callable[[Trainer], None], progress: Callable[[int], None]) -> None:
@@ -129,8 +130,9 @@ class Trainer:
             with self._teaching():
                 answers = reply.answers(at)
             sums[0] += divergence(logits, answers, self.settings.temperature).double().sum().cpu()
-            last = at == len(ids) - 1
-            following = ids[(at + 1).clamp_max(len(ids) - 1)]
+            behind = (at + 1).clamp_max(len(ids) - 1)
+            last = (at == len(ids) - 1) | (batch["attention_mask"].flatten()[behind] == 0)
+            following = ids[behind]
             own = logits.float().log_softmax(-1).gather(-1, following[:, None])[:, 0]
             sums[2] -= own[~last].double().sum().cpu()
             sums[3] += int((~last).sum())

@@ -10,8 +10,8 @@ from typing import Any, Unpack
 
 from bridge.api.verbs import calibrate, convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
-from bridge.calibration.walk.workers.processes import Workers, joined
-from bridge.core.errors import TrainingError, UsageError
+from bridge.calibration.walk.workers.processes import Workers, check_same, joined
+from bridge.core.errors import UsageError
 from bridge.core.output.directory import Work, partial_directory
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -72,7 +72,8 @@ def distill(
             tenth. A fifth of the rate of training is usual; 1e-5 for quant= on 8 B.
         temperature: softens both sides' probabilities.
         pairs: also bring hidden states together, as mean squared errors that weigh as much as the KL: "norm" (after
-            the last norm), pairs of a student's and a teacher's layer, from 0, or None.
+            the last norm), pairs of a student's and a teacher's layer, from 0 (of the last also after the
+            last norm), or None.
         top_k: the teacher's likeliest ids for each token; all others count as one. None takes the vocabulary.
         teacher_cache: a directory for the teacher's `top_k` answers: it runs once over all rows, before the student is
             loaded, and not at all where they are there. It has no hidden states, so pairs="norm" is left out.
@@ -105,6 +106,9 @@ def distill(
         callback = callback_of(progress) if first else no_progress
         callback(0, 0, "plan")
         kept = None if teacher_cache is None else Path(teacher_cache)
+        if group:
+            told = {"settings": settings, "target": target, "quant": quant, "out": out, "teacher_cache": teacher_cache}
+            check_same(group, {name: repr(value) for name, value in told.items()})
         asked = Asked(target, quant, _loaded(calib), out, kept, limit, overwrite, options)
         job = plan_job(open_source(student), open_source(teacher), settings, asked)
         rows = rows_of(job.student, data, field, settings)
@@ -147,7 +151,7 @@ def _written(
         workers.agree("begun")
         trained(job, rows, Work(job.work, {}, None), statistics, device, no_progress, workers)  # type: ignore[arg-type]
         return report_from_dict(json.loads(workers.agree("")[0]))
-    with partial_directory(job.work, job.identity(rows), resume=given["resume"], keeps=(TrainingError,)) as work:
+    with partial_directory(job.work, job.identity(rows), resume=given["resume"], keeps=(Exception,)) as work:
         if workers:
             workers.agree("begun")
         source, calibration = trained(job, rows, work, statistics, device, progress, workers)

@@ -176,7 +176,15 @@ def test_layers_and_widths_may_differ(dtype: Any, tmp_path: Path) -> None:
     student = build("LlamaForCausalLM", dtype, hidden_size=48, num_hidden_layers=1)
     ids = torch.randint(3, 90, (12, 24), generator=torch.Generator().manual_seed(1))
     report = bridge.distill(
-        student, teacher, [{"input_ids": ids}], tmp_path / "out", steps=4, batch=4, sequence=24, lr=1e-3, pairs=[(0, 1)]
+        student,
+        teacher,
+        [{"input_ids": ids}],
+        tmp_path / "out",
+        steps=4,
+        batch=4,
+        sequence=24,
+        lr=1e-3,
+        pairs=[(0, 0), (0, 1)],
     )
     names = {name for name in open_source(tmp_path / "out").specs if "projection" in name}
     assert report.passed and not names
@@ -195,6 +203,8 @@ CASES: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
     ("automatic", lambda _: {"quant": "auto:5bits"}, "make the recipe with `qbridge sensitivity`"),
     ("remote", lambda _: {"out": "s3://bucket/out"}, "give a local directory, then upload"),
     ("memory", lambda _: {"memory": "1MB"}, "allowed by memory= (--memory); a teacher_cache="),
+    ("kv", lambda _: {"quant": "fp8", "kv": "fp8"}, "a KV cache is not trained through"),
+    ("seed", lambda _: {"seed": 1 << 40}, "expected a whole number from 0 to"),
     ("calib", lambda _: {"quant": "fp8", "calib": "corpus.txt"}, "give a saved calibration"),
     ("loop", lambda _: {"data": lambda model: None}, "training needs rows of tokens"),
     ("not text", lambda _: {"student": bert()}, "only models that predict the next token"),
