@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CellType
 from typing import Any
 
-from bridge.calibration.documents import documents
+from bridge.calibration.documents import CHARACTERS, documents
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
 from bridge.core.text import number
 from bridge.sources.source import Source
@@ -62,13 +62,14 @@ class Data:
 class Sampling:
     """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text.
 
-    `samples`: a number or "auto"; `default`: the number if it is None.
+    `samples`: a number or "auto"; `default`: the number if it is None. `characters`: of a text file, read at most.
     """
 
     samples: int | str | None = None
     sequence: int | None = None
     field: str | None = None
     default: int = SAMPLES
+    characters: int = CHARACTERS
 
     def __post_init__(self) -> None:
         for name, value in (("samples", self.samples), ("sequence", self.sequence)):
@@ -102,7 +103,7 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
             )
         return _default(source, sampling)
     if isinstance(data, str | Path):
-        texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field)
+        texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field, sampling.characters)
         return _rows(texts, source, str(data), sampling)
     if sampling.field:
         raise UsageError(f"field={sampling.field!r} (--field) names a key of JSONL records, and data= holds none")

@@ -10,17 +10,21 @@ from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.parsing import parse_json
 from bridge.core.places import check_length
 
-_READ = 4 << 20  # characters of a text file; rows are spread over these, so that a corpus is not read whole
+CHARACTERS = 4 << 20  # of a text file; rows are spread over these, so that a corpus is not read whole
 _DEFAULT = Path(__file__).parent / "default_text.txt"
 
 
 def documents(
-    data: str | Path | None, load_tokenizer: Callable[[], Any], samples: int, field: str | None = None
+    data: str | Path | None,
+    load_tokenizer: Callable[[], Any],
+    samples: int,
+    field: str | None = None,
+    characters: int = CHARACTERS,
 ) -> list[str]:
     """Return the texts of a file, of a dataset id or (None) the embedded one.
 
-    A text file is one document; enough of a dataset is read for `samples` rows; the tokenizer formats chats. `field`:
-    the key of a record that holds its text, or its chat.
+    A text file is one document, of which the first `characters` are read; enough of a dataset is read for `samples`
+    rows; the tokenizer formats chats. `field`: the key of a record that holds its text, or its chat.
     """
     if data is None:
         return [_DEFAULT.read_text(encoding="utf-8")]
@@ -34,7 +38,7 @@ def documents(
         return _dataset(str(data), load_tokenizer, samples, field)
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(_READ)
+            text = file.read(characters)
     except UnicodeDecodeError as cause:
         raise CalibrationError(f"{path}: not UTF-8 text at byte {cause.start}") from cause
     except OSError as cause:
@@ -44,7 +48,7 @@ def documents(
             raise UsageError(f"{path}: field={field!r} (--field) names a key of JSONL records, and this is plain text")
         return [text]
     # the last line may be cut by the read limit
-    lines = text.splitlines() if len(text) < _READ else text.splitlines()[:-1]
+    lines = text.splitlines() if len(text) < characters else text.splitlines()[:-1]
     records = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
     return [_text(_record(line, where), where, load_tokenizer, field) for where, line in records]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.api.request import unwarned_data_of
 from bridge.calibration.data import Sampling, positions
+from bridge.calibration.documents import CHARACTERS
 from bridge.core.errors import UsageError
 from bridge.workflows.distill.settings import Settings
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from bridge.sources.source import Source
 
 ROWS = 4096  # cut from the text, also for fewer steps, so that shorter runs have the same held-out rows
+LETTERS = 8  # characters of a token at most, on average: code and prose have 3 to 5
 HELD_OUT = 32  # rows at most: an evaluation should cost less than the steps between two
 
 
@@ -59,7 +61,8 @@ def rows_of(source: Source, data: Any, field: str | None, settings: Settings) ->
     if most is not None and settings.sequence > most:
         raise UsageError(f"sequence={settings.sequence} (--sequence): the model has {most} positions")
     wanted = max(ROWS, settings.steps * settings.batch)
-    sampling = Sampling(wanted, settings.sequence, field)
+    characters = max(CHARACTERS, wanted * settings.sequence * LETTERS)
+    sampling = Sampling(wanted, settings.sequence, field, characters=characters)
     made = unwarned_data_of(source, data, sampling)
     if not made.batches or made.forward_loop:
         raise UsageError(f"data= (--data): training needs rows of tokens: {made.missing or 'a forward_loop has none'}")

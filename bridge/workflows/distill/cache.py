@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.core.errors import UsageError
+from bridge.core.formats.safetensors import file_pieces
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing import parse_json
 from bridge.workflows.distill.batches import Rows
@@ -126,15 +127,13 @@ def write_shards(
     directory: Path, teacher: LiveTeacher, rows: Rows, vocabulary: int, numbers: Sequence[int], tick: Callable[[], None]
 ) -> None:
     """Run the teacher over the rows of some shards."""
-    from safetensors.numpy import save
-
     for number in numbers:
         parts = [
             _answered(teacher, row, rows.ids.shape[1], vocabulary)
             for row in range(number * SHARD, min((number + 1) * SHARD, len(rows.ids)))
         ]
         arrays = {name: np.stack([part[name] for part in parts]) for name in ("index", "logprob")}
-        write_whole(shard_of(directory, number), save(arrays, {"sha256": _digest(arrays)}))
+        write_whole(shard_of(directory, number), file_pieces(arrays, {"sha256": _digest(arrays)}))
         tick()
 
 

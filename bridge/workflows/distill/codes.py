@@ -6,6 +6,7 @@ calibration.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class Codes:
             )
         self._tasks = [[s for s in task if s.format] for task in Tasks(plan.steps, self._source)]
         self._buffers = Buffers()
-        work = Work(Path(), {}, None)  # type: ignore[arg-type]  # nothing is written to it
+        work = Work(Path(), {}, io.StringIO())  # nothing is written to it
         self._context = ConversionContext(
             plan, self._source, calibration, None, plan.memory, work, FileSettings({}, 1)
         )  # fmt: skip

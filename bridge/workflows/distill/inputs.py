@@ -37,6 +37,11 @@ class InputCodes:
     amax: float
     scale: np.ndarray
 
+    def same_as(self, other: InputCodes) -> bool:
+        """Whether both quantize an input alike."""
+        alike = (self.numeric, self.amax) == (other.numeric, other.amax)
+        return alike and np.array_equal(self.scale, other.scale)
+
     def values(self, rows: np.ndarray) -> np.ndarray:
         """What the codes of float32 rows decode to."""
         by_row = replace(self.numeric, per="channel") if self.numeric.per == "token" else self.numeric
@@ -85,10 +90,11 @@ def input_codes(
                         "module of transformers; train through a scheme of weights only"
                     )
                 other = found.setdefault(binding.module, own)
-                if (other.numeric, other.amax) != (own.numeric, own.amax):
+                if not own.same_as(other):
                     raise SchemeError(
                         f"quant={plan.scheme}: {binding.module} is one matrix in memory, and its parts have inputs of "
-                        f"other scales (amax {other.amax:g} and {own.amax:g}); train through a scheme of weights only"
+                        f"other scales (amax {other.amax:g} and {own.amax:g}, or factors of channels); train through a "
+                        "scheme of weights only"
                     )
     return found
 

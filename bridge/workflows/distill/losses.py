@@ -46,6 +46,17 @@ def divergence(logits: Tensor, answers: Answers, temperature: float) -> Tensor:
     return (kept + rest_p * (rest_p.clamp_min(LEAST).log() - rest_q)) * temperature**2
 
 
+def next_token_loss(logprob: Tensor, ids: Tensor, mask: Tensor, at: Tensor) -> tuple[float, int]:
+    """Return the sum of -log p of the tokens behind those `at`, and their number; padding predicts nothing.
+
+    `logprob` (len(at), vocabulary); `ids` and `mask` (tokens,) of one row.
+    """
+    behind = (at + 1).clamp_max(len(ids) - 1)
+    predicts = (at + 1 < len(ids)) & (mask[behind] != 0)
+    found = logprob.gather(-1, ids[behind][:, None])[:, 0]
+    return -float(found[predicts].double().sum()), int(predicts.sum())
+
+
 def hidden_error(student: Tensor, teacher: Tensor, projection: Any) -> Tensor:
     """Return the mean squared error (tokens,) of hidden states, the student's through a Linear where widths differ."""
     own = student.float() if projection is None else projection(student.float())

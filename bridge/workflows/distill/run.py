@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.modelopt import copy_modules, import_frameworks
-from bridge.calibration.walk.workers.processes import Workers, share_of
+from bridge.calibration.reference_outputs import mean_perplexity
+from bridge.calibration.walk.workers.device import home_of
+from bridge.calibration.walk.workers.processes import Workers, check_shared, share_of
 from bridge.core.output.directory import Work
 from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
@@ -17,9 +20,10 @@ from bridge.sources.live_models.trained import TrainedSource
 from bridge.workflows.distill import cache as stored
 from bridge.workflows.distill.batches import Rows, drawn
 from bridge.workflows.distill.codes import Codes
-from bridge.workflows.distill.head import SplitModel
+from bridge.workflows.distill.head import SplitModel, chunks
 from bridge.workflows.distill.inputs import FakeInputs, input_codes
 from bridge.workflows.distill.job import Job
+from bridge.workflows.distill.losses import next_token_loss
 from bridge.workflows.distill.state import load_state, save_state
 from bridge.workflows.distill.student import Student
 from bridge.workflows.distill.teacher import LiveTeacher, Teacher
@@ -37,9 +41,11 @@ def trained(
     import torch
 
     import_frameworks(with_modelopt=False)
-    own = torch.device(device or "cpu")
+    own = torch.device(device or home_of(job.student) or "cpu")
     calibration = _calibration(job, work, calibrate, workers)
+    begin = time.perf_counter()
     teacher, perplexity = _teacher(job, rows, own, progress, workers)
+    asked = time.perf_counter() - begin
     model = own_model(job.student)
     student = _student(job, model, calibration, own)
     split = SplitModel(model, rows.batch([0], own), job.student.where)
@@ -50,6 +56,8 @@ def trained(
     if found := load_state(work.directory):
         trainer.restore(*found)
         student.settle()
+    trainer.history.seconds += asked
+    trainer.history.teacher_seconds += asked
 
     def save(trainer: Trainer) -> None:
         if workers is None or workers.first:
@@ -57,8 +65,6 @@ def trained(
             work.mark(f"step {trainer.step}", {})
 
     trainer.run(save, lambda step: progress(step, job.settings.steps, "train"))
-    if isinstance(teacher, LiveTeacher):
-        del teacher
     source = TrainedSource(job.student, student.written())
     source.distillation = _told(job, trainer)
     return source, calibration
@@ -115,6 +121,7 @@ def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Wor
         return live, perplexity_of(live, rows, job.vocabulary)
     wanted = [*rows.held_out, *(row for step in range(job.settings.steps) for row in drawn(rows, job.settings, step))]
     missing = stored.missing_shards(job.asked.cache, rows, wanted)
+    check_shared(workers, missing, job.asked.cache)
     told: Mapping[str, Any] = job.cached_answers(rows)
     if missing:
         live = _live(job, rows, device)
@@ -123,6 +130,7 @@ def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Wor
             stored.begin_cache(job.asked.cache, {**told, "perplexity": perplexity_of(live, rows, job.vocabulary)})
         if workers:
             workers.agree("begun")
+        check_shared(workers, (job.asked.cache / stored.HEADER).is_file(), job.asked.cache)
         count = [0]
 
         def tick() -> None:
@@ -133,7 +141,7 @@ def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Wor
         stored.write_shards(job.asked.cache, live, rows, job.vocabulary, own, tick)
         if workers:
             workers.agree("cached")
-        del live
+        check_shared(workers, stored.missing_shards(job.asked.cache, rows, wanted), job.asked.cache)
     cached = stored.CachedTeacher(job.asked.cache, rows.ids.shape[1], device)
     return cached, float(cached.header["perplexity"])
 
@@ -152,23 +160,13 @@ def _live(job: Job, rows: Rows, device: Any) -> LiveTeacher:
 
 def perplexity_of(teacher: LiveTeacher, rows: Rows, vocabulary: int) -> float:
     """Perplexity of a model on the held-out rows; 0 without any."""
-    import math
-
-    import torch
-
-    from bridge.workflows.distill.head import chunks
-
-    plain, total, count = replace(teacher, temperature=1.0, top_k=None), 0.0, 0
+    plain, losses = replace(teacher, temperature=1.0, top_k=None), list[tuple[float, int]]()
     for row in rows.held_out:
-        ids = rows.ids[row].to(teacher.device)
-        kept = rows.mask[row, 1:].nonzero().flatten().to(teacher.device)
-        reply = plain.reply([row])
+        ids, mask = (tensor[row].to(teacher.device) for tensor in (rows.ids, rows.mask))
+        kept, reply = mask.nonzero().flatten(), plain.reply([row])
         for part in chunks(len(kept), vocabulary):
-            at = kept[part]
-            answers = reply.answers(at)
-            total -= float(torch.gather(answers.logprob, 1, ids[at + 1][:, None]).double().sum())
-            count += len(at)
-    return math.exp(min(total / count, 700.0)) if count else 0.0
+            losses.append(next_token_loss(reply.answers(kept[part]).logprob, ids, mask, kept[part]))
+    return mean_perplexity(losses) or 0.0
 
 
 def _told(job: Job, trainer: Trainer) -> Distillation:

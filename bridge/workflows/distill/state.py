@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import WriteError, reason
+from bridge.core.formats.safetensors import file_pieces
 from bridge.core.output.temporary import write_whole
 
 if TYPE_CHECKING:
@@ -34,12 +35,10 @@ class History:
 
 def save_state(directory: Path, step: int, tensors: Mapping[str, Tensor], history: History) -> Path:
     """Write the state after `step` steps; remove all but the last two."""
-    from safetensors.torch import save
-
     path = directory / f"state-{step:08d}.safetensors"
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    arrays = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
     try:
-        write_whole(path, save(contiguous, {"step": str(step), "history": json.dumps(asdict(history))}))
+        write_whole(path, file_pieces(arrays, {"step": str(step), "history": json.dumps(asdict(history))}))
     except OSError as error:
         raise WriteError(f"{path}: the state of the training cannot be written: {reason(error)}") from error
     for old in states(directory)[:-KEPT]:

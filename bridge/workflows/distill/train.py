@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from bridge.calibration.reference_outputs import mean_perplexity
 from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.errors import TrainingError, warn
 from bridge.workflows.distill.batches import Rows, drawn
 from bridge.workflows.distill.head import SplitModel, Trunk, chunks
-from bridge.workflows.distill.losses import divergence, hidden_error
+from bridge.workflows.distill.losses import divergence, hidden_error, next_token_loss
 from bridge.workflows.distill.settings import Settings
 from bridge.workflows.distill.state import History
 from bridge.workflows.distill.student import Student
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_GRADIENT = 1.0
+SHARED = 4 << 20  # values of gradients that processes exchange at once: each holds them some four times
 LEAST = 1e-4  # nats a token: a smaller rise is none
 NOISE = 1.1  # of the KL on some rows, from one choice of weights to another as good
 
@@ -112,16 +114,17 @@ class Trainer:
             for row in self.rows.held_out:
                 sums += self._answered(row)
         kl, tokens, loss, predicted = sums.tolist()
-        mean = loss / predicted if predicted else 0.0
         if self.rows.held_out:
-            self.history.held_out.append((self.step, kl / tokens, math.exp(min(mean, 700.0))))
+            found = mean_perplexity([(loss, int(predicted))]) or 0.0
+            self.history.held_out.append((self.step, kl / tokens, found))
 
     def _answered(self, row: int) -> Tensor:
         """Sums over one held-out row: KL, tokens, next-token loss, tokens predicted."""
         import torch
 
         batch = self.rows.batch([row], self.device)
-        ids, kept = batch["input_ids"].flatten(), batch["attention_mask"].flatten().nonzero().flatten()
+        ids, mask = batch["input_ids"].flatten(), batch["attention_mask"].flatten()
+        kept = mask.nonzero().flatten()
         trunk, reply = self.split.trunk(batch), self._reply([row])
         sums = torch.zeros(4, dtype=torch.float64)
         for part in chunks(len(kept), self.vocabulary):
@@ -130,12 +133,7 @@ class Trainer:
             with self._teaching():
                 answers = reply.answers(at)
             sums[0] += divergence(logits, answers, self.settings.temperature).double().sum().cpu()
-            behind = (at + 1).clamp_max(len(ids) - 1)
-            last = (at == len(ids) - 1) | (batch["attention_mask"].flatten()[behind] == 0)
-            following = ids[behind]
-            own = logits.float().log_softmax(-1).gather(-1, following[:, None])[:, 0]
-            sums[2] -= own[~last].double().sum().cpu()
-            sums[3] += int((~last).sum())
+            sums[2:] += torch.tensor(next_token_loss(logits.float().log_softmax(-1), ids, mask, at), dtype=sums.dtype)
         sums[1] += len(kept)
         return sums
 
@@ -152,13 +150,13 @@ class Trainer:
         loss = float(total.sum())
         if not math.isfinite(loss):
             raise TrainingError(
-                f"step {self.step}: the loss is {loss}; a smaller lr= (--lr, now {self.settings.lr:g}) may help"
+                f"step {self.step}: the loss is {loss}; a smaller lr= (--lr, now {self.settings.lr:g}) may help, and "
+                "begins again (--no-resume)"
             )
         gradients = [*self.student.take_gradients(), *(p.grad for p in self._projected)]
-        if self.workers:
-            named = {str(at): gradient for at, gradient in enumerate(gradients)}
-            for at, gradient in self._summed(named).items():
-                gradients[int(at)].copy_(gradient)
+        for parts in pieces(gradients) if self.workers else ():
+            for at, total in self._summed({str(at): part for at, part in enumerate(parts)}).items():
+                parts[int(at)].copy_(total)
         torch.nn.utils.clip_grad_norm_([*self._weights, *self._projected], LARGEST_GRADIENT)
         for group in self._optimizer.param_groups:
             group["lr"] = self.settings.rate(self.step)
@@ -251,6 +249,22 @@ class Trainer:
         begin = time.perf_counter()
         yield
         self.history.teacher_seconds += time.perf_counter() - begin
+
+
+def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield views of tensors in order, a list of at most SHARED values at a time."""
+    group: list[Tensor] = []
+    for tensor in tensors:
+        whole = tensor if tensor.ndim else tensor[None]
+        rows = max(1, SHARED * len(whole) // max(1, whole.numel()))
+        for begin in range(0, len(whole), rows):
+            part = whole[begin : begin + rows]
+            if group and sum(other.numel() for other in group) + part.numel() > SHARED:
+                yield group
+                group = []
+            group.append(part)
+    if group:
+        yield group
 
 
 def pairs_for(settings: Settings, student: Any, teacher: Any, device: Any) -> list[Pair]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import Any, Unpack
 
 from bridge.api.verbs import calibrate, convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
-from bridge.calibration.walk.workers.processes import Workers, check_same, joined
+from bridge.calibration.walk.workers.processes import Workers, check_same, check_shared, joined
 from bridge.core.errors import UsageError
 from bridge.core.output.directory import Work, partial_directory
+from bridge.core.output.names import JOURNAL
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count
@@ -66,7 +68,8 @@ def distill(
     Args:
         student: what `convert` takes, also `bridge.pruned(...)`; not quantized. A model in memory stays as it is.
         teacher: likewise, with the same vocabulary; it is not trained.
-        data: what `calibrate` takes; None takes the embedded text. Every ninth row is held out.
+        data: what `calibrate` takes, as much of a text file as the steps need; None takes the embedded text. Every
+            ninth row is held out.
         steps, batch, sequence: each step trains on `batch` rows of `sequence` tokens, drawn by `seed` and step.
         lr: the largest learning rate: it rises in the first 50 steps, or a tenth of all, and falls along a cosine to a
             tenth. A fifth of the rate of training is usual; 1e-5 for quant= on 8 B.
@@ -149,11 +152,13 @@ def _written(
     asked = job.asked
     if workers and not workers.first:
         workers.agree("begun")
-        trained(job, rows, Work(job.work, {}, None), statistics, device, no_progress, workers)  # type: ignore[arg-type]
+        check_shared(workers, _is_begun(job, rows), job.work)
+        trained(job, rows, Work(job.work, {}, io.StringIO()), statistics, device, no_progress, workers)
         return report_from_dict(json.loads(workers.agree("")[0]))
     with partial_directory(job.work, job.identity(rows), resume=given["resume"], keeps=(Exception,)) as work:
         if workers:
             workers.agree("begun")
+            check_shared(workers, _is_begun(job, rows), job.work)
         source, calibration = trained(job, rows, work, statistics, device, progress, workers)
         # the outputs that it keeps are of untrained weights
         statistics_only = calibration and replace(calibration, held_out=None)
@@ -164,3 +169,9 @@ def _written(
     if workers:
         workers.agree(report.to_json())
     return report
+
+
+def _is_begun(job: Job, rows: Rows) -> bool:
+    """Whether this process sees the work that the first one began."""
+    journal = job.work / JOURNAL
+    return journal.is_file() and job.identity(rows) in journal.read_text(encoding="utf-8")

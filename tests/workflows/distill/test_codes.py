@@ -18,7 +18,7 @@ from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.distill.codes import Codes  # noqa: E402
-from bridge.workflows.distill.inputs import FakeInputs, input_codes  # noqa: E402
+from bridge.workflows.distill.inputs import FakeInputs, InputCodes, input_codes  # noqa: E402
 from bridge.workflows.distill.student import Student  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
@@ -171,6 +171,14 @@ def test_inputs_beyond_a_static_amax_have_no_gradient() -> None:
     assert float(seen[0].detach()[0, 1]) == pytest.approx(own.amax, rel=1e-3)
     hooks.remove()
     handle.remove()
+
+
+def test_inputs_with_other_factors_are_not_quantized_alike() -> None:
+    (numeric,) = bridge.plan(LLAMA, "hf", "int8_sq").quantized[0].format.weight  # type: ignore[union-attr]
+    one = InputCodes(numeric, 1.0, np.ones(4, np.float32))
+    assert one.same_as(InputCodes(numeric, 1.0, np.ones(4, np.float32)))
+    assert not one.same_as(InputCodes(numeric, 1.0, np.array([1, 1, 1, 2], np.float32)))
+    assert not one.same_as(InputCodes(numeric, 2.0, np.ones(4, np.float32)))
 
 
 @pytest.mark.parametrize(

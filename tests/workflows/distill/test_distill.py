@@ -18,7 +18,9 @@ import bridge  # noqa: E402
 from bridge.core.errors import BridgeError, TrainingError, UsageError  # noqa: E402
 from bridge.reporting.report import report_from_dict  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.distill import train  # noqa: E402
+from bridge.workflows.distill import batches, train  # noqa: E402
+from bridge.workflows.distill.batches import rows_of  # noqa: E402
+from bridge.workflows.distill.settings import Settings  # noqa: E402
 from tests.calibration.walk.test_workers import free_port  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
@@ -281,6 +283,41 @@ def test_a_student_that_became_worse_is_not_written(tmp_path: Path) -> None:
     ):
         bridge.distill(LLAMA, LLAMA, out=tmp_path / "out", **SMALL | {"lr": 0.5, "pairs": None}, quant="int8_wo")
     assert not (tmp_path / "out").exists()
+
+
+def test_as_much_text_is_read_as_the_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration reads the first characters of a corpus only."""
+    monkeypatch.setattr(batches, "CHARACTERS", 4000)
+    monkeypatch.setattr(batches, "ROWS", 8)
+    text = tmp_path / "corpus.txt"
+    text.write_text("".join(f"The number {n} is followed by {n + 1}. " for n in range(20_000)))
+    source = open_source(LLAMA)
+    few, many = (rows_of(source, text, None, Settings(steps=steps, batch=8, sequence=64)) for steps in (1, 60))
+    assert 4 <= few.trained <= 8
+    assert many.trained == 480
+
+
+def test_processes_without_a_common_disk_are_refused(tmp_path: Path) -> None:
+    """The first keeps the states; the others would begin again where it goes on."""
+    script = (
+        "import os, sys, bridge\n"
+        "os.chdir(sys.argv[1])\n"
+        f"whole = {str(Path(LLAMA).absolute())!r}\n"
+        "bridge.distill(whole, whole, out='out', steps=2, batch=2, sequence=32, progress=False, quant='int8_wo')\n"
+    )
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    running = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-c", script, str(tmp_path / str(rank))],
+                env={**shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert all(process.returncode for process in running)
+    assert all("the processes see different files there; give a disk that all of them share" in text for text in said)
 
 
 @pytest.mark.slow

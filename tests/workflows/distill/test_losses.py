@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from bridge.calibration import reference_outputs  # noqa: E402
 from bridge.core.errors import TrainingError  # noqa: E402
+from bridge.workflows.distill import train  # noqa: E402
 from bridge.workflows.distill.head import SplitModel, chunks  # noqa: E402
-from bridge.workflows.distill.losses import Answers, divergence, hidden_error  # noqa: E402
+from bridge.workflows.distill.losses import Answers, divergence, hidden_error, next_token_loss  # noqa: E402
 from tests.models.decoder_families import DECODERS, build  # noqa: E402
 
 PREDICTS = sorted(name for name in DECODERS if "ForCausalLM" in name or name.endswith("LMHeadModel"))
@@ -64,6 +67,30 @@ def test_hidden_states_are_compared_by_their_mean_square() -> None:
     double = torch.nn.Linear(4, 6, bias=False)
     torch.nn.init.constant_(double.weight, 1.0)
     assert hidden_error(own, torch.full((5, 6), 3.0), double).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("mask", [[1] * 9, [0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0, 0]])
+def test_next_token_loss_is_that_of_verification(mask: list[int]) -> None:
+    """Padding before and behind a row; the tokens in two parts."""
+    own, ids = logits(5)[:9], torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(6))
+    arrays = {"input_ids": ids[None].numpy(), "attention_mask": np.array([mask])}
+    expected = reference_outputs.next_token_loss(own[None], arrays)
+    kept = torch.tensor(mask).nonzero().flatten()
+    parts = [next_token_loss(own[at].log_softmax(-1), ids, torch.tensor(mask), at) for at in (kept[:4], kept[4:])]
+    assert sum(count for _, count in parts) == expected[1] == sum(mask) - 1
+    assert sum(loss for loss, _ in parts) == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_gradients_are_cut_into_views_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "SHARED", 10)
+    tensors = [torch.arange(24.0).reshape(8, 3), torch.tensor(5.0), torch.ones(3, 4).T, torch.zeros(2)]
+    found = list(train.pieces(tensors))
+    assert all(sum(part.numel() for part in group) <= 10 for group in found)
+    for group in found:
+        for part in group:
+            part += 1
+    assert torch.equal(tensors[0], torch.arange(24.0).reshape(8, 3) + 1) and tensors[1] == 6
+    assert bool((tensors[2] == 2).all()) and bool((tensors[3] == 1).all())
 
 
 def test_chunks_cover_all_tokens() -> None:

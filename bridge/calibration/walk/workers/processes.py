@@ -84,6 +84,12 @@ def check_same(workers: Workers, arguments: Mapping[str, str]) -> None:
             raise UsageError(f"worker {rank} of {workers.size} has another {', '.join(other)} than worker 0{why}")
 
 
+def check_shared(workers: Workers | None, seen: Any, place: Path) -> None:
+    """UsageError if processes see different things on the disk; a meeting. `seen`: of a kind that JSON holds."""
+    if workers and any(other != seen for other in workers.agree(seen)):
+        raise UsageError(f"{place}: the processes see different files there; give a disk that all of them share")
+
+
 def _join(rank: int, size: int) -> Workers:
     """Wait for all processes; make a process group if the caller has none."""
     from torch import distributed
