@@ -24,7 +24,7 @@ from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 from bridge.sources.opening import open_source
-from bridge.workflows.distill.inputs import FakeInputs, input_codes
+from bridge.verification.simulated.inputs import FakeInputs, input_codes
 
 LLAMA = ROOT / "examples/models/tiny-llama"
 KEEP: dict[str, int | str] = {"ffn": 192, "heads": 4, "layers": 4}

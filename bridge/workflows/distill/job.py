@@ -25,8 +25,8 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.loading import model_class
 from bridge.sources.source import Source
+from bridge.verification.simulated.codes import check_codes
 from bridge.workflows.distill.batches import Rows
-from bridge.workflows.distill.codes import check_codes
 from bridge.workflows.distill.head import CHUNK
 from bridge.workflows.distill.settings import NORM, Settings
 

@@ -17,11 +17,11 @@ from bridge.core.progress import Progress
 from bridge.quant.calibration import Calibration
 from bridge.sources.live_models.distillation import Distillation
 from bridge.sources.live_models.trained import TrainedSource
+from bridge.verification.simulated.codes import Codes
+from bridge.verification.simulated.inputs import FakeInputs, input_codes
 from bridge.workflows.distill import cache as stored
 from bridge.workflows.distill.batches import Rows, drawn
-from bridge.workflows.distill.codes import Codes
 from bridge.workflows.distill.head import SplitModel, chunks
-from bridge.workflows.distill.inputs import FakeInputs, input_codes
 from bridge.workflows.distill.job import Job
 from bridge.workflows.distill.losses import next_token_loss
 from bridge.workflows.distill.state import load_state, save_state

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bridge.workflows.distill.codes import Codes
+    from bridge.verification.simulated.codes import Codes
 
 
 class Student:

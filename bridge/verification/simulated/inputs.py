@@ -87,13 +87,13 @@ def input_codes(
                 if binding.expert is not None or binding.site.stacked:
                     raise SchemeError(
                         f"quant={plan.scheme} quantizes the inputs of experts ({module}), which are inside one "
-                        "module of transformers; train through a scheme of weights only"
+                        "module of transformers; take a scheme of weights only"
                     )
                 other = found.setdefault(binding.module, own)
                 if not own.same_as(other):
                     raise SchemeError(
                         f"quant={plan.scheme}: {binding.module} is one matrix in memory, and its parts have inputs of "
-                        f"other scales (amax {other.amax:g} and {own.amax:g}, or factors of channels); train through a "
+                        f"other scales (amax {other.amax:g} and {own.amax:g}, or factors of channels); take a "
                         "scheme of weights only"
                     )
     return found

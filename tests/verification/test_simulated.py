@@ -17,8 +17,8 @@ from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.distill.codes import Codes  # noqa: E402
-from bridge.workflows.distill.inputs import FakeInputs, InputCodes, input_codes  # noqa: E402
+from bridge.verification.simulated.codes import Codes  # noqa: E402
+from bridge.verification.simulated.inputs import FakeInputs, InputCodes, input_codes  # noqa: E402
 from bridge.workflows.distill.student import Student  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
@@ -206,7 +206,7 @@ def test_a_student_runs_with_nearly_its_own_weights_for_each_target(target: str)
 
 @pytest.mark.parametrize("target", ["trtllm", "ort"])
 def test_places_of_a_matrix_are_those_of_its_source(target: str) -> None:
-    from bridge.workflows.distill.codes import _places
+    from bridge.verification.simulated.codes import _places
 
     source = open_source(LLAMA)
     plan = bridge.plan(source, target, "int8_wo")

@@ -35,7 +35,7 @@ from bridge.streaming.scales import clip_of, row_factor_of, smoothing_of
 if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import LiveSlice, Origin
     from bridge.sources.source import Source
-    from bridge.workflows.distill.inputs import FakeInputs
+    from bridge.verification.simulated.inputs import FakeInputs
 
 
 class Codes:

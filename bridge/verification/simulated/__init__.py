@@ -1,0 +1,1 @@
+"""Models in memory that run with the codes of a plan."""
