@@ -61,12 +61,17 @@ browser:
 	         && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; } \
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
-# Runtimes that tests compare with and that are not needed elsewhere, 200 MB: tests that need them are skipped without.
-oracles: .venv/onnx
+# Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
+oracles: .venv/onnx .venv/modelopt-0.35
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
 	    openvino==2026.4.1 polygraphy==0.53.6 onnx-graphsurgeon==0.6.1
+	touch $@
+
+# The ModelOpt that NeMo's prune_language_model calls, beside the environment's own: tests/oracles/minitron_process.py.
+.venv/modelopt-0.35: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ nvidia-modelopt==0.35.0 torchprofile==0.1.0
 	touch $@
 
 lint: $(STAMP)
