@@ -62,7 +62,7 @@ browser:
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 # Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
-oracles: .venv/onnx .venv/modelopt-0.35
+oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
@@ -72,6 +72,11 @@ oracles: .venv/onnx .venv/modelopt-0.35
 # The ModelOpt that NeMo's prune_language_model calls, beside the environment's own: tests/oracles/minitron_process.py.
 .venv/modelopt-0.35: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ nvidia-modelopt==0.35.0 torchprofile==0.1.0
+	touch $@
+
+# NeMo's Python, of which tests/oracles/nemo_modules.py imports the modules of distillation.
+.venv/nemo-2.5.3: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ nemo_toolkit==2.5.3
 	touch $@
 
 lint: $(STAMP)

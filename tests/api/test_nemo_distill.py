@@ -1,4 +1,4 @@
-"""NeMo's functions for distillation on megatron-core: the losses of ModelOpt's own plugin, in one stage and two."""
+"""NeMo's functions for distillation on megatron-core: the losses of NeMo's own and of ModelOpt's, at 1 and 2 stages."""
 
 from __future__ import annotations
 
@@ -24,38 +24,44 @@ from bridge.api.nemo_distill import (  # noqa: E402
 )
 from bridge.core.errors import UsageError  # noqa: E402
 from tests import once  # noqa: E402
+from tests.oracles import nemo_modules  # noqa: E402
 
 PAIR = "intermediate_layer_pairs: [[decoder.final_layernorm, decoder.final_layernorm]]\n"
-CASES = [
-    (whose, skip, pp, pair)
-    for whose in ("bridge", "modelopt")
-    for skip, pp, pair in ((True, 1, False), (True, 2, True), (True, 1, True), (False, 2, False), (False, 1, False))
-    if whose == "bridge" or (skip and pp == 1)
-]
+CELLS = [(True, False), (True, True), (False, False)]  # skip the student's own loss, compare a pair of layers
+nemo = pytest.mark.skipif(
+    not nemo_modules.HOME.is_dir(), reason="NeMo's modules are not installed here; install them with: make oracles"
+)
 
 
-def losses(whose: str, skip: bool, pp: int, pair: bool) -> Any:
-    """What the processes of one case wrote, by rank."""
+def cases(pp: int) -> list[dict[str, Any]]:
+    """What the processes of one pipeline do one after the other."""
+    found = [{"whose": "bridge", "copies": False, "skip": skip, "pair": pair} for skip, pair in CELLS]
+    if nemo_modules.HOME.is_dir():
+        found += [told | {"whose": "nemo"} for told in found] + [found[-1] | {"whose": "nemo", "copies": True}]
+    if pp == 1:
+        found += [told | {"whose": "modelopt"} for told in found[:2]]
+    return found
+
+
+def losses(whose: str, skip: bool, pp: int, pair: bool, copies: bool = False) -> Any:
+    """What the processes of one case wrote, by rank. `copies`: of NeMo's functions with Megatron's loss mended."""
     root = once.directory("distillation on megatron-core", make)
-    return json.loads((root / f"{whose}-{skip}-{pp}-{pair}.json").read_text())
+    number = cases(pp).index({"whose": whose, "copies": copies, "skip": skip, "pair": pair})
+    return [json.loads((root / f"{pp}-{rank}.json").read_text())[number] for rank in range(pp)]
 
 
 def make(root: Path) -> None:
     (root / "pair.yaml").write_text(PAIR)
-    for case in CASES:
-        whose, skip, pp, pair = case
-        told = json.dumps({"whose": whose, "skip": skip, "yaml": str(root / "pair.yaml") if pair else None})
-        outs = [root / f"out-{rank}" for rank in range(pp)]
-        name = "-".join(map(str, case))
+    for pp in (1, 2):
         command = [sys.executable, "-m", "tests.oracles.distill_process"]
+        given = str(pp), str(root), json.dumps(cases(pp))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        running = []
-        for rank, out in enumerate(outs):
-            given = [str(rank), str(pp), str(root / f"store-{name}"), str(out), told]
-            running.append(subprocess.Popen([*command, *given], env=environment, stderr=subprocess.PIPE, text=True))
+        running = [
+            subprocess.Popen([*command, str(rank), *given], env=environment, stderr=subprocess.PIPE, text=True)
+            for rank in range(pp)
+        ]
         printed = [process.communicate(timeout=300)[1] for process in running]
         assert [process.returncode for process in running] == [0] * pp, printed
-        (root / f"{name}.json").write_text(json.dumps([json.loads(out.read_text()) for out in outs]))
 
 
 def close(one: Any, other: Any) -> bool:
@@ -67,26 +73,46 @@ def close(one: Any, other: Any) -> bool:
 def test_losses_are_those_of_modelopts_plugin(pair: bool) -> None:
     (own,), (theirs,) = losses("bridge", True, 1, pair), losses("modelopt", True, 1, pair)
     assert len(own["losses"]) == 8 and close(own["losses"], theirs["losses"])
-    assert own["losses"][-2][0] < own["losses"][0][0]
+    assert own["losses"][-2][0] < own["losses"][0][0]  # of the same batch
     assert bool(own["losses"][0][2]) == pair
     assert own["teacher"] == [] and own["shapes"] is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("skip", "pair"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("skip", "pair"), CELLS)
 def test_two_stages_give_the_losses_of_one(skip: bool, pair: bool) -> None:
     (whole,), (first, last) = losses("bridge", skip, 1, pair), losses("bridge", skip, 2, pair)
     assert close(whole["losses"], last["losses"]) and first["losses"] == []
     assert first["shapes"] == last["shapes"] == [[[16, 2, 224]], [[16, 2, 224]]]  # 96 and the teacher's 128
 
 
+@nemo
 @pytest.mark.slow
-def test_the_students_own_loss_does_not_overwrite_its_logits() -> None:
-    """Megatron's cross entropy works in place: with it NeMo's first KL is another number."""
-    (without,), (beside,) = losses("bridge", True, 1, False), losses("bridge", False, 1, False)
+@pytest.mark.parametrize(("skip", "pair"), CELLS)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_losses_are_those_of_nemos_own_functions(skip: bool, pp: int, pair: bool) -> None:
+    """Its own teacher_provider too; with the student's loss where that does not overwrite logits, as it is mended."""
+    own, theirs = losses("bridge", skip, pp, pair), losses("nemo", skip, pp, pair, copies=not skip)
+    assert len(own[-1]["losses"]) == 8 and close(own[-1]["losses"], theirs[-1]["losses"])
+    for one, other in zip(own, theirs, strict=True):
+        assert (one["shapes"], one["teacher"]) == (other["shapes"], other["teacher"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_students_own_loss_does_not_overwrite_its_logits(pp: int) -> None:
+    """Megatron's cross entropy works in place."""
+    without, beside = losses("bridge", True, pp, False)[-1], losses("bridge", False, pp, False)[-1]
     assert close(without["losses"][0][0], beside["losses"][0][0])
     total, logits = beside["losses"][0][1], beside["losses"][0][0]
     assert total > 2 * logits  # the student's own loss, and distillation weighed like it
+
+
+@nemo
+@pytest.mark.slow
+def test_nemos_own_functions_compute_the_kl_on_what_the_students_loss_left() -> None:
+    (without,), (beside,) = losses("nemo", True, 1, False), losses("nemo", False, 1, False)
+    assert not close(without["losses"][0][0], beside["losses"][0][0])
 
 
 def test_a_config_is_checked(tmp_path: Path) -> None:
