@@ -141,7 +141,7 @@ def _block(family: Family, config: Any, spec: str, grouped: bool) -> Any:
         if family.zero_centred and config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = ZeroCentred
         if family.latent:
-            attention.core_attention = _latent_attention()
+            attention.core_attention = latent_attention()
         if family.post_norms:
             attention.linear_proj = mlp.linear_fc2 = _normed_linear()
         layers.append(layer)
@@ -151,7 +151,7 @@ def _block(family: Family, config: Any, spec: str, grouped: bool) -> Any:
     return TransformerBlockSubmodules(layers, ZeroCentred if family.zero_centred else WrappedTorchNorm)
 
 
-def _latent_attention() -> type:
+def latent_attention() -> type:
     """Megatron's own attention, told that values are narrower than keys: as it is, only Transformer Engine's is."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 

@@ -22,7 +22,7 @@ from tests.oracles import megatron_process
 
 Arrays = dict[str, np.ndarray]
 SIZES = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_layers", "num_moe_experts")
-SIZES += ("ffn_hidden_size", "moe_ffn_hidden_size")
+SIZES += ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 
 class Linear(nn.Module):
@@ -61,6 +61,7 @@ def start(store: str) -> None:
     megatron_process.start(0, 1, 1, store)
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")  # it asks for Transformer Engine: first truly
     import megatron.core.extensions.transformer_engine as extensions
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -77,6 +78,7 @@ def start(store: str) -> None:
     made = {f"TE{name}": type(f"TE{name}", (Linear,), {}) for name in names}
     for name, kind in (made | {"TELayerNormColumnParallelLinear": Fused, "TEDotProductAttention": Attention}).items():
         setattr(extensions, name, kind)
+    multi_latent_attention.TELinear = made["TELinear"]
     norms: Any = types.ModuleType("transformer_engine.pytorch")
     norms.RMSNorm, norms.LayerNorm = nn.RMSNorm, type("LayerNorm", (nn.LayerNorm,), {})
     engine: Any = types.ModuleType("transformer_engine")
@@ -133,33 +135,43 @@ def _pruned(model: Any, batches: Sequence[np.ndarray], cell: Mapping[str, int]) 
 def _model(family: Family, state: Arrays) -> Any:
     """The model with these tensors, of the layers that ModelOpt knows."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields = family.config | {"activation_func": megatron_process.functions()[family.activation]}
-    config = TransformerConfig(**fields | megatron_process.UNFUSED | {"moe_grouped_gemm": False})
+    kind = MLATransformerConfig if family.latent else TransformerConfig
+    config = kind(**fields | megatron_process.UNFUSED | {"moe_grouped_gemm": False})
     options = family.model | {"vocab_size": VOCAB, "parallel_output": False}
-    model = GPTModel(config, _layer(family, config), **options)
+    layers = [_layer(family, config, family.routed(number)) for number in range(config.num_layers)]
+    model = GPTModel(config, TransformerBlockSubmodules(layers, WrappedTorchNorm), **options)
     model.load_state_dict({key: torch.from_numpy(array) for key, array in state.items()}, strict=False)
     wanted = {key for key in model.state_dict() if "_extra_state" not in key}
     assert wanted == state.keys(), wanted ^ state.keys()
     return model.eval()
 
 
-def _layer(family: Family, config: Any) -> Any:
+def _layer(family: Family, config: Any, routed: bool) -> Any:
     import megatron.core.extensions.transformer_engine as extensions
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
-    layer = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
+    experts = config.num_moe_experts if routed else None
+    latent = {"multi_latent_attention": family.latent}
+    layer = get_gpt_layer_local_spec(experts, False, normalization=config.normalization, **latent)
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-    layer.submodules.input_layernorm = IdentityOp
-    attention.linear_qkv, attention.linear_proj = Fused, extensions.TERowParallelLinear
-    attention.core_attention = extensions.TEDotProductAttention
-    if family.experts:
-        mlp = mlp.experts.submodules
-        mlp.linear_fc1 = extensions.TEColumnParallelLinear
+    attention.linear_proj = extensions.TERowParallelLinear
+    if family.latent:  # the norms of the latents are those of the fused linears
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = extensions.TELinear
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = Fused
+        attention.core_attention = megatron_process.latent_attention()
+    else:
+        layer.submodules.input_layernorm = IdentityOp
+        attention.linear_qkv, attention.core_attention = Fused, extensions.TEDotProductAttention
+    if routed:
+        for part in (mlp.experts.submodules, mlp.shared_experts.submodules):
+            part.linear_fc1, part.linear_fc2 = extensions.TEColumnParallelLinear, extensions.TERowParallelLinear
     else:
         layer.submodules.pre_mlp_layernorm = IdentityOp
-        mlp.linear_fc1 = Fused
-    mlp.linear_fc2 = extensions.TERowParallelLinear
+        mlp.linear_fc1, mlp.linear_fc2 = Fused, extensions.TERowParallelLinear
     return layer

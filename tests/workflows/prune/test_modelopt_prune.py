@@ -38,6 +38,12 @@ CELLS = {
         {"ffn": 52, "hidden": 36, "heads": 2, "layers": 1},
     ),
     "mixtral": ({"experts": 3}, {"moe_ffn": 20}, {"experts": 4, "moe_ffn": 24, "hidden": 44}),
+    "deepseek": (  # of whose attention ModelOpt prunes hidden alone
+        {"ffn": 40},
+        {"hidden": 48},
+        {"layers": 2},
+        {"ffn": 52, "moe_ffn": 24, "shared_ffn": 48, "hidden": 36},
+    ),
 }
 NAMES = {  # of a dim in ModelOpt's export_config
     "ffn": "ffn_hidden_size",
@@ -46,6 +52,7 @@ NAMES = {  # of a dim in ModelOpt's export_config
     "layers": "num_layers",
     "experts": "num_moe_experts",
     "moe_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
 }
 FIELDS = {  # of config.json by Megatron's
     "hidden_size": "hidden_size",
@@ -53,6 +60,15 @@ FIELDS = {  # of config.json by Megatron's
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
     "num_layers": "num_hidden_layers",
+}
+LATENT = {  # Megatron's names of latent attention -> those of config.json's model
+    "linear_q_down_proj.weight": "q_a_proj.weight",
+    "linear_q_up_proj.layer_norm_weight": "q_a_layernorm.weight",
+    "linear_q_up_proj.weight": "q_b_proj.weight",
+    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
+    "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm.weight",
+    "linear_kv_up_proj.weight": "kv_b_proj.weight",
+    "linear_proj.weight": "o_proj.weight",
 }
 SPREAD = {"layers.0.": 0.1, "layers.1.": 0.05, "layers.2.": 0.2}  # the last layer changes most, the middle one least
 random = torch.Generator().manual_seed(2)
@@ -112,6 +128,10 @@ def random_model(family: str) -> Any:
 
 def sizes_of(config: Any) -> dict[str, Any]:
     """The sizes in a config.json by Megatron's names."""
+    if config["model_type"] == "deepseek_v3":
+        fields = {name: FIELDS[name] for name in ("hidden_size", "num_layers", "num_attention_heads")}
+        fields |= {"ffn_hidden_size": "intermediate_size", "moe_ffn_hidden_size": "moe_intermediate_size"}
+        return {name: config[field] for name, field in fields.items()}
     sizes = {name: config[field] for name, field in FIELDS.items()}
     experts = config.get("num_local_experts")
     inner = "moe_ffn_hidden_size" if experts else "ffn_hidden_size"
@@ -119,34 +139,55 @@ def sizes_of(config: Any) -> dict[str, Any]:
 
 
 def in_megatron(source: Any) -> dict[str, np.ndarray]:
-    """The tensors of a Llama or Mixtral by Megatron's names, laid out by hand: nothing of bridge's tables is used."""
-    groups, hidden = source.config["num_key_value_heads"], source.config["hidden_size"]
+    """The tensors of a Llama, Mixtral or DeepSeek by Megatron's names, laid out by hand: nothing of bridge's tables is
+    used.
+    """
     found = {
         "embedding.word_embeddings.weight": source.read("model.embed_tokens.weight"),
         "decoder.final_layernorm.weight": source.read("model.norm.weight"),
         "output_layer.weight": source.read("lm_head.weight"),
     }
     for layer in range(source.config["num_hidden_layers"]):
-        hf, here = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        qkv = [source.read(f"{hf}.self_attn.{part}_proj.weight").reshape(groups, -1, hidden) for part in "qkv"]
-        found[f"{here}.self_attention.linear_qkv.weight"] = np.concatenate(qkv, axis=1).reshape(-1, hidden)
-        found[f"{here}.self_attention.linear_qkv.layer_norm_weight"] = source.read(f"{hf}.input_layernorm.weight")
-        found[f"{here}.self_attention.linear_proj.weight"] = source.read(f"{hf}.self_attn.o_proj.weight")
-        norm = source.read(f"{hf}.post_attention_layernorm.weight")
-        if experts := source.config.get("num_local_experts"):
-            found[f"{here}.pre_mlp_layernorm.weight"] = norm
-            found[f"{here}.mlp.router.weight"] = source.read(f"{hf}.block_sparse_moe.gate.weight")
-            for expert in range(experts):
-                of_expert = f"{hf}.block_sparse_moe.experts.{expert}"
-                mlp = mlp_of(source, f"{of_expert}.w1", f"{of_expert}.w3", f"{of_expert}.w2")
-                found |= {f"{here}.mlp.experts.local_experts.{expert}.{name}": array for name, array in mlp.items()}
-        else:
-            found[f"{here}.mlp.linear_fc1.layer_norm_weight"] = norm
-            mlp = mlp_of(source, *(f"{hf}.mlp.{part}_proj" for part in ("gate", "up", "down")))
-            found |= {f"{here}.mlp.{name}": array for name, array in mlp.items()}
+        parts = attention_of(source, f"model.layers.{layer}") | ffn_of(source, layer)
+        found |= {f"decoder.layers.{layer}.{name}": array for name, array in parts.items()}
     return found
 
 
-def mlp_of(source: Any, gate: str, up: str, down: str) -> dict[str, np.ndarray]:
+def attention_of(source: Any, hf: str) -> dict[str, np.ndarray]:
+    if "kv_lora_rank" in source.config:
+        named = {f"self_attention.{own}": f"self_attn.{name}" for own, name in LATENT.items()}
+        named["input_layernorm.weight"] = "input_layernorm.weight"
+        return {own: source.read(f"{hf}.{name}") for own, name in named.items()}
+    groups, hidden = source.config["num_key_value_heads"], source.config["hidden_size"]
+    qkv = [source.read(f"{hf}.self_attn.{part}_proj.weight").reshape(groups, -1, hidden) for part in "qkv"]
+    return {
+        "self_attention.linear_qkv.weight": np.concatenate(qkv, axis=1).reshape(-1, hidden),
+        "self_attention.linear_qkv.layer_norm_weight": source.read(f"{hf}.input_layernorm.weight"),
+        "self_attention.linear_proj.weight": source.read(f"{hf}.self_attn.o_proj.weight"),
+    }
+
+
+def ffn_of(source: Any, layer: int) -> dict[str, np.ndarray]:
+    hf, config = f"model.layers.{layer}", source.config
+    norm = source.read(f"{hf}.post_attention_layernorm.weight")
+    experts = config.get("num_local_experts") or config.get("n_routed_experts")
+    if not experts or layer < config.get("first_k_dense_replace", 0):
+        mlp = mlp_of(source, "mlp", *(f"{hf}.mlp.{part}_proj" for part in ("gate", "up", "down")))
+        return {"mlp.linear_fc1.layer_norm_weight": norm} | mlp
+    mixtral = "num_local_experts" in config
+    block = "block_sparse_moe" if mixtral else "mlp"
+    parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = {"pre_mlp_layernorm.weight": norm, "mlp.router.weight": source.read(f"{hf}.{block}.gate.weight")}
+    for expert in range(experts):
+        of_expert = (f"{hf}.{block}.experts.{expert}.{part}" for part in parts)
+        found |= mlp_of(source, f"mlp.experts.local_experts.{expert}", *of_expert)
+    if not mixtral:
+        found["mlp.router.expert_bias"] = source.read(f"{hf}.mlp.gate.e_score_correction_bias")
+        shared = (f"{hf}.mlp.shared_experts.{part}" for part in parts)
+        found |= mlp_of(source, "mlp.shared_experts", *shared)
+    return found
+
+
+def mlp_of(source: Any, here: str, gate: str, up: str, down: str) -> dict[str, np.ndarray]:
     both = np.concatenate([source.read(f"{name}.weight") for name in (gate, up)])
-    return {"linear_fc1.weight": both, "linear_fc2.weight": source.read(f"{down}.weight")}
+    return {f"{here}.linear_fc1.weight": both, f"{here}.linear_fc2.weight": source.read(f"{down}.weight")}
