@@ -12,8 +12,8 @@ import bridge
 from bridge.cli.main import app
 from bridge.core.errors import BridgeError, GoldenError, UsageError, VerifyError
 from bridge.core.places import HERE, check_here
+from bridge.workflows.batch.manifest.keys import OWN
 from bridge.workflows.batch.manifest.read import read_manifest
-from bridge.workflows.batch.manifest.rows import OWN
 from tests.core.remote.server import serving
 
 MODELS = Path(__file__).parents[3] / "examples/models"

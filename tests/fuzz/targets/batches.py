@@ -25,9 +25,9 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target
 from bridge.workflows.batch.audience import Counted
 from bridge.workflows.batch.job import CRASH
+from bridge.workflows.batch.manifest.keys import OWN
 from bridge.workflows.batch.manifest.naming import short_name
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
-from bridge.workflows.batch.manifest.rows import OWN
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.run import Asked, run
 from bridge.workflows.batch.values import Row

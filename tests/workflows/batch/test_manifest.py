@@ -143,7 +143,7 @@ def test_paths_are_relative_to_the_manifest(tmp_path: Path, monkeypatch: pytest.
     assert found == (*expected, "llama-recipe-hf")
     assert Path(made.out) == tmp_path / "../x"
     line = refused(tmp_path, '[[row]]\nmodel = "here"\ntarget = "hf"')[1]
-    assert "'here' does not exist relative to the manifest" in line
+    assert "'here' does not exist relative to" in line
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:

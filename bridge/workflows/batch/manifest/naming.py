@@ -1,4 +1,4 @@
-"""Fill a manifest's patterns, and tell its paths from hub ids."""
+"""Fill a manifest's patterns, and shorten its values for names and messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.places import is_remote, shown
+from bridge.core.relative import FILES, MAX_QUOTED
 from bridge.core.text import nearest
 
 MAX_LENGTH = 4096  # characters of a text: no path is longer, and patterns multiply their values
-MAX_QUOTED = 200  # characters of a text that a message shows
 _FIELD = re.compile(r"\{(\w*)\}")
-_FILES = (".toml", ".nemo", ".txt", ".jsonl", ".json", ".md", ".csv", ".safetensors")  # suffixes that no hub id has
 
 
 def filled(pattern: str, words: Mapping[str, str], key: str) -> str:
@@ -50,31 +49,4 @@ def short_name(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str):
         return str(value).lower() if not isinstance(value, dict) else "config"
     name = Path(redacted(value).rstrip("/")).name.partition("@")[0]
-    return name.removesuffix(Path(name).suffix) if Path(name).suffix in _FILES else name
-
-
-def absolute(value: str, folder: Path) -> str:
-    """A path relative to the manifest, made absolute; UsageError for the home directory of an unknown user."""
-    try:
-        return str(folder / Path(value).expanduser())
-    except RuntimeError as error:
-        raise UsageError(f"{value[:MAX_QUOTED]!r}: no such user; write the path of the directory") from error
-
-
-def locate(value: str, folder: Path, key: str) -> str:
-    """A path relative to the manifest if it exists; else the hub id or the remote address."""
-    if is_remote(value):
-        return value
-    path = absolute(value, folder)
-    if _exists(path) or value[0] in "./~" or Path(value).suffix in _FILES:
-        return path
-    if _exists(value):
-        raise UsageError(f"{key} = {value!r} does not exist relative to the manifest; paths are relative to {folder}")
-    return value
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # too long for a file name
-        return False
+    return name.removesuffix(Path(name).suffix) if Path(name).suffix in FILES else name

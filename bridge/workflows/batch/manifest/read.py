@@ -32,9 +32,10 @@ from bridge.core.output.replace import work_directory
 from bridge.core.parsing import load_toml
 from bridge.core.places import check_length
 from bridge.core.problems import Problems
+from bridge.core.relative import absolute
 from bridge.core.text import byte_count, nearest, number
 from bridge.workflows.batch.engines import ENGINES, make_settings
-from bridge.workflows.batch.manifest.naming import MAX_LENGTH, absolute
+from bridge.workflows.batch.manifest.naming import MAX_LENGTH
 from bridge.workflows.batch.manifest.rows import make_rows
 from bridge.workflows.batch.values import Limits, Row
 

@@ -12,56 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge.calibration.data import AUTO
 from bridge.core.errors import BridgeError, UsageError
-from bridge.core.places import ELSEWHERE, HERE, is_remote, shown
+from bridge.core.places import is_remote, shown
 from bridge.core.problems import ENOUGH, SHOWN, Problems
+from bridge.core.relative import absolute, resolved
 from bridge.core.text import byte_count, first_of, nearest, number
 from bridge.quant.schemes.catalog import kv_numeric
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import Target, load_target, make_options, target_names
-from bridge.workflows.batch.manifest.naming import (
-    MAX_LENGTH,
-    MAX_QUOTED,
-    absolute,
-    filled,
-    locate,
-    names_in,
-    redacted,
-    short_name,
-)
+from bridge.workflows.batch.manifest.keys import OWN, PLACES, UNCHANGED, mistyped_key, quoted
+from bridge.workflows.batch.manifest.naming import filled, names_in, redacted, short_name
 from bridge.workflows.batch.values import Row
 
-TEXTS = (
-    "name",
-    "model",
-    "target",
-    "quant",
-    "out",
-    "calib",
-    "data",
-    "field",
-    "kv",
-    "device",
-    "tokenizer",
-    "runtime",
-    "compute",
-)
-FLAGS = ("verify", "overwrite")
-COUNTS = ("shards", "samples", "sequence")
-OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
-PLACES = ("model", "calib", "data", "tokenizer")  # a path relative to the manifest, an address or a hub id
-UNCHANGED = (
-    "kv",
-    "device",
-    "verify",
-    "overwrite",
-    "field",
-    "runtime",
-    "compute",
-    *COUNTS,
-    "timeout",
-)  # copied to the row
 NAME, OUT = "{model}-{quant}-{target}", "{name}"
 MAX_EXCLUDED = 100  # tables of `exclude`: each is compared with every combination
 MAX_ROWS = 10_000  # of a manifest: planning so many takes seconds; axes with more combinations are a mistake
@@ -205,7 +167,7 @@ def _matrix_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_En
             if key in ("name", "out"):
                 builder.incomplete(where, f"{key} is a pattern, not an axis; write {key} = {NAME!r}, for example")
             elif not own[key] or any(isinstance(value, list) for value in own[key]):
-                builder.incomplete(where, f"{key} = {_quoted(own[key])}; expected a list of values that is not empty")
+                builder.incomplete(where, f"{key} = {quoted(own[key])}; expected a list of values that is not empty")
         if not builder.allow(where, math.prod(len(own[key]) for key in axes)):
             continue
         matched = set()
@@ -216,14 +178,14 @@ def _matrix_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_En
             if not by:
                 yield _Entry(where, combined, tuple(axes))
         for n in sorted(set(range(len(excluded))) - matched):
-            builder.wrong(where, f"exclude {_quoted(excluded[n])}: no combination matches")
+            builder.wrong(where, f"exclude {quoted(excluded[n])}: no combination matches")
 
 
 def _excluded(value: Any, own: Mapping[str, Any], where: str, builder: _Builder) -> list[dict[str, Any]]:
     """The rules of `exclude` whose keys the matrix has; problems of the others are noted."""
     if not (isinstance(value, list) and all(isinstance(rule, dict) and rule for rule in value)):
         example = 'exclude = [{ target = "trt", quant = "nvfp4" }]'
-        builder.wrong(where, f"exclude = {_quoted(value)}; expected tables: {example}")
+        builder.wrong(where, f"exclude = {quoted(value)}; expected tables: {example}")
         return []
     if len(value) > MAX_EXCLUDED:
         builder.wrong(where, f"exclude has {len(value):,} tables, at most {MAX_EXCLUDED}; write several matrices")
@@ -231,15 +193,15 @@ def _excluded(value: Any, own: Mapping[str, Any], where: str, builder: _Builder)
     for rule in value:
         for key in [key for key in rule if key not in own]:
             hint = "it is in [defaults]; write it in the matrix" if key in builder.defaults else nearest(key, own)
-            builder.wrong(where, f"exclude {_quoted(rule)}: the matrix has no key `{key}`; {hint}")
+            builder.wrong(where, f"exclude {quoted(rule)}: the matrix has no key `{key}`; {hint}")
     return [rule for rule in value if rule.keys() <= own.keys()]
 
 
 def _add(entry: _Entry, builder: _Builder) -> None:
     words = {key: value for key, value in builder.defaults.items() if not isinstance(value, list)} | entry.words
-    mistyped = {key: why for key in OWN if key in words and (why := _mistyped(key, words[key]))}
+    mistyped = {key: why for key in OWN if key in words and (why := mistyped_key(key, words[key]))}
     for key, why in mistyped.items():
-        builder.wrong(entry.origin(key), f"{key} = {_quoted(words[key])}; {why}")
+        builder.wrong(entry.origin(key), f"{key} = {quoted(words[key])}; {why}")
     for key in ("model", "target"):
         if key not in words:
             builder.wrong(entry.where, f"{key} is missing")
@@ -254,46 +216,6 @@ def _add(entry: _Entry, builder: _Builder) -> None:
         return
     builder.rows.append(row)
     builder.contents.add(content)
-
-
-def _mistyped(key: str, value: Any) -> str:
-    """The problem with a value's type, or with a remote address; "" if none."""
-    if key in HERE and is_remote(value):
-        return ELSEWHERE
-    if key in FLAGS:
-        return "" if isinstance(value, bool) else "expected true or false"
-    if key == "config":
-        return "" if isinstance(value, str | dict) and value and _is_json(value) else _CONFIG
-    if key in COUNTS:
-        auto = key == "samples"
-        good = (type(value) is int and value > 0) or (auto and value == AUTO)
-        return "" if good else "expected 1 or more" + ', or "auto"' * auto
-    if key == "timeout":
-        return "" if type(value) in (int, float) and 0 < value < math.inf else "expected seconds, more than 0"
-    if key == "memory":
-        return "" if isinstance(value, str) or (type(value) is int and value > 0) else 'expected a size such as "16GB"'
-    if not isinstance(value, str) or not value.strip():
-        return "expected a text in quotes"
-    if len(value) > MAX_LENGTH:
-        return f"expected a text of at most {MAX_LENGTH} characters"
-    return "expected a text without control characters" if not value.isprintable() else ""
-
-
-_CONFIG = "expected a path, or a table with entries of config.json"
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):  # dates, NaN and infinity
-        return False
-    return True
-
-
-def _quoted(value: Any) -> str:
-    """A value for a message; of a long text only its beginning, since it may be repeated for many rows."""
-    text = redacted(value)
-    return repr(f"{text[:MAX_QUOTED]}..." if isinstance(text, str) and len(text) > MAX_QUOTED else text)
 
 
 def _take(entry: _Entry, builder: _Builder, make: Callable[..., Any], *arguments: Any, of: Collection[str]) -> Any:
@@ -333,13 +255,10 @@ def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
     }
     options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in entry.strict)}
     _check_options(target, options, entry, builder)
-    quant, config, memory = words.get("quant"), words.get("config"), words.get("memory")
-    if quant and ("/" in quant or quant.endswith(".toml")):
-        quant = take(absolute, quant, builder.folder, of=["quant"])
-    _check_scheme(quant, words.get("kv"), entry, builder)
-    places = {key: take(locate, words[key], builder.folder, key, of=[key]) for key in PLACES if key in words}
-    if isinstance(config, str):
-        config = take(absolute, config, builder.folder, of=["config"])
+    memory = words.get("memory")
+    given = [key for key in PLACES if isinstance(words.get(key), str)]
+    places = {key: take(resolved, words[key], builder.folder, key, of=[key]) for key in given}
+    _check_scheme(places.get("quant"), words.get("kv"), entry, builder)
     if isinstance(memory, str):
         memory = take(byte_count, memory, "memory", of=["memory"])
     if not target or not places.get("model"):
@@ -356,8 +275,8 @@ def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
         return None
     unchanged = {key: words[key] for key in UNCHANGED if key in words}
     return Row(
-        name=name, where=entry.where, target=words["target"], out=out, quant=quant, config=config, memory=memory,
-        options=options, **places, **unchanged,
+        name=name, where=entry.where, target=words["target"], out=out, memory=memory, options=options,
+        **{"config": words.get("config"), **places}, **unchanged,
     )  # fmt: skip
 
 
