@@ -124,8 +124,7 @@ def provenance_of(
 
 def check_device(scheme: Scheme, device: str | None) -> None:
     """CalibrationError if CUDA is asked for or needed but absent; loads torch, no model."""
-    if str(device or "cpu").partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"device {device!r} is unknown; known: cpu, cuda, cuda:0 ...")
+    check_device_name(device)
     if not (scheme.needs_cuda or str(device or "").startswith("cuda")):
         return
     import torch
@@ -137,6 +136,12 @@ def check_device(scheme: Scheme, device: str | None) -> None:
         f"scheme {scheme.name}: no CUDA device here, and {why}; calibrate on a machine with one and pass its saved "
         "calibration (calib=), or choose another scheme"
     )
+
+
+def check_device_name(device: str | None) -> None:
+    """UsageError for a device that is neither the CPU nor CUDA."""
+    if str(device or "cpu").partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} is unknown; known: cpu, cuda, cuda:0 ...")
 
 
 def check_data(scheme: Scheme, data: Data) -> None:

@@ -255,8 +255,9 @@ def run(
 
     The last line has the tokens per second, and with what the model ran.
     """
-    with session(debug=debug) as terminal:
-        if out.endswith(".toml"):
+    is_chain = out.endswith(".toml")
+    with session(debug=debug, silent=is_chain and launched()[0] > 0) as terminal:
+        if is_chain:
             if text is not None:
                 raise UsageError(f"{out} is a chain of steps, which takes no text")
             made = bridge.chain(out, overwrite=overwrite, resume=not no_resume, progress=terminal.progress)

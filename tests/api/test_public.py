@@ -23,7 +23,7 @@ SIGNATURES = {
         "model, keep=None, out=None, *, target='hf', quant=None, drop_layers=None, data=None, importance='output', "
         "repair=False, order='source', sparse=None, sparse_method='sparsegpt', config=None, tokenizer=None, "
         "samples=None, sequence=None, field=None, device=None, verify=True, overwrite=False, resume=True, "
-        "progress=None, memory=None, **options"
+        "progress=None, memory=None, workers=None, **options"
     ),
     "distill": (
         "student, teacher, data=None, out=None, *, target='hf', quant=None, steps=1000, batch=8, sequence=512, "

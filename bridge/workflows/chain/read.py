@@ -5,7 +5,7 @@
     [[step]]
     name  = "pruned"                   # of its output in that folder
     verb  = "prune"                    # or "distill", "convert"
-    model = "llama"                    # a path relative to this file, an address or a hub id
+    model = "llama"                    # a path, an address or a hub id
     keep  = { ffn = "75%", layers = 24 }
 
     [[step]]
@@ -14,7 +14,7 @@
     student = "{pruned}"               # the output of a step above
     teacher = "llama"
 
-All problems are reported at once, before the first step runs.
+Paths are relative to this file, whatever the argument; of an output above, write `"{its name}"`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ from bridge.core.errors import UsageError
 from bridge.core.parsing import load_toml
 from bridge.core.places import check_length, is_remote
 from bridge.core.problems import Problems
+from bridge.core.relative import PLACES, absolute, resolved
 from bridge.core.text import nearest
 from bridge.targets import load_target, make_options
+from bridge.workflows.chain.argument_types import check_types
 from bridge.workflows.distill.verbs import distill
 from bridge.workflows.prune.verbs import prune
 
 VERBS: dict[str, Callable[..., Any]] = {"prune": prune, "distill": distill, "convert": convert}
 OURS = ("out", "overwrite", "resume", "progress", "workers")  # what the chain passes itself
-PLACES = ("model", "student", "teacher", "data", "calib", "tokenizer", "teacher_cache", "importance")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TAKEN = re.compile(r"\{([^{}]*)\}")
 
@@ -54,63 +56,93 @@ class ChainStep:
     after: tuple[str, ...]
 
 
-def read_chain(path: Path) -> tuple[ChainStep, ...]:
-    """Read and check a chain; one UsageError lists all problems."""
+def read_chain(path: Path, out: Path | None = None) -> tuple[ChainStep, ...]:
+    """Read and check a chain; one UsageError lists all problems. `out`: a folder in place of the file's."""
+    problems = Problems()
+    steps = read_steps(path, out, problems)
+    refuse(path, problems)
+    return steps
+
+
+def refuse(path: Path, problems: Problems) -> None:
+    """UsageError if there are problems."""
+    if lines := [line.replace("\n", "\n    ") for line in problems.lines()]:
+        raise UsageError(f"{path}: " + (lines[0] if len(lines) == 1 else "\n  ".join(["these are wrong:", *lines])))
+
+
+def read_steps(path: Path, out: Path | None, problems: Problems) -> tuple[ChainStep, ...]:
+    """The steps of a chain that are well formed, and the problems of the others; UsageError if it cannot be read."""
     check_length(path)
     try:
         words = load_toml(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path}: no chain of steps can be read from it: {reason}") from error
-    problems, steps = Problems(), dict[str, ChainStep]()
     for key in words.keys() - {"out", "step"}:
         problems.add(f"key `{key}` is unknown; {nearest(key, ('out', 'step'))}")
     folder = path.absolute().parent
-    out = words.get("out", "")
-    if not isinstance(out, str) or is_remote(out):
-        problems.add(f"out = {out!r}; expected a local folder")
-        out = ""
+    own = problems.take(_folder, words.get("out", ""), folder) or folder
     tables = words.get("step")
     if not (isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables)):
         problems.add("it has no [[step]]; each names a verb and its arguments")
         tables = []
+    steps: list[ChainStep] = []
+    outs: dict[str, Path] = {}  # also of steps with problems, which later ones may name
     for number, table in enumerate(tables, 1):
-        step = problems.take(_step, table, steps, folder, folder / out, where=f"step {table.get('name', number)}")
-        if step:
-            steps[step.name] = step
-    if lines := problems.lines():
-        raise UsageError(f"{path}: " + (lines[0] if len(lines) == 1 else "\n  ".join(["these are wrong:", *lines])))
-    return tuple(steps.values())
+        take = partial(problems.take, where=f"step {table.get('name', number)}")
+        if name := take(_name, table, outs):
+            if step := take(_step, name, table, outs, folder, out or own):
+                steps.append(step)
+            outs[name] = (out or own) / name
+    return tuple(steps)
 
 
-def _step(table: Mapping[str, Any], before: Mapping[str, ChainStep], folder: Path, out: Path) -> ChainStep:
-    """Check one table."""
-    name, verb = table.get("name"), table.get("verb")
+def _folder(out: Any, folder: Path) -> Path:
+    """The folder of all outputs."""
+    if not isinstance(out, str) or is_remote(out) or not out.isprintable():
+        raise UsageError(f"out = {out!r}; expected a local folder")
+    return Path(absolute(out, folder))
+
+
+def _name(table: Mapping[str, Any], before: Mapping[str, Path]) -> str:
+    """The name of a step; UsageError if it has none of its own."""
+    name = table.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise UsageError(f"name = {name!r}; expected letters, digits, `.`, `-` and `_`")
     if name in before:
         raise UsageError(f"name = {name!r} is given twice")
+    return name
+
+
+def _step(name: str, table: Mapping[str, Any], before: Mapping[str, Path], folder: Path, out: Path) -> ChainStep:
+    """Check one table. `before`: the outputs of the steps above."""
+    verb = table.get("verb")
     if verb not in VERBS:
         raise UsageError(f"verb = {verb!r}; {nearest(str(verb), VERBS)}")
     given = {key: value for key, value in table.items() if key not in ("name", "verb")}
     after: dict[str, None] = {}
+    _check_arguments(verb, given)
     arguments = {key: _resolved(key, value, before, folder, after) for key, value in given.items()}
-    _check_arguments(verb, arguments)
     return ChainStep(name, verb, arguments, out / name, tuple(after))
 
 
-def _resolved(key: str, value: Any, before: Mapping[str, ChainStep], folder: Path, after: dict[str, None]) -> Any:
-    """A value with paths in place of `{step}` and of what lies beside the file."""
+def _resolved(key: str, value: Any, before: Mapping[str, Path], folder: Path, after: dict[str, None]) -> Any:
+    """A value with paths in place of `{step}` and of what is relative to the file."""
     if key not in PLACES or not isinstance(value, str):
         return value
+    if not value.strip() or not value.isprintable():
+        raise UsageError(f"{key} = {value!r}; expected a path or a name")
     if taken := TAKEN.fullmatch(value):
         if taken[1] not in before:
             why = nearest(taken[1], before) if before else "no step stands above"
             raise UsageError(f"{key} = {value!r} names no step above; {why}")
         after[taken[1]] = None
-        return str(before[taken[1]].out)
-    made = key == "teacher_cache" and not is_remote(value)
-    return str(folder / value) if made or (folder / value).exists() else value
+        return str(before[taken[1]])
+    if not is_remote(value):
+        here = absolute(value, folder)
+        if made := [name for name, out in before.items() if out == Path(here)]:
+            raise UsageError(f'{key} = {value!r} is the output of a step above; write "{{{made[0]}}}"')
+    return resolved(value, folder, key)
 
 
 def _check_arguments(verb: str, arguments: Mapping[str, Any]) -> None:
@@ -122,5 +154,6 @@ def _check_arguments(verb: str, arguments: Mapping[str, Any]) -> None:
     needed = [n for n in known if parameters[n].default is inspect.Parameter.empty and n not in arguments]
     if needed:
         raise UsageError(f"`{needed[0]}` is missing; {verb} needs it")
-    target = str(arguments.get("target", "hf"))
-    make_options(load_target(target), {key: value for key, value in arguments.items() if key not in known})
+    check_types(VERBS[verb], {key: value for key, value in arguments.items() if key in known})
+    options = {key: value for key, value in arguments.items() if key not in known}
+    make_options(load_target(str(arguments.get("target", "hf"))), options)

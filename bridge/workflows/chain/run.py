@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from bridge.core.errors import UsageError
-from bridge.core.output.names import MANIFEST
-from bridge.core.output.temporary import write_whole
-from bridge.core.parsing import load_json
+from bridge.calibration.walk.workers.processes import Workers, check_same, joined
+from bridge.core.errors import BridgeError
+from bridge.core.output.replace import recover
+from bridge.core.problems import Problems
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
-from bridge.core.version import __version__
 from bridge.reporting.report import Report, report_from_dict
-from bridge.sources.opening import open_source
-from bridge.workflows.chain.read import VERBS, ChainStep, read_chain
+from bridge.workflows.chain.check import CheckedStep, check_steps
+from bridge.workflows.chain.notes import begin, finish, is_noted
+from bridge.workflows.chain.read import VERBS, ChainStep, read_steps, refuse
 from bridge.workflows.chain.result import ChainReport, StepDone
 
-NOTE = "bridge/step.json"  # in a step's output: the digest of what made it
-MODELS = ("model", "student", "teacher")
-PIECE = 1 << 20
+SHARED = ("distill",)  # verbs that processes of `torchrun` share; the first one does the others
 
 
 @shows_progress
@@ -33,15 +30,16 @@ def chain(
     """Run the steps of a chain file; see `bridge.workflows.chain.read` for its form.
 
     A step whose output is there, made by the same step of the same inputs, is kept; one that was killed goes on from
-    its own states. The first step that fails its gates ends the chain.
+    its own states. The first step that fails its gates ends the chain. Processes of `torchrun` share the batches of
+    distill; the first one does all the rest.
 
     Args:
         overwrite: replace outputs of other steps under the same names.
         resume: keep and continue what earlier runs left; False begins all steps again.
 
     Raises:
-        UsageError: the file is wrong, all problems at once; an output of something else has a step's name.
-        BridgeError: of the step that cannot run; what is finished stays.
+        UsageError: the file, or what headers tell of a step, is wrong: all problems at once, before the first step.
+        BridgeError: of the step that fails, with its name; what is finished stays.
 
     >>> from pathlib import Path
     >>> steps = '[[step]]\\nname = "few"\\nverb = "prune"\\nmodel = "examples/models/tiny-llama"\\ndrop_layers = [3]\\n'
@@ -49,102 +47,97 @@ def chain(
     >>> bridge.chain("chain.toml").passed
     True
     """
-    steps, callback = read_chain(Path(path)), callback_of(progress)
-    made: dict[str, str] = {}
-    done: list[StepDone] = []
-    for step in steps:
-        made[step.name] = digest_of(step, made)
-        kept = _kept(step, made[step.name]) if resume else None
-        done.append(kept or _run(step, made[step.name], overwrite, resume, callback))
-        if not done[-1].report.passed:
-            break
-    return ChainReport(tuple(done))
+    return run_chain(Path(path), overwrite=overwrite, resume=resume, progress=callback_of(progress))
 
 
-def digest_of(step: ChainStep, made: Mapping[str, str]) -> str:
-    """Digest of a step: its verb and arguments, the models and files that it reads, and the steps before it."""
-    parts: list[Any] = [__version__, step.verb, [made[name] for name in step.after]]
-    outputs = {str(step.out.parent / name): made[name] for name in step.after}
-    for key, value in sorted(step.arguments.items()):
-        if isinstance(value, str) and value in outputs:
-            parts.append([key, outputs[value]])
-        elif key in MODELS:
-            parts.append([key, open_source(value).fingerprint])
-        elif isinstance(value, str) and Path(value).is_file():
-            parts.append([key, _content(Path(value))])
-        else:
-            parts.append([key, bool(value) if key == "teacher_cache" else value])
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+def run_chain(
+    path: Path, out: Path | None = None, *, overwrite: bool, resume: bool, progress: Progress,
+    workers: int | None = None,
+) -> ChainReport:  # fmt: skip
+    """Run a chain. `out`: a folder in place of the file's. `workers`: processes that share it, as in `calibrate`."""
+    with joined(workers) as group:
+        problems = Problems()
+        steps = read_steps(path, out, problems)
+        if group:
+            check_same(group, {"chain": repr((steps, overwrite, resume))})
+        first = group is None or group.first
+        checked: Mapping[str, CheckedStep] = {}
+        if first:
+            progress(0, 0, "plan")
+            for step in steps:
+                recover(step.out)
+            checked = check_steps(steps, problems, overwrite, resume)
+        refuse(path, problems)
+        done: list[StepDone] = []
+        for step in steps:
+            with _named(path, step):
+                if first:
+                    done.append(_lead(step, checked[step.name], overwrite, resume, progress, group))
+                elif group:
+                    done.append(_follow(step, resume, group))
+            if not done[-1].report.passed:
+                break
+        return ChainReport(tuple(done))
 
 
-def _content(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _kept(step: ChainStep, digest: str) -> StepDone | None:
-    """The output that this step made of the same inputs; None without one."""
-    note = step.out / NOTE
-    if not note.exists() and _noted(_begun(step))[0] == digest and (step.out / MANIFEST).is_file():
-        _finish(step, digest, 0.0)  # it was killed between the two
-    found, seconds = _noted(note)
-    if found != digest or not (step.out / MANIFEST).is_file():
-        return None
+@contextmanager
+def _named(path: Path, step: ChainStep) -> Iterator[None]:
+    """Put the file and the step before the message of an error raised inside."""
+    where = f"{path}: step {step.name}"
     try:
-        report = report_from_dict(load_json(step.out / "report.json"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return StepDone(step.name, step.verb, report, seconds, kept=True)
+        yield
+    except BridgeError as error:
+        error.args = (f"{where}: {Exception.__str__(error)}",)
+        raise
+    except BaseException as error:
+        error.add_note(f"in {where}")
+        raise
 
 
-def _run(step: ChainStep, digest: str, overwrite: bool, resume: bool, progress: Progress) -> StepDone:
-    """Run one step, and note in its output what made it."""
-    note, there = step.out / NOTE, step.out.exists()
-    ours = note.is_file()  # of this chain, with other inputs: replaced without asking
-    if there and not (overwrite or ours):
-        raise UsageError(
-            f"{step.out}: exists, and step {step.name} of this chain did not make it; move it away, or overwrite it "
-            "(overwrite=True, --overwrite)"
+def _lead(
+    step: ChainStep, checked: CheckedStep, overwrite: bool, resume: bool, progress: Progress, group: Workers | None
+) -> StepDone:
+    """Run a step, or keep what an earlier run made, and tell the other processes."""
+    replaces = overwrite or is_noted(step)
+    if group:
+        group.agree({"runs": checked.kept is None, "overwrite": replaces})
+    if checked.kept:
+        finish(step, checked.digest, checked.kept.seconds)
+        done = checked.kept
+    else:
+        done = _run(step, checked.digest, replaces, resume, progress, group)
+    if group:
+        report = json.loads(done.report.to_json())
+        group.agree({"report": report, "seconds": done.seconds, "kept": done.kept})
+    return done
+
+
+def _follow(step: ChainStep, resume: bool, group: Workers) -> StepDone:
+    """Share a step that the first process runs, and return what it gave."""
+    asked, *_ = group.agree(None)
+    if asked["runs"] and step.verb in SHARED:
+        VERBS[step.verb](
+            **step.arguments, out=step.out, overwrite=asked["overwrite"], resume=resume, progress=no_progress
         )
-    if (step.out / MANIFEST).is_file() and not ours:
-        _write(note, "")  # so that it is not taken for this step's if the step is killed
-    _write(_begun(step), digest)
-    begin = time.perf_counter()
+    told, *_ = group.agree(None)
+    return StepDone(step.name, step.verb, report_from_dict(told["report"]), told["seconds"], told["kept"])
+
+
+def _run(
+    step: ChainStep, digest: str, overwrite: bool, resume: bool, progress: Progress, group: Workers | None
+) -> StepDone:
+    """Run a step, and note in its output what made it."""
+    begin(step, digest)
+    start = time.perf_counter()
 
     def named(count: int, total: int, stage: str) -> None:
         progress(count, total, f"{step.name}: {stage}")
 
     report: Report = VERBS[step.verb](
-        **step.arguments, out=step.out, overwrite=overwrite or ours, resume=resume,
+        **step.arguments, out=step.out, overwrite=overwrite, resume=resume,
         progress=progress if progress is no_progress else named,
+        workers=group.size if group and step.verb in SHARED else 1,
     )  # fmt: skip
-    seconds = time.perf_counter() - begin
-    _finish(step, digest, seconds)
+    seconds = time.perf_counter() - start
+    finish(step, digest, seconds)
     return StepDone(step.name, step.verb, report, seconds)
-
-
-def _begun(step: ChainStep) -> Path:
-    """The file beside an output that tells which step was begun."""
-    return step.out.parent / f".{step.out.name}.step.json"
-
-
-def _finish(step: ChainStep, digest: str, seconds: float) -> None:
-    _write(step.out / NOTE, digest, seconds)
-    _begun(step).unlink()
-
-
-def _write(path: Path, digest: str, seconds: float = 0.0) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps({"digest": digest, "seconds": round(seconds, 3)}) + "\n").encode())
-
-
-def _noted(path: Path) -> tuple[str, float]:
-    """Digest and seconds in a note; "" without one."""
-    try:
-        told = load_json(path)
-        return str(told["digest"]), float(told["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "", 0.0

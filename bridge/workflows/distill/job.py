@@ -119,7 +119,9 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
         )
     _check_vocabulary(student, teacher)
     _check_layers(student, teacher, settings)
-    _check_arguments(vocabulary_of(student), settings, asked)
+    check_arguments(settings, asked)
+    if settings.top_k is not None and settings.top_k >= (vocabulary := vocabulary_of(student)):
+        raise UsageError(f"top_k={settings.top_k} (--top-k): the vocabulary has {vocabulary:,} ids; None takes all")
     place = Path(f"{student.name}-distilled" if asked.out is None else str(asked.out))
     check_free(place, asked.overwrite)
     planned = plan(student, asked.target, asked.quant, **asked.options)
@@ -138,14 +140,12 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
     return job
 
 
-def _check_arguments(vocabulary: int, settings: Settings, asked: Asked) -> None:
-    """UsageError for arguments that do not go together."""
+def check_arguments(settings: Settings, asked: Asked) -> None:
+    """UsageError for arguments that do not go together, for any model."""
     if asked.cache is not None and settings.top_k is None:
         raise UsageError("teacher_cache= (--teacher-cache) keeps the likeliest ids: say how many, top_k=64 (--top-k)")
     if asked.cache is not None and settings.pairs not in (NORM, ()):
         raise UsageError("pairs= (--pairs) compare layers of a teacher that runs; leave them or teacher_cache= out")
-    if settings.top_k is not None and settings.top_k >= vocabulary:
-        raise UsageError(f"top_k={settings.top_k} (--top-k): the vocabulary has {vocabulary:,} ids; None takes all")
     if asked.options.get("kv"):
         raise UsageError("kv= (--kv): a KV cache is not trained through; convert the trained model with it")
     if is_automatic(asked.quant):

@@ -112,7 +112,7 @@ def distill(
         if group:
             told = {"settings": settings, "target": target, "quant": quant, "out": out, "teacher_cache": teacher_cache}
             check_same(group, {name: repr(value) for name, value in told.items()})
-        asked = Asked(target, quant, _loaded(calib), out, kept, limit, overwrite, options)
+        asked = Asked(target, quant, statistics_of(calib), out, kept, limit, overwrite, options)
         job = plan_job(open_source(student), open_source(teacher), settings, asked)
         rows = rows_of(job.student, data, field, settings)
         if kept:
@@ -125,7 +125,7 @@ def distill(
         return _written(job, rows, statistics, given, device, callback, group)
 
 
-def _loaded(calib: Any) -> Calibration | None:
+def statistics_of(calib: Any) -> Calibration | None:
     """The calibration that was given; UsageError for anything else."""
     if calib is None or isinstance(calib, Calibration):
         return calib

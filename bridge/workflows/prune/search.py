@@ -73,7 +73,9 @@ def search(
     """
     asked = parse_budget(budget)
     source = open_source(model, config, tokenizer)
-    whole, given = whole_of(source), given_scores(importance, source.fingerprint)
+    whole, given = whole_of(source), given_scores(importance)
+    if given:
+        given.check(source.fingerprint)
     if repair and (given or importance == "weights"):
         raise UsageError("repair=True (--repair) needs scores of a run on data; leave importance (--importance) out")
     sizer = Sizer(whole, asked.kind, quant)

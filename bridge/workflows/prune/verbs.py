@@ -80,19 +80,14 @@ def pruned(
     >>> smaller.specs["model.layers.0.mlp.down_proj.weight"].shape
     (128, 192)
     """
-    if sparse is not None:
-        cut_too = keep is not None or drop_layers is not None or repair or order != "source" or importance != "output"
-        refuse(sparse, sparse_method, cut_too)
-        source = open_source(model, config, tokenizer)
-        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
-    if order not in ORDERS:
-        raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
+    scores = check_choice(keep, drop_layers, importance, repair, order, sparse, sparse_method)
     source = open_source(model, config, tokenizer)
+    if sparse is not None:
+        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
     cut = plan_cut(source, keep, drop_layers)
     by_importance = order == "importance"
-    scores = given_scores(importance, source.fingerprint)
-    if scores and repair:
-        raise UsageError("repair=True (--repair) needs a run on data, and scores were given; leave one of them out")
+    if scores:
+        scores.check(source.fingerprint)
     data = list(data) if isinstance(data, Iterator) else data  # it may be read twice
     tokens = _token_scores(cut, data, field) if not (scores and "vocab" in scores.scores) else {}
     if scores or not cut.dims:
@@ -100,8 +95,6 @@ def pruned(
     if importance == "weights":
         from bridge.sources.pruned.weight_scores import weight_scores
 
-        if repair:
-            raise UsageError('repair=True (--repair) needs a run on data, and importance="weights" has none')
         return cut.pruned({**weight_scores(cut), **tokens}, by_importance)
     prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
     made = _measured(cut, prepared, str(importance), repair, by_importance, device, progress)
@@ -114,6 +107,30 @@ def pruned(
     return smaller
 
 
+def check_choice(
+    keep: Mapping[str, int | str] | None,
+    drop_layers: Sequence[int] | None,
+    importance: str | Scores | Path,
+    repair: bool,
+    order: str,
+    sparse: str | None,
+    sparse_method: str,
+) -> Scores | None:
+    """UsageError for what no model can be pruned by, before one is opened; returns the scores that were given."""
+    if sparse is not None:
+        cut_too = keep is not None or drop_layers is not None or repair or order != "source" or importance != "output"
+        refuse(sparse, sparse_method, cut_too)
+        return None
+    if order not in ORDERS:
+        raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
+    scores = given_scores(importance)
+    if scores and repair:
+        raise UsageError("repair=True (--repair) needs a run on data, and scores were given; leave one of them out")
+    if repair and importance == "weights":
+        raise UsageError('repair=True (--repair) needs a run on data, and importance="weights" has none')
+    return scores
+
+
 def _token_scores(cut: Cut, data: Any, field: str | None) -> ByPlace:
     """How often the data have each token, if tokens go."""
     if not cut.vocabulary:
@@ -123,18 +140,15 @@ def _token_scores(cut: Cut, data: Any, field: str | None) -> ByPlace:
     return {"vocab": {(None, None): token_counts(cut.source, cut.vocabulary, data, Sampling(SAMPLES, SEQUENCE, field))}}
 
 
-def given_scores(importance: str | Scores | Path, fingerprint: str) -> Scores | None:
-    """Scores that were given, or saved in a file."""
+def given_scores(importance: str | Scores | Path) -> Scores | None:
+    """Scores that were given, or saved in a file; `Scores.check` tells whether they are of a model."""
     if isinstance(importance, Scores):
-        found = importance
-    elif isinstance(importance, Path) or str(importance).endswith(".safetensors"):
-        found = Scores.load(importance)
-    elif importance in IMPORTANCE:
+        return importance
+    if isinstance(importance, Path) or str(importance).endswith(".safetensors"):
+        return Scores.load(importance)
+    if importance in IMPORTANCE:
         return None
-    else:
-        raise UsageError(f"importance={importance!r} (--importance): unknown; {nearest(str(importance), IMPORTANCE)}")
-    found.check(fingerprint)
-    return found
+    raise UsageError(f"importance={importance!r} (--importance): unknown; {nearest(str(importance), IMPORTANCE)}")
 
 
 def _measured(
@@ -186,9 +200,13 @@ def prune(
     resume: bool = True,
     progress: Progress | bool | None = None,
     memory: int | str | None = None,
+    workers: int | None = None,
     **options: Unpack[TargetOptions],
 ) -> Report:
     """Prune a model as `pruned` does, and write it as `convert` does.
+
+    Args:
+        workers: processes that share the calibration of `quant`, as `calibrate` takes it; each of them prunes.
 
     >>> report = bridge.prune("examples/models/tiny-llama", {"layers": 4}, "four-layers", importance="output")
     >>> report.passed
@@ -206,5 +224,5 @@ def prune(
     given: dict[str, Any] = {"data": data, "field": field, "device": device} if calibrates else {}
     return convert(
         smaller, target, quant, out, verify=verify, overwrite=overwrite,
-        resume=resume, progress=progress, memory=memory, **given, **options,
+        resume=resume, progress=progress, memory=memory, workers=workers, **given, **options,
     )  # fmt: skip

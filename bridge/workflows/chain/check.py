@@ -1,0 +1,284 @@
+"""Check the steps of a chain before the first one runs.
+
+What an earlier step will write is known from headers, if it is not quantized: the pruned model has its shapes, and a
+trained one those of its student. Where it is not known, what does not need it is checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bridge.api.request import Request, resolve, unwarned_data_of
+from bridge.api.sensitivity.budget import is_automatic, parse_automatic
+from bridge.api.verbs import plan
+from bridge.calibration.amount import sampling_for
+from bridge.calibration.data import Sampling
+from bridge.calibration.modelopt import check_device, check_device_name
+from bridge.core.errors import BridgeError, CalibrationError, UsageError
+from bridge.core.output.replace import check_free
+from bridge.core.places import check_length
+from bridge.core.problems import Problems
+from bridge.core.relative import PLACES
+from bridge.core.text import byte_count
+from bridge.quant.schemes.load import load_scheme
+from bridge.sources.opening import open_source
+from bridge.sources.pruned.opening import plan_cut, plan_sparse
+from bridge.sources.source import Source
+from bridge.verification.verify import RUN_BYTES_PER_VALUE
+from bridge.workflows.chain.digest import digest_of
+from bridge.workflows.chain.notes import is_noted, kept_step
+from bridge.workflows.chain.read import VERBS, ChainStep
+from bridge.workflows.chain.result import StepDone
+from bridge.workflows.distill.batches import rows_of
+from bridge.workflows.distill.job import Asked, check_arguments, plan_job
+from bridge.workflows.distill.settings import Settings, pairs_of
+from bridge.workflows.distill.verbs import statistics_of
+from bridge.workflows.prune.sampling import sampling_of
+from bridge.workflows.prune.verbs import check_choice
+
+MODELS = ("model", "student", "teacher")
+STATE_BYTES = 24  # on disk for each value that is trained: a weight and two moments in float32, in the last two states
+
+Take = Callable[..., Any]  # calls a function, and notes its problem for the step
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """What is known of a step before it runs.
+
+    `digest`: of what makes its output, "" if that has problems. `kept`: what an earlier run made. `written`: the model
+    that it writes, as headers tell it, None if unknown. `memory`: bytes that its model takes; `disk`: those it writes.
+    """
+
+    digest: str = ""
+    kept: StepDone | None = None
+    written: Source | None = None
+    memory: int = 0
+    disk: int = 0
+
+
+def check_steps(
+    steps: tuple[ChainStep, ...], problems: Problems, overwrite: bool, resume: bool
+) -> dict[str, CheckedStep]:
+    """Check all steps; their problems are noted, each with the name of its step."""
+    checked: dict[str, CheckedStep] = {}
+    for step in steps:
+        take = partial(problems.take, where=f"step {step.name}")
+        # a step with problems in the file is not among `steps`, and its output is unknown
+        made = {str(step.out.parent / name): checked.get(name, CheckedStep()) for name in step.after}
+        checked[step.name] = _checked(step, made, take, overwrite, resume)
+    return checked
+
+
+def _checked(
+    step: ChainStep, made: Mapping[str, CheckedStep], take: Take, overwrite: bool, resume: bool
+) -> CheckedStep:
+    """Check one step. `made`: each output that it reads -> the step that writes it."""
+    missing = [key for key in step.arguments if not take(_check_file, step, key, made)]
+    opened = _opened(step, made, take, missing)
+    digest = _digest(step, made, opened, take) if not missing else ""
+    if digest and resume and (kept := kept_step(step, digest)):
+        return CheckedStep(digest, kept, _reopened(step.out))
+    take(_check_place, step, overwrite)
+    unknown = [key for key, value in step.arguments.items() if isinstance(value, str) and value in made]
+    arguments = _bound(step, (*missing, *(key for key in unknown if key not in MODELS)))
+    fine = all([take(check, arguments) for check in (_check_scheme, _check_sizes, _check_device)]) and not missing
+    check = {"prune": _prune, "distill": _distill, "convert": _convert}[step.verb]
+    written, memory, disk = check(arguments, opened, take, fine)
+    plain = arguments["target"] == "hf" and arguments["quant"] is None and not arguments["options"]
+    known = written if plain and written is not None and not written.quantized else None
+    return CheckedStep(digest, None, known, memory, disk)
+
+
+def _check_file(step: ChainStep, key: str, made: Mapping[str, CheckedStep]) -> bool:
+    """True; UsageError for a path that leads to nothing, unless it is made by then. Models tell more themselves."""
+    value = step.arguments[key]
+    if key not in PLACES or key in (*MODELS, "teacher_cache") or not isinstance(value, str) or value in made:
+        return True
+    check_length(value)
+    if Path(value).is_absolute() and not Path(value).exists():
+        raise UsageError(f"{key} = {value!r}: there is no such file")
+    return True
+
+
+def _reopened(out: Path) -> Source | None:
+    """A model that was written; None for a format that only programs load."""
+    try:
+        return open_source(out)
+    except BridgeError:
+        return None
+
+
+def _opened(
+    step: ChainStep, made: Mapping[str, CheckedStep], take: Take, missing: list[str]
+) -> dict[str, Source | None]:
+    """The models of a step, by argument: None for an output that is not known yet, and for one with problems."""
+    opened: dict[str, Source | None] = {}
+    for key in MODELS:
+        if key not in step.arguments:
+            continue
+        value: str = step.arguments[key]
+        if value in made:
+            opened[key] = made[value].written
+        else:
+            own = [step.arguments.get(name) if key == "model" else None for name in ("config", "tokenizer")]
+            opened[key] = None if {"config", "tokenizer"} & {*missing} else take(open_source, value, *own)
+    return opened
+
+
+def _digest(step: ChainStep, made: Mapping[str, CheckedStep], opened: Mapping[str, Source | None], take: Take) -> str:
+    """The digest of a step; "" if what it reads has problems."""
+    digests = {out: other.digest for out, other in made.items()}
+    read = [value for value in step.arguments.values() if isinstance(value, str) and value in digests]
+    sources = {key: source for key, source in opened.items() if source and step.arguments[key] not in made}
+    closed = [key for key in opened if key not in sources and step.arguments[key] not in made]
+    if closed or not all(digests[value] for value in read):
+        return ""
+    return take(digest_of, step, digests, sources) or ""
+
+
+def _check_place(step: ChainStep, overwrite: bool) -> bool:
+    """True; an error if the output cannot be written where it belongs."""
+    check_length(step.out)
+    there = next(place for place in (step.out, *step.out.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise UsageError(f"{there}: is not a directory, and {step.out} is to be one; move it away, or set `out`")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{there}: cannot be written to; set another `out`")
+    if there == step.out and not (overwrite or is_noted(step)):
+        raise UsageError(
+            f"{step.out}: exists, and step {step.name} of this chain did not make it; move it away, or overwrite it "
+            "(overwrite=True, --overwrite)"
+        )
+    check_free(step.out, overwrite=True)
+    return True
+
+
+def _bound(step: ChainStep, unknown: tuple[str, ...]) -> dict[str, Any]:
+    """All arguments of a step's verb by name, and its options; for `unknown` ones the default."""
+    parameters = inspect.signature(VERBS[step.verb]).parameters
+    bound = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
+    given = {key: value for key, value in step.arguments.items() if key not in unknown}
+    options = {key: value for key, value in given.items() if key not in parameters}
+    return bound | {key: value for key, value in given.items() if key in parameters} | {
+        "out": step.out, "options": options, "workers": 1
+    }  # fmt: skip
+
+
+def _check_scheme(arguments: Mapping[str, Any]) -> bool:
+    """True; an error for a scheme, recipe or budget that is none."""
+    quant, kv = arguments["quant"], arguments.get("kv")
+    if is_automatic(quant):
+        parse_automatic(quant)
+    elif quant not in (None, "none"):
+        load_scheme(quant, kv)
+    return True
+
+
+def _check_sizes(arguments: Mapping[str, Any]) -> bool:
+    """True; UsageError for sizes that are none."""
+    if arguments["memory"] is not None:
+        byte_count(arguments["memory"], "memory=")
+    if "samples" in arguments:
+        Sampling(arguments["samples"], arguments["sequence"], arguments["field"])
+    return True
+
+
+def _check_device(arguments: Mapping[str, Any]) -> bool:
+    """True; UsageError for a device that is not here."""
+    device = arguments["device"]
+    check_device_name(device)
+    if str(device or "").startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError(f"device = {device!r}: no CUDA device here; leave it out, or run on a machine with one")
+    return True
+
+
+Found = tuple[Source | None, int, int]  # the model that a step writes, and bytes of memory and on disk
+
+
+def _prune(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
+    a, source = arguments, opened["model"]
+    keys = ("keep", "drop_layers", "importance", "repair", "order", "sparse", "sparse_method")
+    scores = take(check_choice, *(a[key] for key in keys))
+    if source is None:
+        return None, 0, 0
+    if a["sparse"]:
+        take(plan_sparse, source, a["sparse_method"])
+        smaller: Source | None = source
+    else:
+        cut = take(plan_cut, source, a["keep"], a["drop_layers"])
+        smaller = cut.outline() if cut else None
+    if scores:
+        take(scores.check, source.fingerprint)
+    memory = _values(source) * RUN_BYTES_PER_VALUE
+    if smaller is None or not fine:
+        return smaller, memory, 0
+    quant = None if is_automatic(a["quant"]) else a["quant"]
+    planned = take(partial(plan, smaller, a["target"], quant, memory=a["memory"], **a["options"]))
+    if not (scores or a["drop_layers"] or a["importance"] == "weights" or a["sparse_method"] == "magnitude"):
+        take(_check_data, source, a["data"], sampling_of(source, a["samples"], a["sequence"], a["field"]))
+    return smaller, memory, planned.disk if planned else 0
+
+
+def _distill(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
+    a, student, teacher = arguments, opened["student"], opened["teacher"]
+    pairs = take(lambda: (pairs_of(a["pairs"]),))
+    given = {field.name: a[field.name] for field in fields(Settings) if field.name != "pairs"}
+    settings = take(lambda: Settings(**given, **({"pairs": pairs[0]} if pairs else {})))
+    calib = take(lambda: (statistics_of(a["calib"]),))
+    if not (settings and pairs and calib):
+        return student, 0, 0
+    limit = byte_count(a["memory"], "memory=") if fine and a["memory"] is not None else None
+    cache = None if a["teacher_cache"] is None else Path(a["teacher_cache"])
+    asked = Asked(a["target"], a["quant"], calib[0], a["out"], cache, limit, True, a["options"])
+    take(check_arguments, settings, asked)
+    if student is None or teacher is None or not fine:
+        return student, 0, 0
+    job = take(plan_job, student, teacher, settings, asked)
+    if not job:
+        return student, 0, 0
+    take(rows_of, student, a["data"], a["field"], settings)
+    return student, job.need, job.plan.disk + STATE_BYTES * _values(student)
+
+
+def _convert(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
+    a, source = arguments, opened["model"]
+    if source is None or not fine:
+        return source, 0, 0
+    sampling = Sampling(a["samples"], a["sequence"], a["field"])
+    request = Request(
+        source, a["target"], None if is_automatic(a["quant"]) else a["quant"], a["out"], calib=a["calib"],
+        data=a["data"], sampling=sampling, kv=a["kv"], device=a["device"], compute=a["compute"], runtime=a["runtime"],
+        memory=None if a["memory"] is None else byte_count(a["memory"], "memory="), options=a["options"],
+    )  # fmt: skip
+    resolved = take(resolve, source, request)
+    if not resolved:
+        return source, 0, 0
+    memory = resolved.memory
+    if resolved.uncalibrated:
+        assert resolved.scheme
+        take(check_device, resolved.scheme, a["device"])
+        own = a["calib"] if a["data"] is None else a["data"]
+        take(_check_data, source, own, sampling_for(sampling, resolved.scheme))
+        memory = max(memory, _values(source) * RUN_BYTES_PER_VALUE)
+    return source, memory, resolved.disk
+
+
+def _check_data(source: Source, data: Any, sampling: Sampling) -> bool:
+    """True; an error for data that a model cannot run on."""
+    if missing := unwarned_data_of(source, data, sampling).missing:
+        raise CalibrationError(missing)
+    return True
+
+
+def _values(source: Source) -> int:
+    return sum(spec.size for spec in source.specs.values())
