@@ -36,7 +36,6 @@ from bridge.calibration.data import Sampling
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, plan_cut, whole_of
 from bridge.sources.pruned.sparse import METHODS
-from bridge.workflows.prune.search import split
 from bridge.workflows.prune.searched import Searched
 from bridge.workflows.prune.trial import Trial
 from bridge.workflows.prune.verbs import SAMPLES, SEQUENCE
@@ -160,7 +159,7 @@ def searches(folder: Path, shares: Sequence[str]) -> None:
             trial = trial_of(source, whole, found, text)
             for label, combinations in grids.items():
                 if best := best_of_grid(whole, combinations, found.limit, trial.cost):
-                    report(label, best[0], best[1] / found.whole, trial.model(best[0]), tokens)
+                    report(label, best[0], best[1] / found.whole, trial.result(best[0])[0], tokens)
                 else:
                     print(f"  {label:10}nothing fits", flush=True)
 
@@ -172,9 +171,9 @@ def report(label: str, keep: Mapping[str, int], part: float, smaller: Any, token
 
 def trial_of(source: Any, whole: Cut, found: Searched, text: Path) -> Trial:
     """What `search` measures with: its rows and its scores."""
-    scoring, measuring = split(data_of(source, text, Sampling(SAMPLES, SEQUENCE)))
-    trial = Trial(whole, scoring, measuring, found.importance, False, None)
-    trial.prepare(found.scores, {})
+    data = data_of(source, text, Sampling(SAMPLES, SEQUENCE))
+    trial = Trial(whole, data, found.importance, False, None)
+    trial.prepare(None, found.scores.scores if found.scores else ())
     return trial
 
 

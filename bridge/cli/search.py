@@ -82,6 +82,6 @@ def search(
         )  # fmt: skip
         path = str(result.scores.save(scores)) if scores is not None and result.scores else ""
         if as_json:
-            terminal.print(result.to_json())
+            terminal.print(result.to_json(path))
         elif not quiet:
             terminal.print(searched_table(result, path))

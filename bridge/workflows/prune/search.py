@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bridge.api.request import data_of
 from bridge.api.words import SchemeName
-from bridge.calibration.data import Data
-from bridge.core.errors import CalibrationError, PlanError, UsageError
+from bridge.core.errors import PlanError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.quant.schemes.scheme import Scheme
@@ -48,7 +46,8 @@ def search(
 
     The model runs once for all scores, as `pruned` runs it. Then every size of each dim is measured alone, by the rise
     of the next-token loss on rows that scored nothing. Sums of these costs rank the combinations; the best are
-    measured, those around the best of them too, and the least measured cost wins. Every run has one block in memory.
+    measured, those around the best of them too, and the least measured cost wins. The smaller model is then made with
+    all rows, as `pruned` makes it. Every run has one block in memory.
 
     Args:
         model: what `pruned` takes; a language model, not quantized.
@@ -89,16 +88,20 @@ def search(
             f"budget {asked.text}: at most {tell(limit)} of {tell(sizer.whole)}, and the smallest that the search "
             f"reaches has {tell(least)} ({least / sizer.whole:.1%}); give more, or other dims= (--dims)"
         )
-    sampling = sampling_of(source, samples, sequence, field)
-    scoring, measuring = split(data_of(source, data, sampling))
-    trial = Trial(whole, scoring, measuring, importance if isinstance(importance, str) else "", repair, device)
-    found = trial.prepare(given, {dim for ladder in ladders for keep in ladder for dim in keep})
+    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
+    trial = Trial(whole, prepared, importance if isinstance(importance, str) else "", repair, device)
+    trial.prepare(given, {dim for ladder in ladders for keep in ladder for dim in keep})
     best, tried = rounds.run(trial.cost, callback_of(progress))
-    smaller, loss = trial.model(best.keep), trial.loss(best.cost)
-    smaller.perplexity = trial.perplexity, loss
+    smaller, scores = trial.result(best.keep)
     return Searched(
-        source.where, asked, best.keep, best.size, limit, sizer.whole, best.cost, smaller.perplexity, trial.tokens,
-        tried, "" if isinstance(importance, Scores) else str(importance), repair, smaller, found,
+        source.where, asked, best.keep, best.size, limit, sizer.whole, best.cost,
+        (trial.perplexity, trial.loss(best.cost)), trial.tokens, tried,
+        "" if isinstance(importance, Scores) else str(importance), repair,
+        {
+            "model": model, "quant": quant, "config": config, "tokenizer": tokenizer, "data": data, "samples": samples,
+            "sequence": sequence, "field": field, "device": device,
+        },
+        smaller, scores,
     )  # fmt: skip
 
 
@@ -126,11 +129,3 @@ def _fits(whole: Cut, sizer: Sizer, keep: Keep) -> bool:
     except PlanError:
         return False
     return True
-
-
-def split(data: Data) -> tuple[Data, Data]:
-    """The batches that score, and every second one with those held out, which measure."""
-    if not data.batches:
-        raise CalibrationError(f"a search needs data to run the model on: {data.missing or 'a forward_loop has none'}")
-    measuring = (*data.batches[1::2], *data.held_out)
-    return replace(data, batches=data.batches[::2]), replace(data, batches=(), held_out=measuring)

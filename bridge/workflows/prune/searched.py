@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.display import Displayed, Table
@@ -18,6 +19,8 @@ from bridge.workflows.prune.budget import Budget
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+_UNSHOWN = ("pruned", "scores", "tried", "asked")
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Searched(Displayed):
 
     `keep`: for `pruned` and `prune`. `size`, `whole`: of the smaller and the whole model, as the budget counts;
     `limit`: the most. `cost`: the rise of the loss on `tokens` that scored nothing, in nats a token. `perplexity`: on
-    these, of the whole model and of the smaller. `tried`: every measured candidate, the best first. `pruned`: the
-    smaller model, for every verb. `scores`: what chose its parts; None after a repair. `importance`: how they were
-    made, "" if they were given.
+    these, of the whole model and of the smaller, whose parts half of the data chose. `tried`: every measured candidate,
+    the best first. `pruned`: the smaller model as `bridge.pruned` makes it with all of the data, for every verb.
+    `scores`: what chose its parts; None after a repair. `importance`: how they were made, "" if they were given.
+    `asked`: the arguments of `search` that `prune` has too.
     """
 
     model: str
@@ -58,22 +62,37 @@ class Searched(Displayed):
     tried: tuple[Tried, ...]
     importance: str
     repair: bool
+    asked: Mapping[str, Any] = field(compare=False)
     pruned: PrunedSource = field(compare=False)
     scores: Scores | None = field(default=None, compare=False)
 
     def command(self, scores: str = "") -> str:
-        """The `qbridge prune` that writes it; `scores`: the file of `Scores.save`."""
-        words = ["qbridge", "prune", self.model]
-        words += [word for dim, size in self.keep.items() for word in ("--keep", f"{dim}={size}")]
-        importance = scores or self.importance
-        words += ["--importance", importance] if importance and importance != "output" else []
-        return shlex.join(words + ["--repair"] * self.repair)
+        """The `qbridge prune` that writes `pruned`; `scores`: the file of `Scores.save`.
 
-    def to_json(self) -> str:
-        """The result as JSON with `indent=2`; infinite costs become null."""
+        "" if a command line cannot say it: what it takes lies in memory, not in files.
+        """
+        importance = scores or self.importance
+        given = {name: value for name, value in self.asked.items() if value is not None}
+        runs = importance != "weights" and not importance.endswith(".safetensors")
+        if not runs and "quant" not in given:
+            given = {name: value for name, value in given.items() if name in ("model", "config", "tokenizer")}
+        if not importance or any(not isinstance(value, str | int | Path) for value in given.values()):
+            return ""
+        words = ["qbridge", "prune", str(given.pop("model"))]
+        words += [word for dim, size in self.keep.items() for word in ("--keep", f"{dim}={size}")]
+        words += ["--importance", importance] if importance != "output" else []
+        words += ["--repair"] * self.repair
+        return shlex.join(words + [word for name, value in given.items() for word in (f"--{name}", str(value))])
+
+    def next(self, scores: str = "") -> str:
+        """The command that writes `pruned`, or the call if no command line can say it."""
+        return self.command(scores) or 'bridge.convert(FOUND.pruned, "hf", out="OUT")'
+
+    def to_json(self, scores: str = "") -> str:
+        """The result as JSON with `indent=2`; infinite costs become null. `scores`: their file."""
         tried = [{**plain(one), "cost": one.cost if math.isfinite(one.cost) else None} for one in self.tried]
-        shown = {name: plain(value) for name, value in vars(self).items() if name not in ("pruned", "scores", "tried")}
-        return json.dumps({**shown, "tried": tried, "next": self.command()}, indent=2)
+        shown = {name: plain(value) for name, value in vars(self).items() if name not in _UNSHOWN}
+        return json.dumps({**shown, "tried": tried, "next": self.next(scores)}, indent=2)
 
     def lines(self) -> list[str]:
         """The sizes, what they cost, and how many were measured."""
@@ -108,7 +127,7 @@ def searched_table(result: Searched, scores: str = "") -> RenderableType:
     from bridge.reporting.columns import line
 
     columns, rows = result.table()
-    return Group(Columns(columns, rows, right=(1, 2, 3)), "", *result.lines(), line("next", result.command(scores)))
+    return Group(Columns(columns, rows, right=(1, 2, 3)), "", *result.lines(), line("next", result.next(scores)))
 
 
 def _words(keep: Mapping[str, int]) -> str:

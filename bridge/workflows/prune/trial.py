@@ -16,37 +16,32 @@ from bridge.workflows.prune.ladders import Keep
 
 
 class Trial:
-    """Makes smaller models of one, and measures their loss on data that scored nothing.
+    """Makes smaller models of one, scored on half of the data, and measures their loss on the other half.
 
     `perplexity`: of the whole model there, on `tokens` predicted tokens, padding not counted.
     """
 
-    def __init__(
-        self, whole: Cut, scoring: Data, measuring: Data, importance: str, repair: bool, device: str | None
-    ) -> None:
-        self._whole, self._scoring, self._measuring = whole, scoring, measuring
+    def __init__(self, whole: Cut, data: Data, importance: str, repair: bool, device: str | None) -> None:
+        self._whole, self._data = whole, data
+        self._scoring, self._measuring = split(data)
         self._importance, self._repair, self._device = importance, repair, device
         self._scores: Scores | None = None
+        self._every, self._given = whole, False
         self.perplexity = math.nan
-        self.tokens = sum(int(_predicted(batch)) for batch in measuring.held_out)
+        self.tokens = sum(int(_predicted(batch)) for batch in self._measuring.held_out)
 
-    def prepare(self, given: Scores | None, dims: Iterable[str]) -> Scores | None:
-        """Score all dims in one run and measure the whole model; None if every cut is scored and repaired by itself."""
-        from bridge.calibration.importance.measure import measure_scores, perplexity_of
+    def prepare(self, given: Scores | None, dims: Iterable[str]) -> None:
+        """Measure the whole model, and score all dims in one run, unless every cut is scored and repaired by itself."""
+        from bridge.calibration.importance.measure import perplexity_of
         from bridge.sources.pruned.weight_scores import weight_scores
 
-        whole = self._whole
-        every = replace(whole, after={**whole.before, **{dim: whole.before[dim] - 1 for dim in dims}})
-        self._scores, perplexity = given, None
+        whole, perplexity = self._whole, None
+        self._every = replace(whole, after={**whole.before, **{dim: whole.before[dim] - 1 for dim in dims}})
+        self._scores, self._given = given, given is not None or self._importance == "weights"
         if given is None and self._importance == "weights":
-            self._scores = Scores(weight_scores(every), "weights", whole.source.fingerprint)
+            self._scores = Scores(weight_scores(self._every), "weights", whole.source.fingerprint)
         elif given is None and not self._repair:
-            both = replace(self._scoring, held_out=self._measuring.held_out)
-            made = measure_scores(
-                every, structure_of(whole.source), both, importance=self._importance, device=self._device
-            )
-            fingerprint = whole.source.fingerprint
-            self._scores, perplexity = Scores(made.scores, self._importance, fingerprint, both.digest), made.perplexity
+            self._scores, perplexity = self._scored(replace(self._scoring, held_out=self._measuring.held_out))
         if perplexity is None:
             perplexity = perplexity_of(whole.source, structure_of(whole.source), self._measuring, self._device)
         if perplexity is None:
@@ -54,20 +49,45 @@ class Trial:
                 f"{whole.source.where} predicts no next token on the data, or NaN, so that no size has a measured cost"
             )
         self.perplexity = perplexity
-        return self._scores
+
+    def _scored(self, data: Data) -> tuple[Scores, float | None]:
+        """The scores of all dims in one run, and the perplexity of the whole model on what the data hold out."""
+        from bridge.calibration.importance.measure import measure_scores
+
+        source = self._whole.source
+        made = measure_scores(self._every, structure_of(source), data, importance=self._importance, device=self._device)
+        return Scores(made.scores, self._importance, source.fingerprint, data.digest), made.perplexity
 
     def model(self, keep: Keep) -> PrunedSource:
         """The smaller model; a repair takes a run."""
+        if self._scores:
+            return self._whole.to(keep).pruned(self._scores.scores)
+        return self._repaired(keep, replace(self._scoring, held_out=()))[0]
+
+    def _repaired(self, keep: Keep, data: Data) -> tuple[PrunedSource, float | None]:
         from bridge.calibration.importance.measure import measure_scores
 
         cut = self._whole.to(keep)
-        if self._scores:
-            return cut.pruned(self._scores.scores)
         made = measure_scores(
-            cut, structure_of(cut.source), replace(self._scoring, held_out=()), importance=self._importance,
-            repair=True, device=self._device,
-        )  # fmt: skip
-        return cut.pruned(made.scores, repaired=made.repaired)
+            cut, structure_of(cut.source), data, importance=self._importance, repair=True, device=self._device
+        )
+        return cut.pruned(made.scores, repaired=made.repaired), made.perplexity
+
+    def result(self, keep: Keep) -> tuple[PrunedSource, Scores | None]:
+        """The smaller model as `pruned` makes it, with all rows of the data, and its scores; None after a repair."""
+        from bridge.calibration.importance.measure import perplexity_of
+
+        if self._given:
+            return self.model(keep), self._scores
+        scores, before = None, None
+        if self._repair:
+            smaller, before = self._repaired(keep, self._data)
+        else:
+            scores, before = self._scored(self._data)
+            smaller = self._whole.to(keep).pruned(scores.scores)
+        after = perplexity_of(smaller, structure_of(smaller), self._data, self._device)
+        smaller.perplexity = () if before is None or after is None else (before, after)
+        return smaller, scores
 
     def cost(self, keep: Keep) -> float:
         """The rise of the next-token loss, nats a token; infinite if the smaller model gives no number."""
@@ -80,6 +100,14 @@ class Trial:
     def loss(self, cost: float) -> float:
         """The perplexity at a cost."""
         return self.perplexity * math.exp(min(cost, 700.0))
+
+
+def split(data: Data) -> tuple[Data, Data]:
+    """The batches that score, and every second one with those held out, which measure."""
+    if not data.batches:
+        raise CalibrationError(f"a search needs data to run the model on: {data.missing or 'a forward_loop has none'}")
+    measuring = (*data.batches[1::2], *data.held_out)
+    return replace(data, batches=data.batches[::2]), replace(data, batches=(), held_out=measuring)
 
 
 def _predicted(batch: Mapping[str, object]) -> int:

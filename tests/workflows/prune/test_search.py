@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bridge.workflows.prune.budget import Sizer, parse_budget
 from bridge.workflows.prune.combine import least_costs
 from bridge.workflows.prune.ladders import ladders_of
 from bridge.workflows.prune.searched import Searched
+from bridge.workflows.prune.trial import Trial
 from tests.models.decoder_families import build
 
 LLAMA = "examples/models/tiny-llama"
@@ -69,9 +71,12 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
     """The loss of transformers' own model on the rows that measured."""
     from bridge.api.request import data_of
     from bridge.calibration.data import Sampling
-    from bridge.workflows.prune.search import split
+    from bridge.workflows.prune.trial import split
 
-    measuring = split(data_of(open_source(LLAMA), None, Sampling(16, 64)))[1].held_out
+    data = data_of(open_source(LLAMA), None, Sampling(16, 64))
+    trial, measuring = Trial(whole_of(open_source(LLAMA)), data, "output", False, None), split(data)[1].held_out
+    assert found.scores
+    trial.prepare(None, found.scores.scores)
 
     def loss(model: Any) -> float:
         with torch.no_grad():
@@ -79,9 +84,48 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
         losses = [torch.nn.functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none") for x, y in pairs]
         return float(torch.cat(losses).double().mean())
 
-    rise = loss(found.pruned.load_model()) - loss(open_source(LLAMA).load_model())
+    rise = loss(trial.model(found.keep).load_model()) - loss(open_source(LLAMA).load_model())
     assert math.isclose(rise, found.cost, abs_tol=1e-5)  # float32 logits
     assert found.tokens == sum(b["input_ids"][:, 1:].numel() for b in measuring)
+
+
+@pytest.mark.parametrize("more", [[], ["--repair"], ["--importance", "weights"], ["--scores", "SCORES"]])
+def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from bridge.cli.main import app
+
+    text = tmp_path / "own.txt"
+    text.write_text(Path("README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    more = [str(tmp_path / "scores.safetensors") if word == "SCORES" else word for word in more]
+    samples, sequence = (48, 96) if "--repair" in more else (12, 48)
+    runs = ["--data", str(text), "--samples", str(samples), "--sequence", str(sequence)]
+    shown = CliRunner().invoke(app, ["search", LLAMA, "--parameters", "85%", "--dims", "ffn", *runs, *more, "--json"])
+    assert shown.exit_code == 0, shown.output
+    made = json.loads(shown.stdout)
+    command = [*shlex.split(made["next"])[1:], "--out", str(tmp_path / "out"), "--no-verify", "--quiet"]
+    assert CliRunner().invoke(app, command).exit_code == 0, command
+    words: dict[str, Any] = {"repair": True} if "--repair" in more else {}
+    words |= {"importance": "weights"} if "weights" in more else {}
+    words |= {"data": text, "samples": samples, "sequence": sequence, "progress": False}
+    found = bridge.search(LLAMA, {"parameters": "85%"}, dims=["ffn"], **words)
+    bridge.convert(found.pruned, "hf", None, tmp_path / "again", verify=False)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
+    assert files[0] == files[1]
+    assert made["keep"] == found.keep
+
+
+def test_what_lies_in_memory_has_no_command(tmp_path: Path) -> None:
+    source = bridge.pruned(LLAMA, {"ffn": 256}, importance="weights")
+    words: dict[str, Any] = {"dims": ["ffn"], "progress": False}
+    rows = [{"input_ids": torch.arange(64 * n, 64 * n + 64)[None]} for n in range(8)]
+    of_pruned = bridge.search(source, {"parameters": "90%"}, samples=8, sequence=64, **words)
+    own_rows = bridge.search(LLAMA, {"parameters": "90%"}, data=rows, **words)
+    for found in (of_pruned, own_rows):
+        assert found.command() == ""
+        assert json.loads(found.to_json())["next"].startswith("bridge.convert(FOUND.pruned, ")
+    assert of_pruned.command("scores.safetensors") == ""
+    assert own_rows.command("scores.safetensors").endswith("--importance scores.safetensors")
 
 
 def test_bytes_are_those_that_are_written(tmp_path: Path) -> None:
@@ -191,7 +235,7 @@ def test_each_candidate_is_repaired_if_asked() -> None:
     assert repaired.cost < plain.cost
     assert len(repaired.pruned.repaired) == 5
     assert repaired.scores is None
-    assert repaired.command().endswith("--repair")
+    assert "--repair --samples 64 --sequence 128" in repaired.command()
 
 
 def test_the_command_prints_a_table_and_the_next_command(tmp_path: Path) -> None:
