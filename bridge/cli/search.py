@@ -55,6 +55,7 @@ def search(
     device: Device = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file of --scores")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -66,15 +67,17 @@ def search(
     """
     with session(debug=debug, quiet=quiet) as terminal:
         import bridge
+        from bridge.core.output.directory import check_file_free
         from bridge.workflows.prune.searched import searched_table
 
         given = {"parameters": parameters, "bytes": bytes_, "latency": latency}
         budget = {kind: size for kind, size in given.items() if size is not None}
         if len(budget) != 1:
             raise UsageError("give one of --parameters, --bytes and --latency, as in --parameters 60%")
-        if scores is not None and (repair or scores.suffix != ".safetensors"):
-            why = "a repair leaves no scores" if repair else f"name it {scores.stem}.safetensors"
-            raise UsageError(f"--scores {scores}: {why}")
+        if scores is not None:
+            if repair:
+                raise UsageError(f"--scores {scores}: a repair leaves no scores; leave one of the two out")
+            check_file_free(scores, overwrite, "a file of scores", ".safetensors")
         result = bridge.search(
             model, budget, dims=None if dims is None else [dim.strip() for dim in dims.split(",")], data=data,
             importance=importance, repair=repair, quant=quant, config=config, tokenizer=tokenizer, samples=samples,

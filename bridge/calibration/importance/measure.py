@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.calibration.data import Data
+from bridge.calibration.data import BATCH, Data
 from bridge.calibration.importance.amount import TOKENS
 from bridge.calibration.walk.budget import tokens_of
 from bridge.core.errors import CalibrationError
@@ -56,7 +56,7 @@ def measure_scores(
     if not data.batches:
         raise CalibrationError(f"scores need data to run the model on: {data.missing or 'a forward_loop has none'}")
     if repair:
-        _check_enough(cut, data)
+        check_enough(cut, data)
     from bridge.calibration.importance.places import layers_of, norms_of, readers_of
     from bridge.calibration.importance.scorer import Scorer
     from bridge.calibration.importance.watch import ScoreWatch
@@ -123,14 +123,18 @@ def perplexity_of(source: Source, structure: Structure, data: Data, device: str 
     return answers.perplexity
 
 
-def _check_enough(cut: Cut, data: Data) -> None:
-    """Refuse data with which a repair would make the model worse."""
+def check_enough(cut: Cut, data: Data, parts: int = 1) -> None:
+    """Refuse data with which a repair would make the model worse. `parts`: `data` are one of so many alike."""
     tokens = tokens_of(data).calibrated
     widths = {"heads": cut.after.get("head_dim", cut.after.get("v_dim", 1))}
-    for dim in {"ffn", "heads", "shared_ffn"} & {*cut.dims}:
-        channels = cut.after[dim] * widths.get(dim, 1)
-        if tokens < TOKENS * channels:
-            raise CalibrationError(
-                f"repair=True (--repair) fits {channels} channels of {dim} to {tokens} tokens, and needs {TOKENS} a "
-                f"channel, {TOKENS * channels}: give more samples= (--samples) or text, or leave repair out"
-            )
+    channels, dim = max(
+        ((cut.after[dim] * widths.get(dim, 1), dim) for dim in ("ffn", "heads", "shared_ffn") if dim in cut.dims),
+        default=(0, ""),
+    )
+    if tokens < TOKENS * channels:
+        rows = parts * -(-TOKENS * channels // data.sequence // BATCH) * BATCH if data.sequence else 0
+        more = f"samples={rows} (--samples {rows}), or more data where the text ends before" if rows else "more data"
+        raise CalibrationError(
+            f"repair=True (--repair) fits {channels} channels of {dim} to {tokens} tokens, and needs {TOKENS} a "
+            f"channel, {TOKENS * channels}: give {more}; or leave repair out"
+        )

@@ -46,6 +46,16 @@ def multiple_of(dim: str, size: int) -> int:
     return next((width for width in WIDTHS if size >= 8 * width), 1) if dim in WIDE else 1
 
 
+def largest_of(whole: Cut, ladders: Sequence[Ladder]) -> dict[str, int]:
+    """The largest size that a search may try of each dim: a rung, or of a width the first multiple below the whole."""
+    found: dict[str, int] = {}
+    for keep in (keep for ladder in ladders for keep in ladder):
+        for dim, size in keep.items():
+            unit, before = multiple_of(dim, whole.before[dim]), whole.before[dim]
+            found[dim] = max(size, found.get(dim, 0), (before - 1) // unit * unit if dim in WIDE else 0)
+    return found
+
+
 def _sizes(whole: Cut, dim: str, asked: Sequence[str]) -> Iterator[Keep]:
     """Smaller sizes of a dim, the largest first."""
     size = whole.before[dim]

@@ -16,7 +16,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, whole_of
 from bridge.sources.pruned.scores import Scores
 from bridge.workflows.prune.budget import Sizer, parse_budget
-from bridge.workflows.prune.ladders import Keep, ladders_of
+from bridge.workflows.prune.ladders import Keep, ladders_of, largest_of
 from bridge.workflows.prune.rounds import Rounds
 from bridge.workflows.prune.sampling import sampling_of
 from bridge.workflows.prune.searched import Searched
@@ -90,6 +90,8 @@ def search(
         )
     prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
     trial = Trial(whole, prepared, importance if isinstance(importance, str) else "", repair, device)
+    if repair:
+        trial.check_enough(largest_of(whole, ladders))
     trial.prepare(given, {dim for ladder in ladders for keep in ladder for dim in keep})
     best, tried = rounds.run(trial.cost, callback_of(progress))
     smaller, scores = trial.result(best.keep)

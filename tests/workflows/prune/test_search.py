@@ -217,6 +217,36 @@ def test_what_cannot_be_searched_is_refused_before_a_run(
         bridge.search(LLAMA, budget, **words)
 
 
+def test_too_few_rows_for_a_repair_are_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: dict[str, Any] = {"dims": ["ffn"], "repair": True, "sequence": 64}
+    with monkeypatch.context() as patched:
+        patched.setattr(Trial, "prepare", lambda *_: pytest.fail("the model was run"))
+        with pytest.raises(CalibrationError, match=r"needs 5 a channel, 1760: give samples=64 \(--samples 64\)"):
+            bridge.search(LLAMA, {"parameters": "85%"}, samples=16, **words)
+    monkeypatch.setattr(Trial, "prepare", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    with pytest.raises(InterruptedError):  # so many rows are enough
+        bridge.search(LLAMA, {"parameters": "85%"}, samples=64, **words)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("scores.txt", "a file of scores ends in .safetensors"), ("no/scores.safetensors", "is not a directory; make it"),
+     ("there.safetensors", "exists already")],
+)  # fmt: skip
+def test_a_file_of_scores_that_cannot_be_written_is_refused_before_work(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from bridge.cli.main import app
+
+    monkeypatch.setattr(bridge, "search", lambda *_, **__: pytest.fail("it began"), raising=False)
+    (tmp_path / "there.safetensors").touch()
+    shown = CliRunner().invoke(app, ["search", LLAMA, "--parameters", "85%", "--scores", str(tmp_path / name)])
+    assert shown.exit_code == 2
+    assert said in shown.output
+
+
 def test_one_batch_cannot_score_and_measure() -> None:
     with pytest.raises(CalibrationError, match="cannot both calibrate and be held out"):
         bridge.search(LLAMA, {"parameters": "70%"}, data=[{"input_ids": torch.arange(64)[None]}])
