@@ -28,13 +28,13 @@ from bridge.calibration.amount import sampling_for
 from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
 from bridge.calibration.walk.workers.processes import Workers, share_of
-from bridge.core.errors import CalibrationError, SourceError, UsageError, warn
+from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.output.directory import Work, check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
 from bridge.core.output.replace import check_free, recover, work_directory
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import number
+from bridge.core.text import not_finite, number
 from bridge.core.values import Structure
 from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
@@ -157,7 +157,7 @@ def calibrate(
         from bridge.verification.finite import first_not_finite
 
         if name := first_not_finite(source):  # ModelOpt sees it as a NaN among activations
-            raise SourceError(f"{name}: holds NaN or infinity; repair the checkpoint, or download it again") from error
+            raise not_finite(name) from error
         raise
 
 

@@ -113,6 +113,11 @@ def listed(where: str, problems: Iterable[str]) -> SourceError:
     return SourceError("\n".join([f"{where}: {len(every)} problems", *(f"  {p}" for p in every[:SHOWN]), *more]))
 
 
+def not_finite(tensor: str) -> SourceError:
+    """Return the error for a tensor that holds NaN or infinity."""
+    return SourceError(f"{tensor}: holds NaN or infinity; repair the checkpoint, or download it again")
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Return the natural sort key: `layers.2` comes before `layers.10`."""
     return [(0, int(part), "") if part.isdecimal() and len(part) < 10 else (1, 0, part) for part in name.split(".")]

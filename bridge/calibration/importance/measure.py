@@ -17,6 +17,7 @@ from bridge.core.values import Structure
 from bridge.sources.pruned.kept import At
 from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.repaired import Repaired
+from bridge.sources.pruned.scores import check_finite
 from bridge.sources.pruned.sparse import Sparse
 from bridge.sources.source import Source
 
@@ -73,7 +74,9 @@ def measure_scores(
     watch = ScoreWatch(readers_of(cut, origins), norms, layers, repair, scorer.settle)
     plain = load_scheme("int8_wo").bound(structure.sites)
     _, answers = watch_by_blocks(cut.source, structure, plain, data, device, progress, watch)
-    return Measured(scorer.scores(watch), scorer.repaired, tuple(scorer.thin), answers.perplexity)
+    scores = scorer.scores(watch)
+    check_finite(scores)
+    return Measured(scores, scorer.repaired, tuple(scorer.thin), answers.perplexity)
 
 
 def measure_zeros(

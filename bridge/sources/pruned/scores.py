@@ -60,6 +60,11 @@ class Scores:
         """Refuse scores of another model, and such as have no order."""
         if self.model != fingerprint:
             raise PlanError("the scores are of another model, or of other weights; score this model: data= (--data)")
-        for name, array in named_arrays(self.scores).items():
-            if not np.isfinite(array).all():
-                raise PlanError(f"the scores of {name} hold NaN or infinity: the model or its data do")
+        check_finite(self.scores)
+
+
+def check_finite(scores: ByPlace) -> None:
+    """Refuse scores that have no order; PlanError names the dim and the layer."""
+    for name, array in named_arrays(scores).items():
+        if not np.isfinite(array).all():
+            raise PlanError(f"the scores of {name} hold NaN or infinity: the model or its data do")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bridge.core.dtypes import to_float32
+from bridge.core.text import not_finite
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.structure import layout_of
 
@@ -51,6 +52,8 @@ class Sparse:
         if axis is None:
             return rows
         values = np.abs(to_float32(rows, dtype))
+        if not np.isfinite(values).all():  # its zero would hide it
+            raise not_finite(name)
         if (norms := self.norms.get(name)) is not None:
             first = begin if axis + rows.ndim == 0 else 0
             values *= _along(norms, rows, axis, begin, first)

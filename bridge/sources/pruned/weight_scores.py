@@ -12,6 +12,7 @@ import numpy as np
 
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import PlanError
+from bridge.core.text import not_finite
 from bridge.sources.pruned.kept import At
 from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.scores import ByPlace
@@ -39,6 +40,8 @@ def weight_scores(cut: Cut) -> ByPlace:
             for (dim, _, _), squares in zip(found, _squares(cut, name, entry, number, found), strict=True):
                 parts = 1 if dim == "experts" else cut.before[dim]
                 norms = np.sqrt(squares.reshape(parts, -1).sum(axis=1))
+                if not np.isfinite(norms).all():  # it would be left out, and nothing would tell
+                    raise not_finite(name)
                 if dim == "experts":
                     scores[dim].setdefault((layer, None), np.ones(cut.before[dim]))[number] *= norms[0]
                 else:

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError
+from bridge.core.text import not_finite
 from bridge.planning.structure import structure_of
 from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource
+from bridge.verification.finite import first_not_finite
 from bridge.workflows.prune.ladders import Keep
 
 
@@ -50,7 +52,9 @@ class Trial:
             self._scores, perplexity = self._scored(replace(self._scoring, held_out=self._measuring.held_out))
         if perplexity is None:
             perplexity = perplexity_of(whole.source, structure_of(whole.source), self._measuring, self._device)
-        if perplexity is None:
+        if perplexity is None or not math.isfinite(perplexity):
+            if name := first_not_finite(whole.source):
+                raise not_finite(name)
             raise CalibrationError(
                 f"{whole.source.where} predicts no next token on the data, or NaN, so that no size has a measured cost"
             )
