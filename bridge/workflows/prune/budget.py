@@ -90,9 +90,11 @@ class Sizer:
         return self._known[key]
 
     def _count(self, outline: PrunedSource) -> int:
-        if self._kind == "parameters":
+        if self._kind == "parameters" and self.quant is None:
             return sum(spec.size for spec in outline.specs.values())
         steps = plan(outline, "hf", self.quant).steps
+        if self._kind == "parameters":
+            return sum(spec.size for spec in outline.specs.values())
         if self._kind == "bytes":
             return sum(step.nbytes for step in steps)
         matched = match_table(outline.config, outline.specs)

@@ -217,6 +217,17 @@ def test_what_cannot_be_searched_is_refused_before_a_run(
         bridge.search(LLAMA, budget, **words)
 
 
+def test_sizes_that_the_scheme_cannot_have_are_left_out_of_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "__init__", lambda *_: pytest.fail("data were prepared"))
+    with pytest.raises(PlanError, match="in = 60 does not divide into blocks of 16"):
+        bridge.search(build("MixtralForCausalLM", torch.float32), {"parameters": "80%"}, quant="nvfp4")
+    whole = whole_of(open_source(LLAMA))
+    sizer = Sizer(whole, "parameters", "int4_wo")
+    assert sizer.exact(whole.to({"ffn": 256})) == Sizer(whole, "parameters", None).exact(whole.to({"ffn": 256}))
+    with pytest.raises(PlanError, match="in = 192 does not divide into blocks of 128"):
+        sizer.exact(whole.to({"ffn": 192}))
+
+
 def test_too_few_rows_for_a_repair_are_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     words: dict[str, Any] = {"dims": ["ffn"], "repair": True, "sequence": 64}
     with monkeypatch.context() as patched:
