@@ -273,6 +273,11 @@ def _batch(item: Any, where: str, torch: Any) -> dict[str, Any]:
         if not inputs:
             raise CalibrationError(f"{where}: has only labels; give batches with inputs")
         batch = {key: _tensor(value, f"{where}, {key}", torch) for key, value in inputs.items()}
+        if single := [key for key, tensor in batch.items() if not tensor.ndim]:
+            raise CalibrationError(
+                f"{where}, {single[0]}: a single number; give the tensors of one run by the names of the model's "
+                'inputs, rows first, as in {"input_ids": ids}'
+            )
         _check_mask(batch, where)
         return batch
     tensor = _tensor(item, where, torch)

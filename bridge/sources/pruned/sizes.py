@@ -39,18 +39,16 @@ def sizes_of(table: ArchTable, names: Mapping[str, Any], keep: Mapping[str, Any]
 
 def _size(dim: str, asked: Any, before: int, groups: int) -> int | str:
     """The number that is asked for, or what is wrong with it."""
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        return asked
     text = str(asked).strip()
-    share = text.removesuffix("%")
+    share = text.endswith("%")
     try:
-        number = float(share)
+        number = float(text[:-1]) if share else int(text)
     except ValueError:
-        number = 0.0
-    if not (text.endswith("%") and 0 < number <= 100) and not (text.isdecimal() and not text.endswith("%")):
         return 'give a whole number, or a share such as "75%"'
-    if not text.endswith("%"):
-        return int(text)
+    if not share:
+        return int(number)
+    if not 0 < number <= 100:
+        return "a share is above 0% and at most 100%"
     size = int(before * number / 100)
     multiple = groups if dim == "heads" else 1 if dim in _COUNTS else _MULTIPLE
     return size // multiple * multiple or size
@@ -79,7 +77,7 @@ def layers_of(dropped: Sequence[int], count: int) -> tuple[list[int], list[str]]
     """Return the layers that are left when some are dropped, and what is wrong with those."""
     wrong = sorted({layer for layer in dropped if not 0 <= layer < count})
     twice = sorted({layer for layer in dropped if list(dropped).count(layer) > 1})
-    problems = [f"layer {layer} is none of the model's, 0 to {count - 1}" for layer in wrong]
+    problems = [f"there is no layer {layer}; the model has 0 to {count - 1}" for layer in wrong]
     problems += [f"layer {layer} is dropped twice" for layer in twice]
     left = [layer for layer in range(count) if layer not in set(dropped)]
     if not left:
