@@ -23,8 +23,7 @@ from bridge.api.request import data_of
 from bridge.calibration.data import Sampling, prepare
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import whole_of
-from bridge.workflows.prune.search import split
-from bridge.workflows.prune.trial import Trial
+from bridge.workflows.prune.trial import Trial, split
 from tests.models.megatron_families import EVERY, VOCAB
 from tests.oracles import megatron_oracle, prune_oracle
 from tests.oracles.prune_grid import best_of_grid, combinations_of
