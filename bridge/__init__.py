@@ -30,6 +30,8 @@ _HOME = {
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
+    "inspect": "bridge.workflows.inspect.verbs",
+    "Inspection": "bridge.workflows.inspect.result",
     "Sensitivity": "bridge.api.sensitivity.result",
     "Plan": "bridge.planning.plan",
     "Report": "bridge.reporting.report",
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
     from bridge.workflows.batch.run import batch
     from bridge.workflows.chain.run import chain
     from bridge.workflows.distill.verbs import distill
+    from bridge.workflows.inspect.result import Inspection
+    from bridge.workflows.inspect.verbs import inspect
     from bridge.workflows.prune.search import search
     from bridge.workflows.prune.searched import Searched
     from bridge.workflows.prune.verbs import prune, pruned
@@ -85,6 +89,7 @@ __all__ = [
     "BatchReport",
     "BridgeError",
     "Calibration",
+    "Inspection",
     "Plan",
     "Quantizer",
     "Report",
@@ -101,6 +106,7 @@ __all__ = [
     "create_forward_loop",
     "distill",
     "get_submodule",
+    "inspect",
     "load_quant_weights_from_hf",
     "load_weights_from_hf",
     "modelopt_quantize",

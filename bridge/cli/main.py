@@ -13,7 +13,7 @@ import typer
 
 import bridge
 from bridge.calibration.walk.workers.processes import launched
-from bridge.cli import batch, distill, golden, prune, search, sensitivity
+from bridge.cli import batch, distill, golden, inspect, prune, search, sensitivity
 from bridge.cli.arguments import (
     Compute,
     Config,
@@ -331,6 +331,7 @@ def show(
 
 app.add_typer(golden.app, name="golden")
 app.command(epilog=sensitivity.EPILOG)(sensitivity.sensitivity)
+app.command(epilog=inspect.EPILOG)(inspect.inspect)
 app.command(cls=TargetCommand, epilog=prune.EPILOG)(takes_target_options(prune.prune))
 app.command(epilog=search.EPILOG)(search.search)
 app.command(cls=TargetCommand, epilog=distill.EPILOG)(takes_target_options(distill.distill))

@@ -54,7 +54,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Page:
-    """The values that the template shows; none is HTML."""
+    """The values that the template shows; none is HTML. `judged`: what the verdict is about, "" without a verdict."""
 
     title: str
     line: str
@@ -62,9 +62,16 @@ class Page:
     verdict: str
     tiles: Sequence[Tile]
     sections: Sequence[Section]
+    judged: str = "Parity"
+    end: str = "Written by qbridge with the model; report.json has the same figures."
 
 
 def render(report: Report) -> str:
+    """The page of a report as HTML."""
+    return html_of(page_of(report))
+
+
+def html_of(page: Page) -> str:
     """Fill `report.html.j2`; every text from a model is escaped."""
     import jinja2
 
@@ -76,7 +83,7 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.from_string(template.read_text(encoding="utf-8")).render(page=page_of(report))
+    return environment.from_string(template.read_text(encoding="utf-8")).render(page=page)
 
 
 def page_of(report: Report) -> Page:

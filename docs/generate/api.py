@@ -15,7 +15,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "bridge.convert", "bridge.plan", "bridge.calibrate", "bridge.verify", "bridge.run", "bridge.check",
             "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.search", "bridge.distill", "bridge.chain",
-            "bridge.batch",
+            "bridge.inspect", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
         ),
     ),
@@ -36,7 +36,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.api.run.Generation", "bridge.sources.pruned.summary.Pruning", "bridge.sources.pruned.scores.Scores",
             "bridge.sources.live_models.distillation.Distillation", "bridge.workflows.chain.result.ChainReport",
             "bridge.workflows.chain.result.StepDone",
-            "bridge.Searched", "bridge.workflows.prune.searched.Tried",
+            "bridge.Searched", "bridge.workflows.prune.searched.Tried", "bridge.Inspection",
+            "bridge.workflows.inspect.side_by_side.Compared", "bridge.workflows.inspect.side_by_side.Difference",
             "bridge.BridgeError",
         ),
     ),

@@ -31,6 +31,10 @@ SIGNATURES = {
         "save_every=100, eval_every=100, device=None, verify=True, overwrite=False, resume=True, progress=None, "
         "memory=None, workers=None, **options"
     ),
+    "inspect": (
+        "model, *, against, data=None, out=None, samples=None, sequence=None, field=None, tokenizer=None, "
+        "overwrite=False, progress=None"
+    ),
     "chain": "path, *, overwrite=False, resume=True, progress=None",
     "search": (
         "model, budget, *, dims=None, data=None, importance='output', repair=False, quant=None, config=None, "

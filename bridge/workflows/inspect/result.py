@@ -1,0 +1,209 @@
+"""`Inspection`: what was seen, its tables, and the recipe that follows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from bridge.core.display import Displayed, Table
+from bridge.core.errors import UsageError
+from bridge.core.text import nearest
+from bridge.workflows.inspect.side_by_side import Compared, Difference
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SCHEMA = 1
+MARK = "inspect.json"  # in every inspection: it tells one from other directories
+BELOW = 18.0  # dB: an eighth of the tensor's norm is noise
+RISING = ("sqnr", "cosine", "min")  # the lower, the worse; other statistics, the higher
+COMPARED = ("module", "alone", "accumulated", "norm ratio")
+COLUMNS = ("step", "layer", "role", "tensor", "statistic", "value")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One value of one tensor. `step` counts from 0; `value` is None where it is not finite."""
+
+    step: int
+    layer: str
+    role: str
+    tensor: str
+    stat: str
+    value: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(Displayed):
+    """What an inspection saw.
+
+    `about`: the model, the scheme, versions and the digest of the config. `records`: in the order of steps and layers.
+    `compared`: modules beside those of the source, with `against=`. `notes`: what was not seen, and why. `modules`: the
+    layers, in the model's order.
+    """
+
+    about: Mapping[str, str]
+    records: tuple[Record, ...] = ()
+    compared: tuple[Compared, ...] = ()
+    notes: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    def worst(self, stat: str = "sqnr", n: int = 10, tensor: str | None = None) -> list[Record]:
+        """The `n` layers and tensors with the worst value of a statistic, the worst first.
+
+        `stat`: as in the records, or without its scheme: "sqnr" takes "fp8_sqnr" and "int8_sqnr", too. The worst is the
+        lowest SQNR, cosine and minimum, and the highest of others; values that are not finite come first.
+        """
+        worst: dict[tuple[str, str, str], Record] = {}
+        rising = _base(stat) in RISING
+        for record in self._of(stat):
+            key = (record.layer, record.tensor, record.stat)
+            if tensor not in (None, record.tensor):
+                continue
+            if key not in worst or _badness(record, rising) > _badness(worst[key], rising):
+                worst[key] = record
+        return sorted(worst.values(), key=lambda record: -_badness(record, rising))[:n]
+
+    def table(self, stat: str | None = None, tensor: str | None = None) -> Table:
+        """Columns and rows of one statistic, a row a layer and a column a step; of the worst values without one."""
+        if stat is None and self.compared and not self.records:
+            return COMPARED, [_cells(row) for row in self.most_alone(len(self.compared))]
+        if stat is None:
+            found = self.worst() if any(_base(r.stat) == "sqnr" for r in self.records) else list(self.records)
+            return COLUMNS, [(str(r.step), r.layer, r.role, r.tensor, r.stat, _said(r.value)) for r in found]
+        rows: dict[tuple[str, str, str], dict[int, float | None]] = {}
+        for record in self._of(stat):
+            if tensor in (None, record.tensor):
+                rows.setdefault((record.layer, record.tensor, record.stat), {})[record.step] = record.value
+        steps = sorted({step for values in rows.values() for step in values})
+        columns = ("layer", "tensor", "statistic", *(f"step {step}" for step in steps))
+        return columns, [
+            (*key, *(_said(values[step]) if step in values else "" for step in steps)) for key, values in rows.items()
+        ]
+
+    def recipe(self, stat: str = "sqnr", below: float = BELOW, base: str | None = None) -> str:
+        """A recipe that keeps the layers whose statistic is below a value at any step.
+
+        `stat` names its scheme, "int8_sqnr", which is `base` unless that is given. It tells where numbers are lost, not
+        what that costs: `qbridge sensitivity` measures it.
+
+        Raises:
+            UsageError: no layer has that statistic, or no scheme follows from its name.
+        """
+        found = [record for record in self._of(stat) if record.tensor in ("activation", "weight")]
+        named = {record.stat.rpartition(f"_{_base(stat)}")[0] for record in found} - {""}
+        schemes = named or {self.about.get("scheme", "")}
+        if base is None and (len(schemes) != 1 or "" in schemes):
+            raise UsageError(f"recipe(stat={stat!r}): it starts from no single scheme; say base=, the name of a scheme")
+        chosen = sorted({r.layer for r in found if r.value is None or r.value < below}, key=self._place)
+        rule = ""
+        if chosen:
+            names = "".join(f"    {json.dumps(name)},\n" for name in chosen)
+            rule = f'\n[[rule]]\nmodules = [\n{names}]\nquant = "none"\n'
+        told = f"# layers with {stat} below {below:g} at any step: noise, not what it costs (qbridge sensitivity)\n"
+        return f"{told}base = {json.dumps(base or schemes.pop())}\n{rule}"
+
+    def lines(self) -> list[str]:
+        text = []
+        if self.records:
+            layers, stats = {record.layer for record in self.records}, {record.stat for record in self.records}
+            steps = {record.step for record in self.records}
+            text += [
+                f"{len(self.records):,} values: {len(layers):,} layers, {len(stats)} statistics, {len(steps)} steps"
+            ]
+        if self.compared:
+            loudest = min(self.compared, key=lambda row: row.accumulated.decibels)
+            text += [
+                f"{len(self.compared):,} modules compared; the largest error is that of {loudest.module}, "
+                f"{said(loudest.accumulated)}"
+            ]
+        return [*text, *self.notes]
+
+    def most_alone(self, n: int = 10) -> list[Compared]:
+        """The `n` matrices whose own error is largest, the largest first; with `against=` only."""
+        alone = [row for row in self.compared if row.alone]
+        return sorted(alone, key=lambda row: (row.alone.decibels if row.alone else 0.0, row.module))[:n]
+
+    def to_json(self) -> str:
+        """Everything, with `indent=1`; equal inspections give equal texts."""
+        told = {
+            "schema": SCHEMA, "about": dict(sorted(self.about.items())), "modules": list(self.modules),
+            "records": [asdict(record) for record in self.records], "compared": [_plain(row) for row in self.compared],
+            "notes": list(self.notes),
+        }  # fmt: skip
+        return json.dumps(told, indent=1, allow_nan=False)
+
+    def to_csv(self) -> str:
+        """The records, a line a value; empty where it is not finite."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for r in self.records:
+            writer.writerow((r.step, r.layer, r.role, r.tensor, r.stat, "" if r.value is None else repr(r.value)))
+        return text.getvalue()
+
+    def _of(self, stat: str) -> Iterable[Record]:
+        """The records of a statistic; UsageError if there are none."""
+        found = [record for record in self.records if stat == record.stat or record.stat.endswith(f"_{stat}")]
+        if not found:
+            known = sorted({record.stat for record in self.records})
+            raise UsageError(f"stat={stat!r}: was not inspected; {nearest(stat, known)}")
+        return found
+
+    def _place(self, layer: str) -> int:
+        return self.modules.index(layer) if layer in self.modules else len(self.modules)
+
+
+def _base(stat: str) -> str:
+    """A statistic without its scheme and direction."""
+    plain = stat.removesuffix("_columnwise")
+    return next((name for name in RISING if plain == name or plain.endswith(f"_{name}")), plain)
+
+
+def _badness(record: Record, rising: bool) -> float:
+    if record.value is None:
+        return math.inf
+    return -record.value if rising else record.value
+
+
+def inspection_table(seen: Inspection, worst: int, out: str | None) -> RenderableType:
+    """The matrices with the largest errors of their own, the figures of all, and where the page is."""
+    from rich.console import Group
+
+    from bridge.reporting.columns import Columns, line
+
+    alone = [_cells(row) for row in seen.most_alone(worst)]
+    table: list[RenderableType] = [Columns(COMPARED, alone, right=(1, 2, 3)), ""] if alone else []
+    return Group(*table, *seen.lines(), *([line("page", f"{out}/inspect.html")] if out else []))
+
+
+def said(found: Difference | None) -> str:
+    """A signal-to-noise ratio in words."""
+    if found is None:
+        return ""
+    return "equal" if found.sqnr is None else f"{found.sqnr:.1f} dB" if math.isfinite(found.sqnr) else "nothing left"
+
+
+def _cells(row: Compared) -> tuple[str, ...]:
+    ratio = row.alone.norm_ratio if row.alone else row.accumulated.norm_ratio
+    return row.module, said(row.alone), said(row.accumulated), f"{ratio:.4f}"
+
+
+def _said(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
+
+
+def _plain(row: Compared) -> dict[str, object]:
+    told = asdict(row)
+    for name in ("accumulated", "alone"):
+        found = getattr(row, name)
+        if found is not None:
+            values = asdict(found).items()
+            told[name] = {key: value if math.isfinite(value or 0.0) else None for key, value in values}
+            told[name]["equal"] = found.sqnr is None
+    return told

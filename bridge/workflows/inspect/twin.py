@@ -1,0 +1,61 @@
+"""Load the model that an output holds, to run in place of its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.core.errors import SchemeError, UsageError, VerifyError
+from bridge.core.output.names import CALIBRATION
+from bridge.planning.plan import Plan
+from bridge.planning.structure import structure_of
+from bridge.quant.calibration import Calibration
+from bridge.sources.source import Source
+from bridge.targets.manifest import load_manifest
+from bridge.verification.simulated.inputs import FakeInputs, input_codes
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model of transformers with the weights of an output, dequantized, and hooks that quantize inputs.
+
+    `notes`: what of the output does not run.
+    """
+
+    model: Any
+    plan: Plan
+    notes: tuple[str, ...]
+
+
+def plan_of_output(directory: Path, source: Source) -> Plan:
+    """The plan of an output; VerifyError or UsageError if it cannot run beside its source. Reads no weight."""
+    plan = load_manifest(directory).plan
+    if plan.target != "hf":
+        raise UsageError(
+            f"against={directory} (--against): was written for {plan.target}, whose modules have other names; `qbridge "
+            "verify` compares it, or convert with the same scheme to hf"
+        )
+    if dict(source.specs) != plan.sources:
+        raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")
+    return plan
+
+
+def twin_of(directory: Path, source: Source) -> Twin:
+    """Load the model of an output of target hf. CannotRun if transformers cannot."""
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+    from bridge.targets.hf.runtime import Runtime
+
+    plan = plan_of_output(directory, source)
+    model, notes = Runtime(directory).model, []
+    saved = directory / CALIBRATION
+    calibration = Calibration.load(saved) if saved.is_file() else None
+    try:
+        codes = input_codes(plan, calibration, structure_of(source), live_names(model, source.specs), tied_names(model))
+    except SchemeError as error:
+        notes.append(f"inputs run unquantized: {error}")
+    else:
+        FakeInputs(model, codes)
+    if any(step.kv for step in plan.steps):
+        notes.append("the KV cache runs unquantized")
+    return Twin(model, plan, tuple(notes))

@@ -1,0 +1,104 @@
+"""Hand the tensors of one module to an inspector, by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORWARD = ("activation", "weight", "output")
+BACKWARD = ("gradient", "dgrad", "wgrad")
+See = Callable[[str, "Tensor"], None]
+
+
+class Watch:
+    """Hooks on one module for one step.
+
+    `wanted`: names in FORWARD and BACKWARD, as TransformerEngine calls them: `activation` goes in, `gradient` is that
+    of the output, `dgrad` that of the input, as far as this module makes it, `wgrad` that of the weight, summed over
+    all its uses. Matrices are (out, in), those of GPT-2's Conv1D too. `see(name, tensor)` gets them detached, and must
+    not change them; the weight once. Outputs and gradients have the bits that they have without hooks.
+    """
+
+    def __init__(self, module: Any, wanted: frozenset[str], see: See) -> None:
+        self._wanted, self._see, self._weight_seen = wanted, see, False
+        self._handles: list[Any] = []
+        if wanted & {"activation", "weight", "dgrad"}:  # before hooks that quantize inputs
+            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+        if wanted & {"output", "gradient"}:
+            self._handles.append(module.register_forward_hook(self._after))
+        weight = getattr(module, "weight", None)
+        if "wgrad" in wanted and weight is not None and weight.requires_grad:
+            turned = is_turned(module)
+            self._handles.append(weight.register_hook(lambda g: self._tell("wgrad", g.t() if turned else g)))
+
+    def detach(self) -> None:
+        """Take the hooks away, also those that wait for a gradient."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, module: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        at, found = first_tensor(inputs, keywords)
+        if not in_backward():
+            if "activation" in self._wanted and found is not None:
+                self._tell("activation", found)
+            if "weight" in self._wanted and not self._weight_seen and getattr(module, "weight", None) is not None:
+                self._weight_seen = True
+                self._tell("weight", module.weight.t() if is_turned(module) else module.weight)
+        if "dgrad" not in self._wanted or found is None or not _needs_gradient(found):
+            return None
+        # of the input itself, the gradient would hold what other modules that read it add
+        own: Any = found.view_as(found)
+        self._handles.append(own.register_hook(lambda gradient: self._tell("dgrad", gradient)))
+        if isinstance(at, int):
+            return (*inputs[:at], own, *inputs[at + 1 :]), keywords
+        return inputs, {**keywords, str(at): own}
+
+    def _after(self, _: Any, __: Any, output: Any) -> None:
+        found: Any = output_tensor(output)
+        if found is None:
+            return
+        if "output" in self._wanted and not in_backward():
+            self._tell("output", found)
+        if "gradient" in self._wanted and _needs_gradient(found):
+            self._handles.append(found.register_hook(lambda gradient: self._tell("gradient", gradient)))
+
+    def _tell(self, name: str, tensor: Tensor) -> None:
+        self._see(name, tensor.detach())
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs: a forward in it repeats one, for checkpointing."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_turned(module: Any) -> bool:
+    """Whether a module keeps its matrix as (in, out)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def first_tensor(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int | str, Tensor | None]:
+    """The first tensor among the arguments of a module, and its place; None without one."""
+    import torch
+
+    places: list[tuple[int | str, Any]] = [*enumerate(inputs), *keywords.items()]
+    return next((place for place in places if isinstance(place[1], torch.Tensor)), (0, None))
+
+
+def output_tensor(output: Any) -> Tensor | None:
+    """The tensor that a module gave; Megatron's give (tensor, bias)."""
+    import torch
+
+    found = output[0] if isinstance(output, tuple | list) and output else output
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _needs_gradient(tensor: Tensor) -> bool:
+    import torch
+
+    return torch.is_grad_enabled() and tensor.requires_grad
