@@ -32,12 +32,6 @@ class Trial:
         self.perplexity = math.nan
         self.tokens = sum(int(_predicted(batch)) for batch in self._measuring.held_out)
 
-    def check_enough(self, largest: Keep) -> None:
-        """Refuse data that are too few to repair a model of these sizes, of which each needs more than smaller ones."""
-        from bridge.calibration.importance.measure import check_enough
-
-        check_enough(replace(self._whole, after={**self._whole.before, **largest}), self._scoring, 2)
-
     def prepare(self, given: Scores | None, dims: Iterable[str]) -> None:
         """Measure the whole model, and score all dims in one run, unless every cut is scored and repaired by itself."""
         from bridge.calibration.importance.measure import perplexity_of

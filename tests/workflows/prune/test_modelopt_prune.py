@@ -23,7 +23,7 @@ from bridge.api.request import data_of
 from bridge.calibration.data import Sampling, prepare
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import whole_of
-from bridge.workflows.prune.trial import Trial, split
+from bridge.workflows.prune.trial import Trial
 from tests.models.megatron_families import EVERY, VOCAB
 from tests.oracles import megatron_oracle, prune_oracle
 from tests.oracles.prune_grid import best_of_grid, combinations_of
@@ -99,9 +99,10 @@ def test_a_cut_equals_modelopts_to_the_byte(family: str, tmp_path: Path) -> None
 def test_a_search_costs_less_than_modelopts_grid_at_the_same_budget() -> None:
     source = open_source("examples/models/tiny-llama")
     found = bridge.search(source, {"parameters": "70%"}, importance="minitron", samples=16, sequence=64)
-    whole, data = whole_of(source), split(data_of(source, None, Sampling(16, 64)))
-    trial = Trial(whole, *data, "minitron", repair=False, device=None)
-    trial.prepare(found.scores, {})
+    whole, data = whole_of(source), data_of(source, None, Sampling(16, 64))
+    trial = Trial(whole, data, "minitron", repair=False, device=None)
+    assert found.scores
+    trial.prepare(None, found.scores.scores)
     best = best_of_grid(whole, combinations_of(whole), found.limit, trial.cost)
     assert best
     keep, size = best
