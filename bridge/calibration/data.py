@@ -154,9 +154,7 @@ def _default(source: Source, sampling: Sampling) -> Data:
         return Data(missing=f"{error}; or give batches of token ids as calibration data")
     data = _rows(documents(None, source.load_tokenizer, 1), source, "the embedded text", sampling)
     tokens = f"{data.samples * data.sequence:,} tokens"
-    text = (
-        f"calibrating on {tokens} of Python's documentation; text like yours gives better scales: data= (--data FILE)"
-    )
+    text = f"the data are {tokens} of Python's documentation; text like yours is better: data= (--data FILE)"
     return replace(data, warnings=(*data.warnings, text))
 
 

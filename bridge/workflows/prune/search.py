@@ -90,6 +90,9 @@ def search(
         )
     prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
     trial = Trial(whole, prepared, importance if isinstance(importance, str) else "", repair, device)
+    trial.warn_of_few()
+    if repair:
+        trial.check_enough(largest_of(whole, ladders))
     trial.prepare(given, {dim for ladder in ladders for keep in ladder for dim in keep})
     best, tried = rounds.run(trial.cost, callback_of(progress))
     smaller, scores = trial.result(best.keep)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ def test_sizes_that_the_scheme_cannot_have_are_left_out_of_every_budget(monkeypa
     assert sizer.exact(whole.to({"ffn": 256})) == Sizer(whole, "parameters", None).exact(whole.to({"ffn": 256}))
     with pytest.raises(PlanError, match="in = 192 does not divide into blocks of 128"):
         sizer.exact(whole.to({"ffn": 192}))
+
+
+@pytest.mark.parametrize(("samples", "few"), [(16, True), (64, False)])
+def test_few_tokens_to_judge_by_are_told_of(samples: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "prepare", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    with warnings.catch_warnings(record=True) as told, pytest.raises(InterruptedError):
+        warnings.simplefilter("always")
+        bridge.search(LLAMA, {"parameters": "85%"}, samples=samples, sequence=64)
+    texts = [str(one.message) for one in told]
+    assert any("by 630 tokens, of which costs are uncertain by 0.06 nats" in text for text in texts) == few, texts
+    assert any("Python's documentation; text like yours is better: data=" in text for text in texts)
+    assert not any("calibrat" in text or "scales" in text for text in texts)
 
 
 def test_too_few_rows_for_a_repair_are_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
