@@ -29,7 +29,8 @@ from bridge.quant.schemes.load import check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
-from bridge.sources.pruned.opening import plan_cut, pruned_again
+from bridge.sources.pruned.opening import plan_cut, plan_sparse, pruned_again
+from bridge.sources.pruned.sparse import METHODS, check_sparse
 from bridge.targets.contracts import check_contracts
 from bridge.targets.manifest import load_manifest
 
@@ -48,13 +49,14 @@ def plan(
     memory: int | str | None = None,
     keep: Mapping[str, int | str] | None = None,
     drop_layers: Sequence[int] | None = None,
+    sparse: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
 
     Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
     `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
-    does not fit into; with `keep` or `drop_layers` what `prune` would write.
+    does not fit into; with `keep`, `drop_layers` or `sparse` what `prune` would write.
 
     Raises:
         BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
@@ -64,7 +66,11 @@ def plan(
     (83, True)
     """
     source = open_source(model, config)
-    if keep is not None or drop_layers is not None:
+    if sparse is not None:
+        check_sparse(sparse, METHODS[0], keep is not None or drop_layers is not None)
+        cut, zeros = plan_sparse(source, METHODS[0])
+        source = cut.pruned({}, sparse=zeros)
+    elif keep is not None or drop_layers is not None:
         source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
     scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)

@@ -144,6 +144,7 @@ def plan(
     memory: Memory = None,
     keep: prune.Keep = None,
     drop_layers: prune.DropLayers = None,
+    sparse: prune.Sparse = None,
     every: Annotated[bool, typer.Option("--all", help="one line per tensor instead of one per kind of layer")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -158,7 +159,7 @@ def plan(
         sizes, dropped = prune.sizes_of(keep), prune.numbers_of(drop_layers)
         result = bridge.plan(
             model, target, quant, kv=kv, config=config, runtime=runtime, memory=memory, keep=sizes, drop_layers=dropped,
-            **options,
+            sparse=sparse, **options,
         )  # fmt: skip
         if as_json:
             print_json(terminal, {**result.to_dict(), "digest": result.digest})

@@ -35,6 +35,9 @@ Keep = Annotated[
     ),
 ]
 DropLayers = Annotated[str | None, typer.Option(metavar="N,N", help="numbers of layers to leave out, from 0")]
+Sparse = Annotated[
+    str | None, typer.Option(metavar="2:4", help="set two of every four weights to zero; all sizes stay")
+]
 
 
 def prune(
@@ -53,9 +56,7 @@ def prune(
         bool, typer.Option("--repair", help="fit the matrices that read fewer channels by least squares")
     ] = False,
     order: Annotated[str, typer.Option(help="of what is kept: source, or importance, as ModelOpt sorts")] = "source",
-    sparse: Annotated[
-        str | None, typer.Option(metavar="2:4", help="set two of every four weights to zero; all sizes stay")
-    ] = None,
+    sparse: Sparse = None,
     sparse_method: Annotated[str, typer.Option(help="sparsegpt, wanda, or magnitude (without a run)")] = "sparsegpt",
     samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 64")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 256")] = None,

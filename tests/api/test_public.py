@@ -12,7 +12,7 @@ import bridge
 SIGNATURES = {
     "plan": (
         "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, keep=None, drop_layers=None, "
-        "**options"
+        "sparse=None, **options"
     ),
     "pruned": (
         "model, keep=None, *, drop_layers=None, data=None, importance='output', repair=False, order='source', "

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bridge.core.dtypes import to_float32
-from bridge.core.text import not_finite
+from bridge.core.errors import UsageError
+from bridge.core.text import nearest, not_finite
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.structure import layout_of
 
@@ -58,6 +59,19 @@ class Sparse:
             first = begin if axis + rows.ndim == 0 else 0
             values *= _along(norms, rows, axis, begin, first)
         return np.where(kept_of_four(values, axis), rows, rows.dtype.type(0))
+
+
+def check_sparse(sparse: str, method: str, cut_too: bool) -> None:
+    """Refuse another pattern or method, and a cut in the same call."""
+    if sparse != PATTERN:
+        raise UsageError(f"sparse={sparse!r} (--sparse): unknown; {nearest(str(sparse), (PATTERN,))}")
+    if method not in METHODS:
+        raise UsageError(f"sparse_method={method!r} (--sparse-method): unknown; {nearest(str(method), METHODS)}")
+    if cut_too:
+        raise UsageError(
+            "sparse= (--sparse) takes no keep, drop_layers, importance, repair or order, since zeros depend on what "
+            "is left: prune in a first step, and make in a second step its output sparse"
+        )
 
 
 def sparse_axes(matched: Matched, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], list[str]]:

@@ -6,29 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.api.request import data_of
-from bridge.core.errors import UsageError, warn
+from bridge.core.errors import warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of
-from bridge.core.text import nearest, number
+from bridge.core.text import number
 from bridge.planning.structure import structure_of
 from bridge.sources.pruned.opening import plan_sparse
 from bridge.sources.pruned.source import PrunedSource
-from bridge.sources.pruned.sparse import METHODS, PATTERN
 from bridge.sources.source import Source
 from bridge.workflows.prune.sampling import sampling_of
-
-
-def refuse(sparse: str, method: str, cut_too: bool) -> None:
-    """Refuse another pattern or method, and a cut in the same call."""
-    if sparse != PATTERN:
-        raise UsageError(f"sparse={sparse!r} (--sparse): unknown; {nearest(str(sparse), (PATTERN,))}")
-    if method not in METHODS:
-        raise UsageError(f"sparse_method={method!r} (--sparse-method): unknown; {nearest(str(method), METHODS)}")
-    if cut_too:
-        raise UsageError(
-            "sparse= (--sparse) takes no keep, drop_layers, importance, repair or order, since zeros depend on what "
-            "is left: prune in a first step, and make in a second step its output sparse"
-        )
 
 
 def made_sparse(

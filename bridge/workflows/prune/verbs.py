@@ -22,8 +22,9 @@ from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, plan_cut
 from bridge.sources.pruned.scores import ByPlace, Scores
 from bridge.sources.pruned.source import PrunedSource
+from bridge.sources.pruned.sparse import check_sparse
 from bridge.workflows.prune.sampling import SAMPLES, SEQUENCE, sampling_of
-from bridge.workflows.prune.sparse import made_sparse, refuse
+from bridge.workflows.prune.sparse import made_sparse
 
 if TYPE_CHECKING:
     from bridge.calibration.importance.measure import Measured
@@ -80,7 +81,13 @@ def pruned(
     >>> smaller.specs["model.layers.0.mlp.down_proj.weight"].shape
     (128, 192)
     """
-    scores = check_choice(keep, drop_layers, importance, repair, order, sparse, sparse_method)
+    if sparse is not None:
+        cut_too = keep is not None or drop_layers is not None or repair or order != "source" or importance != "output"
+        check_sparse(sparse, sparse_method, cut_too)
+        source = open_source(model, config, tokenizer)
+        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
+    if order not in ORDERS:
+        raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
     source = open_source(model, config, tokenizer)
     if sparse is not None:
         return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
@@ -214,8 +221,9 @@ def prune(
     """
     source, calibrates = open_source(model, config, tokenizer), is_automatic(quant)
     if not calibrates:  # before the run: what a smaller model cannot be written as is refused
-        sizes = None if sparse else keep or {}  # zeros change no size
-        calibrates = bool(plan(source, target, quant, keep=sizes, drop_layers=drop_layers, **options).calibration)
+        sizes = keep if sparse else keep or {}
+        planned = plan(source, target, quant, keep=sizes, drop_layers=drop_layers, sparse=sparse, **options)
+        calibrates = bool(planned.calibration)
     smaller = pruned(
         source, keep, drop_layers=drop_layers, data=data, importance=importance, repair=repair, order=order,
         sparse=sparse, sparse_method=sparse_method, samples=samples, sequence=sequence, field=field, device=device,

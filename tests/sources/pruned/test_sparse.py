@@ -122,6 +122,23 @@ def test_a_plan_names_the_programs_that_are_faster() -> None:
     assert note.endswith("no program that a contract is about is faster")
 
 
+def test_a_plan_of_zeros_takes_the_whole_model() -> None:
+    from typer.testing import CliRunner
+
+    from bridge.cli.main import app
+
+    model = "examples/models/tiny-llama"
+    source = bridge.pruned(model, sparse="2:4", sparse_method="magnitude")
+    plan = bridge.plan(model, "trt", sparse="2:4")
+    assert (plan.steps, plan.notes) == (bridge.plan(source, "trt").steps, bridge.plan(source, "trt").notes)
+    shown = CliRunner().invoke(app, ["plan", model, "--target", "trt", "--sparse", "2:4"])
+    assert "sparse: 2:4 in 35 matrices" in shown.stdout
+    with pytest.raises(UsageError, match="prune in a first step"):
+        bridge.plan(model, "hf", sparse="2:4", keep={"ffn": 192})
+    with pytest.raises(UsageError, match=r"sparse='1:2' \(--sparse\): unknown"):
+        bridge.plan(model, "hf", sparse="1:2")
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     model = "examples/models/tiny-llama"
     for wrong in ({"keep": {"ffn": 192}}, {"drop_layers": [3]}, {"repair": True}, {"importance": "weights"}):
