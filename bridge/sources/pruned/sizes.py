@@ -65,7 +65,7 @@ def _settle_heads(sizes: dict[str, int], names: Mapping[str, Any], keep: Mapping
         sizes["kv_heads"] = sizes["heads"]
     if sizes["heads"] % sizes["kv_heads"]:
         fit = sizes["heads"] // sizes["kv_heads"] * sizes["kv_heads"] or sizes["kv_heads"]
-        return [f"heads={sizes['heads']} is no multiple of kv_heads={sizes['kv_heads']}; keep heads={fit}"]
+        return [f"heads={sizes['heads']} is not a multiple of kv_heads={sizes['kv_heads']}; keep heads={fit}"]
     if sizes["heads"] // sizes["kv_heads"] > heads // groups:
         return [
             f"heads={sizes['heads']}: a group has {heads // groups} heads, so {sizes['kv_heads']} groups have fewer"

@@ -97,7 +97,7 @@ def check_cache(directory: Path, expected: Mapping[str, Any]) -> None:
     if not path.is_file():
         if any(directory.iterdir()):
             raise UsageError(
-                f"{directory}: holds files and no {HEADER}, so it is no cache of a teacher; name another directory"
+                f"{directory}: holds files and no {HEADER}, so it is not a cache of a teacher; name another directory"
             )
         return
     try:

@@ -47,7 +47,7 @@ def parse_budget(budget: Any) -> Budget:
     """
     if not isinstance(budget, Mapping) or len(budget) != 1:
         several = isinstance(budget, Mapping) and len(budget) > 1
-        given = f"{' and '.join(map(str, budget))} are two limits" if several else f"{budget!r} is none"
+        given = f"{' and '.join(map(str, budget))} are two limits" if several else f"{budget!r} names no limit"
         raise UsageError(f"budget: {given}; {FORMS}, one of them")
     ((kind, value),) = budget.items()
     if kind not in KINDS:
@@ -61,7 +61,7 @@ def parse_budget(budget: Any) -> Budget:
     except (UsageError, ValueError):
         amount = math.nan
     if not (math.isfinite(amount) and amount > 0):
-        raise UsageError(f"budget: {kind}={value!r} is no share and no size above zero; {FORMS}")
+        raise UsageError(f"budget: {kind}={value!r} is not a share or a size above zero; {FORMS}")
     return Budget(kind, amount, text.endswith("%"), f"{kind} {text}")
 
 

@@ -25,7 +25,7 @@ def ladders_of(whole: Cut, dims: Sequence[str] | None, fits: Callable[[Keep], bo
     known = [dim for dim in whole.matched.table.roles.prune if dim in whole.before and dim != "vocab"]
     for dim in dims or ():
         if dim not in known:
-            raise UsageError(f"dims: {dim!r} is no dim of this model; {nearest(dim, known)}")
+            raise UsageError(f"dims: this model has no dim {dim!r}; {nearest(dim, known)}")
     asked = [dim for dim in known if dims is None or dim in dims]
     found: list[Ladder] = []
     for dim in asked:

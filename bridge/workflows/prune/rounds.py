@@ -75,10 +75,10 @@ class Rounds:
         first = least_costs(self._singles, self._estimate, self._fits, self._limit, FINALISTS)
         if not first:
             raise PlanError("no combination of sizes within the budget fits the model; give a larger budget")
+        counts = [len(ladder) for ladder in self._ladders]
         by_cost = {chosen: measure(self._keep(chosen), self._expected(chosen)).cost for chosen in first}
         for _ in range(ROUNDS):
             best = min(by_cost, key=by_cost.__getitem__)
-            counts = [len(ladder) for ladder in self._ladders]
             near = sorted({*neighbours(best, counts)} - by_cost.keys(), key=self._expected)
             near = [chosen for chosen in near if self._fits(chosen)][:NEIGHBOURS]
             by_cost |= {chosen: measure(self._keep(chosen), self._expected(chosen)).cost for chosen in near}

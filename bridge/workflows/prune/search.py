@@ -61,7 +61,7 @@ def search(
         quant: the scheme in which bytes are counted; sizes that it cannot have are left out.
 
     Raises:
-        UsageError: the budget or a dim is none.
+        UsageError: the budget cannot be read, or the model has no such dim.
         PlanError: nothing is as small as the budget, or the model fits it already.
         CalibrationError: the data are too few, or the model predicts no next token.
 

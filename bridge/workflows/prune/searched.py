@@ -25,7 +25,7 @@ _UNSHOWN = ("pruned", "scores", "tried", "asked")
 
 @dataclass(frozen=True)
 class Tried:
-    """Sizes that were measured. `cost`: the rise of the loss, nats a token; infinite if it is no number.
+    """Sizes that were measured. `cost`: the rise of the loss, nats a token; infinite if it is not a number.
 
     `size`: what the budget counts. `expected`: the sum of the costs of its sizes alone; None for one dim alone. `fits`:
     whether it is within the budget.

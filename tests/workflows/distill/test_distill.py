@@ -255,7 +255,7 @@ def test_a_cache_of_something_else_is_refused(smaller: Any, tmp_path: Path) -> N
         bridge.distill(smaller, teacher, out=tmp_path / "other", **how, top_k=8)
     (tmp_path / "files").mkdir()
     (tmp_path / "files/note.txt").write_text("mine")
-    with pytest.raises(UsageError, match="it is no cache of a teacher"):
+    with pytest.raises(UsageError, match="it is not a cache of a teacher"):
         bridge.distill(smaller, LLAMA, out=tmp_path / "other", **SMALL, top_k=8, teacher_cache=tmp_path / "files")
 
 

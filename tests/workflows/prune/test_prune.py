@@ -74,7 +74,7 @@ def test_scores_beat_chance_and_repair_beats_scores() -> None:
         ({"ffn": "-5"}, {}, PlanError, "ffn=-5: it is 384 now; give 1 to 384"),
         ({"ffn": 0}, {}, PlanError, "ffn=0: it is 384 now; give 1 to 384"),
         ({"ffn": 64}, {"data": {"a": 1}}, CalibrationError, "batch 0 of the calibration data, a: a single number"),
-        ({"heads": 7}, {}, PlanError, "heads=7 is no multiple of kv_heads=2; keep heads=6"),
+        ({"heads": 7}, {}, PlanError, "heads=7 is not a multiple of kv_heads=2; keep heads=6"),
         ({"kv_heads": 1, "heads": 8}, {}, PlanError, "a group has 4 heads, so 1 groups have fewer"),
         ({"layers": 4}, {"importance": "weights"}, PlanError, "show in a run only"),
         ({"ffn": 64}, {"importance": "taylor"}, UsageError, "known: minitron, output, weights"),
