@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from bridge.calibration.data import Data
 from bridge.calibration.reference_outputs import answer, answer_again
@@ -14,11 +17,13 @@ from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, HeldOut
+from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
 from bridge.verification.outputs import apart, float_error, output_parity
 from bridge.verification.parity import OutputParity, Parity
+from bridge.verification.silenced import MOST, silenced_error
 from bridge.verification.tensors import tensor_parity
 
 # Values held at once when a model runs: its weights in float32, and the runtime's own copy.
@@ -74,12 +79,29 @@ def prove(
         substitute = runtime.substitute
         layers = target.layer_errors(directory, plan, source, references.inputs[0]) if plan.quantized else ()
         not_run += _reservations(outputs, bool(plan.quantized), substitute)
+        if isinstance(source, PrunedSource) and not plan.quantized:
+            findings += _against_whole(source, references.inputs[0])
     except CannotRun as error:
         not_run.append(f"outputs were not compared: {error}")
     except VerifyError as error:  # an output that does not load or run is broken, not unverified
         findings.append(f"error [runtime] {error}")
     parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
     return Proof(parity, tuple(findings))
+
+
+def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> list[str]:
+    """What is wrong with the outputs of a pruned model, by those of the whole one; CannotRun if that does not fit."""
+    check_values(sum(spec.size for spec in source.whole.specs.values()), "verify on a larger machine")
+    error = silenced_error(source, inputs)
+    if error is None:
+        return []
+    source.silenced = error
+    if error <= MOST:
+        return []
+    return [
+        f"error [pruning] outputs differ by {error:.1e} from those of the whole model whose other parts are silent, "
+        f"more than {MOST:.0e}: the parts that were kept do not belong together"
+    ]
 
 
 def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, substitute: str) -> list[str]:
@@ -119,7 +141,12 @@ def check_on_disk(directory: Path) -> None:
 
 def check_fits(plan: Plan, instead: str) -> None:
     """CannotRun if the model of a plan does not fit into free memory; `instead`: what the user can do."""
-    need = sum(spec.size for spec in plan.sources.values()) * RUN_BYTES_PER_VALUE
+    check_values(sum(spec.size for spec in plan.sources.values()), instead)
+
+
+def check_values(count: int, instead: str) -> None:
+    """CannotRun if a model of so many values does not fit into free memory."""
+    need = count * RUN_BYTES_PER_VALUE
     available = available_memory()
     if need > available:
         raise CannotRun(f"running the model takes {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; {instead}")

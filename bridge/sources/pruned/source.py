@@ -55,6 +55,7 @@ class PrunedSource:
         self.whole = source
         self.kept, self.repaired, self.sparse = kept, repaired, sparse
         self.perplexity: tuple[float, ...] = ()  # of the whole model and of this one, if they ran on data
+        self.silenced: float | None = None  # the error of outputs against the whole model with silent parts, if it ran
         self.dialect, self.can_run = source.dialect, source.can_run
         cut = {dim: size for dim, size in kept.after.items() if size != kept.before[dim]}
         how = ", ".join(f"{dim}={size}" for dim, size in cut.items()) or "its size"
@@ -62,10 +63,10 @@ class PrunedSource:
         self.name = f"{source.name}-{'sparse' if sparse else 'pruned'}"
         self.root = getattr(source, "root", None)
         self.config: Mapping[str, Any] = config
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         if vocabulary:
             self.config = renumbered_config(config, numbering(self._tokens, vocabulary.rows))
-        self._matched = matched
+        self.matched = matched
         self._names = matched.table.names(config)
         self._places = dict(self._placed())
         self._last: dict[int, tuple[At, tuple[Positions, ...]]] = {}  # of each row: those that were last asked for
@@ -81,7 +82,7 @@ class PrunedSource:
     def summary(self) -> Pruning:
         """What the report says of it."""
         kept = self.kept
-        whole = [spec for name, spec in self.whole.specs.items() if name not in self._matched.ignored]
+        whole = [spec for name, spec in self.whole.specs.items() if name not in self.matched.ignored]
         left = [layer for layer in range(kept.before["layers"]) if layer not in kept.layers]
         return Pruning(
             tuple((dim, kept.before[dim], size) for dim, size in kept.after.items() if size != kept.before[dim]),
@@ -91,7 +92,8 @@ class PrunedSource:
             kept.share,
             0 if self.sparse else len(self.repaired),
             self.perplexity,
-            *((self.sparse.method, len(self.sparse.axes)) if self.sparse else ()),
+            *((self.sparse.method, len(self.sparse.axes)) if self.sparse else ("", 0)),
+            self.silenced,
         )
 
     @cached_property
@@ -111,7 +113,7 @@ class PrunedSource:
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return kept rows `begin` to `end`; rows of the source are read in pieces, so that few are held."""
         stored = self._places[name][0]
-        rows, *columns = self._positions(name)
+        rows, *columns = self.positions(name)
         rows = rows[begin:end]
         result, repaired = out, self.repaired.get(stored)
         sparse, whole = None if repaired else self.sparse, self.whole.specs[stored]
@@ -152,7 +154,7 @@ class PrunedSource:
 
     def load_tokenizer(self) -> Any:
         """The whole model's, or what is left of it."""
-        if not self._vocabulary:
+        if not self.vocabulary:
             return self.whole.load_tokenizer()
         return loading.gathered_tokenizer(
             {**self._tokenizer_files, "config.json": self.side_files["config.json"]}, self.where
@@ -166,14 +168,14 @@ class PrunedSource:
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
         """The files of a tokenizer that has lost tokens; none if it has lost none."""
-        return renumbered_files(self._vocabulary, self._tokens) if self._vocabulary else {}
+        return renumbered_files(self.vocabulary, self._tokens) if self.vocabulary else {}
 
     def _stored(self) -> Iterator[_Place]:
         """Every tensor of the whole model that has a row, with those that are stored beside the tensor they equal."""
-        for name, place in self._matched.placed.items():
+        for name, place in self.matched.placed.items():
             yield name, *place
-        entries = {entry.name: entry for entry in self._matched.entries}
-        for alias in self._matched.tied:
+        entries = {entry.name: entry for entry in self.matched.entries}
+        for alias in self.matched.tied:
             if alias in self.whole.specs:
                 yield alias, entries[alias], None, None
 
@@ -193,10 +195,10 @@ class PrunedSource:
             yield numbered(entry.name, new_layer, new_expert), (stored, entry, layer, expert)
 
     def _new_entries(self) -> Iterator[Entry]:
-        table, stripped = self._matched.table, not self._matched.prefix
-        return entries_of(table, self._matched.architecture, self._names, table.prefix if stripped else "")
+        table, stripped = self.matched.table, not self.matched.prefix
+        return entries_of(table, self.matched.architecture, self._names, table.prefix if stripped else "")
 
-    def _positions(self, name: str) -> tuple[Positions, ...]:
+    def positions(self, name: str) -> tuple[Positions, ...]:
         """Where the tensor's values lie along each axis of the stored one."""
         stored, entry, layer, expert = self._places[name]
         if (last := self._last.get(id(entry))) and last[0] == (layer, expert):  # rows are read piece by piece
@@ -212,7 +214,7 @@ class PrunedSource:
 
     def _axes(self, entry: Entry, layer: int | None, expert: int | None, cut: bool) -> Axes:
         """The positions of the roles of a tensor, the kept ones or all."""
-        before, roles = self._matched.names, self._matched.table.roles.roles
+        before, roles = self.matched.names, self.matched.table.roles.roles
 
         def of(dim: str) -> Positions:
             return self.kept.positions(dim, layer, expert) if cut else np.arange(self.kept.before[dim])

@@ -16,6 +16,8 @@ class Pruning:
     scores that is kept; of `vocab` the part of the data's tokens. `repaired`: matrices that were solved anew.
     `perplexity`: on the rows that were held out of the data, before and after; () if the scores took no run, or tokens
     went. `sparse`: the method that chose zeros, "" without any; `sparsified`: the matrices that have two in every four.
+    `silenced`: the relative L2 distance of its outputs from those of the whole model whose other parts are silent, in
+    float32; None if they were not compared.
     """
 
     dims: tuple[tuple[str, int, int], ...]
@@ -27,6 +29,7 @@ class Pruning:
     perplexity: tuple[float, ...] = ()
     sparse: str = ""
     sparsified: int = 0
+    silenced: float | None = None
 
     def line(self) -> str:
         """Everything in one line."""
@@ -39,7 +42,12 @@ class Pruning:
         text += f"; {self.values[0]:,} -> {self.values[1]:,} values ({self.values[1] / self.values[0]:.0%})"
         if self.repaired:
             text += f", {self.repaired:,} matrices repaired"
-        return text + self._perplexity()
+        return text + self._perplexity() + self._silenced()
+
+    def _silenced(self) -> str:
+        if self.silenced is None:
+            return ""
+        return f"; outputs are those of the whole model with the other parts silent, within {self.silenced:.1e}"
 
     def _perplexity(self) -> str:
         if not self.perplexity:
