@@ -1,4 +1,4 @@
-"""Check the types of a step's arguments by the signature of its verb."""
+"""Check a step's arguments by the types in its verb's signature."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _checked(
     take(_check_place, step, overwrite)
     unknown = [key for key, value in step.arguments.items() if isinstance(value, str) and value in made]
     arguments = _bound(step, (*missing, *(key for key in unknown if key not in MODELS)))
-    fine = all([take(check, arguments) for check in (_check_scheme, _check_sizes, _check_device)]) and not missing
+    fine = all([take(check, arguments) for check in (_check_scheme, _check_sizes, _check_device)])
     check = {"prune": _prune, "distill": _distill, "convert": _convert}[step.verb]
     written, memory, disk = check(arguments, opened, take, fine)
     plain = arguments["target"] == "hf" and arguments["quant"] is None and not arguments["options"]

@@ -81,13 +81,7 @@ def pruned(
     >>> smaller.specs["model.layers.0.mlp.down_proj.weight"].shape
     (128, 192)
     """
-    if sparse is not None:
-        cut_too = keep is not None or drop_layers is not None or repair or order != "source" or importance != "output"
-        check_sparse(sparse, sparse_method, cut_too)
-        source = open_source(model, config, tokenizer)
-        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
-    if order not in ORDERS:
-        raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
+    scores = check_choice(keep, drop_layers, importance, repair, order, sparse, sparse_method)
     source = open_source(model, config, tokenizer)
     if sparse is not None:
         return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)

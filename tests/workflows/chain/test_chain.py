@@ -189,23 +189,24 @@ def test_two_processes_train_and_the_first_does_the_rest(tmp_path: Path) -> None
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    def both() -> list[str]:
+    def both(*words: str) -> list[str]:
         shared = {
             **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         running = [
             subprocess.Popen(
-                [sys.executable, "-c", script, str(path)], env={**shared, "RANK": str(rank)}, cwd=ROOT, text=True,
+                [sys.executable, *words, str(path)], env={**shared, "RANK": str(rank)}, cwd=ROOT, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for rank in range(2)
         ]  # fmt: skip
         return ["".join(process.communicate(timeout=300)) for process in running]
 
-    first, second = both()
+    first, second = both("-c", script)
     assert first == second and first.startswith("[False, False, False]") and first.endswith("True\n")
-    assert both()[1].startswith("[True, True, True]")
+    first, second = both("-m", "bridge", "run")
+    assert "3 steps, all passed; 3 made by an earlier run" in first and not second
     path.write_text(path.read_text().replace("int8_wo", "int9"))
-    told = both()
-    assert all("UsageError" in text and "step coded: quant='int9'" in text for text in told), told
+    first, second = both("-m", "bridge", "run")
+    assert "UsageError" in first and "step coded: quant='int9'" in first and not second
