@@ -1,4 +1,4 @@
-"""Run one job of a batch: a conversion or a calibration.
+"""Run one job of a batch: conversion, calibration or chain.
 
 Every failure becomes an outcome; interrupts are raised, so that `convert` keeps what is done.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 import traceback
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge.api.conversion import RunOptions, run
 from bridge.api.request import Request
@@ -19,6 +21,9 @@ from bridge.core.text import first_of
 from bridge.reporting.report import Report, failures
 from bridge.streaming.context import Executor
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
+
+if TYPE_CHECKING:
+    from bridge.workflows.chain.result import ChainReport
 
 CRASH = "Crash"  # the kind of an unexpected failure: a bug, or a worker that died
 
@@ -38,6 +43,8 @@ def run_job(job: Job, watch: Watch, executor: Executor | None = None) -> Outcome
         if job.calibrates:
             _calibrate(job, progress)
             outcome = Outcome(job.name, DONE)
+        elif job.row.chain:
+            outcome = _run_chain(job.row, job.row.chain, progress)
         else:
             outcome = outcome_of(job.name, run(request_of(job.row, progress), RunOptions(executor, job.runs)))
     except Exception as error:
@@ -81,6 +88,23 @@ def outcome_of(name: str, report: Report) -> Outcome:
         relative_l2=max((o.relative_l2 for o in outputs), default=None),
         error=first_of([f"{what}: {why}" for what, _, why in failures(report)], 2),
     )
+
+
+def outcome_of_chain(name: str, report: ChainReport) -> Outcome:
+    """The outcome of a chain: the figures of its last step, and the seconds of all."""
+    last = report.steps[-1]
+    outcome = outcome_of(name, last.report)
+    error = f"step {last.name}: {outcome.error}" if outcome.error else ""
+    return replace(outcome, error=error, seconds=sum(step.seconds for step in report.steps))
+
+
+def _run_chain(row: Row, path: str, progress: Progress) -> Outcome:
+    from bridge.workflows.chain.run import run_chain
+
+    report = run_chain(
+        Path(path), Path(row.out), overwrite=row.overwrite, resume=row.resume, progress=progress, workers=1
+    )
+    return outcome_of_chain(row.name, report)
 
 
 def request_of(row: Row, progress: Progress = no_progress) -> Request:

@@ -171,6 +171,8 @@ def report_table(report: BatchReport) -> RenderableType:
 
 def _cells(row: Row, outcome: Outcome | None) -> tuple[str, ...]:
     head = (row.name, row.target, (row.quant or "none").rpartition("/")[2])
+    if row.chain:
+        head = (row.name, "chain", Path(row.chain).name)
     if outcome is None:
         return (*head, "not run", "", "", "", "")
     ended = WORDS[outcome.status] + (" before" if outcome.kept else "")

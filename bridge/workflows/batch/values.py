@@ -29,6 +29,7 @@ FOR_CALIBRATION = (
 class Row:
     """One conversion of a manifest: the arguments of `bridge.convert`, with absolute paths.
 
+    Or one `chain`: the path of its file, whose steps have the arguments; `out` is then the folder of their outputs.
     `where` is its table in the manifest, for messages. `memory` is the stream's byte budget, None for the plan's
     figure. `data`, `samples`, `sequence`, `field`, `compute` are those of `bridge.calibrate`. `shards`: the number of
     processes that write the output, on an engine of several machines. `timeout`: seconds that the conversion may take.
@@ -56,6 +57,7 @@ class Row:
     timeout: float | None = None
     runtime: str | None = None
     compute: str | None = None
+    chain: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     field: str | None = None  # the last one: after it the function of that name is not seen
 

@@ -25,11 +25,13 @@ TEXTS = (
     "tokenizer",
     "runtime",
     "compute",
+    "chain",
 )
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
 PLACES = ("model", "calib", "data", "tokenizer", "quant", "config")  # may be a path relative to the manifest
+OF_CHAINS = ("name", "chain", "out", "overwrite", "timeout")  # keys of a row that runs a chain
 UNCHANGED = (
     "kv",
     "device",

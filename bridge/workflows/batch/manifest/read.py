@@ -17,6 +17,9 @@
     quant  = "recipes/mistral.toml"
     tp     = 2                         # options of the target, with the names that `convert` uses
 
+    [[row]]
+    chain  = "shrink.toml"             # steps, as `bridge.chain` runs them; `out` has their outputs
+
 Paths are relative to the manifest. All problems are reported at once.
 """
 

@@ -20,7 +20,7 @@ from bridge.core.text import byte_count, first_of, nearest, number
 from bridge.quant.schemes.catalog import kv_numeric
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import Target, load_target, make_options, target_names
-from bridge.workflows.batch.manifest.keys import OWN, PLACES, UNCHANGED, mistyped_key, quoted
+from bridge.workflows.batch.manifest.keys import OF_CHAINS, OWN, PLACES, UNCHANGED, mistyped_key, quoted
 from bridge.workflows.batch.manifest.naming import filled, names_in, redacted, short_name
 from bridge.workflows.batch.values import Row
 
@@ -202,10 +202,11 @@ def _add(entry: _Entry, builder: _Builder) -> None:
     mistyped = {key: why for key in OWN if key in words and (why := mistyped_key(key, words[key]))}
     for key, why in mistyped.items():
         builder.wrong(entry.origin(key), f"{key} = {quoted(words[key])}; {why}")
-    for key in ("model", "target"):
+    for key in ("model", "target") if "chain" not in words else ():
         if key not in words:
             builder.wrong(entry.where, f"{key} is missing")
-    row = _row(entry, {key: value for key, value in words.items() if key not in mistyped}, builder)
+    make = _chain_row if "chain" in words else _row
+    row = make(entry, {key: value for key, value in words.items() if key not in mistyped}, builder)
     if row is None or mistyped:
         return
     content = json.dumps({**asdict(row), "where": ""}, sort_keys=True, default=str)
@@ -263,14 +264,8 @@ def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
         memory = take(byte_count, memory, "memory", of=["memory"])
     if not target or not places.get("model"):
         return None
-    axes = [key for key in entry.axes if key in OWN or key in options]
-    shown = {"quant": "none", **{key: short_name(words[key]) for key in [*words] if key in OWN or key in options}}
-    suffix = "".join(f"-{key}-{{{key}}}" for key in axes if key not in ("model", "quant", "target"))
-    unknown = {key for key in ("name", "out") if key in words and not names_in(words[key]) <= builder.known}
-    name = shown["name"] = take(filled, words.get("name", NAME + suffix), shown, "name", of=unknown & {"name"})
-    out = name and take(filled, words.get("out", OUT), shown, "out", of=unknown & {"out"})
-    if out and not is_remote(out):
-        out = take(absolute, out, builder.folder, of=["out"] if "out" in words else [])
+    named = {"quant": "none", **{key: words[key] for key in words if key in OWN or key in options}}
+    name, out = _name_and_out(entry, words, named, NAME, builder)
     if not out:
         return None
     unchanged = {key: words[key] for key in UNCHANGED if key in words}
@@ -278,6 +273,46 @@ def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
         name=name, where=entry.where, target=words["target"], out=out, memory=memory, options=options,
         **{"config": words.get("config"), **places}, **unchanged,
     )  # fmt: skip
+
+
+def _chain_row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
+    """The row of a chain, possibly with noted problems; None if its file, name or output is unknown."""
+    from bridge.workflows.chain.read import read_chain
+
+    if other := [key for key in entry.words if key not in OF_CHAINS]:
+        has = f"a row with `chain` has {', '.join(OF_CHAINS)}, and its file has the rest"
+        builder.wrong(entry.where, f"{', '.join(other)}: {has}")
+    if other or "chain" not in words:  # it is mistyped
+        return None
+    take = partial(_take, entry, builder)
+    path = take(absolute, words["chain"], builder.folder, of=["chain"])
+    name, out = _name_and_out(entry, words, {"chain": words["chain"]}, "{chain}", builder)
+    if not (path and out):
+        return None
+    if is_remote(out):
+        builder.wrong(entry.origin("out"), f"out = {quoted(out)}: a chain goes on from outputs on this machine")
+        return None
+    steps = take(read_chain, Path(path), Path(out), of=["chain"]) or ()
+    devices = [str(step.arguments["device"]) for step in steps if "device" in step.arguments]
+    device = max(devices, key=lambda one: one.startswith("cuda"), default=None)
+    unchanged = {key: words[key] for key in ("overwrite", "timeout") if key in words}
+    return Row(name=name, where=entry.where, model="", target="", out=out, chain=path, device=device, **unchanged)
+
+
+def _name_and_out(
+    entry: _Entry, words: Mapping[str, Any], named: Mapping[str, Any], pattern: str, builder: _Builder
+) -> tuple[str, str]:
+    """The name and the output of a row, "" for one with problems. `named`: what their patterns may name."""
+    take = partial(_take, entry, builder)
+    shown = {key: short_name(value) for key, value in named.items()}
+    axes = [key for key in entry.axes if key in named and f"{{{key}}}" not in pattern]
+    pattern += "".join(f"-{key}-{{{key}}}" for key in axes)
+    unknown = {key for key in ("name", "out") if key in words and not names_in(words[key]) <= builder.known}
+    name = shown["name"] = take(filled, words.get("name", pattern), shown, "name", of=unknown & {"name"})
+    out = name and take(filled, words.get("out", OUT), shown, "out", of=unknown & {"out"})
+    if out and not is_remote(out):
+        out = take(absolute, out, builder.folder, of=["out"] if "out" in words else [])
+    return name or "", out or ""
 
 
 def _check_apart(builder: _Builder) -> None:

@@ -26,6 +26,8 @@ def refuse(planned: PlannedRow, memory: int | None) -> Outcome | None:
         if planned.key:
             text += ", or calibrate on a larger machine and pass the calibration (`calib`)"
         return Outcome(row.name, FAILED, text, "BatchError")
+    if row.chain:  # the outputs of its steps were checked with it
+        return None
     if is_remote(row.out):
         check_replaceable(row.out, row.overwrite, REPLACING)
     else:

@@ -13,6 +13,7 @@ from bridge.calibration.amount import sampling_for
 from bridge.calibration.modelopt import check_device
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.places import is_remote, server_of, shown
+from bridge.core.problems import Problems
 from bridge.core.remote.upload import check_out, made_at
 from bridge.core.version import versions
 from bridge.quant.schemes.scheme import Scheme
@@ -20,7 +21,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.verification.verify import RUN_BYTES_PER_VALUE
-from bridge.workflows.batch.job import failure, request_of, sampling_of
+from bridge.workflows.batch.job import failure, outcome_of_chain, request_of, sampling_of
 from bridge.workflows.batch.values import FOR_CALIBRATION, Engine, Outcome, Row
 
 # Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87 GB, one that also
@@ -38,7 +39,8 @@ class PlannedRow:
     comparison at the end fails). `disk`: bytes on disk; `bytes`: the plan's part of them. `work`: bytes read and
     written. `values`: the model's. `key`: for rows that calibrate, a digest of everything the statistics depend on;
     rows with the same key share a calibration. `statistics`: digests of its scheme and data, () if unknown.
-    `calibration`: the digest of a given one. `side_files`: name and digest.
+    `calibration`: the digest of a given one. `side_files`: name and digest. `kept`: how a chain ended whose steps an
+    earlier run finished.
     """
 
     row: Row
@@ -55,6 +57,7 @@ class PlannedRow:
     calibration: str = ""
     side_files: tuple[tuple[str, str], ...] = ()
     failed: Outcome | None = None
+    kept: Outcome | None = None
 
 
 class UnreachableServers:
@@ -86,7 +89,7 @@ def plan_rows(rows: Sequence[Row], engine: Engine, unreachable: UnreachableServe
     opened, planned = _Opened(unreachable or UnreachableServers()), []
     for row in rows:
         try:
-            planned.append(_plan(row, opened, engine))
+            planned.append(_plan_chain(row, row.chain) if row.chain else _plan(row, opened, engine))
         except Exception as error:  # a bug fails its row only, as in a worker
             planned.append(PlannedRow(row, failed=failure(row.name, error)))
     return planned
@@ -94,7 +97,7 @@ def plan_rows(rows: Sequence[Row], engine: Engine, unreachable: UnreachableServe
 
 def unused_arguments(planned: Sequence[PlannedRow]) -> list[str]:
     """A note for each argument that a row has and no row uses, since none calibrates."""
-    rows = [one.row for one in planned if not one.failed]
+    rows = [one.row for one in planned if not (one.failed or one.row.chain)]
     if any(one.key for one in planned):
         return []
     unused = [name for name in FOR_CALIBRATION if any(getattr(row, name) is not None for row in rows)]
@@ -172,6 +175,32 @@ def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
         statistics=statistics,
         calibration=resolved.calibration.digest if resolved.calibration else "",
         side_files=tuple((name, content_digest(source.side_files[name])) for name in resolved.plan.side_files),
+    )
+
+
+def _plan_chain(row: Row, path: str) -> PlannedRow:
+    """Check the steps of a chain; its process takes what the largest step takes."""
+    from bridge.workflows.chain.check import check_steps
+    from bridge.workflows.chain.read import read_steps, refuse
+    from bridge.workflows.chain.result import ChainReport
+
+    problems = Problems()
+    steps = read_steps(Path(path), Path(row.out), problems)
+    checked = check_steps(steps, problems, row.overwrite, row.resume)
+    refuse(Path(path), problems)
+    left = [one for one in checked.values() if not one.kept]
+    memory = FRESH + FRAMEWORKS + max((one.memory for one in left), default=0)
+    disk = sum(one.disk for one in left)
+    done = ChainReport(tuple(one.kept for one in checked.values() if one.kept))
+    return PlannedRow(
+        row=row,
+        digest=checked[steps[-1].name].digest,
+        memory=memory,
+        least=memory,
+        disk=disk,
+        bytes=disk,
+        work=disk + sum(one.memory for one in left),
+        kept=None if left else replace(outcome_of_chain(row.name, done), kept=True),
     )
 
 
