@@ -74,7 +74,7 @@ oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ nvidia-modelopt==0.35.0 torchprofile==0.1.0
 	touch $@
 
-# NeMo's Python, of which tests/oracles/nemo_modules.py imports the modules of distillation.
+# NeMo's Python, of which tests/oracles/nemo_modules.py imports the modules of pruning and distillation.
 .venv/nemo-2.5.3: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ nemo_toolkit==2.5.3
 	touch $@

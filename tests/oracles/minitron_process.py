@@ -76,7 +76,7 @@ def _pruned(
             megatron_process.answer(model, torch.from_numpy(ids))
 
     every_size = {"hidden_size_divisor": 1, "ffn_hidden_size_divisor": 1}
-    with contextlib.redirect_stdout(io.StringIO()), _groups(right_view):
+    with contextlib.redirect_stdout(io.StringIO()), groups(right_view):
         smaller, _ = mtp.prune(
             _model(EVERY[name], state),
             mode=[("mcore_minitron", {"megatron.core.models.gpt.GPTModel": every_size})],
@@ -89,7 +89,7 @@ def _pruned(
 
 
 @contextlib.contextmanager
-def _groups(right_view: bool) -> Iterator[None]:
+def groups(right_view: bool) -> Iterator[None]:
     """A group's score is the norm over its heads, which lie one after the other; as it is, 0.35 takes the groups for
     the inner axis, so that a "group" has a head of each.
     """

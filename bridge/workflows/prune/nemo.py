@@ -6,6 +6,7 @@ channels: ModelOpt 0.35 views them in a wrong order. Intended differences from N
 - A transformers model stays as it is, and the pruned one is returned. A live GPTModel of Megatron-Core, also in NeMo's
   wrapper, is pruned in place; its forward hooks have to be removed first.
 - What NeMo ignores is an error: layers that are not there or twice, no target, sizes of Mamba for another model.
+- One batch in nine, at least one, does not score what stays: perplexity is measured on it.
 - A trainer is not needed. Its `limit_val_batches`, if there is one, bounds the batches of a data module.
 """
 

@@ -1,4 +1,4 @@
-"""`importance="minitron", order="importance"` gives the bytes of ModelOpt 0.35, which NeMo's own doors call.
+"""Cuts with `importance="minitron", order="importance"` are those of ModelOpt 0.35, which NeMo's own functions call.
 
 Two things differ on purpose. 0.35 scores a group by a head of each group, since it takes the wrong axis for the
 groups; with that view mended, bytes are equal. And it sorts groups as soon as their number is given, even the one that
@@ -7,6 +7,7 @@ there is: bridge leaves them in their places, which changes no answer.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -23,7 +24,7 @@ import bridge
 from bridge.calibration.data import prepare
 from bridge.sources.opening import open_source
 from tests import once
-from tests.oracles import minitron_process
+from tests.oracles import minitron_process, nemo_modules, nemo_prune_process
 from tests.workflows.prune.test_modelopt_prune import BATCHES, NAMES, in_megatron, random_model, sizes_of
 
 NAMED = NAMES | {"kv_heads": "num_query_groups"}
@@ -65,6 +66,18 @@ def test_groups_that_all_stay_are_in_their_places_and_hold_modelopts_heads() -> 
     assert differing(ours, theirs) and differing(*map(without_order, (ours, theirs))) == []
 
 
+@pytest.mark.skipif(
+    not nemo_modules.HOME.is_dir(), reason="NeMo's modules are not installed here; install them with: make oracles"
+)
+@pytest.mark.parametrize("given", nemo_prune_process.CASES, ids=str)
+def test_a_live_model_is_pruned_as_by_nemos_own_function(given: dict[str, Any]) -> None:
+    """Fields of the config too. The view of groups is mended in ModelOpt, and nothing in NeMo."""
+    answers = json.loads((once.directory("NeMo's prune_language_model", ask_nemo) / "out").read_text())
+    found = answers[nemo_prune_process.CASES.index(given)]
+    layers = given.get("target_num_layers", 4 - len(given.get("drop_layers", ())))
+    assert found == {"tensors": 3 + 6 * layers, "missing": [], "differing": [], "fields": []}
+
+
 def both(keep: dict[str, int], right_view: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The tensors that bridge keeps, and those that ModelOpt keeps, by Megatron's names."""
     theirs, sizes = answers()[CELLS.index((keep, right_view))]
@@ -87,10 +100,16 @@ def ask(root: Path) -> None:
     ids = [batch["input_ids"].numpy() for batch in prepare(BATCHES, source).batches]
     cells = [({NAMED[dim]: size for dim, size in keep.items()}, right_view) for keep, right_view in CELLS]
     (root / "job").write_bytes(pickle.dumps([("llama", in_megatron(source), ids, *cell) for cell in cells]))
-    command = [sys.executable, "-m", "tests.oracles.minitron_process"]
-    command += [str(root / name) for name in ("store", "job", "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run("minitron_process", *(root / name for name in ("store", "job", "out")))
+
+
+def ask_nemo(root: Path) -> None:
+    run("nemo_prune_process", root / "store", root / "out")
+
+
+def run(process: str, *given: Path) -> None:
+    command = [sys.executable, "-m", f"tests.oracles.{process}", *map(str, given)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
