@@ -120,7 +120,7 @@ def check_choice(
     """UsageError for what no model can be pruned by, before one is opened; returns the scores that were given."""
     if sparse is not None:
         cut_too = keep is not None or drop_layers is not None or repair or order != "source" or importance != "output"
-        refuse(sparse, sparse_method, cut_too)
+        check_sparse(sparse, sparse_method, cut_too)
         return None
     if order not in ORDERS:
         raise UsageError(f"order={order!r} (--order): unknown; {nearest(order, ORDERS)}")
