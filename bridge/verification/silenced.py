@@ -1,4 +1,4 @@
-"""Compare a pruned model with the whole one whose other parts are silent."""
+"""Compare a pruned model with the whole one, other parts silent."""
 
 from __future__ import annotations
 

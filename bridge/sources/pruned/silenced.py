@@ -1,4 +1,4 @@
-"""The whole model in which what a pruned one left out adds nothing.
+"""The whole model in which what a cut leaves out adds nothing.
 
 It answers as the pruned one does, and no width of it was cut: this proves that the kept parts belong together.
 """
