@@ -1,4 +1,4 @@
-"""Compare each module of a quantized model with that of its source: where errors begin, and where they pass through."""
+"""Compare the modules of a quantized model with those of its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load the model that an output holds, to run in place of its source."""
+"""Load the model that an output holds, to run it."""
 
 from __future__ import annotations
 
