@@ -52,10 +52,12 @@ _PACKAGES = {
     "errors": "bridge.core.errors",
     "golden": "bridge.workflows.golden",
     "targets": "bridge.targets",
+    "tracker": "bridge.tracker",
 }  # imported at the first access too: `bridge.targets.tripy.build` needs no import of its own
 
 if TYPE_CHECKING:
     from bridge import targets as targets
+    from bridge import tracker as tracker
     from bridge.api.nemo import Quantizer
     from bridge.api.run import run
     from bridge.api.sensitivity.result import Sensitivity

@@ -71,6 +71,11 @@ def test_the_loader_of_target_tripy_is_there_without_an_import_of_its_own() -> N
     assert not loaded(code) & (FRAMEWORKS | {"nvtripy"})
 
 
+def test_the_tracker_is_there_without_an_import_of_its_own_and_loads_torch_when_it_is_used() -> None:
+    assert not loaded("import bridge; assert 'ModTracker' in bridge.tracker.__all__") & FRAMEWORKS
+    assert "torch" in loaded("import bridge; bridge.tracker.ModTracker()")
+
+
 def test_check_of_the_tables_loads_no_framework() -> None:
     assert not loaded("import bridge; bridge.check()") & FRAMEWORKS
 

@@ -58,6 +58,11 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.core.values.Program",
         ),
     ),
+    "tracker": (
+        "Tracker",
+        "What runs in a torch model, and where: see [the guide](../guides/tracker.md).",
+        ("bridge.tracker.ModTracker",),
+    ),
     "compatibility": (
         "Compatibility",
         "Functions that Tripy's nanoGPT example and NeMo call, with their signatures. They call the verbs. "
@@ -78,8 +83,9 @@ def home(name: str) -> str:
     ('bridge.api.verbs.convert', 'bridge.workflows.golden.verbs.check', 'bridge.core.values.Site')
     """
     module, _, short = name.rpartition(".")
-    homes = {"bridge": bridge._HOME, "bridge.golden": bridge.golden._HOME}.get(module, {})
-    return f"{homes.get(short, module)}.{short}"
+    homes = {"bridge": bridge, "bridge.golden": bridge.golden, "bridge.tracker": bridge.tracker}
+    found = homes[module]._HOME.get(short, module) if module in homes else module
+    return f"{found}.{short}"
 
 
 def held(name: str) -> object:

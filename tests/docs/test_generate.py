@@ -122,6 +122,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     named = {name for _, _, names in api.PAGES.values() for name in names}
     public = {f"bridge.{name}" for name in bridge.__all__ if name not in ("__version__", "golden", "targets")}
     public |= {f"bridge.golden.{name}" for name in bridge.golden.__all__}
+    public |= {f"bridge.tracker.{name}" for name in bridge.tracker.__all__}
     assert public <= named
     assert len(named) == sum(len(names) for _, _, names in api.PAGES.values())
     for name in named:
