@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "ModTracker": "bridge.tracker.tracker",
+    "NanFinder": "bridge.tracker.finite",
+    "NotFinite": "bridge.tracker.finite",
+    "CostMeter": "bridge.tracker.cost",
+    "Cost": "bridge.tracker.cost",
+    "raised_in": "bridge.tracker.raised",
 }
 
 if TYPE_CHECKING:
+    from bridge.tracker.cost import Cost, CostMeter
+    from bridge.tracker.finite import NanFinder, NotFinite
+    from bridge.tracker.raised import raised_in
     from bridge.tracker.tracker import ModTracker
 
-__all__ = ["ModTracker"]
+__all__ = ["Cost", "CostMeter", "ModTracker", "NanFinder", "NotFinite", "raised_in"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,11 +10,12 @@ from torch.nn import Module
 class Names:
     """Names of modules, which are kept by weak reference. The paths are those of `named_modules`.
 
-    `root`: its modules are known from the beginning. Without it, a module that is called first is a root, until one
-    that holds it is called.
+    `root`: its modules are known from the beginning; `below`: its own path in a model. Without it, a module that is
+    called first is a root, until one that holds it is called.
     """
 
-    def __init__(self, root: Module | None = None) -> None:
+    def __init__(self, root: Module | None = None, below: str = "") -> None:
+        self._below = below
         self._known: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
         self._roots: dict[str, weakref.ref[Module]] = {}
         self._given = None if root is None else weakref.ref(root)
@@ -38,9 +39,10 @@ class Names:
         return name or self._add_root(module)
 
     def path(self, name: str) -> str:
-        """A name without the class of the given root; that root and modules of others keep theirs."""
+        """The path of a module of the given root in its model, by its name; others keep theirs, and so does a model."""
         head, _, rest = name.partition(".")
-        return rest if rest and head == self.head else name
+        own = ".".join(part for part in (self._below, rest) if part)
+        return own if own and head == self.head else name
 
     def _add_root(self, module: Module) -> str:
         kind = name = type(module).__name__

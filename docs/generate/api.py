@@ -61,7 +61,10 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tracker": (
         "Tracker",
         "What runs in a torch model, and where: see [the guide](../guides/tracker.md).",
-        ("bridge.tracker.ModTracker",),
+        (
+            "bridge.tracker.ModTracker", "bridge.tracker.NanFinder", "bridge.tracker.NotFinite",
+            "bridge.tracker.CostMeter", "bridge.tracker.Cost", "bridge.tracker.raised_in",
+        ),
     ),
     "compatibility": (
         "Compatibility",
