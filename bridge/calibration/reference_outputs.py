@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError
 from bridge.quant.calibration import HeldOut
 from bridge.sources.source import Source
+
+if TYPE_CHECKING:
+    from bridge.tracker.finite import NotFinite
 
 VALUES = 1 << 19  # 2 MB of float32 for each model's outputs
 COLUMNS = 4096  # of a vocabulary; at least 128 positions fit then
@@ -98,27 +101,49 @@ def refusal(model: Any, batch: Mapping[str, Any]) -> str:
 
 
 def blaming(run: Run, plain: Any) -> Run:
-    """Return `run` with a CalibrationError if the inputs make `plain` fail, too."""
+    """Return `run` with a CalibrationError if the inputs make `plain` fail, too, or give NaN."""
 
     def step(batch: Mapping[str, Any]) -> Any:
         try:
             return run(batch)
         except Exception as error:
-            if why := refusal(plain, batch):
-                raise CalibrationError(
-                    f"{why}; give batches with the inputs it needs, or a forward_loop(model)"
-                ) from error
+            if why := why_failed(plain, batch):
+                raise CalibrationError(why) from error
             raise
 
     return step
 
 
-def refused(model: Any, batch: Mapping[str, Any], error: Exception) -> str:
+def why_failed(plain: Any, batch: Mapping[str, Any]) -> str:
+    """Why a run fails, by what the unquantized model does with the same inputs; "" if nothing tells it."""
+    from bridge.tracker.finite import NanFinder
+
+    with NanFinder(plain) as finder:
+        if why := refusal(plain, batch):
+            return f"{why}; give batches with the inputs it needs, or a forward_loop(model)"
+    return why_nan(finder.first) if finder.first else ""
+
+
+def why_nan(first: NotFinite) -> str:
+    """Say which module made a NaN, or an infinity, of the data, and which of its tensors has one."""
+    if not first.module:
+        return f"{first}; check the data"
+    broken = first.parameter
+    why = f"its {broken} holds NaN or infinity" if broken else "check the data, or calibrate in bfloat16 or float32"
+    return f"{first.module} makes {first.value} of the data, which hold none before it: {why}"
+
+
+def refused(model: Any, batch: Mapping[str, Any], error: Exception, module: str = "") -> str:
+    """Say what a model was given, and which module raised what; `module`: "" looks for it in the model."""
+    from bridge.tracker.raised import raised_in
+
     lines = str(error).strip().splitlines() or ["no reason given"]
     takes = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
+    module = module or raised_in(error, model.named_modules())
+    where = f" in {module}" if module else ""
     return (
-        f"{type(model).__name__} cannot be run on {', '.join(batch)} ({type(error).__name__}: {lines[0][:300]}); its "
-        f"forward takes {', '.join(takes[:6])}"
+        f"{type(model).__name__} cannot be run on {', '.join(batch)} ({type(error).__name__}{where}: "
+        f"{lines[0][:300]}); its forward takes {', '.join(takes[:6])}"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.api.sensitivity.prefix_cache import Prefix
-from bridge.calibration.reference_outputs import kl, runner, unpadded
+from bridge.calibration.reference_outputs import kl, runner, unpadded, why_failed
 from bridge.core.errors import CalibrationError
 
 
@@ -46,7 +46,8 @@ def measure(
         plain = prefix.record(run, batch)
         rows = unpadded(plain, batch)
         if plain.reshape(-1, plain.shape[-1])[rows].isnan().any():
-            raise CalibrationError(f"the unquantized model ({kind}) gives NaN for the held-out inputs")
+            why = why_failed(model, batch) or "check its weights and the data"
+            raise CalibrationError(f"the unquantized model ({kind}) gives NaN for the held-out inputs: {why}")
         tokens, held = tokens + len(rows), max(held, plain.nbytes + prefix.nbytes)
         for i, variant in enumerate(variants):
             report(done := done + 1, total, "measure layers")

@@ -126,6 +126,18 @@ def perplexity_of(source: Source, structure: Structure, data: Data, device: str 
     return answers.perplexity
 
 
+def check_finite(source: Source, structure: Structure, data: Data, device: str | None) -> None:
+    """Run the held-out inputs through every block; CalibrationError names the module that makes NaN of them."""
+    from bridge.calibration.importance.watch import BareWatch
+    from bridge.calibration.walk.run import watch_by_blocks
+    from bridge.quant.schemes.load import load_scheme
+
+    named = source.load_skeleton().named_modules()
+    watch = BareWatch({name for name, module in named if name and [*module.parameters(recurse=False)]})
+    plain, looked = load_scheme("int8_wo").bound(structure.sites), replace(data, batches=data.held_out, held_out=())
+    watch_by_blocks(source, structure, plain, looked, device, no_progress, watch)
+
+
 def check_enough(cut: Cut, data: Data, parts: int = 1) -> None:
     """Refuse data with which a repair would make the model worse. `parts`: `data` are one of so many alike."""
     tokens = tokens_of(data).calibrated

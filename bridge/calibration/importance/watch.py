@@ -6,7 +6,7 @@ Their inputs count times the router's weight, since that is what reaches the out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,23 @@ from bridge.calibration.importance.sums import Channels
 
 _PRODUCTS = (linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 Settle = Callable[[Reader, Channels, Any], None]
+
+
+class BareWatch:
+    """Watches nothing: each block is only run, which names the module that makes NaN. `modules`: those that run."""
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self.modules = modules
+
+    def prepare(self, model: Any) -> None:
+        """Nothing to ready."""
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Nothing depends on the batch."""
+
+    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The loop as it is."""
+        return loop
 
 
 class ScoreWatch:

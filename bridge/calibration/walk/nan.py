@@ -1,54 +1,43 @@
-"""Find the block that makes NaN or infinity of the data."""
+"""Find what makes NaN or infinity in a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 
 from bridge.calibration.modelopt import of_modelopt
+from bridge.calibration.reference_outputs import why_nan
+from bridge.calibration.walk.forwards import Batch
+from bridge.tracker.finite import NAN, NanFinder, NotFinite, first_broken, worst
+from bridge.tracker.tensors import tensors_in
 
 
-def broken_tensor(modules: Iterable[tuple[str, Any]], more: Iterable[tuple[str, Any]] = ()) -> str:
-    """Return the name of a tensor that holds NaN or infinity, "" if none does.
+def why_block_nan(
+    block: str, module: Any, runs: Iterable[tuple[Batch, Any]], experts: Iterable[tuple[str, torch.Tensor]] = ()
+) -> str:
+    """Run a block for batches, and say which module in it makes the first NaN or infinity; "" if none does.
 
-    `modules`: those of a block, by name. `more`: tensors that are read one by one.
+    `experts`: tensors that are read one by one.
     """
-    tensors = (
-        (f"{name}.{key}", parameter)
-        for name, module in modules
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    )
-    return next((name for name, parameter in chain(tensors, more) if not bool(parameter.isfinite().all())), "")
+    with torch.no_grad(), NanFinder(module, block) as finder:
+        for batch, _ in runs:
+            batch.parked.park()
+    first = finder.first
+    return blame(first.module or block, first.value, first.parameter or first_broken(experts)) if first else ""
 
 
-def why_nan(block: str, broken: str, what: str = "NaN") -> str:
-    """Say which block made a NaN, or an infinity, and which of its tensors has one."""
-    why = f"its {broken} holds NaN or infinity" if broken else "check the data, or calibrate in bfloat16 or float32"
-    return f"{block} makes {what} of the calibration data, which hold none before it: {why}"
+def broken_tensor(modules: Iterable[tuple[str, Any]], experts: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the name of a tensor of a block, or of its experts, that holds NaN or infinity; "" if none does."""
+    own = ((f"{name}.{key}", p) for name, module in modules for key, p in module.named_parameters(recurse=False))
+    return first_broken(chain(own, experts))
 
 
-@contextmanager
-def watched(module: Any) -> Iterator[list[str]]:
-    """Yield what shows up among the activations inside a module meanwhile, in its order: "NaN", "infinity"."""
-    seen: list[str] = []
-
-    def look(_: Any, given: Any, output: Any) -> None:
-        for value in (given, output):
-            seen.extend(["NaN"] * has_nan(value) + ["infinity"] * _has_infinity(value))
-
-    # leaves are given activations only: a mask, which attention is given, may hold infinity
-    leaves = [child for child in module.modules() if not any(child.children())]
-    handles = [leaf.register_forward_hook(look) for leaf in leaves]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+def blame(module: str, value: str, broken: str = "") -> str:
+    """Say that a module makes NaN or infinity; `broken`: a tensor of it that has one."""
+    return why_nan(NotFinite(module, "forward", value, broken.removeprefix(f"{module}.")))
 
 
 def words_of(block: str, error: Exception) -> str:
@@ -64,15 +53,4 @@ def words_of(block: str, error: Exception) -> str:
 
 def has_nan(value: Any) -> bool:
     """Whether a block's output holds NaN."""
-    return any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in _tensors(value))
-
-
-def _has_infinity(value: Any) -> bool:
-    return any(tensor.is_floating_point() and bool(tensor.isinf().any()) for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ():
-        yield from _tensors(item)
+    return worst(tensors_in(value)) == NAN

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
 
 from bridge.calibration.walk.budget import STAYS
+from bridge.tracker.tensors import tensors_in
 
 HOST = "cpu"
 SMALL = STAYS  # positions, masks of short rows
@@ -32,7 +33,7 @@ class Parked:
             return
         self._kept = [kept for kept in self._kept if kept.tensor() is not None]
         known = {id(kept.tensor()) for kept in self._kept}
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             if id(tensor) not in known and tensor.nbytes >= SMALL and self._moves(tensor):
                 known.add(id(tensor))
                 self._kept.append(_Kept(weakref.ref(tensor)))
@@ -90,16 +91,8 @@ def to_device(value: Any, device: torch.device | str) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    for item in items:
-        yield from _tensors(item)
-
-
 def storages(modules: Iterable[tuple[str, Any]], inputs: Iterable[Mapping[str, Any]]) -> set[int]:
     """Return the storages of modules and of inputs, which several forwards use."""
     held = [t for _, module in modules for t in (*module._parameters.values(), *module._buffers.values())]
     given = [value for batch in inputs for value in batch.values()]
-    return {tensor.untyped_storage().data_ptr() for tensor in _tensors([*held, *given])}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(held, given)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from bridge.calibration.algorithms.codes import chosen_of
@@ -26,7 +27,7 @@ from bridge.calibration.walk.experts import cut
 from bridge.calibration.walk.fold import fold_weights
 from bridge.calibration.walk.forwards import REMEDY, Batch, outputs_of
 from bridge.calibration.walk.gauge import Options
-from bridge.calibration.walk.nan import broken_tensor, has_nan, watched, why_nan, words_of
+from bridge.calibration.walk.nan import blame, broken_tensor, has_nan, why_block_nan, words_of
 from bridge.calibration.walk.parked import Parked, storages, to_device
 from bridge.calibration.walk.progress import WalkProgress
 from bridge.calibration.walk.resume import Partial, damaged, digest_of
@@ -42,6 +43,7 @@ from bridge.core.values import Structure
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 from bridge.sources.source import Source
+from bridge.tracker.raised import raised_in
 
 GIVE = "give batches with the inputs it needs"
 
@@ -258,7 +260,7 @@ class Walk:
                 raise
             if why := self._why_failed(block, error):
                 raise CalibrationError(why) from error
-            error.add_note(f"in {block.name}")
+            error.add_note(f"in {self._raised_in(error, block)}")
             raise
         with quiet():
             if self._gauge:
@@ -328,7 +330,7 @@ class Walk:
             self._progress.step(block)
             early = batch in self._held
             if named and not early and has_nan(output):
-                raise CalibrationError(self._why_nan(block))
+                raise CalibrationError(self._why_nan(block, batch) or blame(block.name, "NaN"))
             if last or early:
                 self._go_on(batch, output)
             else:
@@ -338,30 +340,25 @@ class Walk:
     def _waiting(batches: Iterable[Batch], block: Block) -> list[Batch]:
         return [batch for batch in batches if batch.forward.block is block]
 
-    def _why_nan(self, block: Block, what: str = "NaN") -> str:
-        return why_nan(block.name, self._broken(block), what)
-
-    def _broken(self, block: Block) -> str:
-        more = self._cuts[block].tensors() if block in self._cuts else ()
-        return broken_tensor(self._inside(block, self.plain), more)
-
-    def _why_failed(self, block: Block, error: Exception) -> str:
-        """Why ModelOpt's pass failed, by what the plain block does with the same inputs; "" if nothing tells it."""
+    def _why_nan(self, block: Block, batch: Batch) -> str:
+        """Which module of the plain block makes a NaN or an infinity of a batch; "" if none does."""
         module, experts = self.plain.modules[block.name], self._cuts.get(block)
         if experts:
             experts.close()
+        runs = experts.run([batch], module) if experts else outputs_of([batch], module)
+        return why_block_nan(block.name, module, runs, experts.tensors() if experts else ())
+
+    def _why_failed(self, block: Block, error: Exception) -> str:
+        """Why ModelOpt's pass failed, by what the plain block does with the same inputs; "" if nothing tells it."""
         for batch in self._waiting((batch for stream in self._streams for batch in stream), block):
             try:
-                with watched(module) as seen:
-                    for _ in experts.run([batch], module) if experts else outputs_of([batch], module):
-                        batch.parked.park()
+                if why := self._why_nan(block, batch):
+                    return why
             except Exception as own:
-                return f"{block.name}: {refused(self.plain.model, batch.inputs, own)}; {GIVE}"
-            if seen:
-                return self._why_nan(block, seen[0])
-        if self._broken(block):
-            return self._why_nan(block)
-        return words_of(block.name, error)
+                return f"{refused(self.plain.model, batch.inputs, own, self._raised_in(own, block))}; {GIVE}"
+        experts = self._cuts[block].tensors() if block in self._cuts else ()
+        broken = broken_tensor(self._inside(block, self.plain), experts)
+        return blame(block.name, "NaN", broken) if broken else words_of(block.name, error)
 
     def _go_on(self, batch: Batch, output: Any = None) -> None:
         """Let a forward run to its next block; at its end keep the answers."""
@@ -393,5 +390,10 @@ class Walk:
             raise
         except Exception as error:
             asked = (batch or next(iter(self._all))).inputs if batch or self._all else {}
-            where = f"{block.name}: " if block else ""
-            raise CalibrationError(f"{where}{refused(self.plain.model, asked, error)}; {GIVE}") from error
+            why = refused(self.plain.model, asked, error, self._raised_in(error, block))
+            raise CalibrationError(f"{why}; {GIVE}") from error
+
+    def _raised_in(self, error: Exception, block: Block | None) -> str:
+        """The module that raised an error, of the plain model or of ModelOpt's copy; at least the block that ran."""
+        both = [side.inside(block) if block else side.rest for side in (self.plain, self._fake)]
+        return raised_in(error, chain(*both)) or (block.name if block else "")
