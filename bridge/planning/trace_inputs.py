@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bridge.core.values import InputGroup
 from bridge.sources.live_models.own_caches import own_caches
+from bridge.tracker.tensors import tensors_in
 
 NORMS = ("LayerNorm", "RMSNorm")  # parts of class names: ModelOpt multiplies pre-scales into the weights of these norms
 
@@ -90,14 +90,14 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(True for _ in _tensors(result)):  # reading only a shape, dtype or device reads no values
-            for tensor in _tensors((args, kwargs or {})):
+        if tensors_in(result):  # reading only a shape, dtype or device reads no values
+            for tensor in tensors_in(args, kwargs or {}):
                 self._read |= dict.fromkeys(self._weights.get(id(tensor), ()))
         if not self._inside:
             name = getattr(func, "__name__", "")
             in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-            results = {id(tensor) for tensor in _tensors(result)}
-            inputs = {id(tensor) for tensor in _tensors((args, kwargs or {}))} & self.norms.keys()
+            results = {id(tensor) for tensor in tensors_in(result)}
+            inputs = {id(tensor) for tensor in tensors_in(args, kwargs or {})} & self.norms.keys()
             # No tensor: the result is a shape or a dtype. The same tensor: a cast or a dropout that did nothing.
             self.others |= inputs if in_place else inputs - results if results else set()
         return result
@@ -105,7 +105,7 @@ class _Watch(TorchFunctionMode):
     def returned(self, out: Any) -> None:
         """Count the model's own outputs as read; an encoder's states among them are not."""
         for key in ("last_hidden_state", "logits", "pooler_output"):
-            self.others |= {id(tensor) for tensor in _tensors(getattr(out, key, None))} & self.norms.keys()
+            self.others |= {id(tensor) for tensor in tensors_in(getattr(out, key, None))} & self.norms.keys()
 
     def alone(self, norm: str, readers: list[str]) -> bool:
         """True if only `readers` read the outputs of `norm`, and they read nothing else."""
@@ -175,11 +175,3 @@ def _example(model: Any) -> dict[str, Any]:
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:  # T5EncoderModel has this flag too
         inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
     return inputs | ({"use_cache": False} if "use_cache" in accepted else {})
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

@@ -19,6 +19,7 @@ from torch.multiprocessing import reductions
 from bridge.core.errors import UsageError, WriteError, reason
 from bridge.core.machine import drop_pages, in_memory
 from bridge.core.text import size
+from bridge.tracker.tensors import tensors_in
 
 HOLD = "give memory= (--memory) enough to hold them, fewer samples= (--samples), or"
 SMALL = 64 << 10  # bytes of a tensor that is not worth a mapping, of which a process may have 65,530
@@ -132,12 +133,8 @@ def _storages(values: Any) -> Iterator[tuple[torch.UntypedStorage, list[torch.Te
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-        yield value
-        if value._base is not None:  # a view holds what it is a view of
-            yield value._base
-    elif isinstance(value, Mapping):
-        yield from _tensors([*value.values()])
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+    for tensor in tensors_in(value):
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            yield tensor
+            if tensor._base is not None:  # a view holds what it is a view of
+                yield tensor._base

@@ -8,7 +8,7 @@ no storage address of a user's model is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from bridge.core.errors import SourceError
 from bridge.core.text import natural
 from bridge.core.values import TensorSpec
+from bridge.tracker.tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.cat.default and len(args[0]) == 1:
             return args[0][0]
         result = func(*args, **(kwargs or {}))
-        inputs = list(_tensors(*args))
+        inputs = tensors_in(*args)
         known = {_address(t) for t in inputs}
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if _address(tensor) not in known:
                 self._alive.append(tensor)
                 self._made_from[_address(tensor)] = tuple(dict.fromkeys(n for t in inputs for n in self._sources(t)))
@@ -245,14 +246,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         same = back.shape == view.shape and back.storage_offset() == view.storage_offset()
         steps = zip(back.shape, back.stride(), view.stride(), strict=True)
         return ref if same and all(n == 1 or a == b for n, a, b in steps) else None
-
-
-def _tensors(*values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(*value)
 
 
 def _address(tensor: torch.Tensor) -> int:
