@@ -126,7 +126,7 @@ def perplexity_of(source: Source, structure: Structure, data: Data, device: str 
     return answers.perplexity
 
 
-def check_finite(source: Source, structure: Structure, data: Data, device: str | None) -> None:
+def check_blocks_finite(source: Source, structure: Structure, data: Data, device: str | None) -> None:
     """Run the held-out inputs through every block; CalibrationError names the module that makes NaN of them."""
     from bridge.calibration.importance.watch import BareWatch
     from bridge.calibration.walk.run import watch_by_blocks

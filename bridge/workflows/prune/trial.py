@@ -53,7 +53,7 @@ class Trial:
 
     def prepare(self, given: Scores | None, dims: Iterable[str]) -> None:
         """Measure the whole model, and score all dims in one run, unless every cut is scored and repaired by itself."""
-        from bridge.calibration.importance.measure import check_finite, perplexity_of
+        from bridge.calibration.importance.measure import check_blocks_finite, perplexity_of
         from bridge.sources.pruned.weight_scores import weight_scores
 
         whole, perplexity = self._whole, None
@@ -68,7 +68,7 @@ class Trial:
         if perplexity is None or not math.isfinite(perplexity):
             if name := first_not_finite(whole.source):
                 raise not_finite(name)
-            check_finite(whole.source, structure_of(whole.source), self._measuring, self._device)
+            check_blocks_finite(whole.source, structure_of(whole.source), self._measuring, self._device)
             raise CalibrationError(
                 f"{whole.source.where} predicts no next token on the data, so that no size has a measured cost"
             )
