@@ -18,7 +18,6 @@ the architecture's own reasons to keep a module (an output head, a router), so a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -31,12 +30,12 @@ from bridge.core.problems import ENOUGH, Problems
 from bridge.core.values import Numeric
 from bridge.quant.schemes.catalog import kv_numeric, named_scheme, read_scheme
 from bridge.quant.schemes.grammar import Gate, Gates, check_keys, parse_options, parse_parity, parse_policies, read_toml
+from bridge.quant.schemes.layer_ranges import Span, parse_span
 from bridge.quant.schemes.scheme import Rule, Scheme
 
 NONE = "none"
 KEYS = {"base", "summary", "kv", "rule", "options", "parity", "policy"}
 RULE_KEYS = {"roles", "modules", "layers", "quant", "override"}
-_RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
 
 
 def load_recipe(path: Path) -> Scheme:
@@ -191,12 +190,8 @@ def _globs(words: dict[str, Any], key: str, at: str) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _span(entry: Any, at: str) -> tuple[int, int]:
-    span = _RANGE.fullmatch(str(entry)) if type(entry) in (int, str) else None
-    if not span:
-        raise SchemeError(f'{at}: layers: {entry!r}; expected a number, negative from the end, or a range "2..5"')
-    low = int(span[1])
-    high = int(span[2]) if span[2] else low
-    if (low < 0) == (high < 0) and low > high:
-        raise SchemeError(f"{at}: layers: {entry!r} is empty; write the smaller end first")
-    return low, high
+def _span(entry: Any, at: str) -> Span:
+    try:
+        return parse_span(entry)
+    except ValueError as error:
+        raise SchemeError(f"{at}: layers: {error}") from error

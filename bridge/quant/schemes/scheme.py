@@ -12,6 +12,7 @@ from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest
 from bridge.core.values import Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
+from bridge.quant.schemes.layer_ranges import from_start
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Rule:
         """The ranges with negative ends counted from `depth`."""
         ends = [end for span in self.layers for end in span]
         assert depth or min(ends, default=0) >= 0, "negative layers need Scheme.bound"
-        return [(a + depth if a < 0 else a, b + depth if b < 0 else b) for a, b in self.layers]
+        return from_start(self.layers, depth)
 
     def problem(self, sites: Sequence[Site], depth: int) -> str:
         """Why the rule does not fit this model ("" if it does): layers, roles or modules that it lacks, no match."""
