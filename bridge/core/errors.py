@@ -106,6 +106,10 @@ class VerifyError(BridgeError):
     """The written model cannot be read back or run."""
 
 
+class InspectError(BridgeError):
+    """A config of `inspect` that is wrong or does not fit the model; one error lists every mistake."""
+
+
 class BatchError(BridgeError):
     """Rows of a batch that cannot run, reported before any of them starts."""
 

@@ -109,6 +109,13 @@ def _batch() -> None:
     bridge.batch("models.toml")
 
 
+def _inspect() -> None:
+    from bridge.workflows.inspect.config import read_config
+
+    section = {"enabled": True, "layers": {"layer_type": "all"}, "bridge": {"LogTensorStat": {"enabled": True}}}
+    read_config({"everything": section})
+
+
 def _nemo(**config: object) -> None:
     from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
 
@@ -205,6 +212,11 @@ EXAMPLES: dict[str, Example] = {
         'bridge.verify("empty", "tiny-llama")',
         _no_model,
         "Give the directory that `convert` wrote, and the model that was converted.",
+    ),
+    "InspectError": Example(
+        'read_config("config.yaml")   # of bridge.workflows.inspect.config',
+        _inspect,
+        "Correct the lines that the message names. It lists all mistakes of the file, before a model is loaded.",
     ),
     "GoldenError": Example(
         'bridge.golden.check("empty", "out")',

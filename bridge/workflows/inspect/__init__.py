@@ -1,0 +1,1 @@
+"""See which layer, tensor and statistic breaks a quantized model."""

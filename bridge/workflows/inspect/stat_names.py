@@ -1,0 +1,215 @@
+"""Names of statistics in a config: parse and check.
+
+A statistic of a tensor is a word, or {max_blockwise_dynamic_range: {block_size: 32, dims: 1}}. One of quantization is
+[SCHEME_]STAT[_columnwise], where SCHEME is a scheme of `mappings/schemes` or a recipe of TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.core.errors import UsageError
+from bridge.core.problems import Problems
+from bridge.core.text import described, nearest
+from bridge.core.values import Numeric
+from bridge.quant.schemes.catalog import named_scheme, scheme_names
+from bridge.quant.schemes.scheme import Scheme
+
+BLOCKWISE = "max_blockwise_dynamic_range"
+TENSOR_STATS = (
+    "min", "max", "cur_amax", "mean", "l1_norm", "l2_norm", "rms", "std", "dynamic_range", BLOCKWISE, "numel", "zeros%",
+    "nan%", "inf%", "amin", "outlier_ratio", "histogram", "kurtosis",
+)  # fmt: skip
+PERCENTILES = "p50 to p99.99"
+QUANT_STATS = (
+    "underflows%", "overflows%", "mse", "sqnr", "cosine", "norm_ratio", "scale_min", "scale_max", "scale_std",
+    "scale_underflows%", "max_error",
+)  # fmt: skip
+# TransformerEngine's names: its `scale_inv` is the scale that codes are multiplied by.
+ALIASES = {f"scale_inv_{end}": f"scale_{end}" for end in ("min", "max", "std")}
+# Recipes of TransformerEngine that are not schemes here, and whether the transpose has other blocks.
+RECIPES = {"fp8_current_scaling": False, "fp8_delayed_scaling": False, "fp8_block_scaling": True}
+GENERIC_STATS = ("min", "max", "mean", "std", "l1_norm", "l2_norm")  # of nvdlfw-inspect's own feature
+COLUMNWISE = "_columnwise"
+_BOTH_WAYS = ("activation", "weight")  # tensors that a layer also multiplies transposed
+_PERCENTILE = re.compile(r"p(\d{2}(?:\.\d{1,2})?)")
+
+
+@dataclass(frozen=True)
+class TensorStat:
+    """A statistic of a tensor as it is; `block_size` and `dims` are those of `max_blockwise_dynamic_range`."""
+
+    name: str
+    block_size: int = 0
+    dims: int = 0
+
+    def label(self, tensor: str = "") -> str:
+        """The name in results, which is TransformerEngine's.
+
+        >>> TensorStat(BLOCKWISE, 32, 1).label("weight")
+        'max_blockwise_dynamic_range_block_size_32_dims_1_max_over_orientations'
+        """
+        if not self.dims:
+            return self.name
+        both = "_max_over_orientations" if tensor in _BOTH_WAYS else ""
+        return f"{self.name}_block_size_{self.block_size}_dims_{self.dims}{both}"
+
+
+@dataclass(frozen=True)
+class QuantStat:
+    """A statistic of quantization. `scheme`: a scheme or one of `RECIPES`; "" takes the session's.
+
+    `written`: the name as the config has it, without the scheme and `_columnwise`.
+    """
+
+    name: str
+    scheme: str
+    columnwise: bool
+    written: str
+
+    def label(self, _tensor: str = "") -> str:
+        """The name in results.
+
+        >>> QuantStat("scale_min", "mxfp8", True, "scale_inv_min").label()
+        'mxfp8_scale_inv_min_columnwise'
+        """
+        prefix = f"{self.scheme}_" if self.scheme else ""
+        return prefix + self.written + COLUMNWISE * self.columnwise
+
+
+def parse_tensor_stats(stats: Any, where: str, problems: Problems) -> tuple[TensorStat, ...]:
+    """Return statistics of a tensor; what is unknown is recorded."""
+    parsed = [_tensor_stat(stat, where, problems) for stat in _listed(stats, where, problems)]
+    return tuple(dict.fromkeys(filter(None, parsed)))
+
+
+def parse_generic_stats(stats: Any, where: str, problems: Problems) -> tuple[TensorStat, ...]:
+    """Return statistics of nvdlfw-inspect's own feature, which takes them in any case."""
+    parsed = []
+    for stat in _listed(stats, where, problems):
+        if isinstance(stat, str) and stat.lower() in GENERIC_STATS:
+            parsed.append(TensorStat(stat.lower()))
+        else:
+            problems.add(f"{where}: statistic {described(stat)} is unknown; {nearest(str(stat), GENERIC_STATS)}")
+    return tuple(dict.fromkeys(parsed))
+
+
+def parse_quant_stats(
+    stats: Any, where: str, problems: Problems, otherwise: str, session: Scheme | None
+) -> tuple[QuantStat, ...]:
+    """Return statistics of quantization; what is unknown is recorded.
+
+    `otherwise`: the scheme of a statistic that names none; "" is that of the session.
+    """
+    parsed = [_quant_stat(stat, where, problems, otherwise, session) for stat in _listed(stats, where, problems)]
+    return tuple(dict.fromkeys(filter(None, parsed)))
+
+
+def check_scheme(name: Any, where: str, problems: Problems) -> str:
+    """Return the name of a scheme or recipe, "" with a problem if there is none."""
+    if isinstance(name, str) and name in RECIPES:
+        return name
+    try:
+        if isinstance(name, str):
+            named_scheme(name)
+            return name
+    except UsageError:
+        pass
+    problems.add(f"{where}: scheme {described(name)} is unknown; {nearest(str(name), [*scheme_names(), *RECIPES])}")
+    return ""
+
+
+def _listed(stats: Any, where: str, problems: Problems) -> list[Any]:
+    if isinstance(stats, str | Mapping) and stats:
+        return [stats]
+    if not isinstance(stats, list | tuple) or not stats:
+        text = "stats is missing" if stats is None else f"stats = {described(stats)}"
+        problems.add(f"{where}: {text}; expected a list of statistics")
+        return []
+    return list(stats)
+
+
+def _tensor_stat(stat: Any, where: str, problems: Problems) -> TensorStat | None:
+    if isinstance(stat, Mapping) and [*stat] == [BLOCKWISE]:
+        return _blockwise(stat[BLOCKWISE], where, problems)
+    if stat == BLOCKWISE:
+        return TensorStat(BLOCKWISE, 32, 1)
+    if isinstance(stat, str) and (stat in TENSOR_STATS or _is_percentile(stat)):
+        return TensorStat(stat)
+    shown = ", ".join(map(str, stat)) if isinstance(stat, Mapping) else str(stat)
+    problems.add(f"{where}: statistic {shown!r} is unknown; {nearest(shown, TENSOR_STATS)}; and {PERCENTILES}")
+    return None
+
+
+def _is_percentile(stat: str) -> bool:
+    match = _PERCENTILE.fullmatch(stat)
+    return match is not None and float(match[1]) >= 50
+
+
+def _blockwise(words: Any, where: str, problems: Problems) -> TensorStat | None:
+    expected = "expected {block_size: 32, dims: 1}, where dims is 1 or 2"
+    if not isinstance(words, Mapping):
+        problems.add(f"{where}: {BLOCKWISE} = {described(words)}; {expected}")
+        return None
+    if unknown := [str(key) for key in words if key not in ("block_size", "dims")]:
+        problems.add(f"{where}: {BLOCKWISE}: unknown key {unknown[0]!r}; {nearest(unknown[0], ('block_size', 'dims'))}")
+        return None
+    block_size, dims = words.get("block_size", 32), words.get("dims", 1)
+    if type(block_size) is not int or block_size < 1 or type(dims) is not int or dims not in (1, 2):
+        problems.add(
+            f"{where}: {BLOCKWISE}: block_size = {described(block_size)}, dims = {described(dims)}; {expected}"
+        )
+        return None
+    return TensorStat(BLOCKWISE, block_size, dims)
+
+
+def _quant_stat(stat: Any, where: str, problems: Problems, otherwise: str, session: Scheme | None) -> QuantStat | None:
+    text = stat if isinstance(stat, str) else str(stat)
+    columnwise = text.endswith(COLUMNWISE)
+    rest = text.removesuffix(COLUMNWISE)
+    known = [name for name in (*QUANT_STATS, *ALIASES) if rest == name or rest.endswith(f"_{name}")]
+    written = max(known, key=len, default="")
+    if not written:
+        problems.add(f"{where}: statistic {text!r} is unknown; {nearest(_last_words(rest), (*QUANT_STATS, *ALIASES))}")
+        return None
+    prefix = rest.removesuffix(written).removesuffix("_")
+    scheme = check_scheme(prefix, f"{where}: statistic {text!r}", problems) if prefix else otherwise
+    if prefix and not scheme:
+        return None
+    if not scheme and session is None:
+        problems.add(
+            f"{where}: statistic {text!r} names no scheme, and the session quantizes nothing; write "
+            f"fp8_{text}, or pass quant="
+        )
+        return None
+    if columnwise and not _blocks_turn(scheme, session):
+        problems.add(
+            f"{where}: statistic {text!r}: the transpose has the same values, because {scheme or 'the scheme'} "
+            f"has one scale for a tensor, or square blocks; leave {COLUMNWISE} out"
+        )
+        return None
+    return QuantStat(ALIASES.get(written, written), scheme, columnwise, written)
+
+
+def _last_words(text: str) -> str:
+    """A statistic without a scheme before it, for the nearest known word."""
+    scheme = max((name for name in (*scheme_names(), *RECIPES) if text.startswith(f"{name}_")), key=len, default="")
+    return text.removeprefix(scheme).removeprefix("_") if scheme else text
+
+
+def _blocks_turn(name: str, session: Scheme | None) -> bool:
+    """Whether other values share a scale in the transpose."""
+    if name in RECIPES:
+        return RECIPES[name]
+    scheme = named_scheme(name) if name else session
+    assert scheme is not None
+    numerics = [numeric for form in scheme.formats for numeric in (*form.weight, form.input) if numeric]
+    return not all(_is_square(numeric) for numeric in numerics)
+
+
+def _is_square(numeric: Numeric) -> bool:
+    """Whether the same values share a scale in the transpose."""
+    return numeric.per == "tensor" or (len(numeric.block) == 2 and len(set(numeric.block)) == 1)
