@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-LINEAR, CONV1D, CONV, EXPERT = "linear", "conv1d", "conv", "expert"  # kinds of layers; a Conv1D's weight is [in, out]
+LINEAR, CONV1D, CONV, EXPERT = "linear", "conv1d", "conv", "expert"  # kinds of layers
 MATRICES = ("linear", "head", "router")  # kinds of roles that a layer may have
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # parts that torch puts into names
 _NUMBER = re.compile(r"(?<!fc)(?<!\d)\d+")  # not that of `fc1`, as in nvdlfw-inspect
@@ -16,6 +16,7 @@ class Layer:
     """A matrix of the model: its name in configs and results, its roles (several if fused), its number, its kind.
 
     `module`, `parameter`: where the live model has its weight. `expert`: its index in a stack, None outside one.
+    `turned`: whether the weight is stored [in, out].
     """
 
     name: str
@@ -25,6 +26,7 @@ class Layer:
     module: str = ""
     parameter: str = "weight"
     expert: int | None = None
+    turned: bool = False
 
     @property
     def role(self) -> str:
@@ -38,6 +40,7 @@ class Meaning:
 
     roles: tuple[str, ...]
     number: int | None
+    turned: bool = False
 
 
 def clean(name: str) -> str:

@@ -72,7 +72,8 @@ def _layer(
     name: str, meaning: Meaning | None, kind: str, module: str, parameter: str = "weight", expert: int | None = None
 ) -> Layer:
     number = meaning.number if meaning and meaning.number is not None else number_in(name)
-    return Layer(name, meaning.roles if meaning else (), number, kind, module, parameter, expert)
+    turned = kind == CONV1D or (kind == EXPERT and meaning is not None and meaning.turned)
+    return Layer(name, meaning.roles if meaning else (), number, kind, module, parameter, expert, turned)
 
 
 def _kind(module: Any) -> str:
@@ -110,6 +111,7 @@ def _of_structure(model: Any, source: Source | None) -> Meanings:
     from bridge.sources.memory import open_model
     from bridge.tables.architectures.structure import structure
 
+    model = _without_wrappers(model)
     try:
         source = source or open_model(model)
         if load_arch(architecture_of(source.config)) is None:
@@ -125,11 +127,23 @@ def _of_structure(model: Any, source: Source | None) -> Meanings:
             _add(meanings, (f"{site.module}.weight", None), site)
         elif site.weight in origins:
             for part in origins[site.weight].parts:
-                _add(meanings, (part.live, part.expert), site)
+                _add(meanings, (part.live, part.expert), site, part.order == (1, 0))
     return meanings
 
 
-def _add(meanings: dict[tuple[str, int | None], Meaning], key: tuple[str, int | None], site: Site) -> None:
+def _without_wrappers(model: Any) -> Any:
+    """The model, or a copy without weights if wrappers of its blocks (compilation, FSDP) put parts into its names."""
+    if all(clean(name) == name for name, _ in model.named_modules()):
+        return model
+    from bridge.sources.live_models.meta_device import build_meta, resolve_config
+
+    return build_meta(resolve_config(model.config), type(model), model.dtype)
+
+
+def _add(
+    meanings: dict[tuple[str, int | None], Meaning], key: tuple[str, int | None], site: Site, turned: bool = False
+) -> None:
     """Add the roles of a site to a live parameter, which may be several sites joined."""
     before = meanings[key].roles if key in meanings else ()
-    meanings[key] = Meaning(tuple(dict.fromkeys((*before, *site.roles))), site.layer)
+    stored = site.layout.endswith("in_out")
+    meanings[key] = Meaning(tuple(dict.fromkeys((*before, *site.roles))), site.layer, stored != turned)
