@@ -80,6 +80,12 @@ def test_check_of_the_tables_loads_no_framework() -> None:
     assert not loaded("import bridge; bridge.check()") & FRAMEWORKS
 
 
+def test_a_config_of_inspect_is_read_without_a_framework() -> None:
+    code = "from bridge.workflows.inspect import listing; from bridge.workflows.inspect.resolve import resolve"
+    read = "from bridge.workflows.inspect.config import read_config; read_config(None)"
+    assert not loaded(f"{code}\n{read}") & FRAMEWORKS
+
+
 @pytest.mark.slow
 def test_a_conversion_loads_no_reader_of_checkpoints_that_it_does_not_read(tmp_path: Path) -> None:
     """They cost a tenth of what a small conversion takes."""

@@ -104,6 +104,11 @@ class Options:
     quantized_tensor: bool = False
     given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
 
+    @classmethod
+    def as_given(cls, given: Mapping[str, Any] | None) -> Options:
+        """Options that only a class of the caller's reads; what the caller's dict holds later does not matter."""
+        return cls(given=MappingProxyType(copy.deepcopy(dict(given or {}))))
+
     def config(self) -> dict[str, Any]:
         """A copy of `given`, which a feature class receives as `config`."""
         return copy.deepcopy(dict(self.given))
@@ -170,13 +175,17 @@ def parse_generic(words: Any, where: str, problems: Problems) -> Feature | None:
         return None
     before = problems.places
     _check(GENERIC, words, where, problems)
-    uses = []
-    for tensor in names_of(words, "tensors") if problems.places == before else ():
-        given = merged(words, tensor) or {}
-        stats = parse_generic_stats(given.get("stats"), where, problems)
-        schedule = parse_schedule(given, where, problems, excluded=True)
-        uses.append(Use(tensor, "", Options(stats, given=MappingProxyType(given)), schedule))
+    if problems.places > before:
+        given = [("", options) for options in leaves(words)]
+    else:
+        given = [(tensor, merged(words, tensor) or {}) for tensor in names_of(words, "tensors")]
+    uses = [_generic_use(tensor, options, where, problems) for tensor, options in given]
     return None if problems.places > before else Feature(GENERIC.name, tuple(uses))
+
+
+def _generic_use(tensor: str, given: Mapping[str, Any], where: str, problems: Problems) -> Use:
+    stats = parse_generic_stats(given.get("stats"), where, problems)
+    return Use(tensor, "", Options(stats), parse_schedule(given, where, problems, excluded=True))
 
 
 def clashes(one: Feature, other: Feature) -> list[str]:
@@ -310,7 +319,7 @@ def _own_uses(own: OwnFeature, words: Mapping[str, Any], where: str, problems: P
     """
     if not any(name in words for name in NAMING):
         given = {key: value for key, value in words.items() if key != "enabled"}
-        return [Use("", "", Options(given=MappingProxyType(given)), Schedule())]
+        return [Use("", "", Options.as_given(given), Schedule())]
     inspects = any(call.startswith("inspect_") for call in own.calls)
     keys = (*(("gemms",) if own.changes or "fp8_gemm_enabled" in own.calls else ()),
             *(("tensors",) if own.changes or inspects else ()))  # fmt: skip
@@ -326,6 +335,6 @@ def _own_uses(own: OwnFeature, words: Mapping[str, Any], where: str, problems: P
     if inspects:
         places += [(tensor, "") for tensor in names_of(words, "tensors")]
     return [
-        Use(tensor, gemm, Options(given=MappingProxyType(merged(words, tensor, gemm) or {})), Schedule())
+        Use(tensor, gemm, Options.as_given(merged(words, tensor, gemm)), Schedule())
         for tensor, gemm in dict.fromkeys(places)
     ]

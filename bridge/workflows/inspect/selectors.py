@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from bridge.core.problems import Problems
-from bridge.core.text import described, named, natural, nearest
+from bridge.core.text import described, layer_of, named, natural, nearest, pattern
 from bridge.quant.schemes.layer_ranges import Span, from_start, parse_span
 from bridge.tables.architectures.roles import load_roles
 from bridge.workflows.inspect.layers import MATRICES, Layer
@@ -52,11 +52,12 @@ class Selector:
 
     def problems(self, layers: Sequence[Layer]) -> Iterator[str]:
         """Yield why the section does not fit a model: names that it lacks, or no layer that matches."""
-        names = [layer.name for layer in layers]
-        lacking = [name for name in self.exact_layer_names if name not in names] if self.regex is None else []
+        names, depth = [layer.name for layer in layers], depth_of(layers)
+        known = frozenset(names)
+        lacking = [name for name in self.exact_layer_names if name not in known] if self.regex is None else []
         for name in lacking:
             yield f"exact_layer_names: the model has no layer {name!r}{_closest([name], names)}"
-        if not lacking and not any(self.matches(layer, depth_of(layers)) for layer in layers):
+        if not lacking and not any(self.matches(layer, depth) for layer in layers):
             yield f"matches no layer; {self._offer(layers)}"
 
     def _offer(self, layers: Sequence[Layer]) -> str:
@@ -174,9 +175,20 @@ def _shown(value: Any) -> str:
 
 
 def _closest(words: Sequence[str], names: Sequence[str]) -> str:
-    """The names nearest to a word, or to their last parts."""
-    parts = {
-        ".".join(name.split(".")[-count:]): name for name in reversed(names) for count in (1, 2, 1 + name.count("."))
-    }
-    close = {parts[part] for word in words for part in difflib.get_close_matches(word[:100], [*parts], n=2, cutoff=0.5)}
+    """The names nearest to a word, or to their last parts: of its own layer, and one of names that repeat."""
+    close: dict[str, None] = {}
+    for word in words:
+        number = layer_of(word)
+        same = names if number is None else [name for name in names if layer_of(name) == number]
+        kinds = {pattern(name): name for name in reversed(same)}.values()
+        parts = {part: name for name in kinds for part in _endings(name)}
+        close.update(
+            dict.fromkeys(parts[part] for part in difflib.get_close_matches(word[:100], parts, n=2, cutoff=0.5))
+        )
     return f"; nearest: {', '.join(sorted(close, key=natural))}" if close else ""
+
+
+def _endings(name: str) -> Iterator[str]:
+    """A name, and its last one and two parts."""
+    parts = name.split(".")
+    yield from dict.fromkeys((name, ".".join(parts[-2:]), parts[-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -213,9 +214,9 @@ def test_a_number_comes_from_the_role_else_from_the_name_and_without_one_nothing
 def test_exact_names_select_and_one_that_the_model_lacks_is_an_error() -> None:
     assert names({"exact_layer_names": ["lm_head"]}) == ["lm_head"]
     assert names({"exact_layer_names": "lm_head"}) == ["lm_head"]
-    message = refusal({"s": section({"exact_layer_names": ["lm_head", "model.layers.0.mlp.down"]})}, LAYERS)
-    assert "section 's': exact_layer_names: the model has no layer 'model.layers.0.mlp.down'" in message
-    assert "nearest: model.layers.0.mlp.down_proj" in message
+    message = refusal({"s": section({"exact_layer_names": ["lm_head", "model.layers.2.mlp.down"]})}, LAYERS)
+    assert "section 's': exact_layer_names: the model has no layer 'model.layers.2.mlp.down'" in message
+    assert "nearest: model.layers.2.mlp.down_proj" in message
 
 
 def test_roles_and_modules_are_globs_that_are_anded() -> None:
@@ -246,6 +247,17 @@ def test_a_fused_layer_matches_by_any_of_its_roles() -> None:
 )
 def test_a_section_that_matches_no_layer_is_an_error_with_the_nearest_layers(selector: Any, text: str) -> None:
     assert text in refusal({"s": section(selector)}, LAYERS)
+
+
+def test_the_nearest_of_very_many_layers_are_found_at_once() -> None:
+    parts = ("gate_up_proj", "down_proj")
+    layers = [
+        Layer(f"l.{n}.mlp.experts.{e}.{part}", (), n, EXPERT) for n in range(60) for e in range(128) for part in parts
+    ]
+    wrong = section({"layer_types": ["down_porj"], "exact_layer_names": ["l.7.mlp.experts.9.down_prj"]})
+    begin = time.process_time()
+    assert "nearest: l.7.mlp.experts.0.down_proj" in refusal({"s": wrong}, tuple(layers))
+    assert time.process_time() - begin < 10
 
 
 def test_layers_without_roles_are_said_to_have_none() -> None:
@@ -382,6 +394,8 @@ def test_own_features_are_declared_and_take_any_options() -> None:
     assert (route.tensor, route.gemm, route.own) == ("weight", "", True)
     assert route.options.config() == {"percentile": [99, {"of": "x"}], "tensor": "weight"}
     route.options.config()["percentile"].append(1)
+    assert route.options.config()["percentile"] == [99, {"of": "x"}]
+    words["percentile"] = []
     assert route.options.config()["percentile"] == [99, {"of": "x"}]
     with pytest.raises(TypeError):
         route.options.given["percentile"] = 1  # type: ignore[index]
