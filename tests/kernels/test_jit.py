@@ -60,7 +60,7 @@ print(compiled)
 MACHINE = """
 import re
 import numpy as np
-from bridge._kernels import amax, compare, decode, fp4, fp8, integer, quotient
+from bridge._kernels import amax, compare, counts, decode, fp4, fp8, integer, moments, quotient, ranges
 codes, single, brain = np.zeros((2, 256), np.uint8), np.zeros((2, 256), np.float32), np.zeros((2, 256), np.uint16)
 rows, blocks = np.ones((2, 1), np.float32), np.ones((2, 16), np.float32)
 for scale, across in (rows, 256), (blocks, 16):
@@ -72,9 +72,13 @@ amax.amax(brain, 1, 16, np.empty((2, 16), np.uint16))
 decode.floats(codes, True, rows, 1, 256, single)
 small = np.float32(0), np.float32(0), np.float32(0)
 compare.compare(brain, codes, compare.E4M3, compare.BYTES, np.uint8(0), rows, 1, 256, *small, np.empty((2, 5)))
+moments.moments(brain[0], np.zeros(moments.PLACES), np.zeros(moments.BINS, np.int64))
+ranges.widest(brain, 1, 32)
+counts.nonzero(codes[0], np.uint8(127))
 for function in (
     fp8._uniform, fp8._varied, fp4._uniform, fp4._varied, integer._uniform, integer._varied, quotient._brain,
     amax._fold, amax._halves, decode._floats, compare._products, compare._eights,
+    moments._widen, moments._extremes, moments._sums, moments._squares_about, ranges._fold, counts.nonzero,
 ):
     (code,) = function.inspect_asm().values()
     found = {word for word in re.findall(r"\\bvdivps\\b.*|\\bv\\w+\\b", code)}
