@@ -1,1 +1,1 @@
-"""See which layer, tensor and statistic breaks a quantized model."""
+"""Statistics of tensors, and a quantized model beside its source."""
