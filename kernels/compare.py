@@ -16,7 +16,7 @@ from bridge._kernels.jit import kernel
 RUN = 128  # the blocks of the report: of INT4 and of DeepSeek's FP8
 LANES = RUN // 4
 SEGMENT = 16 * RUN  # values that are decoded at once: 26 KB in all
-INT8, INT4, E4M3, E2M1 = range(4)
+INT8, INT4, E4M3, E2M1, E5M2 = range(5)
 BYTES, COLUMNS, ROWS = range(3)  # a code a byte; two of a row a byte, the even one in the low nibble; two of a column
 HALF = 0.50005  # a quotient is rounded before its code is, by 2^-24 of at most 448
 
@@ -108,6 +108,21 @@ def _eights(codes, factor, value, half):
 
 
 @kernel
+def _fives(codes, factor, value, half):
+    """e5m2, the upper byte of a float16; infinity becomes 65536, which is not the nearest code of any number."""
+    for i in range(codes.size):
+        c = np.uint32(codes[i])
+        a = np.uint32(c & np.uint32(0x7F))
+        u = np.uint32(np.uint32(a << np.uint32(21)) + np.uint32(112 << 23))
+        low = np.float32(np.uint32(u + np.uint32(1 << 23)).view(np.float32) - np.float32(2.0**-14)).view(np.uint32)
+        u = np.uint32(low if a < np.uint32(4) else u)
+        e = np.uint32(max(np.uint32(u & np.uint32(0x7F800000)), np.uint32(0x38800000)))  # 2^-14
+        s = np.uint32(u | np.uint32(np.uint32(c & np.uint32(0x80)) << np.uint32(24)))
+        value[i] = np.float32(s.view(np.float32) * factor[i])
+        half[i] = np.float32(np.float32(e.view(np.float32) * np.float32(HALF / 4)) * factor[i])
+
+
+@kernel
 def _fours(codes, factor, value, half):
     """e2m1, see `decode.py`."""
     for i in range(codes.size):
@@ -130,6 +145,8 @@ def _decode(kind, codes, factor, value, half):
         _nibbles(codes, factor, value, half)
     elif kind == E4M3:
         _eights(codes, factor, value, half)
+    elif kind == E5M2:
+        _fives(codes, factor, value, half)
     else:
         _fours(codes, factor, value, half)
 
@@ -199,6 +216,17 @@ def _products(source, value, half, power, slack, least, sums):
 
 
 @kernel
+def _largest(source, value, power):
+    """The largest |a - b|, as bits: they have the order of magnitudes."""
+    shift, best = _shift(source), np.uint32(0)
+    for i in range(source.size):
+        error = np.float32(_value(source[i], shift, power) - value[i])
+        bits = np.uint32(error.view(np.uint32) & np.uint32(0x7FFFFFFF))
+        best = np.uint32(bits if bits > best else best)
+    return best
+
+
+@kernel
 def _pairs(source, target):
     for i in range(target.size):
         target[i] = np.float32(source[2 * i] + source[2 * i + 1])
@@ -232,9 +260,10 @@ def compare(bits, stored, kind, packing, flip, scale, down, across, second, slac
     """Write [a . a, b . b, |a - b|^2, the largest |a - b|^2 / a . a of a run, codes beyond] of each row to `sums`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32): a.  stored: uint8, the rows of codes that make b.
-    kind: INT8, INT4, E4M3 or E2M1.  packing: BYTES, COLUMNS or ROWS.  flip: each byte is first xored with it.
+    kind: INT8, INT4, E4M3, E2M1 or E5M2.  packing: BYTES, COLUMNS or ROWS.  flip: each byte is first xored with it.
     scale: float32 grid, one number for each `down` x `across` values.  second: if not 0, values are rounded to e4m3
-    times it.  A code is beyond if |a - b| exceeds half a step + slack * |a| + least.  sums: (rows, 5) float64.
+    times it.  A code is beyond if |a - b| exceeds half a step + slack * |a| + least.  sums: (rows, 5) float64; a sixth
+    column gets the largest |a - b|.
     clips: scales of E2M1 or of INT4, in nibbles or bytes, may be too small for the largest values, which are rounded to
     the last code.
     """
@@ -264,6 +293,9 @@ def compare(bits, stored, kind, packing, flip, scale, down, across, second, slac
             if second != np.float32(0):
                 _again(value[:n], half, np.float32(second * power))
             source = bits[r, first : first + n]
+            if sums.shape[1] > 5:
+                error = np.uint32(_largest(source, value, power)).view(np.float32)
+                sums[r, 5] = max(sums[r, 5], np.float64(error) / np.float64(power))
             if n < whole:
                 tail[:n], tail[n:], value[n:], half[n:] = source, 0, 0, 0
                 source = tail[:whole]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, INT4, INT8, ROWS
+from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, E5M2, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
 from bridge.core.dtypes import DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.values import Encoding, Numeric
@@ -26,7 +26,7 @@ from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
 from bridge.verification.scale_range import ScaleStats, scale_stats
 
-KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float4_e2m1fn": E2M1}
+KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float4_e2m1fn": E2M1}
 FLIP = {"int4": 0x88, "int8": 0x80}  # words of 32 bits hold codes plus half of their range
 E4M3_UNIT = 2.0**-4 * 1.07  # of block scales, as a part of the larger number that may have been rounded
 # Q4_0 has codes -8 to 7 times a scale of either sign, so a value near the other extreme may be half a step too far.
@@ -42,7 +42,7 @@ class ErrorSums:
     `worst` is the largest |a - b| / |a| of 128 values of a row. `not_nearest`: codes that are not rounded to
     nearest, with all roundings on the way allowed for; none are counted where codes are searched with their scales.
     `codes`: their number. `scales`: their scales. `repeated`: codes that were searched again with their importance;
-    `not_repeated`: those in blocks that came out otherwise.
+    `not_repeated`: those in blocks that came out otherwise. `largest`: |a - b| of one value, where it was asked for.
     """
 
     dot: float = 0.0
@@ -55,6 +55,7 @@ class ErrorSums:
     scales: ScaleStats = field(default_factory=ScaleStats)
     not_repeated: int = 0
     repeated: int = 0
+    largest: float = 0.0
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         return ErrorSums(
@@ -68,6 +69,7 @@ class ErrorSums:
             self.scales + other.scales,
             self.not_repeated + other.not_repeated,
             self.repeated + other.repeated,
+            max(self.largest, other.largest),
         )
 
     @property
@@ -105,18 +107,20 @@ class Comparer:
         *,
         roundings: float = 0,
         beyond: bool = False,
+        largest: bool = False,
         take: Callable[[str, tuple[int, ...], Any], Array] = lambda _, shape, kind: np.empty(shape, kind),
     ) -> None:
         """packed: see `blocks.packing`.  above: the second scale.
 
         roundings: how often values were rounded to `dtype` since they were read, beyond those of the coding.
         beyond: whether scales may be so small that values lie beyond the last code, which then is the nearest.
+        largest: whether the largest error of one value is looked for.
         take: returns memory by purpose, as `bridge.core.pages.Buffers.take` does.
         """
         first, wide = numeric[0], coding.cast or dtype
         self._dtype, self._first, self._coding, self._above = dtype, first, coding, above
         self._blocks, self._take = blocks, take
-        self._beyond = beyond or bool(first.search)
+        self._beyond, self._columns = beyond or bool(first.search), 6 if largest else 5
         self._counted = False  # the scales that cover all rows come with every piece
         in_row = COLUMNS if packed and first.dtype in FOUR_BITS else BYTES
         self._how = int(ROWS if packed == "out" else in_row)
@@ -162,7 +166,7 @@ class Comparer:
         if self._coding.values:
             stored = self._coded(stored, factor, down)
         codes = stored.view(np.uint8).reshape(n // 2 if self._how == ROWS else n, -1)
-        sums = self._take("sums", (n, 5), np.float64)
+        sums = self._take("sums", (n, self._columns), np.float64)
         for part in [slice(0, n)] if self._dtype != "float16" else _bits.chunks(n, blocks.cols, math.lcm(2, down)):
             of = slice(part.start // 2, -(-part.stop // 2)) if self._how == ROWS else part
             scratch = self._take("single", (bits[part].size,), np.uint32) if self._dtype == "float16" else bits
@@ -183,7 +187,9 @@ class Comparer:
             )
         source, decoded, error = (float(v) for v in sums[:, :3].sum(axis=0))
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
-        return ErrorSums((source + decoded - error) / 2, source, decoded, error, worst, not_nearest, bits.size, scales)
+        dot, largest = (source + decoded - error) / 2, float(sums[:, 5:].max(initial=0))
+        found = ErrorSums(dot, source, decoded, error, worst, not_nearest, bits.size, scales)
+        return replace(found, largest=largest) if largest else found
 
     def _of_searched(self, values: Array, stored: Array, importance: Array | None) -> ErrorSums:
         """The error sums of float32 rows; with an importance, their codes are searched again."""
@@ -230,7 +236,14 @@ def _sums_of_values(values: Array, decoded: Array) -> ErrorSums:
     of_runs, runs = ((x.reshape(-1, run)).sum(axis=1) for x in (error, np.square(a)))
     worst = np.sqrt(np.divide(of_runs, runs, out=np.where(of_runs > 0, np.inf, 0.0), where=runs > 0)).max(initial=0)
     return ErrorSums(
-        float((a * b).sum()), float(runs.sum()), float(np.square(b).sum()), float(error.sum()), float(worst), 0, a.size
+        float((a * b).sum()),
+        float(runs.sum()),
+        float(np.square(b).sum()),
+        float(error.sum()),
+        float(worst),
+        0,
+        a.size,
+        largest=math.sqrt(error.max(initial=0)),
     )
 
 

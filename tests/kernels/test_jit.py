@@ -60,7 +60,7 @@ print(compiled)
 MACHINE = """
 import re
 import numpy as np
-from bridge._kernels import amax, compare, counts, decode, fp4, fp8, integer, moments, quotient, ranges
+from bridge._kernels import amax, compare, counts, decode, e5m2, fp4, fp8, integer, moments, quotient, ranges
 codes, single, brain = np.zeros((2, 256), np.uint8), np.zeros((2, 256), np.float32), np.zeros((2, 256), np.uint16)
 rows, blocks = np.ones((2, 1), np.float32), np.ones((2, 16), np.float32)
 for scale, across in (rows, 256), (blocks, 16):
@@ -74,11 +74,14 @@ small = np.float32(0), np.float32(0), np.float32(0)
 compare.compare(brain, codes, compare.E4M3, compare.BYTES, np.uint8(0), rows, 1, 256, *small, np.empty((2, 5)))
 moments.moments(brain[0], np.zeros(moments.PLACES), np.zeros(moments.BINS, np.int64))
 ranges.widest(brain, 1, 32)
+e5m2.codes_e5m2(brain, blocks, 1, 16, codes)
+e5m2.values_e5m2(codes, blocks, 1, 16, single)
 counts.nonzero(codes[0], np.uint8(127))
 for function in (
     fp8._uniform, fp8._varied, fp4._uniform, fp4._varied, integer._uniform, integer._varied, quotient._brain,
     amax._fold, amax._halves, decode._floats, compare._products, compare._eights,
     moments._widen, moments._extremes, moments._sums, moments._squares_about, ranges._fold, counts.nonzero,
+    e5m2._codes, e5m2._values, compare._fives, compare._largest,
 ):
     (code,) = function.inspect_asm().values()
     found = {word for word in re.findall(r"\\bvdivps\\b.*|\\bv\\w+\\b", code)}
@@ -106,7 +109,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
 def test_the_inner_loops_are_vectorised_in_32_bits(cache: Path) -> None:
     divide = {("fp8", "_uniform"), ("fp8", "_varied"), ("fp4", "_uniform"), ("fp4", "_varied")}
-    divide |= {("integer", "_uniform"), ("integer", "_varied"), ("quotient", "_brain")}
+    divide |= {("integer", "_uniform"), ("integer", "_varied"), ("quotient", "_brain"), ("e5m2", "_codes")}
     for line in python(MACHINE, NUMBA_CACHE_DIR=str(cache)).splitlines():
         module, name, vectors, division, *widened = line.split()
         assert vectors == "True", line

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from bridge._kernels.decode import floats, integers, powers
+from bridge._kernels.e5m2 import values_e5m2
 from bridge._kernels.fp8 import fp8
 from bridge.core.dtypes import BLOCKS, DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.errors import SchemeError
@@ -127,6 +128,8 @@ def values(codes: Array, dtype: str, scale: Array = ONE, down: int = 1 << 40, ac
         integers(codes, scale, down, across, out)
     elif dtype in ("float8_e4m3fn", "float4_e2m1fn"):
         floats(codes, dtype == "float8_e4m3fn", scale, down, across, out)
+    elif dtype == "float8_e5m2":
+        values_e5m2(codes, scale, down, across, out)
     elif dtype == "float8_e8m0fnu":
         powers(codes, out)
         out *= scale[0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bridge._kernels.e5m2 import codes_e5m2
 from bridge._kernels.fp4 import fp4
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.integer import integer
@@ -19,5 +20,7 @@ def make_codes(words: Array, divisor: Array, down: int, across: int, dtype: str,
         fp8(words, divisor, down, across, codes)
     elif dtype == "float4_e2m1fn":
         fp4(words, divisor, down, across, codes)
+    elif dtype == "float8_e5m2":
+        codes_e5m2(words, divisor, down, across, codes)
     else:
         raise SchemeError(f"no kernel makes codes of dtype {dtype}")
