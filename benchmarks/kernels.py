@@ -1,6 +1,6 @@
 """Rates of the CPU kernels as a share of a copy of the same bytes in the same run; must never report a cold call.
 
-    python benchmarks/kernels.py [--megabytes 256] [--rounds 6] [case ...]
+    python benchmarks/kernels.py [--megabytes 256] [--rounds 6] [--nanoseconds] [case ...]
 
 Every case runs through the functions that conversion and verification call (`Encoder`, `encode`, `compare`, `bits`), on
 normal random values, 4,096 columns, in pieces of 128 rows (a megabyte of bfloat16) as the stream reads them. A round
@@ -22,6 +22,9 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays as b
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.verification.weight_error import compare
+from bridge.workflows.inspect.losses import losses
+from bridge.workflows.inspect.quantization import Quantization, of_recipe
+from bridge.workflows.inspect.sums import Blocks, TensorSums
 
 COLS, ROWS = 4096, 128
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
@@ -50,8 +53,10 @@ Work = Callable[[np.ndarray], object]
 def cases(dtype: str) -> dict[str, tuple[float, Work]]:
     """Return name -> (bytes written for each value, work on rows of a storage array)."""
     made = {f"rows to {name}": (size, _encoder(dtype, numeric, coding)) for name, size, numeric, coding in CODES}
+    made = _inspections(dtype) | made
     if dtype != "bfloat16":
-        return {name: case for name, case in made.items() if name.removeprefix("rows to ") in OTHERS}
+        others = {f"rows to {name}" for name in OTHERS} | _inspections(dtype).keys()
+        return {name: case for name, case in made.items() if name in others}
     found: dict[str, tuple[float, Work]] = {
         "amax per tensor": (0, lambda w: b.amax(w, dtype, *w.shape)),
         "amax per row": (0, lambda w: b.amax(w, dtype, 1, COLS)),
@@ -70,6 +75,24 @@ def cases(dtype: str) -> dict[str, tuple[float, Work]]:
             found[f"compare {name}"] = (0, _comparer(dtype, numeric, coding))
     found["Conv1D to fp8_pc_pt"] = (1, _whole(dtype, Numeric(FP8, "channel"), layout="in_out", transpose=True))
     return found
+
+
+def _inspections(dtype: str) -> dict[str, tuple[float, Work]]:
+    """What `bridge.inspect` computes of a tensor: all of its sums, and the losses of some formats."""
+    some = "fp8", "int8", "nvfp4", "mxfp8"
+    hows = {name: Quantization((numeric,)) for name, _, numeric, _ in CODES if name in some}
+    hows["Transformer Engine's E4M3"] = of_recipe("fp8_current_scaling", "activation")
+    hows["Transformer Engine's E5M2"] = of_recipe("fp8_current_scaling", "gradient")
+    return {
+        "inspect: statistics": (0, lambda w: TensorSums().add(w, dtype)),
+        "inspect: statistics without percentiles": (0, lambda w: TensorSums(magnitudes=False).add(w, dtype)),
+        "inspect: the same and blocks of 32": (0, lambda w: TensorSums([Blocks()], magnitudes=False).add(w, dtype)),
+        **{f"inspect: losses of {name}": (0, _losses(dtype, how)) for name, how in hows.items()},
+    }
+
+
+def _losses(dtype: str, how: Quantization) -> Work:
+    return lambda w: losses(w, dtype, how)
 
 
 def _pieces(work: Work) -> Work:
@@ -138,22 +161,30 @@ def main() -> None:
     parser.add_argument("case", nargs="*", help="words that a case must contain one of")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--nanoseconds", action="store_true", help="a value on one thread, instead of GB/s")
     options = parser.parse_args()
-    print(
-        "| case | bytes moved a value | 1 thread GB/s | % copy | 2 threads GB/s | % copy |\n|---|---|---|---|---|---|"
-    )
+    columns = ["1 thread GB/s", "% copy", "2 threads GB/s", "% copy"]
+    columns = ["case", "bytes moved a value", *(["ns a value"] if options.nanoseconds else columns)]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for dtype in b.FLOATS:
         weight = source(dtype, options.megabytes)
         for name, (size, work) in cases(dtype).items():
             full = name if dtype == "bfloat16" else f"{name}, from {dtype}"
             if not options.case or any(word in full for word in options.case):
-                print(f"| {full} | {weight.itemsize + size:g} |{rates(weight, work, options.rounds)}", flush=True)
+                measure = nanoseconds if options.nanoseconds else rates
+                print(f"| {full} | {weight.itemsize + size:g} |{measure(weight, work, options.rounds)}", flush=True)
 
 
 def source(dtype: str, megabytes: int) -> np.ndarray:
     """Return normal random values of so many megabytes; the same matrix again and again, which no kernel can see."""
     part = b.cast(np.random.default_rng(0).standard_normal((ROWS, COLS), np.float32), "float32", dtype)
     return np.tile(part, (max(megabytes * 2**20 // part.nbytes, 1), 1))
+
+
+def nanoseconds(weight: np.ndarray, work: Work, rounds: int) -> str:
+    """Return the last cell of one line: ns a value on one thread, the least of the rounds."""
+    seconds(work, [weight])
+    return f" {min(seconds(work, [weight]) for _ in range(rounds)) / weight.size * 1e9:.1f} |"
 
 
 def rates(weight: np.ndarray, work: Work, rounds: int) -> str:

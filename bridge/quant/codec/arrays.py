@@ -28,6 +28,11 @@ def matrix(bits: Array) -> Array:
     return bits.reshape(1, -1) if bits.ndim < 2 else bits.reshape(bits.shape[0], -1)
 
 
+def as_rows(bits: Array) -> Array:
+    """Return `bits` as (all other axes, the last); a vector is one row."""
+    return bits.reshape(1, -1) if bits.ndim < 2 else bits.reshape(-1, bits.shape[-1])
+
+
 def words(bits: Array, dtype: str) -> Array:
     """Return the storage array as C-contiguous unsigned integers of its width."""
     if dtype not in FLOATS:

@@ -13,7 +13,7 @@ import numpy as np
 import bridge._kernels.moments as kernel
 from bridge._kernels.ranges import widest
 from bridge.core.errors import UsageError
-from bridge.quant.codec.arrays import CHUNK, Array, matrix, readable, transposed
+from bridge.quant.codec.arrays import CHUNK, Array, as_rows, readable, transposed
 
 _LEAST = [kernel.MIN, kernel.AMIN]  # of two parts the least counts
 _LARGEST = [kernel.MAX, kernel.AMAX]
@@ -98,7 +98,7 @@ class TensorSums:
         if not bits.size:
             return
         if self.blocks:
-            rows = matrix(bits.reshape(-1, bits.shape[-1]) if bits.ndim > 1 else bits)
+            rows = as_rows(bits)
             words = readable(rows, dtype, np.empty(rows.size if dtype == "float16" else 0, np.uint32))
             self.widest = np.maximum(self.widest, [blocks.widest(words) for blocks in self.blocks])
         flat = np.ascontiguousarray(bits).reshape(-1)

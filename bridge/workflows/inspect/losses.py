@@ -1,0 +1,231 @@
+"""What a tensor loses by quantization.
+
+x is the tensor, v what its codes and scales stand for. Codes are the encoder's, sums those of `weight_error`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, fields
+
+import numpy as np
+
+from bridge._kernels.counts import nonzero
+from bridge.core.text import nearest
+from bridge.quant.codec import arrays
+from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.blocks import PLAIN
+from bridge.verification.weight_error import Comparer, ErrorSums
+from bridge.workflows.inspect.coding import Coder, Piece, coder, finite, overflowing
+from bridge.workflows.inspect.quantization import Quantization
+
+COLUMNWISE = "_columnwise"  # the end of a statistic's name: of the transpose
+_MASKS = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float4_e2m1fn": 7}  # without the sign of a zero
+_LEAST_SCALE = np.float32(2.0**-9)  # of e4m3
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums of one tensor under one quantization.
+
+    `numel`: numbers. `not_finite`: those that are NaN or infinite, taken as 0. `nonzero`, `kept`: those that are not 0
+    before and after. `beyond`: magnitudes above the largest that a static scale reaches. `source`, `decoded`, `error`:
+    |x|^2, |v|^2, |v - x|^2. `largest`: |v - x| of one number. `scales`, `logs`, `about`: how many scales are not 0, the
+    sum of their log2, and that of squares about its mean. `raised`: scales of blocks that e4m3 cannot hold so small.
+    """
+
+    numel: float = 0
+    not_finite: float = 0
+    nonzero: float = 0
+    kept: float = 0
+    beyond: float = 0
+    source: float = 0
+    decoded: float = 0
+    error: float = 0
+    largest: float = 0
+    scales: float = 0
+    logs: float = 0
+    about: float = 0
+    least_scale: float = math.inf
+    largest_scale: float = -math.inf
+    raised: float = 0
+
+    def merged(self, other: LossSums) -> LossSums:
+        """The sums of both: other microbatches, or another rank."""
+        out = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        out["largest"] = max(self.largest, other.largest)
+        out["least_scale"] = min(self.least_scale, other.least_scale)
+        out["largest_scale"] = max(self.largest_scale, other.largest_scale)
+        if self.scales and other.scales:
+            apart = self.logs / self.scales - other.logs / other.scales
+            out["about"] += apart * apart * self.scales * other.scales / (self.scales + other.scales)
+        return LossSums(**out)
+
+    def vector(self) -> Array:
+        """All of it as float64, for another rank."""
+        return np.array(astuple(self), np.float64)
+
+    @classmethod
+    def from_vector(cls, vector: Array) -> LossSums:
+        """Undo `vector`."""
+        return cls(*(float(number) for number in vector))
+
+    @property
+    def errors(self) -> ErrorSums:
+        """The sums that `verify` has: cosine, norm ratio, SQNR."""
+        dot = (self.source + self.decoded - self.error) / 2
+        return ErrorSums(dot, self.source, self.decoded, self.error, codes=int(self.numel), largest=self.largest)
+
+
+def losses(
+    bits: Array, dtype: str, how: Quantization, *, amax: float | None = None, columnwise: bool = False
+) -> LossSums:
+    """The sums of a tensor of any shape.
+
+    bits: its storage array of `dtype` (float32, float16, bfloat16).  amax: static; without it `how.amax`, or that of
+    the tensor itself.  columnwise: of the transpose.
+
+    >>> from bridge.workflows.inspect.quantization import of_format
+    >>> sums = losses(np.array([[448, 1, 1e-4]], np.float32), "float32", of_format("FP8E4M3"))
+    >>> sums.nonzero, sums.kept, round(sums.largest, 6)
+    (3.0, 2.0, 0.0001)
+    """
+    if not bits.size:
+        return LossSums()
+    clean, largest, bad = finite(arrays.as_rows(bits), dtype)
+    if columnwise and how.turns:
+        clean = arrays.transposed(clean)
+    static = amax or how.amax
+    bound = static if static and how.static else math.inf
+    by, total = coder(clean, dtype, how, static or largest), _Total(clean.size, bad, bound)
+    comparer = Comparer(how.numeric, dtype, by.blocks, by.packed, PLAIN, by.above, largest=True)
+    for piece in by.pieces(clean):
+        total.add(by, piece, comparer)
+    return total.sums()
+
+
+@dataclass
+class _Total:
+    """Adds pieces of one tensor."""
+
+    numel: int
+    not_finite: int
+    bound: float
+    nonzero: int = 0
+    kept: int = 0
+    beyond: int = 0
+    raised: int = 0
+    errors: ErrorSums = field(default_factory=ErrorSums)
+    scales: LossSums = field(default_factory=LossSums)
+
+    def add(self, by: Coder, piece: Piece, comparer: Comparer) -> None:
+        scratch = np.empty(piece.bits.size if by.dtype == "float16" else 0, np.uint32)
+        some, more = overflowing(arrays.readable(piece.bits, by.dtype, scratch), self.bound)
+        self.nonzero += some
+        self.beyond += more if self.bound < math.inf else 0
+        self.kept += _kept(by, piece)
+        self.errors += comparer.rows(piece.bits, piece.codes, piece.stored)
+        if by.blocks.down < by.blocks.rows or not self.scales.scales:  # one of all rows comes with each piece
+            self.scales = self.scales.merged(_of_scales(by.factors(piece)))
+        self.raised += _raised(by, piece)
+
+    def sums(self) -> LossSums:
+        e, s = self.errors, self.scales
+        counts = self.numel, self.not_finite, self.nonzero, self.kept, self.beyond
+        moments = e.source, e.decoded, e.error, e.largest, s.scales, s.logs, s.about, s.least_scale, s.largest_scale
+        return LossSums(*map(float, (*counts, *moments, self.raised)))
+
+
+def _kept(by: Coder, piece: Piece) -> int:
+    """How many numbers are not 0 once they are quantized."""
+    numeric = by.how.numeric
+    if by.packed or len(numeric) > 1:
+        return int(np.count_nonzero(by.decoded(piece)))
+    mask = _MASKS.get(numeric[0].dtype, 0xFF)
+    return int(nonzero(piece.codes.reshape(-1), np.uint8(mask)))
+
+
+def _of_scales(factors: Array) -> LossSums:
+    used = factors[factors > 0]
+    if not used.size:
+        return LossSums()
+    logs = np.log2(used.astype(np.float64))
+    total, about = float(logs.sum()), float(np.square(logs - logs.mean()).sum())
+    least, largest = float(used.min()), float(used.max())
+    return LossSums(scales=used.size, logs=total, about=about, least_scale=least, largest_scale=largest)
+
+
+def _raised(by: Coder, piece: Piece) -> int:
+    """Scales of NVFP4 blocks that were raised to the least number of e4m3, 2^-9."""
+    first = by.how.numeric[0]
+    if not first.two_level or not (piece.stored == 1).any():
+        return 0
+    assert piece.above is not None
+    largest = arrays.amax(piece.bits, by.dtype, by.blocks.down, by.blocks.across)
+    quotient = largest / np.float32(np.float32(first.maxbound) * piece.above)
+    return int(np.count_nonzero((quotient > 0) & (quotient < _LEAST_SCALE)))
+
+
+def _share(count: Callable[[LossSums], float], of: Callable[[LossSums], float]) -> Callable[[LossSums], float]:
+    return lambda sums: 100 * count(sums) / of(sums) if of(sums) else math.nan
+
+
+def mse(sums: LossSums) -> float:
+    """|v - x|^2 / numel."""
+    return sums.error / sums.numel if sums.numel else math.nan
+
+
+def scale_std(sums: LossSums) -> float:
+    """The standard deviation of log2 of the scales that are not 0, in octaves; 0 of one scale."""
+    return math.sqrt(sums.about / sums.scales) if sums.scales else math.nan
+
+
+def _seen(value: Callable[[LossSums], float]) -> Callable[[LossSums], float]:
+    return lambda sums: value(sums) if sums.numel else math.nan
+
+
+def _of_some_scale(value: Callable[[LossSums], float]) -> Callable[[LossSums], float]:
+    return lambda sums: value(sums) if sums.scales else math.nan
+
+
+LOSSES: dict[str, Callable[[LossSums], float]] = {
+    "underflows%": _share(lambda sums: sums.nonzero - sums.kept, lambda sums: sums.numel),
+    "overflows%": _share(lambda sums: sums.beyond, lambda sums: sums.numel),
+    "mse": mse,
+    "sqnr": _seen(lambda sums: sums.errors.sqnr),  # 10 log10(|x|^2 / |v - x|^2), in dB
+    "cosine": _seen(lambda sums: sums.errors.cosine),  # x.v / (|x| |v|)
+    "norm_ratio": _seen(lambda sums: sums.errors.norm_ratio),  # |v| / |x|
+    "max_error": _seen(lambda sums: sums.largest),
+    "scale_min": _of_some_scale(lambda sums: sums.least_scale),
+    "scale_max": _of_some_scale(lambda sums: sums.largest_scale),
+    "scale_std": scale_std,
+    "scale_underflows%": _share(lambda sums: sums.raised, lambda sums: sums.scales),
+}
+# Transformer Engine's `scale_inv` is the scale.
+LOSSES |= {f"scale_inv_{end}": LOSSES[f"scale_{end}"] for end in ("min", "max", "std")}
+
+
+@dataclass(frozen=True)
+class LossName:
+    """`[SCHEME_]STAT[_columnwise]`, taken apart; `scheme` is "" for that of the session."""
+
+    scheme: str
+    stat: str
+    columnwise: bool
+
+
+def parse(name: str) -> LossName | str:
+    """Take a statistic's name apart; a text says why it is none. Whether the scheme exists is not asked."""
+    columnwise = name.endswith(COLUMNWISE)
+    rest = name.removesuffix(COLUMNWISE)
+    for stat in sorted(LOSSES, key=len, reverse=True):
+        scheme = rest.removesuffix(stat)
+        if scheme != rest and (not scheme or scheme.endswith("_")):
+            return LossName(scheme.removesuffix("_"), stat, columnwise)
+    return f"{name!r} is no statistic of a quantization; {nearest(rest, LOSSES)}"
+
+
+def loss(sums: LossSums, stat: str) -> float:
+    """Return a statistic by its name in `LOSSES`."""
+    return LOSSES[stat](sums)
