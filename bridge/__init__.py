@@ -31,6 +31,7 @@ _HOME = {
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
     "inspect": "bridge.workflows.inspect.verbs",
+    "inspecting": "bridge.workflows.inspect.verbs",
     "Inspection": "bridge.workflows.inspect.result",
     "Sensitivity": "bridge.api.sensitivity.result",
     "Plan": "bridge.planning.plan",
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
     from bridge.workflows.chain.run import chain
     from bridge.workflows.distill.verbs import distill
     from bridge.workflows.inspect.result import Inspection
-    from bridge.workflows.inspect.verbs import inspect
+    from bridge.workflows.inspect.verbs import inspect, inspecting
     from bridge.workflows.prune.search import search
     from bridge.workflows.prune.searched import Searched
     from bridge.workflows.prune.verbs import prune, pruned
@@ -109,6 +110,7 @@ __all__ = [
     "distill",
     "get_submodule",
     "inspect",
+    "inspecting",
     "load_quant_weights_from_hf",
     "load_weights_from_hf",
     "modelopt_quantize",

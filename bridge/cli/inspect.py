@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli.arguments import Data, Debug, Field, Json, Model, Quiet, Tokenizer, epilog
+from bridge.cli.arguments import Data, Debug, Device, Field, Json, Model, Planned, Quiet, Tokenizer, epilog
 from bridge.cli.terminal import session
 
 EPILOG = epilog("qbridge inspect MODEL --against OUT --out seen")
@@ -14,30 +14,42 @@ EPILOG = epilog("qbridge inspect MODEL --against OUT --out seen")
 
 def inspect(
     model: Model,
-    against: Annotated[str, typer.Option(metavar="OUT", help="what `convert` wrote of MODEL for target hf")],
+    against: Annotated[
+        str | None, typer.Option(metavar="OUT", help="what `convert` wrote of MODEL for target hf, to compare with it")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="config.yaml of what to look at; default: activations, weights")
+    ] = None,
+    quant: Planned = None,
+    calib: Annotated[str | None, typer.Option(help="saved calibration, for static scales of inputs")] = None,
     data: Data = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="directory for inspect.html, .json and .csv")] = None,
-    worst: Annotated[int, typer.Option(min=1, help="number of modules to print; default: 10")] = 10,
+    steps: Annotated[int | None, typer.Option(min=1, help="batches to run; default: all")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="also run the next-token loss backward")] = False,
+    worst: Annotated[int, typer.Option(min=1, help="number of lines to print; default: 10")] = 10,
     samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 32")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")] = None,
     field: Field = None,
+    device: Device = None,
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an inspection in DIR")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Show where a quantized model loses most, module by module.
+    """Show which tensors of a model lose most, or where a quantized model begins to differ.
 
-    Each is compared with that of the source: alone, with the source's input, and with all errors of those before.
+    With --against each module is compared with the source's: alone, with the source's input, and with all errors
+    before it. Without, the model runs, and statistics of its tensors are recorded.
     """
     with session(debug=debug, quiet=quiet) as terminal:
         import bridge
         from bridge.workflows.inspect.result import inspection_table
 
         seen = bridge.inspect(
-            model, against=against, data=data, out=out, samples=samples, sequence=sequence, field=field,
-            tokenizer=tokenizer, overwrite=overwrite, progress=terminal.progress,
+            model, config, against=against, quant=quant, calib=calib, data=data, steps=steps, gradients=gradients,
+            out=out, samples=samples, sequence=sequence, field=field, device=device, tokenizer=tokenizer,
+            overwrite=overwrite, progress=terminal.progress,
         )  # fmt: skip
         if as_json:
             terminal.print(seen.to_json())

@@ -15,7 +15,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "bridge.convert", "bridge.plan", "bridge.calibrate", "bridge.verify", "bridge.run", "bridge.check",
             "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.search", "bridge.distill", "bridge.chain",
-            "bridge.inspect", "bridge.batch",
+            "bridge.inspect", "bridge.inspecting", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
         ),
     ),
@@ -38,6 +38,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.workflows.chain.result.StepDone",
             "bridge.Searched", "bridge.workflows.prune.searched.Tried", "bridge.Inspection",
             "bridge.workflows.inspect.side_by_side.Compared", "bridge.workflows.inspect.side_by_side.Difference",
+            "bridge.workflows.inspect.result.Record", "bridge.workflows.inspect.session.Session",
             "bridge.BridgeError",
         ),
     ),

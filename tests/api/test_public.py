@@ -32,9 +32,10 @@ SIGNATURES = {
         "memory=None, workers=None, **options"
     ),
     "inspect": (
-        "model, *, against, data=None, out=None, samples=None, sequence=None, field=None, tokenizer=None, "
-        "overwrite=False, progress=None"
+        "model, config=None, *, against=None, quant=None, calib=None, data=None, steps=None, gradients=False, "
+        "out=None, samples=None, sequence=None, field=None, device=None, tokenizer=None, overwrite=False, progress=None"
     ),
+    "inspecting": "model, config=None, *, quant=None, calib=None, out=None, overwrite=False, sink=None",
     "chain": "path, *, overwrite=False, resume=True, progress=None",
     "search": (
         "model, budget, *, dims=None, data=None, importance='output', repair=False, quant=None, config=None, "

@@ -38,6 +38,17 @@ class Record:
     value: float | None
 
 
+@dataclass(frozen=True)
+class Magnitudes:
+    """How many values of a tensor lie from a power of two up to the next: (power, count), and how many are zero."""
+
+    step: int
+    layer: str
+    tensor: str
+    counts: tuple[tuple[int, int], ...]
+    zeros: int
+
+
 @dataclass(frozen=True, repr=False)
 class Inspection(Displayed):
     """What an inspection saw.
@@ -52,6 +63,7 @@ class Inspection(Displayed):
     compared: tuple[Compared, ...] = ()
     notes: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    magnitudes: tuple[Magnitudes, ...] = ()
 
     def worst(self, stat: str = "sqnr", n: int = 10, tensor: str | None = None) -> list[Record]:
         """The `n` layers and tensors with the worst value of a statistic, the worst first.
@@ -134,6 +146,7 @@ class Inspection(Displayed):
         told = {
             "schema": SCHEMA, "about": dict(sorted(self.about.items())), "modules": list(self.modules),
             "records": [asdict(record) for record in self.records], "compared": [_plain(row) for row in self.compared],
+            "magnitudes": [asdict(row) for row in self.magnitudes],
             "notes": list(self.notes),
         }  # fmt: skip
         return json.dumps(told, indent=1, allow_nan=False)
@@ -177,8 +190,12 @@ def inspection_table(seen: Inspection, worst: int, out: str | None) -> Renderabl
 
     from bridge.reporting.columns import Columns, line
 
-    alone = [_cells(row) for row in seen.most_alone(worst)]
-    table: list[RenderableType] = [Columns(COMPARED, alone, right=(1, 2, 3)), ""] if alone else []
+    table: list[RenderableType] = []
+    if seen.compared:
+        table = [Columns(COMPARED, [_cells(row) for row in seen.most_alone(worst)], right=(1, 2, 3)), ""]
+    elif seen.records:
+        columns, rows = seen.table()
+        table = [Columns(columns, rows[:worst], right=(0, 5)), ""]
     return Group(*table, *seen.lines(), *([line("page", f"{out}/inspect.html")] if out else []))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from bridge.core.output.directory import output_directory
 from bridge.workflows.inspect.page import render
-from bridge.workflows.inspect.result import MARK, Inspection
+from bridge.workflows.inspect.result import MARK, Inspection, Record
 
 
 def save(inspection: Inspection, out: Path, overwrite: bool = False) -> None:
@@ -20,3 +23,19 @@ def save(inspection: Inspection, out: Path, overwrite: bool = False) -> None:
         texts = {MARK: f"{inspection.to_json()}\n", "statistics.csv": inspection.to_csv(), "inspect.html": page}
         for name, text in texts.items():
             (work.directory / name).write_text(text, encoding="utf-8")
+
+
+class StepsFile:
+    """The records of a loop while it runs, a line each in NAME.steps.jsonl beside the directory; a kill leaves it."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.absolute().with_name(f"{out.name}.steps.jsonl")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("", encoding="utf-8")
+
+    def add(self, records: Iterable[Record]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)

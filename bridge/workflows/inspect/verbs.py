@@ -1,96 +1,240 @@
-"""The verb inspect."""
+"""The verbs inspect and inspecting."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bridge.api.request import unwarned_data_of, warn_of
-from bridge.calibration.data import Sampling
-from bridge.core.errors import UsageError
+from bridge.api.words import SchemeName
+from bridge.calibration.data import Data, Sampling
+from bridge.calibration.reference_outputs import runner
+from bridge.core.errors import InspectError, UsageError
 from bridge.core.output.replace import check_free
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
 from bridge.core.version import __version__
+from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
+from bridge.sources.source import Source
+from bridge.workflows.inspect.collect import LOGS, Schemes
+from bridge.workflows.inspect.config.listing import layers_of, layers_of_source
+from bridge.workflows.inspect.config.resolve import Routing, load_routing
 from bridge.workflows.inspect.result import MARK, Inspection
-from bridge.workflows.inspect.save import save
+from bridge.workflows.inspect.save import StepsFile, save
+from bridge.workflows.inspect.session import Session, Sink
+
+Config = str | Path | Mapping[str, Any] | None
 
 
 @shows_progress
 def inspect(
     model: Any,
+    config: Config = None,
     *,
-    against: str | Path,
+    against: str | Path | None = None,
+    quant: SchemeName | str | Path | Scheme | None = None,
+    calib: Calibration | str | Path | None = None,
     data: Any = None,
+    steps: int | None = None,
+    gradients: bool = False,
     out: str | Path | None = None,
     samples: int | None = None,
     sequence: int | None = None,
     field: str | None = None,
+    device: str | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
     progress: Progress | bool | None = None,
 ) -> Inspection:
-    """Compare each module of a quantized model with that of its source, on the same inputs.
+    """Run a model on data and record statistics of its tensors, or compare a quantized model with it.
 
-    Both models run, one after the other, and 64 tokens of each module's output are kept. `accumulated` is the error of
-    an output with all errors before it; `alone` is that of one matrix, with the codes of its input, on the input that
-    the source has there. So a matrix that is bad alone makes an error, and one that is bad accumulated only passes it
-    on.
+    Without `against`, each batch of the data is a step. The config says which layers and tensors are looked at, when
+    and for which statistics; what quantizing a tensor would lose is computed by the encoder of conversions. The model's
+    outputs stay as they are. All mistakes of a config are told before the model is loaded.
+
+    With `against`, the model and what was written of it run one after the other, and 64 tokens of each module's output
+    are compared: `accumulated` with all errors before it, `alone` with the source's input and the codes of that input.
+    A matrix that is bad alone makes an error; one that is bad accumulated only, passes it on.
 
     Args:
-        model: the source, what `convert` takes.
-        against: what `convert` wrote of it for target "hf".
+        model: what `convert` takes.
+        config: a config.yaml of TransformerEngine's debug features, or its content; None looks at activation and weight
+            of every matrix under `quant`, else under fp8, int8, nvfp4 and mxfp8.
+        against: what `convert` wrote of the model for target "hf"; no config, quant, steps or gradients with it.
+        quant: the scheme of statistics that name none.
+        calib: a calibration, whose amax of inputs are the static scales.
         data: what `calibrate` takes; None takes the embedded text.
+        steps: batches to run at most.
+        gradients: also run the next-token loss backward, for `gradient`, `dgrad` and `wgrad`.
         out: a directory for inspect.html, inspect.json and statistics.csv; None writes nothing.
         samples, sequence: rows of text and their tokens, as in `calibrate`.
         overwrite: replace an inspection in `out`.
 
     Raises:
+        InspectError: mistakes of the config, all of them; a layer that the model has not.
         VerifyError: bridge did not write `against`, or made it from another model.
-        UsageError: it is of another target.
+        UsageError: arguments that do not go together.
         WriteError: `out` exists.
-        CannotRun: transformers cannot run one of the two.
+        CannotRun: transformers cannot run the output.
 
-    >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int4_wo", "to-inspect", verify=False)
-    >>> seen = bridge.inspect("examples/models/tiny-llama", against="to-inspect", samples=4)
-    >>> worst = min(seen.compared, key=lambda row: row.alone.sqnr if row.alone and row.alone.sqnr else 99)
-    >>> 10 < worst.alone.sqnr < 25  # dB
-    True
+    >>> seen = bridge.inspect("examples/models/tiny-llama", quant="int4_wo", samples=4)
+    >>> worst = seen.worst("sqnr", n=1)[0]
+    >>> worst.tensor, 15 < worst.value < 25  # dB
+    ('weight', True)
     """
-    from bridge.workflows.inspect.side_by_side import side_by_side
-    from bridge.workflows.inspect.twin import plan_of_output, twin_of
-
-    callback, directory = callback_of(progress), written_at(against)
+    callback = callback_of(progress)
     place = None if out is None else Path(out)
     if place is not None:
         check_free(place, overwrite, MARK)
-    source = pruned_again(open_source(model, tokenizer=tokenizer), directory)
-    plan = plan_of_output(directory, source)
-    made = unwarned_data_of(source, data, Sampling(samples, sequence, field))
-    batches = (*made.batches, *made.held_out)
-    if not batches or made.forward_loop:
-        raise UsageError(
-            f"data= (--data): two models are compared on batches: {made.missing or 'a forward_loop has none'}"
-        )
-    if data is not None:
-        warn_of(made)
-    callback(0, 3, "load")
-    live, twin = source.load_model(), twin_of(directory, source)
-    callback(1, 3, "run both")
-    rows = side_by_side(live, twin.model, batches, matrices_of(live))
-    about = {
-        "model": source.name, "against": str(against), "scheme": plan.scheme, "plan": plan.digest,
-        "data": made.digest, "qbridge": __version__,
-    }  # fmt: skip
-    found = Inspection(about, (), tuple(rows), twin.notes)
-    callback(2, 3, "write")
+    sampling = Sampling(samples, sequence, field)
+    if against is not None:
+        own = {"config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None}
+        if given := [name for name, value in own.items() if value is not None]:
+            raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
+        found = _beside(model, written_at(against), data, sampling, tokenizer, callback)
+    else:
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
+        source = open_source(model, tokenizer=tokenizer)
+        scheme = None if quant is None else load_scheme(quant)
+        routing = load_routing(config, layers_of_source(source), scheme)
+        made = _data_of(source, data, sampling)
+        schemes = Schemes(scheme, _static(calib))
+        found = _run(source, routing, schemes, made, steps, gradients, device, callback)
     if place is not None:
         save(found, place, overwrite)
-    callback(3, 3, "write")
     return found
+
+
+@contextmanager
+def inspecting(
+    model: Any,
+    config: Config = None,
+    *,
+    quant: SchemeName | str | Path | Scheme | None = None,
+    calib: Calibration | str | Path | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    sink: Sink | None = None,
+) -> Iterator[Session]:
+    """Inspect a live model in a loop of the caller's, which ends each step with `session.step()`.
+
+    Outputs and gradients have the same bits as without; a step at which nothing is due has no hooks. Leaving the block,
+    also by an exception, takes everything off the model; `session.inspection` has what was told.
+
+    Args:
+        model: a torch module: of transformers, of Megatron-Core or torchtitan (with roles), or any other (by names).
+        config, quant, calib: as in `inspect`.
+        out: as in `inspect`, written at the end; until then each step adds its lines to NAME.steps.jsonl beside it.
+        sink: called as sink(name, value, step), as TensorBoard's `add_scalar`; a name is LAYER_TENSOR_STATISTIC.
+
+    Raises:
+        InspectError: mistakes of the config, all of them; a layer that the model has not.
+        WriteError: `out` exists.
+
+    >>> import torch
+    >>> live = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    >>> stats = {"LogTensorStats": {"enabled": True, "tensors": ["wgrad"], "stats": ["l2_norm"]}}
+    >>> config = {"all": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": stats}}
+    >>> with bridge.inspecting(live, config) as session:
+    ...     for _ in range(2):
+    ...         live(torch.ones(3, 8)).sum().backward()
+    ...         told = session.step()
+    >>> [record.layer for record in session.inspection.records]
+    ['0', '1', '0', '1']
+    """
+    place = None if out is None else Path(out)
+    if place is not None:
+        check_free(place, overwrite, MARK)
+    scheme = None if quant is None else load_scheme(quant)
+    routing = load_routing(config, layers_of(model), scheme)
+    _check_runs(routing)
+    steps = StepsFile(place) if place is not None else None
+    about = {"model": type(model).__name__, **_about(scheme)}
+    session = Session(model, routing, Schemes(scheme, _static(calib)), about, sink, steps)
+    try:
+        yield session
+    finally:
+        session.detach()
+        if place is not None and session.records:
+            save(session.inspection, place, overwrite)
+            if steps:
+                steps.remove()
+
+
+def _run(
+    source: Source, routing: Routing, schemes: Schemes, data: Data, steps: int | None, gradients: bool,
+    device: str | None, progress: Progress,
+) -> Inspection:  # fmt: skip
+    """Run the batches, each a step."""
+    import torch
+
+    _check_runs(routing)
+    batches = (*data.batches, *data.held_out)[:steps]
+    progress(0, len(batches), "load")
+    model = source.load_model()
+    model = model.to(device) if device else model
+    about = {"model": source.name, "data": data.digest, **_about(schemes.session)}
+    session = Session(model, routing, schemes, about)
+    run = runner(model, device)
+    try:
+        for at, batch in enumerate(batches):
+            progress(at, len(batches), "run")
+            if gradients:
+                with torch.enable_grad():
+                    _backward(model, batch, source.where)
+            else:
+                run(batch)
+            session.step()
+    finally:
+        session.detach()
+    progress(len(batches), len(batches), "run")
+    return session.inspection
+
+
+def _backward(model: Any, batch: Mapping[str, Any], where: str) -> None:
+    """Run the next-token loss forward and backward; gradients of weights are removed again."""
+    home = next(model.parameters()).device
+    inputs = {name: tensor.to(home) for name, tensor in batch.items()}
+    try:
+        loss = model(**inputs, labels=inputs.get("input_ids")).loss
+    except TypeError as error:
+        raise InspectError(f"{where}: gradients=True (--gradients) needs a model with a loss: {error}") from error
+    if loss is None:
+        raise InspectError(f"{where}: gradients=True (--gradients) needs a model that predicts the next token")
+    kept = {name: param.grad for name, param in model.named_parameters()}
+    loss.backward()
+    for name, param in model.named_parameters():
+        param.grad = kept[name]
+
+
+def _beside(
+    model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, progress: Progress
+) -> Inspection:
+    """Compare an output with its source."""
+    from bridge.workflows.inspect.side_by_side import side_by_side
+    from bridge.workflows.inspect.twin import plan_of_output, twin_of
+
+    source = pruned_again(open_source(model, tokenizer=tokenizer), directory)
+    plan = plan_of_output(directory, source)
+    made = _data_of(source, data, sampling)
+    progress(0, 2, "load")
+    live, twin = source.load_model(), twin_of(directory, source)
+    progress(1, 2, "run both")
+    rows = side_by_side(live, twin.model, (*made.batches, *made.held_out), matrices_of(live))
+    progress(2, 2, "run both")
+    about = {
+        "model": source.name, "against": str(directory), "scheme": plan.scheme, "plan": plan.digest,
+        "data": made.digest, "qbridge": __version__,
+    }  # fmt: skip
+    return Inspection(about, (), tuple(rows), twin.notes)
 
 
 def matrices_of(model: Any) -> list[str]:
@@ -98,3 +242,35 @@ def matrices_of(model: Any) -> list[str]:
     from bridge.workflows.inspect.gemms import can_change
 
     return [name for name, module in model.named_modules() if can_change(module)]
+
+
+def _data_of(source: Source, data: Any, sampling: Sampling) -> Data:
+    made = unwarned_data_of(source, data, sampling)
+    if not made.batches or made.forward_loop:
+        why = made.missing or "for a forward_loop use bridge.inspecting"
+        raise UsageError(f"data= (--data): a model is inspected on batches: {why}")
+    if data is not None:
+        warn_of(made)
+    return made
+
+
+def _static(calib: Calibration | str | Path | None) -> dict[str, float]:
+    """Amax of inputs by module."""
+    if calib is None:
+        return {}
+    found = calib if isinstance(calib, Calibration) else Calibration.load(Path(calib))
+    return {module: float(amax.max()) for module, amax in found.input_amax.items()}
+
+
+def _about(scheme: Scheme | None) -> dict[str, str]:
+    return {"qbridge": __version__, **({"scheme": scheme.name} if scheme else {})}
+
+
+def _check_runs(routing: Routing) -> None:
+    """InspectError for features that this version reads and does not run."""
+    others = sorted({route.feature for route in routing.routes if route.own or route.feature not in LOGS})
+    if others:
+        raise InspectError(
+            f"{', '.join(others)}: this version reads these features and does not run them; leave them out, or disable "
+            "them in the config"
+        )

@@ -11,11 +11,11 @@ import pytest
 
 from bridge.core.errors import InspectError, UsageError
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.inspect.config import InspectConfig, read_config
-from bridge.workflows.inspect.features import KINDS, Feature, OwnFeature
-from bridge.workflows.inspect.layers import CONV, EXPERT, Layer
-from bridge.workflows.inspect.resolve import Routing, generic_uses, load_routing, resolve
-from bridge.workflows.inspect.stat_names import TensorStat
+from bridge.workflows.inspect.config.features import KINDS, Feature, OwnFeature
+from bridge.workflows.inspect.config.layers import CONV, EXPERT, Layer
+from bridge.workflows.inspect.config.read import InspectConfig, read_config
+from bridge.workflows.inspect.config.resolve import Routing, generic_uses, load_routing, resolve
+from bridge.workflows.inspect.config.stat_names import TensorStat
 
 ROLES = {"q_proj": "attn.q.weight", "down_proj": "mlp.down.weight"}
 LAYERS = (

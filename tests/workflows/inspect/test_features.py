@@ -9,8 +9,8 @@ import pytest
 from bridge.core.problems import Problems
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.inspect.features import FORMATS, KINDS, Feature, Known, parse_feature
-from bridge.workflows.inspect.stat_names import (
+from bridge.workflows.inspect.config.features import FORMATS, KINDS, Feature, Known, parse_feature
+from bridge.workflows.inspect.config.stat_names import (
     ALIASES,
     QUANT_STATS,
     RECIPES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bridge.core.problems import Problems
-from bridge.workflows.inspect.schedule import Schedule, parse_schedule
+from bridge.workflows.inspect.config.schedule import Schedule, parse_schedule
 
 
 def parse(**words: Any) -> Schedule:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from bridge.core.problems import Problems
-from bridge.workflows.inspect.layers import Layer, number_in
-from bridge.workflows.inspect.merging import GEMMS, TAKES, TENSORS, merged
-from bridge.workflows.inspect.schedule import Schedule, parse_schedule
-from bridge.workflows.inspect.selectors import Selector, parse_selector
+from bridge.workflows.inspect.config.layers import Layer, number_in
+from bridge.workflows.inspect.config.merging import GEMMS, TAKES, TENSORS, merged
+from bridge.workflows.inspect.config.schedule import Schedule, parse_schedule
+from bridge.workflows.inspect.config.selectors import Selector, parse_selector
 
 ANSWERS = json.loads((Path(__file__).parents[2] / "oracles" / "inspect_config.json").read_text())
 

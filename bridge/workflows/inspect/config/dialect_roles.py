@@ -16,7 +16,7 @@ from bridge.tables.architectures.roles import load_roles
 from bridge.tables.architectures.structure import layout_of
 from bridge.tables.dialects.dialect import Dialect, DialectRow, dialect_names, load_dialect
 from bridge.tables.dialects.translate import row_pattern
-from bridge.workflows.inspect.layers import MATRICES, Meaning, clean
+from bridge.workflows.inspect.config.layers import MATRICES, Meaning, clean
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

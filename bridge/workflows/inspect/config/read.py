@@ -26,7 +26,7 @@ from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs import read_yaml
 from bridge.sources.configs.yaml_data import MAX_BYTES
-from bridge.workflows.inspect.features import (
+from bridge.workflows.inspect.config.features import (
     GENERIC,
     KINDS,
     Feature,
@@ -37,7 +37,7 @@ from bridge.workflows.inspect.features import (
     parse_feature,
     parse_generic,
 )
-from bridge.workflows.inspect.selectors import Selector, parse_selector
+from bridge.workflows.inspect.config.selectors import Selector, parse_selector
 
 NAMESPACES = ("transformer_engine", "bridge")  # of features; the second is our name of the first
 IN_MEMORY, DEFAULT = "config", "the default config"  # where a config comes from, in messages

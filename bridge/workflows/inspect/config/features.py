@@ -15,8 +15,8 @@ from typing import Any
 from bridge.core.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme, is_measured
-from bridge.workflows.inspect import schedule as schedules
-from bridge.workflows.inspect.merging import (
+from bridge.workflows.inspect.config import schedule as schedules
+from bridge.workflows.inspect.config.merging import (
     GEMMS,
     INPUTS,
     NAMING,
@@ -28,8 +28,8 @@ from bridge.workflows.inspect.merging import (
     names_of,
     structs,
 )
-from bridge.workflows.inspect.schedule import Schedule, parse_schedule
-from bridge.workflows.inspect.stat_names import (
+from bridge.workflows.inspect.config.schedule import Schedule, parse_schedule
+from bridge.workflows.inspect.config.stat_names import (
     QuantStat,
     TensorStat,
     check_scheme,

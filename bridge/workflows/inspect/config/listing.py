@@ -15,8 +15,8 @@ from bridge.core.values import Site
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.match import architecture_of
 from bridge.tables.architectures.roles import load_roles
-from bridge.workflows.inspect.dialect_roles import dialect_meanings
-from bridge.workflows.inspect.layers import CONV, CONV1D, EXPERT, LINEAR, Layer, Meaning, clean, number_in
+from bridge.workflows.inspect.config.dialect_roles import dialect_meanings
+from bridge.workflows.inspect.config.layers import CONV, CONV1D, EXPERT, LINEAR, Layer, Meaning, clean, number_in
 
 if TYPE_CHECKING:
     from bridge.sources.source import Source

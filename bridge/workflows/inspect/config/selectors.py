@@ -17,7 +17,7 @@ from bridge.core.problems import Problems
 from bridge.core.text import described, layer_of, named, natural, nearest, pattern
 from bridge.quant.schemes.layer_ranges import Span, from_start, parse_span
 from bridge.tables.architectures.roles import load_roles
-from bridge.workflows.inspect.layers import MATRICES, Layer
+from bridge.workflows.inspect.config.layers import MATRICES, Layer
 
 ALL = "all"
 REGEX = "layer_name_regex_pattern"

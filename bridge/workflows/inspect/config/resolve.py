@@ -17,11 +17,11 @@ from typing import Any
 from bridge.core.problems import Problems
 from bridge.core.text import named
 from bridge.quant.schemes.scheme import Scheme
-from bridge.workflows.inspect.config import InspectConfig, Section, parse_config, raise_problems
-from bridge.workflows.inspect.features import Feature, Options, OwnFeature, Use, clashes
-from bridge.workflows.inspect.layers import CONV, Layer, number_in
-from bridge.workflows.inspect.schedule import Schedule
-from bridge.workflows.inspect.selectors import depth_of
+from bridge.workflows.inspect.config.features import Feature, Options, OwnFeature, Use, clashes
+from bridge.workflows.inspect.config.layers import CONV, Layer, number_in
+from bridge.workflows.inspect.config.read import InspectConfig, Section, parse_config, raise_problems
+from bridge.workflows.inspect.config.schedule import Schedule
+from bridge.workflows.inspect.config.selectors import depth_of
 
 
 @dataclass(frozen=True)

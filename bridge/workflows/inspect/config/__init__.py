@@ -1,0 +1,1 @@
+"""Read a config, and resolve it against the layers of a model."""

@@ -1,0 +1,116 @@
+"""Inspect a model while it runs: hooks where something is due, nothing elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from bridge.core.text import number
+from bridge.workflows.inspect.collect import Collector, Schemes, Seen
+from bridge.workflows.inspect.config.layers import EXPERT, Layer
+from bridge.workflows.inspect.config.resolve import Routing
+from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
+from bridge.workflows.inspect.save import StepsFile
+from bridge.workflows.inspect.watch import Watch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMPTY: Mapping[str, str] = MappingProxyType({})
+Sink = Callable[[str, float, int], None]
+WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
+
+
+class Session:
+    """An inspection of a live model. `step` ends a step: what it told becomes records, and hooks follow the schedule.
+
+    A step may have several forward and backward passes (microbatches). Rows that `attention_mask` leaves out do not
+    count. The model's outputs and gradients have the same bits as without; `detach` leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        routing: Routing,
+        schemes: Schemes,
+        about: Mapping[str, str] = EMPTY,
+        sink: Sink | None = None,
+        steps: StepsFile | None = None,
+    ) -> None:
+        self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
+        self._sink, self._steps = sink, steps
+        self.records: list[Record] = []
+        self.magnitudes: list[Magnitudes] = []
+        self.current = 0
+        self._watches: list[Watch] = []
+        self._weights: dict[str, Seen] = {}
+        self._mask: Tensor | None = None
+        self._mask_hook: Any = None
+        self._collector = Collector({}, schemes)
+        self._next: int | None = routing.next_due(-1)
+        self._arm()
+
+    def step(self) -> list[Record]:
+        """End a step and go to the next; returns what it told."""
+        found = self._collector.records(self.current)
+        self.records += found
+        self.magnitudes += self._collector.magnitudes(self.current)
+        for record in found if self._sink else ():
+            if record.value is not None and self._sink:
+                self._sink(f"{record.layer}_{record.tensor}_{record.stat}", record.value, self.current)
+        if self._steps:
+            self._steps.add(found)
+        self.current += 1
+        self._arm()
+        return found
+
+    @property
+    def inspection(self) -> Inspection:
+        """What all steps told so far."""
+        modules = tuple(self.routing.layers)
+        return Inspection(self.about, tuple(self.records), (), tuple(self.notes), modules, tuple(self.magnitudes))
+
+    def detach(self) -> None:
+        """Take everything off the model; what an unfinished step told is dropped."""
+        for watch in self._watches:
+            watch.detach()
+        self._watches.clear()
+        if self._mask_hook is not None:
+            self._mask_hook.remove()
+            self._mask_hook = None
+        self._collector, self._mask = Collector({}, self.schemes), None
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not seen, and why."""
+        experts = [name for name, routes in self.routing.layers.items() if routes[0].layer.kind == EXPERT]
+        inside = f"{number(len(experts), 'matrix', 'matrices')} of experts inside one module were not seen"
+        return [*self.schemes.notes, *([inside] if experts else [])]
+
+    def _arm(self) -> None:
+        """Put hooks on the layers that are due at this step, and none on others."""
+        if self._mask_hook is not None:
+            self.detach()
+        if self._next is None or self.current < self._next:
+            return
+        due = self.routing.due(self.current)
+        self._next = self.routing.next_due(self.current)
+        self._collector = Collector(due, self.schemes, self._weights)
+        self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
+        for name, routes in due.items():
+            layer, wanted = routes[0].layer, self._collector.wanted(name)
+            if wanted and layer.kind != EXPERT:
+                self._watches.append(Watch(self.model.get_submodule(layer.module), wanted, partial(self._see, layer)))
+
+    def _keep_mask(self, _: Any, __: Sequence[Any], keywords: dict[str, Any]) -> None:
+        mask = keywords.get("attention_mask")
+        own = mask is not None and getattr(mask, "ndim", 0) == 2 and not bool(mask.all())
+        self._mask = mask if own else None
+
+    def _see(self, layer: Layer, name: str, tensor: Tensor) -> None:
+        mask = self._mask
+        if mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape:
+            tensor = tensor[mask.to(tensor.device) != 0]
+        self._collector.see(layer, name, tensor)
