@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from bridge.tracker import NanFinder, NotFinite  # noqa: E402
+from bridge.tracker.finite import FINITE, INFINITE, NAN, worst  # noqa: E402
 from tests.tracker.recorded import Two, rows  # noqa: E402
 
 LLAMA = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
@@ -171,6 +172,26 @@ def test_a_loss_that_is_nan_is_nobodys() -> None:
     first = found(Two(), rows(), backward=True, loss=lambda out: (out * 0).sum().sqrt())
     assert first == NotFinite("", "backward", "NaN")
     assert str(first) == "the gradient of the loss holds NaN"
+
+
+DTYPES = ["float64", "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bad_value_is_seen_wherever_it_is(dtype: str) -> None:
+    bads = [(torch.nan, NAN), (torch.inf, INFINITE), (-torch.inf, INFINITE)]
+    for count in (1, 3, 17, 64, 1000):
+        values = torch.linspace(-2, 2, count)
+        assert worst([values.to(getattr(torch, dtype))]) == FINITE
+        for at in {0, count // 2, count - 1}:
+            for bad, state in bads[:1] if dtype == "float8_e4m3fn" else bads:  # it has no infinity
+                changed = values.index_fill(0, torch.tensor([at]), bad).to(getattr(torch, dtype))
+                assert worst([changed]) == worst([changed.reshape(1, -1).t()]) == state, (count, at, bad)
+
+
+def test_what_has_no_floats_in_memory_is_finite() -> None:
+    others = [torch.empty(0), torch.ones(3, dtype=torch.int64), torch.empty(3, device="meta"), torch.eye(2).to_sparse()]
+    assert worst([*others, None]) == FINITE
 
 
 def test_nothing_is_found_in_a_sound_model_and_its_bits_are_kept() -> None:
