@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass, field, fields
 import numpy as np
 
 from bridge._kernels.counts import nonzero
-from bridge.core.text import nearest
 from bridge.quant.codec import arrays
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN
@@ -20,7 +19,6 @@ from bridge.verification.weight_error import Comparer, ErrorSums
 from bridge.workflows.inspect.coding import Coder, Piece, coder, finite, overflowing
 from bridge.workflows.inspect.quantization import Quantization
 
-COLUMNWISE = "_columnwise"  # the end of a statistic's name: of the transpose
 _MASKS = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float4_e2m1fn": 7}  # without the sign of a zero
 _LEAST_SCALE = np.float32(2.0**-9)  # of e4m3
 
@@ -202,28 +200,6 @@ LOSSES: dict[str, Callable[[LossSums], float]] = {
     "scale_std": scale_std,
     "scale_underflows%": _share(lambda sums: sums.raised, lambda sums: sums.scales),
 }
-# Transformer Engine's `scale_inv` is the scale.
-LOSSES |= {f"scale_inv_{end}": LOSSES[f"scale_{end}"] for end in ("min", "max", "std")}
-
-
-@dataclass(frozen=True)
-class LossName:
-    """`[SCHEME_]STAT[_columnwise]`, taken apart; `scheme` is "" for that of the session."""
-
-    scheme: str
-    stat: str
-    columnwise: bool
-
-
-def parse(name: str) -> LossName | str:
-    """Take a statistic's name apart; a text says why it is none. Whether the scheme exists is not asked."""
-    columnwise = name.endswith(COLUMNWISE)
-    rest = name.removesuffix(COLUMNWISE)
-    for stat in sorted(LOSSES, key=len, reverse=True):
-        scheme = rest.removesuffix(stat)
-        if scheme != rest and (not scheme or scheme.endswith("_")):
-            return LossName(scheme.removesuffix("_"), stat, columnwise)
-    return f"{name!r} is no statistic of a quantization; {nearest(rest, LOSSES)}"
 
 
 def loss(sums: LossSums, stat: str) -> float:

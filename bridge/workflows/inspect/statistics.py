@@ -14,7 +14,6 @@ from fractions import Fraction
 import numpy as np
 
 import bridge._kernels.moments as kernel
-from bridge.core.text import nearest
 from bridge.quant.codec.arrays import Array
 from bridge.workflows.inspect.sums import Blocks, TensorSums
 
@@ -128,13 +127,6 @@ STATISTICS: dict[str, Callable[[TensorSums], float]] = {
 }
 
 
-def problem(name: str) -> str:
-    """Why `name` is no statistic of a tensor; "" if it is one."""
-    if name in STATISTICS or name == HISTOGRAM or _percentile_of(name):
-        return ""
-    return f"{name!r} is no statistic of a tensor; {nearest(name, [*STATISTICS, HISTOGRAM, 'p50', 'p99.9'])}"
-
-
 def needs_magnitudes(name: str) -> bool:
     """Whether a statistic is made of the histogram."""
     return name in (HISTOGRAM, "outlier_ratio") or _percentile_of(name) is not None
@@ -148,7 +140,7 @@ def statistic(sums: TensorSums, name: str) -> float:
         if blocks.name == name:
             return blockwise_range(sums, blocks)
     percent = _percentile_of(name)
-    assert percent is not None, f"{name} is not a number: see `problem` and `histogram`"
+    assert percent is not None, f"{name} is not a number: see `histogram`"
     return percentile(sums, percent)
 
 

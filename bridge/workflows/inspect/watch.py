@@ -72,9 +72,9 @@ class Watch:
 
 def in_backward() -> bool:
     """Whether a backward pass runs: a forward in it repeats one, for checkpointing."""
-    import torch
+    from bridge.tracker.backward import task
 
-    return bool(torch._C._current_graph_task_id() != -1)
+    return task() != -1
 
 
 def is_turned(module: Any) -> bool:

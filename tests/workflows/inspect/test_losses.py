@@ -16,8 +16,10 @@ from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.inspect.coding import fake_quantized
-from bridge.workflows.inspect.losses import LOSSES, LossName, LossSums, loss, losses, parse
+from bridge.workflows.inspect.config import stat_names
+from bridge.workflows.inspect.losses import LOSSES, LossSums, loss, losses
 from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_format, of_recipe, of_scheme
+from bridge.workflows.inspect.statistics import STATISTICS
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMES = sorted(path.stem for path in table_files("schemes") if path.stem != "kv")
@@ -91,7 +93,7 @@ def test_scales_are_those_that_are_stored(numeric: Numeric) -> None:
     scale = scale.astype(np.float64) * arrays.get("scale_2", 1.0)
     sums = losses(bits, "bfloat16", Quantization((numeric,)))
     wanted = {"scale_min": scale.min(), "scale_max": scale.max(), "scale_std": np.log2(scale).std()}
-    agree(sums, wanted | {name.replace("scale", "scale_inv"): value for name, value in wanted.items()})
+    agree(sums, wanted)
 
 
 def test_scales_of_a_weight_that_is_rounded_twice_are_those_of_its_codes() -> None:
@@ -201,19 +203,8 @@ def test_large_and_small_numbers_keep_their_errors() -> None:
         assert loss(sums, "max_error") == pytest.approx(loss(known, "max_error") * 2.0**power, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "scheme", "stat", "columnwise"), [
-    ("mse", "", "mse", False),
-    ("underflows%_columnwise", "", "underflows%", True),
-    ("mxfp8_scale_inv_min_columnwise", "mxfp8", "scale_inv_min", True),
-    ("nvfp4_mse", "nvfp4", "mse", False),    # the scheme of this name is no statistic
-    ("nvfp4_mse_mse", "nvfp4_mse", "mse", False),
-    ("fp8_block_scaling_scale_underflows%", "fp8_block_scaling", "scale_underflows%", False),
-])  # fmt: skip
-def test_names_are_taken_apart(name: str, scheme: str, stat: str, columnwise: bool) -> None:
-    assert parse(name) == LossName(scheme, stat, columnwise)
-
-
-@pytest.mark.parametrize("name", ["", "_columnwise", "underflows", "fp8mse", "mse_", "sqnr%"])
-def test_other_names_are_told_apart(name: str) -> None:
-    message = parse(name)
-    assert isinstance(message, str) and "known: cosine, max_error" in message
+def test_a_config_knows_every_statistic() -> None:
+    """It is read without kernels, so that it has the names again."""
+    assert set(stat_names.QUANT_STATS) == set(LOSSES)
+    named = set(stat_names.TENSOR_STATS) - {stat_names.BLOCKWISE, "histogram"}
+    assert named == set(STATISTICS)

@@ -14,9 +14,9 @@ from typing import Any
 from bridge.core.errors import UsageError
 from bridge.core.problems import Problems
 from bridge.core.text import described, nearest
-from bridge.core.values import Numeric
 from bridge.quant.schemes.catalog import named_scheme, scheme_names
 from bridge.quant.schemes.scheme import Scheme
+from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_recipe
 
 BLOCKWISE = "max_blockwise_dynamic_range"
 TENSOR_STATS = (
@@ -30,8 +30,6 @@ QUANT_STATS = (
 )  # fmt: skip
 # TransformerEngine's names: its `scale_inv` is the scale that codes are multiplied by.
 ALIASES = {f"scale_inv_{end}": f"scale_{end}" for end in ("min", "max", "std")}
-# Recipes of TransformerEngine that are not schemes here, and whether the transpose has other blocks.
-RECIPES = {"fp8_current_scaling": False, "fp8_delayed_scaling": False, "fp8_block_scaling": True}
 GENERIC_STATS = ("min", "max", "mean", "std", "l1_norm", "l2_norm")  # of nvdlfw-inspect's own feature
 COLUMNWISE = "_columnwise"
 _BOTH_WAYS = ("activation", "weight")  # tensors that a layer also multiplies transposed
@@ -203,13 +201,8 @@ def _last_words(text: str) -> str:
 def _blocks_turn(name: str, session: Scheme | None) -> bool:
     """Whether other values share a scale in the transpose."""
     if name in RECIPES:
-        return RECIPES[name]
+        return of_recipe(name, "activation").turns
     scheme = named_scheme(name) if name else session
     assert scheme is not None
     numerics = [numeric for form in scheme.formats for numeric in (*form.weight, form.input) if numeric]
-    return not all(_is_square(numeric) for numeric in numerics)
-
-
-def _is_square(numeric: Numeric) -> bool:
-    """Whether the same values share a scale in the transpose."""
-    return numeric.per == "tensor" or (len(numeric.block) == 2 and len(set(numeric.block)) == 1)
+    return any(Quantization((numeric,)).turns for numeric in numerics)
