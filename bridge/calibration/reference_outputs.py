@@ -119,9 +119,12 @@ def why_failed(plain: Any, batch: Mapping[str, Any]) -> str:
     from bridge.tracker.finite import NanFinder
 
     with NanFinder(plain) as finder:
-        if why := refusal(plain, batch):
-            return f"{why}; give batches with the inputs it needs, or a forward_loop(model)"
-    return why_nan(finder.first) if finder.first else ""
+        try:
+            output = runner(plain)(batch)
+        except Exception as error:
+            return f"{refused(plain, batch, error)}; give batches with the inputs it needs, or a forward_loop(model)"
+    # a sound model may hold infinities, in a mask
+    return why_nan(finder.first) if finder.first and not bool(output.isfinite().all()) else ""
 
 
 def why_nan(first: NotFinite) -> str:

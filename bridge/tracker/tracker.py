@@ -192,6 +192,7 @@ class ModTracker:
                 if tensor.requires_grad:  # before the module may change it in place
                     call.given.append(Given(id(tensor), tensor._version, self._hook_input(call, tensor, call.inputs)))
                     call.inputs += 1
+            self._calls.add(call)
 
     def _after(self, module: Module, args: Any, *rest: Any) -> None:
         if torch.compiler.is_compiling():
@@ -201,13 +202,16 @@ class ModTracker:
         at = next((at for at in reversed(range(len(frames))) if frames[at].module is module), None)
         if at is None:  # it began before the tracker was entered
             return
-        frame = frames[at]
+        frame, followed = frames[at], False
         try:
             self._post_fw(frame, args, kwargs, output)
+            followed = True
         finally:
             with self._lock:
                 for ended in frames[at:]:  # those inside were left by an exception that torch does not catch
                     self._end_forward(ended.name)
+                    if ended.call and not (followed and ended is frame):
+                        ended.call.forget()
             del frames[at:]
         if frame.call:
             self._follow(frame.call, kwargs, output)
@@ -244,7 +248,6 @@ class ModTracker:
             if tensor.requires_grad:
                 call.handles.append(self._hook_input(call, tensor, call.inputs))
                 call.inputs += 1
-        self._calls.add(call)
 
     def _hook_input(self, call: Call, tensor: torch.Tensor, at: int) -> Handle:
         """Not `register_multi_grad_hook`: its hooks hold the graph that holds them, so that only `gc` frees it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
 from bridge.verification.outputs import apart, float_error, output_parity
 from bridge.verification.parity import OutputParity, Parity
-from bridge.verification.silenced import MOST, silenced_error
+from bridge.verification.silenced import most_of, silenced_error
 from bridge.verification.tensors import tensor_parity
 
 # Values held at once when a model runs: its weights in float32, and the runtime's own copy.
@@ -95,12 +96,14 @@ def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> li
     error = silenced_error(source, inputs)
     if error is None:
         return []
-    source.silenced = error
-    if error <= MOST:
+    source.silenced, most = error, most_of(source)
+    if error <= most:
         return []
+    if math.isnan(error):
+        return ["error [pruning] the outputs of the pruned model, or of the whole one, are NaN or infinite"]
     return [
         f"error [pruning] outputs differ by {error:.1e} from those of the whole model whose other parts are silent, "
-        f"more than {MOST:.0e}: the parts that were kept do not belong together"
+        f"more than {most:.0e}: the parts that were kept do not belong together"
     ]
 
 

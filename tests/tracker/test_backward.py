@@ -231,3 +231,26 @@ def test_outputs_and_gradients_have_the_same_bits(kind: bool | None) -> None:
         tracked = run()
     assert recorder.count("pre_bw") == 5
     assert all(torch.equal(one, other) for one, other in zip(plain, tracked, strict=True))
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_no_hook_on_a_callers_tensor(kind: type[BaseException]) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise kind
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(kind), ModTracker():
+        nn.Sequential(Failing())(x)
+    assert not x._backward_hooks
+
+
+def test_a_hook_of_the_users_that_raises_leaves_none_either() -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    x, tracker = torch.ones(2, 2, requires_grad=True), ModTracker()
+    tracker.register_user_hooks(post_fw_hook=fail)
+    with pytest.raises(ValueError), tracker:
+        nn.Linear(2, 2)(x)
+    assert not x._backward_hooks

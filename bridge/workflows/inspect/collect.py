@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.text import number
+from bridge.core.values import Format
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.memory import bits_of
-from bridge.workflows.inspect.config.layers import Layer
+from bridge.workflows.inspect.config.layers import CONV, Layer
 from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
 from bridge.workflows.inspect.losses import LossSums, loss, losses
-from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_recipe, of_scheme
+from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_numerics, of_recipe, of_scheme
 from bridge.workflows.inspect.result import Magnitudes, Record
 from bridge.workflows.inspect.statistics import HISTOGRAM, needs_magnitudes, octaves, statistic
 from bridge.workflows.inspect.sums import Blocks, TensorSums
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are summed as they are; others as float32
+EQUAL = 200.0  # dB of a tensor that loses nothing, and at most
 LOGS = ("LogTensorStats", "LogFp8TensorStats", "LogNvfp4TensorStats", "LogQuantizedTensorStats")
 
 
@@ -38,36 +41,48 @@ class Under:
 
 @dataclass(frozen=True)
 class Schemes:
-    """What a config's schemes mean in a session. `amax`: of the inputs, by layer, where a calibration has them."""
+    """What a config's schemes mean in a session.
+
+    `formats`: of the session's scheme by layer, or why it leaves one as it is; None where the scheme has one for all.
+    `amax`: of the inputs by layer, where a calibration has them. `notes`: what has no value or another meaning, and for
+    which layers.
+    """
 
     session: Scheme | None = None
+    formats: Mapping[str, Format | str] | None = None
     amax: Mapping[str, float] = field(default_factory=dict)
-    missing: dict[str, set[str]] = field(default_factory=dict)  # what has no value, and for which layers
-    _known: dict[tuple[str, str], Quantization | None] = field(default_factory=dict)
+    notes: dict[str, set[str]] = field(default_factory=dict)
 
     def of(self, stat: QuantStat, layer: Layer, tensor: str) -> Under | None:
         """None where the scheme leaves the tensor as it is."""
-        key = (stat.scheme, tensor)
-        if key not in self._known:
-            self._known[key] = self._quantization(*key)
-        how = self._known[key]
+        if layer.kind == CONV and tensor not in ("weight", "wgrad"):
+            self.note(f"a convolution's {tensor} has no losses", layer)
+            return None
+        how = self._quantization(stat.scheme, layer, tensor)
         if how is None:
-            what = f"{stat.scheme or 'the scheme'} leaves {tensor} as it is"
-            self.missing.setdefault(what, set()).add(layer.name)
+            self.note(f"{stat.scheme or 'the scheme'} leaves {tensor} as it is", layer)
             return None
         static = self.amax.get(layer.name) if how.static and tensor == "activation" else None
+        if how.static and static is None and not how.amax:
+            self.note("static scales without a calibration (calib=) are those of each tensor", layer)
         return Under(how, stat.columnwise, static)
 
-    def _quantization(self, name: str, tensor: str) -> Quantization | None:
+    def note(self, what: str, layer: Layer) -> None:
+        self.notes.setdefault(what, set()).add(layer.name)
+
+    def told(self) -> list[str]:
+        """The notes in words."""
+        return [f"{what}: {number(len(layers), 'layer')}" for what, layers in self.notes.items()]
+
+    def _quantization(self, name: str, layer: Layer, tensor: str) -> Quantization | None:
         if name in RECIPES:
             return of_recipe(name, tensor)
-        scheme = named_scheme(name) if name else self.session
-        assert scheme is not None, "a statistic without a scheme is refused where the session has none"
-        return of_scheme(scheme, tensor)
-
-    @property
-    def notes(self) -> list[str]:
-        return [f"{what}: no statistics of {number(len(layers), 'layer')}" for what, layers in self.missing.items()]
+        if name or self.formats is None:
+            scheme = named_scheme(name) if name else self.session
+            assert scheme is not None, "a statistic without a scheme is refused where the session has none"
+            return of_scheme(scheme, tensor)
+        form = self.formats.get(layer.name, "")
+        return None if isinstance(form, str) else of_numerics(form.weight, form.input, tensor)
 
 
 class Sums:
@@ -78,28 +93,46 @@ class Sums:
         every = list(dict.fromkeys(stats))
         self.plain = [stat for stat in every if isinstance(stat, TensorStat)]
         both = tensor in ("activation", "weight")
-        self.blocks = tuple(dict.fromkeys(Blocks(s.block_size, s.dims, both) for s in self.plain if s.dims))
+        self.blocks = {s: Blocks(s.block_size, s.dims, both) for s in self.plain if s.dims}
         self.magnitudes = any(needs_magnitudes(stat.name) for stat in self.plain)
-        self.total = TensorSums(self.blocks, magnitudes=self.magnitudes)
+        self.total = TensorSums(magnitudes=self.magnitudes)
+        self.widest = {stat: TensorSums([blocks], magnitudes=False) for stat, blocks in self.blocks.items()}
+        self._schemes, self._lock = schemes, threading.Lock()
         found = ((stat, schemes.of(stat, layer, tensor)) for stat in every if isinstance(stat, QuantStat))
         self.quantized = [(stat, under) for stat, under in found if under is not None]
         self.lost: dict[Under, LossSums] = {under: LossSums() for _, under in self.quantized}
 
     def add(self, seen: Seen) -> None:
-        if self.plain:
-            self.total = self.total.merged(seen.sums(self.blocks, self.magnitudes))
-        for under in self.lost:
-            self.lost[under] = self.lost[under].merged(seen.losses(under))
+        """Add a tensor, of any thread."""
+        with self._lock:
+            if self.plain:
+                self.total = self.total.merged(seen.sums((), self.magnitudes))
+            for stat in [*self.widest]:
+                blocks = self.blocks[stat]
+                if blocks.problem(seen.bits.shape):
+                    self._schemes.note(f"{stat.label(self.tensor)}: a block does not divide {self.tensor}", self.layer)
+                    del self.widest[stat]
+                else:
+                    self.widest[stat] = self.widest[stat].merged(seen.sums((blocks,), False))
+            for under in self.lost:
+                self.lost[under] = self.lost[under].merged(seen.losses(under))
+
+    @property
+    def seen(self) -> bool:
+        return bool(self.total.numel) or any(lost.numel for lost in self.lost.values()) or not (self.plain or self.lost)
 
     def records(self, step: int) -> Iterator[Record]:
         """A record for each statistic; none if the tensor was not seen."""
         for stat in self.plain if self.total.numel else ():
-            if stat.name != HISTOGRAM:
-                label = stat.label(self.tensor)
+            label = stat.label(self.tensor)
+            if stat in self.widest:
+                yield self._record(step, label, statistic(self.widest[stat], label))
+            elif stat.name != HISTOGRAM and stat not in self.blocks:
                 yield self._record(step, label, statistic(self.total, label))
         for lossy, under in self.quantized:
             if self.lost[under].numel:
-                yield self._record(step, lossy.label(self.tensor), loss(self.lost[under], lossy.name))
+                value = loss(self.lost[under], lossy.name)
+                yield self._record(step, lossy.label(self.tensor), min(value, EQUAL) if lossy.name == "sqnr" else value)
 
     def counts(self, step: int) -> Iterator[Magnitudes]:
         if self.total.numel and any(stat.name == HISTOGRAM for stat in self.plain):
@@ -113,20 +146,24 @@ class Sums:
 
 
 class Seen:
-    """One tensor and what was computed of it, for all layers that read it."""
+    """One tensor and what was computed of it, for all layers that read it. `mask`: rows that count."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-        own = str(tensor.dtype).removeprefix("torch.")
+    def __init__(self, tensor: Tensor, mask: Tensor | None, conv: bool) -> None:
+        self.tensor, self.mask, self.conv = tensor, mask, conv
+        self.version = _version(tensor)
+        values = tensor if mask is None else tensor[mask.to(tensor.device) != 0]
+        values = values.flatten(1) if conv and values.ndim > 2 else values
+        own = str(values.dtype).removeprefix("torch.")
         self.dtype = own if own in FLOATS else "float32"
-        self.bits = bits_of(tensor if own in FLOATS else tensor.float(), self.dtype)
+        self.bits = bits_of(values if own in FLOATS else values.float(), self.dtype)
         self._made: dict[Any, Any] = {}
 
-    def is_of(self, tensor: Tensor) -> bool:
+    def is_of(self, tensor: Tensor, mask: Tensor | None, conv: bool) -> bool:
         """Whether this is the same tensor with the same values; its memory is held, so that no other has it."""
         mine = self.tensor
-        same = mine.data_ptr() == tensor.data_ptr() and mine.stride() == tensor.stride()
-        return same and (mine.shape, mine.dtype, self.version) == (tensor.shape, tensor.dtype, tensor._version)
+        same = mine.data_ptr() == tensor.data_ptr() and mine.stride() == tensor.stride() and self.mask is mask
+        now = (tensor.shape, tensor.dtype, _version(tensor), conv)
+        return same and self.version is not None and (mine.shape, mine.dtype, self.version, self.conv) == now
 
     def sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums:
         if (blocks, magnitudes) not in self._made:
@@ -143,15 +180,16 @@ class Seen:
         return found
 
 
+def _version(tensor: Tensor) -> int | None:
+    """What changes with each write in place; None where torch does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Collector:
     """The sums of one step, for the routes that are due."""
 
-    def __init__(
-        self, due: Mapping[str, Sequence[Route]], schemes: Schemes, weights: dict[str, Seen] | None = None
-    ) -> None:
-        """weights: what earlier steps computed of weights, by layer; those that did not change are taken from it."""
+    def __init__(self, due: Mapping[str, Sequence[Route]], schemes: Schemes) -> None:
         self._last: Seen | None = None
-        self._weights = {} if weights is None else weights
         self.sums: dict[tuple[str, str], Sums] = {}
         for name, routes in due.items():
             asked: dict[str, list[TensorStat | QuantStat]] = {}
@@ -165,19 +203,22 @@ class Collector:
         """The tensors of a layer that are looked at."""
         return frozenset(tensor for name, tensor in self.sums if name == layer)
 
-    def see(self, layer: Layer, name: str, tensor: Tensor) -> None:
-        """Add a tensor; it is only read."""
+    def see(self, layer: Layer, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+        """Add a tensor, which is only read; `mask`: the rows of its first two axes that count."""
         if not tensor.numel():
             return
-        if name == "weight":
-            seen = self._weights.get(layer.name)
-            if seen is None or not seen.is_of(tensor):
-                seen = self._weights[layer.name] = Seen(tensor)
-        elif self._last is None or not self._last.is_of(tensor):
-            seen = self._last = Seen(tensor)
-        else:
-            seen = self._last
+        conv = layer.kind == CONV and name in ("weight", "wgrad")
+        seen = self._last
+        if seen is None or not seen.is_of(tensor, mask, conv):
+            seen = self._last = Seen(tensor, mask, conv)
         self.sums[layer.name, name].add(seen)
+
+    @property
+    def unseen(self) -> Iterator[tuple[Layer, str]]:
+        """Layers and tensors that were due and did not come."""
+        for sums in self.sums.values():
+            if not sums.seen:
+                yield sums.layer, sums.tensor
 
     def records(self, step: int) -> list[Record]:
         return [record for sums in self.sums.values() for record in sums.records(step)]

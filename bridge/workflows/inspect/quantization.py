@@ -73,10 +73,14 @@ def of_format(quant_format: str) -> Quantization:
 
 def of_scheme(scheme: Scheme, tensor: str) -> Quantization | None:
     """The quantization of a tensor under the scheme's own format; None if the scheme leaves it unquantized."""
+    return of_numerics(scheme.weight, scheme.input, tensor)
+
+
+def of_numerics(weight: tuple[Numeric, ...], numeric: Numeric | None, tensor: str) -> Quantization | None:
+    """The quantization of a tensor by the numerics of weights and inputs; None where inputs stay as they are."""
     assert tensor in TENSORS
     if tensor in ("weight", "wgrad"):
-        return Quantization(scheme.weight)
-    numeric = scheme.input
+        return Quantization(weight)
     if numeric is None:
         return None
     if numeric.per == "token":

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from bridge.core.display import Displayed, Table
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.workflows.inspect.config.stat_names import ALIASES, COLUMNWISE, QUANT_STATS
 from bridge.workflows.inspect.side_by_side import Compared, Difference
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ COLUMNS = ("step", "layer", "role", "tensor", "statistic", "value")
 
 @dataclass(frozen=True)
 class Record:
-    """One value of one tensor. `step` counts from 0; `value` is None where it is not finite."""
+    """One value of one tensor. `step` counts from 0; `value` is None where it is not finite; 200 dB lose nothing."""
 
     step: int
     layer: str
@@ -72,7 +74,7 @@ class Inspection(Displayed):
         lowest SQNR, cosine and minimum, and the highest of others; values that are not finite come first.
         """
         worst: dict[tuple[str, str, str], Record] = {}
-        rising = _base(stat) in RISING
+        rising = base_of(stat) in RISING
         for record in self._of(stat):
             key = (record.layer, record.tensor, record.stat)
             if tensor not in (None, record.tensor):
@@ -81,12 +83,13 @@ class Inspection(Displayed):
                 worst[key] = record
         return sorted(worst.values(), key=lambda record: -_badness(record, rising))[:n]
 
-    def table(self, stat: str | None = None, tensor: str | None = None) -> Table:
-        """Columns and rows of one statistic, a row a layer and a column a step; of the worst values without one."""
+    def table(self, stat: str | None = None, tensor: str | None = None, n: int = 10) -> Table:
+        """Columns and rows of one statistic, a row a layer and a column a step; of the `n` worst SQNRs without one."""
         if stat is None and self.compared and not self.records:
             return COMPARED, [_cells(row) for row in self.most_alone(len(self.compared))]
         if stat is None:
-            found = self.worst() if any(_base(r.stat) == "sqnr" for r in self.records) else list(self.records)
+            has = any(base_of(record.stat) == "sqnr" for record in self.records)
+            found = self.worst(n=n) if has else list(self.records[:n])
             return COLUMNS, [(str(r.step), r.layer, r.role, r.tensor, r.stat, _said(r.value)) for r in found]
         rows: dict[tuple[str, str, str], dict[int, float | None]] = {}
         for record in self._of(stat):
@@ -107,10 +110,12 @@ class Inspection(Displayed):
         Raises:
             UsageError: no layer has that statistic, or no scheme follows from its name.
         """
+        if base_of(stat) not in RISING:
+            raise UsageError(f"recipe(stat={stat!r}): keeps layers below a value; name one of {', '.join(RISING[:2])}")
         found = [record for record in self._of(stat) if record.tensor in ("activation", "weight")]
-        named = {record.stat.rpartition(f"_{_base(stat)}")[0] for record in found} - {""}
+        named = {record.stat.rpartition(f"_{base_of(stat)}")[0] for record in found} - {""}
         schemes = named or {self.about.get("scheme", "")}
-        if base is None and (len(schemes) != 1 or "" in schemes):
+        if base is None and (len(schemes) != 1 or not schemes <= {*scheme_names()}):
             raise UsageError(f"recipe(stat={stat!r}): it starts from no single scheme; say base=, the name of a scheme")
         chosen = sorted({r.layer for r in found if r.value is None or r.value < below}, key=self._place)
         rule = ""
@@ -161,8 +166,9 @@ class Inspection(Displayed):
         return text.getvalue()
 
     def _of(self, stat: str) -> Iterable[Record]:
-        """The records of a statistic; UsageError if there are none."""
-        found = [record for record in self.records if stat == record.stat or record.stat.endswith(f"_{stat}")]
+        """The records of a statistic, under any scheme if it names none; UsageError if there are none."""
+        under_any = stat in (*QUANT_STATS, *ALIASES)
+        found = [r for r in self.records if r.stat == stat or (under_any and base_of(r.stat) == stat)]
         if not found:
             known = sorted({record.stat for record in self.records})
             raise UsageError(f"stat={stat!r}: was not inspected; {nearest(stat, known)}")
@@ -172,10 +178,10 @@ class Inspection(Displayed):
         return self.modules.index(layer) if layer in self.modules else len(self.modules)
 
 
-def _base(stat: str) -> str:
-    """A statistic without its scheme and direction."""
-    plain = stat.removesuffix("_columnwise")
-    return next((name for name in RISING if plain == name or plain.endswith(f"_{name}")), plain)
+def base_of(stat: str) -> str:
+    """A statistic without its scheme; those of the transpose keep their end, and others stay as they are."""
+    names = [name for name in (*QUANT_STATS, *ALIASES) if stat.removesuffix(COLUMNWISE).endswith(f"_{name}")]
+    return max(names, key=len) + COLUMNWISE * stat.endswith(COLUMNWISE) if names else stat
 
 
 def _badness(record: Record, rising: bool) -> float:
@@ -194,8 +200,7 @@ def inspection_table(seen: Inspection, worst: int, out: str | None) -> Renderabl
     if seen.compared:
         table = [Columns(COMPARED, [_cells(row) for row in seen.most_alone(worst)], right=(1, 2, 3)), ""]
     elif seen.records:
-        columns, rows = seen.table()
-        table = [Columns(columns, rows[:worst], right=(0, 5)), ""]
+        table = [Columns(*seen.table(n=worst), right=(0, 5)), ""]
     return Group(*table, *seen.lines(), *([line("page", f"{out}/inspect.html")] if out else []))
 
 

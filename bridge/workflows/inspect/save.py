@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from bridge.core.errors import WriteError
 from bridge.core.output.directory import output_directory
 from bridge.workflows.inspect.page import render
 from bridge.workflows.inspect.result import MARK, Inspection, Record
@@ -26,10 +27,15 @@ def save(inspection: Inspection, out: Path, overwrite: bool = False) -> None:
 
 
 class StepsFile:
-    """The records of a loop while it runs, a line each in NAME.steps.jsonl beside the directory; a kill leaves it."""
+    """The records of a loop while it runs, a line each in NAME.steps.jsonl beside the directory; a kill leaves it.
 
-    def __init__(self, out: Path) -> None:
+    WriteError if a loop that was killed left one, unless `overwrite`.
+    """
+
+    def __init__(self, out: Path, overwrite: bool) -> None:
         self.path = out.absolute().with_name(f"{out.name}.steps.jsonl")
+        if self.path.exists() and not overwrite:
+            raise WriteError(f"{self.path}: is left from a loop that was killed; move it away, or overwrite=True")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("", encoding="utf-8")
 

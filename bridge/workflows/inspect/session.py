@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.text import number
-from bridge.workflows.inspect.collect import Collector, Schemes, Seen
+from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
+from bridge.workflows.inspect.config.listing import unwrapped
 from bridge.workflows.inspect.config.resolve import Routing
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
-from bridge.workflows.inspect.watch import Watch
+from bridge.workflows.inspect.watch import BACKWARD, Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 Sink = Callable[[str, float, int], None]
+UNSEEN = (
+    "the layer did not run, or inside compiled code",
+    "no backward came through, its weight is frozen, or inside compiled code",
+)
 WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
 
 
@@ -40,21 +46,28 @@ class Session:
         steps: StepsFile | None = None,
     ) -> None:
         self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
-        self._sink, self._steps = sink, steps
+        self._sink, self._steps, self._inner = sink, steps, unwrapped(model)
+        self._mask_at = positions_of(model, "attention_mask")
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
         self.current = 0
         self._watches: list[Watch] = []
-        self._weights: dict[str, Seen] = {}
         self._mask: Tensor | None = None
         self._mask_hook: Any = None
         self._collector = Collector({}, schemes)
         self._next: int | None = routing.next_due(-1)
-        self._arm()
+        try:
+            self._arm()
+        except BaseException:
+            self.detach()
+            raise
 
     def step(self) -> list[Record]:
         """End a step and go to the next; returns what it told."""
         found = self._collector.records(self.current)
+        for layer, tensor in self._collector.unseen:
+            if layer.kind != EXPERT:
+                self.schemes.note(f"{tensor} was due and not seen: {UNSEEN[tensor in BACKWARD]}", layer)
         self.records += found
         self.magnitudes += self._collector.magnitudes(self.current)
         for record in found if self._sink else ():
@@ -87,7 +100,7 @@ class Session:
         """What was not seen, and why."""
         experts = [name for name, routes in self.routing.layers.items() if routes[0].layer.kind == EXPERT]
         inside = f"{number(len(experts), 'matrix', 'matrices')} of experts inside one module were not seen"
-        return [*self.schemes.notes, *([inside] if experts else [])]
+        return [*self.schemes.told(), *([inside] if experts else [])]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others."""
@@ -97,20 +110,27 @@ class Session:
             return
         due = self.routing.due(self.current)
         self._next = self.routing.next_due(self.current)
-        self._collector = Collector(due, self.schemes, self._weights)
+        self._collector = Collector(due, self.schemes)
         self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
         for name, routes in due.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name)
             if wanted and layer.kind != EXPERT:
-                self._watches.append(Watch(self.model.get_submodule(layer.module), wanted, partial(self._see, layer)))
+                module = self._inner.get_submodule(layer.module)
+                self._watches.append(Watch(module, wanted, partial(self._see, layer), lambda: self._mask))
 
-    def _keep_mask(self, _: Any, __: Sequence[Any], keywords: dict[str, Any]) -> None:
-        mask = keywords.get("attention_mask")
+    def _keep_mask(self, _: Any, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
+        at = self._mask_at
+        mask = inputs[at] if at is not None and at < len(inputs) else keywords.get("attention_mask")
         own = mask is not None and getattr(mask, "ndim", 0) == 2 and not bool(mask.all())
         self._mask = mask if own else None
 
-    def _see(self, layer: Layer, name: str, tensor: Tensor) -> None:
-        mask = self._mask
-        if mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape:
-            tensor = tensor[mask.to(tensor.device) != 0]
-        self._collector.see(layer, name, tensor)
+    def _see(self, layer: Layer, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+        """`mask`: that of the forward in which the tensor was made, or whose backward runs."""
+        fits = mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape
+        self._collector.see(layer, name, tensor, mask if fits else None)
+
+
+def positions_of(model: Any, argument: str) -> int | None:
+    """The place of an argument of a model's forward; None if it has none of that name."""
+    names = list(inspect.signature(unwrapped(model).forward).parameters)
+    return names.index(argument) if argument in names else None

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge.api.request import unwarned_data_of, warn_of
+from bridge.api.request import scheme_of, unwarned_data_of, warn_of
 from bridge.api.words import SchemeName
 from bridge.calibration.data import Data, Sampling
+from bridge.calibration.modelopt import copy_modules
 from bridge.calibration.reference_outputs import runner
 from bridge.core.errors import InspectError, UsageError
 from bridge.core.output.replace import check_free
@@ -17,6 +18,7 @@ from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
 from bridge.core.version import __version__
+from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
@@ -29,7 +31,9 @@ from bridge.workflows.inspect.config.resolve import Routing, load_routing
 from bridge.workflows.inspect.result import MARK, Inspection
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink
+from bridge.workflows.inspect.watch import BACKWARD
 
+IGNORED = -100  # the label of a token that no loss counts
 Config = str | Path | Mapping[str, Any] | None
 
 
@@ -59,9 +63,9 @@ def inspect(
     and for which statistics; what quantizing a tensor would lose is computed by the encoder of conversions. The model's
     outputs stay as they are. All mistakes of a config are told before the model is loaded.
 
-    With `against`, the model and what was written of it run one after the other, and 64 tokens of each module's output
-    are compared: `accumulated` with all errors before it, `alone` with the source's input and the codes of that input.
-    A matrix that is bad alone makes an error; one that is bad accumulated only, passes it on.
+    With `against`, the model and what was written of it run one after the other, and 64 to 127 tokens of each module's
+    output are compared: `accumulated` with all errors before it, `alone` with the source's input and the codes of that
+    input. A matrix that is bad alone makes an error; one that is bad accumulated only, passes it on.
 
     Args:
         model: what `convert` takes.
@@ -95,7 +99,10 @@ def inspect(
         check_free(place, overwrite, MARK)
     sampling = Sampling(samples, sequence, field)
     if against is not None:
-        own = {"config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None}
+        own = {
+            "config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None,
+            "device": device,
+        }  # fmt: skip
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
         found = _beside(model, written_at(against), data, sampling, tokenizer, callback)
@@ -103,10 +110,22 @@ def inspect(
         if steps is not None and (type(steps) is not int or steps < 1):
             raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
         source = open_source(model, tokenizer=tokenizer)
-        scheme = None if quant is None else load_scheme(quant)
+        structure = structure_of(source)
+        scheme = scheme_of(quant, None, structure)
         routing = load_routing(config, layers_of_source(source), scheme)
+        _check_runs(routing)
+        if backward := sorted({route.tensor for route in routing.routes} & {*BACKWARD}) if not gradients else []:
+            raise InspectError(
+                f"{', '.join(backward)}: only a backward pass makes it; pass gradients=True (--gradients)"
+            )
+        if gradients and not _predicts(source):
+            raise InspectError(
+                f"{source.where}: gradients=True (--gradients) needs a model that predicts the next token; run a loss "
+                "of yours inside bridge.inspecting"
+            )
         made = _data_of(source, data, sampling)
-        schemes = Schemes(scheme, _static(calib))
+        formats = {site.module: scheme.format_of(site) for site in structure.sites} if scheme else None
+        schemes = Schemes(scheme, formats, _static(calib, routing))
         found = _run(source, routing, schemes, made, steps, gradients, device, callback)
     if place is not None:
         save(found, place, overwrite)
@@ -156,17 +175,23 @@ def inspecting(
     scheme = None if quant is None else load_scheme(quant)
     routing = load_routing(config, layers_of(model), scheme)
     _check_runs(routing)
-    steps = StepsFile(place) if place is not None else None
-    about = {"model": type(model).__name__, **_about(scheme)}
-    session = Session(model, routing, Schemes(scheme, _static(calib)), about, sink, steps)
+    if scheme and (scheme.rules or scheme.only):
+        raise InspectError(
+            f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
+            "model to bridge.inspect"
+        )
+    schemes = Schemes(scheme, None, _static(calib, routing))
+    steps = StepsFile(place, overwrite) if place is not None else None
+    about = {"model": type(model).__name__, **_about(routing, scheme)}
+    session = Session(model, routing, schemes, about, sink, steps)
     try:
         yield session
     finally:
         session.detach()
         if place is not None and session.records:
             save(session.inspection, place, overwrite)
-            if steps:
-                steps.remove()
+        if steps:
+            steps.remove()
 
 
 def _run(
@@ -176,12 +201,11 @@ def _run(
     """Run the batches, each a step."""
     import torch
 
-    _check_runs(routing)
     batches = (*data.batches, *data.held_out)[:steps]
     progress(0, len(batches), "load")
-    model = source.load_model()
-    model = model.to(device) if device else model
-    about = {"model": source.name, "data": data.digest, **_about(schemes.session)}
+    model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
+    model = (model.to(device) if device else model).eval().requires_grad_(gradients)
+    about = {"model": source.name, "data": data.digest, **_about(routing, schemes.session)}
     session = Session(model, routing, schemes, about)
     run = runner(model, device)
     try:
@@ -200,19 +224,22 @@ def _run(
 
 
 def _backward(model: Any, batch: Mapping[str, Any], where: str) -> None:
-    """Run the next-token loss forward and backward; gradients of weights are removed again."""
+    """Run the next-token loss of all tokens that are no padding forward and backward."""
     home = next(model.parameters()).device
     inputs = {name: tensor.to(home) for name, tensor in batch.items()}
+    labels = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
+    labels = labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
     try:
-        loss = model(**inputs, labels=inputs.get("input_ids")).loss
+        model(**inputs, labels=labels).loss.backward()
     except TypeError as error:
         raise InspectError(f"{where}: gradients=True (--gradients) needs a model with a loss: {error}") from error
-    if loss is None:
-        raise InspectError(f"{where}: gradients=True (--gradients) needs a model that predicts the next token")
-    kept = {name: param.grad for name, param in model.named_parameters()}
-    loss.backward()
-    for name, param in model.named_parameters():
-        param.grad = kept[name]
+    model.zero_grad()
+
+
+def _predicts(source: Source) -> bool:
+    name = str(source.config.get("architectures", [""])[0])
+    return "ForCausalLM" in name or name.endswith("LMHeadModel")
 
 
 def _beside(
@@ -234,6 +261,8 @@ def _beside(
         "model": source.name, "against": str(directory), "scheme": plan.scheme, "plan": plan.digest,
         "data": made.digest, "qbridge": __version__,
     }  # fmt: skip
+    if not rows:
+        raise InspectError(f"{source.where}: no module gives a row for each token of the data, so none is compared")
     return Inspection(about, (), tuple(rows), twin.notes)
 
 
@@ -254,16 +283,21 @@ def _data_of(source: Source, data: Any, sampling: Sampling) -> Data:
     return made
 
 
-def _static(calib: Calibration | str | Path | None) -> dict[str, float]:
-    """Amax of inputs by module."""
+def _static(calib: Calibration | str | Path | None, routing: Routing) -> dict[str, float]:
+    """Amax of inputs by layer; InspectError for a calibration of other inputs than the model's own."""
     if calib is None:
         return {}
     found = calib if isinstance(calib, Calibration) else Calibration.load(Path(calib))
-    return {module: float(amax.max()) for module, amax in found.input_amax.items()}
+    if found.smoothing_amax or found.awq_scale or found.pre_scale:
+        raise InspectError("calib= (--calib): its amax are of smoothed inputs, and the model has its own; leave it out")
+    amax = {module: float(value.max()) for module, value in found.input_amax.items()}
+    if not amax.keys() & routing.layers.keys():
+        raise InspectError("calib= (--calib): has the amax of no layer that is inspected; calibrate this model")
+    return amax
 
 
-def _about(scheme: Scheme | None) -> dict[str, str]:
-    return {"qbridge": __version__, **({"scheme": scheme.name} if scheme else {})}
+def _about(routing: Routing, scheme: Scheme | None) -> dict[str, str]:
+    return {"qbridge": __version__, "config": routing.digest, **({"scheme": scheme.name} if scheme else {})}
 
 
 def _check_runs(routing: Routing) -> None:

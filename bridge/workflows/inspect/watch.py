@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 FORWARD = ("activation", "weight", "output")
 BACKWARD = ("gradient", "dgrad", "wgrad")
-See = Callable[[str, "Tensor"], None]
+See = Callable[[str, "Tensor", Any], None]
+
+
+def _nothing() -> None:
+    """No note."""
 
 
 class Watch:
@@ -18,12 +22,13 @@ class Watch:
 
     `wanted`: names in FORWARD and BACKWARD, as TransformerEngine calls them: `activation` goes in, `gradient` is that
     of the output, `dgrad` that of the input, as far as this module makes it, `wgrad` that of the weight, summed over
-    all its uses. Matrices are (out, in), those of GPT-2's Conv1D too. `see(name, tensor)` gets them detached, and must
-    not change them; the weight once. Outputs and gradients have the bits that they have without hooks.
+    all its uses. Matrices are (out, in), those of GPT-2's Conv1D too. `see(name, tensor, note)` gets them detached, the
+    weight once, and must not change them; `note()` is asked at each forward, and what it returns goes with the tensors
+    of that forward and of its backward. Outputs and gradients have the bits that they have without hooks.
     """
 
-    def __init__(self, module: Any, wanted: frozenset[str], see: See) -> None:
-        self._wanted, self._see, self._weight_seen = wanted, see, False
+    def __init__(self, module: Any, wanted: frozenset[str], see: See, note: Callable[[], Any] = _nothing) -> None:
+        self._wanted, self._see, self._note, self._weight_seen = wanted, see, note, False
         self._handles: list[Any] = []
         if wanted & {"activation", "weight", "dgrad"}:  # before hooks that quantize inputs
             self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
@@ -32,7 +37,7 @@ class Watch:
         weight = getattr(module, "weight", None)
         if "wgrad" in wanted and weight is not None and weight.requires_grad:
             turned = is_turned(module)
-            self._handles.append(weight.register_hook(lambda g: self._tell("wgrad", g.t() if turned else g)))
+            self._handles.append(weight.register_hook(lambda g: self._tell("wgrad", g.t() if turned else g, None)))
 
     def detach(self) -> None:
         """Take the hooks away, also those that wait for a gradient."""
@@ -41,33 +46,34 @@ class Watch:
         self._handles.clear()
 
     def _before(self, module: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        at, found = first_tensor(inputs, keywords)
+        (at, found), note = first_tensor(inputs, keywords), self._note()
         if not in_backward():
             if "activation" in self._wanted and found is not None:
-                self._tell("activation", found)
+                self._tell("activation", found, note)
             if "weight" in self._wanted and not self._weight_seen and getattr(module, "weight", None) is not None:
                 self._weight_seen = True
-                self._tell("weight", module.weight.t() if is_turned(module) else module.weight)
+                self._tell("weight", module.weight.t() if is_turned(module) else module.weight, None)
         if "dgrad" not in self._wanted or found is None or not _needs_gradient(found):
             return None
         # of the input itself, the gradient would hold what other modules that read it add
         own: Any = found.view_as(found)
-        self._handles.append(own.register_hook(lambda gradient: self._tell("dgrad", gradient)))
+        self._handles.append(own.register_hook(lambda gradient: self._tell("dgrad", gradient, note)))
         if isinstance(at, int):
             return (*inputs[:at], own, *inputs[at + 1 :]), keywords
         return inputs, {**keywords, str(at): own}
 
     def _after(self, _: Any, __: Any, output: Any) -> None:
         found: Any = output_tensor(output)
+        note = self._note()
         if found is None:
             return
         if "output" in self._wanted and not in_backward():
-            self._tell("output", found)
+            self._tell("output", found, note)
         if "gradient" in self._wanted and _needs_gradient(found):
-            self._handles.append(found.register_hook(lambda gradient: self._tell("gradient", gradient)))
+            self._handles.append(found.register_hook(lambda gradient: self._tell("gradient", gradient, note)))
 
-    def _tell(self, name: str, tensor: Tensor) -> None:
-        self._see(name, tensor.detach())
+    def _tell(self, name: str, tensor: Tensor, note: Any) -> None:
+        self._see(name, tensor.detach(), note)
 
 
 def in_backward() -> bool:

@@ -103,7 +103,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     bridge.convert(LLAMA, "megatron", None, tmp_path / "other", verify=False, progress=False)
     with pytest.raises(UsageError, match="was written for megatron"):
         bridge.inspect(LLAMA, against=tmp_path / "other", **FEW)
-    with pytest.raises(UsageError, match="compared on batches"):
+    with pytest.raises(UsageError, match="inspected on batches"):
         bridge.inspect(LLAMA, against=out, data=lambda model: None, progress=False)
 
 

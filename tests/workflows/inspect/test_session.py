@@ -183,8 +183,7 @@ def test_a_weight_is_summed_again_after_it_changed() -> None:
             model(torch.ones(1, 4))
             session.step()
             if step == 1:
-                with torch.no_grad():
-                    model[0].weight.mul_(2)
+                model[0].weight.data.mul_(2)  # torch does not count this write
     first, second, third = (record.value for record in session.inspection.records)
     assert first == second and third == pytest.approx(2 * (first or 0))
 
@@ -230,8 +229,137 @@ def test_static_scales_of_a_calibration_cut_off_what_lies_beyond() -> None:
     own = bridge.inspect(LLAMA, settings, **few)
     cut = bridge.inspect(LLAMA, settings, calib=calibration, **few)
     assert all(record.value == 0 for record in own.records)
+    assert any("static scales without a calibration" in note for note in own.notes)
     quantized = [record.value for record in cut.records if record.layer != "lm_head"]
     assert all(value is not None and value > 0.5 for value in quantized)
+
+
+def test_a_mask_goes_with_its_forward() -> None:
+    """Two forwards with other masks, one of them by position, then one backward."""
+    model = open_source(LLAMA).load_model().eval()
+    ids = batch()["input_ids"]
+    masks = [torch.ones_like(ids), torch.ones_like(ids)]
+    masks[0][:, 10:], masks[1][:, 5:] = 0, 0
+    settings = config(tensors=["output", "gradient"], stats=["numel"], layers={"roles": ["mlp.down"]})
+    with bridge.inspecting(model, settings) as session:
+        outs = [model(input_ids=ids, attention_mask=masks[0]).logits, model(ids, masks[1]).logits]
+        sum(out.square().sum() for out in outs).backward()
+        session.step()
+    width = model.config.hidden_size
+    assert {record.value for record in session.inspection.records} == {2 * (10 + 5) * width}
+
+
+def test_a_tensor_that_loses_nothing_is_the_best() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.ones(16, 16))
+    settings = config("LogQuantizedTensorStats", tensors=["weight"], stats=["int8_sqnr"])
+    with bridge.inspecting(model, settings) as session, torch.no_grad():
+        model(torch.ones(1, 16))
+        session.step()
+    seen = session.inspection
+    assert [record.layer for record in seen.worst("sqnr")] == ["1", "0"]
+    assert seen.worst("sqnr")[-1].value == 200.0 and "0" not in seen.recipe(base="int8_wo").partition("modules")[2]
+
+
+def test_what_was_due_and_not_seen_is_noted() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.used(x)
+
+    model = Two()
+    with bridge.inspecting(model, config(tensors=["output", "wgrad"], stats=["rms"])) as session:
+        model(torch.ones(1, 4))
+        session.step()
+    notes = session.inspection.notes
+    assert any(note.startswith("output was due and not seen") and note.endswith("1 layer") for note in notes)
+    assert any(note.startswith("wgrad was due and not seen") and note.endswith("2 layers") for note in notes)
+
+
+def test_a_wrapped_model_and_tensors_of_inference_are_seen() -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4))
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = inner
+
+        def forward(self, x: Any) -> Any:
+            return self.module(x)
+
+    with bridge.inspecting(Wrapper(), config(tensors=["output"], stats=["rms"])) as session, torch.inference_mode():
+        model = session.model
+        model(torch.ones(1, 4))
+        session.step()
+    assert [record.layer for record in session.inspection.records] == ["0"]
+
+
+def test_convolutions_are_matrices_of_their_outputs() -> None:
+    layer = torch.nn.Conv2d(3, 8, 3)
+    settings = config("LogQuantizedTensorStats", tensors=["weight", "activation"], stats=["int8_wo_sqnr", "int8_sqnr"])
+    with bridge.inspecting(torch.nn.Sequential(layer), settings) as session, torch.no_grad():
+        session.model(torch.randn(1, 3, 8, 8))
+        session.step()
+    x, numeric = layer.weight.detach().flatten(1).numpy(), load_scheme("int8_wo").weight
+    v = decode(encode(x, "float32", numeric, name="w"), numeric, x.shape)
+    sqnr = 10 * math.log10(np.square(x).sum() / np.square(v - x).sum())
+    told = values(session)
+    assert told[0, "0", "weight", "int8_wo_sqnr"] == pytest.approx(sqnr, rel=1e-4)
+    assert (0, "0", "activation", "int8_sqnr") not in told
+    assert any("convolution's activation has no losses" in note for note in session.inspection.notes)
+
+
+def test_blocks_that_do_not_divide_are_noted() -> None:
+    stat = {"max_blockwise_dynamic_range": {"block_size": 8, "dims": 2}}
+    with bridge.inspecting(
+        torch.nn.Sequential(torch.nn.Linear(16, 16)), config(tensors=["activation", "weight"], stats=[stat])
+    ) as session:
+        session.model(torch.randn(7, 16))
+        session.step()
+    assert [record.tensor for record in session.inspection.records] == ["weight"]
+    assert any("a block does not divide activation" in note for note in session.inspection.notes)
+
+
+def test_layers_that_a_recipe_keeps_have_no_losses(tmp_path: Path) -> None:
+    few: dict[str, Any] = {"samples": 2, "sequence": 32, "progress": False}
+    recipe = tmp_path / "kept.toml"
+    recipe.write_text('base = "int4_wo"\n[[rule]]\nroles = ["mlp.down.weight"]\nquant = "none"\n')
+    seen = bridge.inspect(LLAMA, quant=recipe, **few)
+    layers = {record.layer for record in seen.records if record.stat == "sqnr"}
+    assert "model.layers.0.mlp.up_proj" in layers and "model.layers.0.mlp.down_proj" not in layers
+    with pytest.raises(InspectError, match="rules for layers"), bridge.inspecting(torch.nn.Linear(2, 2), quant=recipe):
+        pass
+
+
+def test_the_callers_model_stays_as_it_is() -> None:
+    model = open_source(LLAMA).load_model().train()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    settings = config(tensors=["wgrad"], stats=["rms"])
+    bridge.inspect(model, settings, data=[batch(), batch(1)], gradients=True, progress=False)
+    assert model.training and all(bool((param.grad == 1).all()) for param in model.parameters())
+
+
+def test_calibrations_of_other_inputs_are_refused() -> None:
+    settings = config("LogQuantizedTensorStats", tensors=["activation"], stats=["fp8_sqnr"])
+    smoothed = bridge.calibrate(LLAMA, "int8_sq", samples=2, sequence=32, progress=False)
+    with pytest.raises(InspectError, match="smoothed inputs"):
+        bridge.inspect(LLAMA, settings, calib=smoothed, progress=False)
+    other = bridge.calibrate(GPT2, "fp8", samples=2, sequence=32, progress=False)
+    with pytest.raises(InspectError, match="no layer that is inspected"):
+        bridge.inspect(LLAMA, settings, calib=other, progress=False)
+
+
+def test_a_loop_that_was_killed_keeps_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "seen.steps.jsonl").write_text("{}\n")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(WriteError, match="left from a loop"), bridge.inspecting(model, out=tmp_path / "seen"):
+        pass
+    assert (tmp_path / "seen.steps.jsonl").read_text() == "{}\n"
 
 
 def test_what_has_no_value_is_noted() -> None:
@@ -254,6 +382,7 @@ def test_what_has_no_value_is_noted() -> None:
          "FakeQuant: this version reads"),
         ({"against": "out", "quant": "fp8"}, UsageError, "does not go with against="),
         ({"steps": 0}, UsageError, "steps=0"),
+        ({"config": config(tensors=["wgrad"], stats=["rms"])}, InspectError, "pass gradients=True"),
         ({"data": lambda model: None}, UsageError, "bridge.inspecting"),
     ],
 )  # fmt: skip

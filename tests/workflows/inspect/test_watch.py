@@ -44,7 +44,7 @@ def test_bits_are_those_of_a_model_without_hooks(path: str) -> None:
     seen: dict[str, set[str]] = {}
     shapes: dict[str, dict[str, Any]] = {}
 
-    def see(name: str, what: str, value: Any) -> None:
+    def see(name: str, what: str, value: Any, _: Any) -> None:
         seen.setdefault(name, set()).add(what)
         shapes.setdefault(name, {})[what] = value.shape
 
@@ -72,7 +72,7 @@ def test_what_is_seen_are_the_operands_and_results_of_the_three_products() -> No
     """The input is read by two modules, and the gradient that one makes of it is its own."""
     one, other, x = small()
     seen: dict[str, Any] = {}
-    watch = Watch(one, ALL, lambda name, value: seen.__setitem__(name, value))
+    watch = Watch(one, ALL, lambda name, value, _: seen.__setitem__(name, value))
     out = one(x)
     (out.square().sum() + other(x).square().sum()).backward()
     watch.detach()
@@ -91,7 +91,7 @@ def test_what_is_seen_are_the_operands_and_results_of_the_three_products() -> No
 def test_a_weight_that_is_used_twice_is_seen_once_and_its_gradients_added() -> None:
     one, _, x = small()
     seen: list[tuple[str, Any]] = []
-    watch = Watch(one, frozenset({"weight", "wgrad"}), lambda *told: seen.append(told))
+    watch = Watch(one, frozenset({"weight", "wgrad"}), lambda *told: seen.append(told[:2]))
     (one(x).sum() + one(2 * x).sum()).backward()
     watch.detach()
     assert [name for name, _ in seen] == ["weight", "wgrad"]
@@ -103,10 +103,10 @@ def test_a_repeated_forward_is_not_seen_again(reentrant: bool) -> None:
     one, _, x = small()
     plain: list[str] = []
     seen: list[str] = []
-    watch = Watch(one, ALL, lambda name, _: plain.append(name))
+    watch = Watch(one, ALL, lambda name, *_: plain.append(name))
     one(x).sum().backward()
     watch.detach()
-    watch = Watch(one, ALL, lambda name, _: seen.append(name))
+    watch = Watch(one, ALL, lambda name, *_: seen.append(name))
     checkpoint(one, x, use_reentrant=reentrant).sum().backward()
     watch.detach()
     assert sorted(seen) == sorted(plain) == sorted(ALL)
@@ -119,7 +119,7 @@ def test_inputs_by_keyword_and_outputs_with_a_bias_are_seen() -> None:
 
     module, x = Row(6, 5), torch.randn(3, 6, requires_grad=True)
     seen: set[str] = set()
-    watch = Watch(module, ALL, lambda name, _: seen.add(name))
+    watch = Watch(module, ALL, lambda name, *_: seen.add(name))
     module(input_=x)[0].sum().backward()
     watch.detach()
     assert seen == ALL
@@ -151,7 +151,7 @@ def test_one_changed_operand_changes_its_product_alone(gemm: str, name: str) -> 
 
     seen: dict[str, Any] = {}
     gemms = ChangedGemms(one, halved)
-    watch = Watch(one, ALL, lambda what, value: seen.__setitem__(what, value))
+    watch = Watch(one, ALL, lambda what, value, _: seen.__setitem__(what, value))
     one(x).backward(torch.ones(3, 5))
     watch.detach()
     gemms.detach()

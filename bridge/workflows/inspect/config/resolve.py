@@ -41,9 +41,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routes of every layer that a config names, in the model's order."""
+    """The routes of every layer that a config names, in the model's order. `digest`: of the config's content."""
 
     routes: tuple[Route, ...]
+    digest: str = ""
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[Route, ...]]:
@@ -123,7 +124,7 @@ def _resolve(config: InspectConfig, layers: Sequence[Layer], problems: Problems)
     _check_changes(matched, problems)
     place = {layer.name: number for number, layer in enumerate(layers)}
     routes = [route for section, found in matched for layer in found for route in _routes(section, layer)]
-    return Routing(tuple(sorted(routes, key=lambda route: place[route.layer.name])))
+    return Routing(tuple(sorted(routes, key=lambda route: place[route.layer.name])), config.digest)
 
 
 def _routes(section: Section, layer: Layer) -> Iterator[Route]:
