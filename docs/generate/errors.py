@@ -110,7 +110,7 @@ def _batch() -> None:
 
 
 def _inspect() -> None:
-    from bridge.workflows.inspect.config import read_config
+    from bridge.workflows.inspect.config.read import read_config
 
     section = {"enabled": True, "layers": {"layer_type": "all"}, "bridge": {"LogTensorStat": {"enabled": True}}}
     read_config({"everything": section})
