@@ -19,6 +19,7 @@ Paths are relative to this file, whatever the argument; of an output above, writ
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -91,7 +92,7 @@ def read_steps(path: Path, out: Path | None, problems: Problems) -> tuple[ChainS
     for number, table in enumerate(tables, 1):
         take = partial(problems.take, where=f"step {table.get('name', number)}")
         if name := take(_name, table, outs):
-            if step := take(_step, name, table, outs, folder, out or own):
+            if step := _step(name, table, outs, folder, out or own, problems):
                 steps.append(step)
             outs[name] = (out or own) / name
     return tuple(steps)
@@ -114,16 +115,24 @@ def _name(table: Mapping[str, Any], before: Mapping[str, Path]) -> str:
     return name
 
 
-def _step(name: str, table: Mapping[str, Any], before: Mapping[str, Path], folder: Path, out: Path) -> ChainStep:
-    """Check one table. `before`: the outputs of the steps above."""
+def _step(
+    name: str, table: Mapping[str, Any], before: Mapping[str, Path], folder: Path, out: Path, problems: Problems
+) -> ChainStep | None:
+    """Check one table; None with its problems recorded. `before`: the outputs of the steps above."""
+    take, count = partial(problems.take, where=f"step {name}"), problems.places
+    given = {key: value for key, value in table.items() if key not in ("name", "verb")}
+    after: dict[str, None] = {}
+    if verb := take(_verb, table):
+        take(_check_arguments, verb, given)
+    arguments = {key: take(_resolved, key, value, before, folder, after) for key, value in given.items()}
+    return ChainStep(name, verb, arguments, out / name, tuple(after)) if problems.places == count else None
+
+
+def _verb(table: Mapping[str, Any]) -> str:
     verb = table.get("verb")
     if verb not in VERBS:
         raise UsageError(f"verb = {verb!r}; {nearest(str(verb), VERBS)}")
-    given = {key: value for key, value in table.items() if key not in ("name", "verb")}
-    after: dict[str, None] = {}
-    _check_arguments(verb, given)
-    arguments = {key: _resolved(key, value, before, folder, after) for key, value in given.items()}
-    return ChainStep(name, verb, arguments, out / name, tuple(after))
+    return str(verb)
 
 
 def _resolved(key: str, value: Any, before: Mapping[str, Path], folder: Path, after: dict[str, None]) -> Any:
@@ -156,4 +165,8 @@ def _check_arguments(verb: str, arguments: Mapping[str, Any]) -> None:
         raise UsageError(f"`{needed[0]}` is missing; {verb} needs it")
     check_types(VERBS[verb], {key: value for key, value in arguments.items() if key in known})
     options = {key: value for key, value in arguments.items() if key not in known}
-    make_options(load_target(str(arguments.get("target", "hf"))), options)
+    target = load_target(str(arguments.get("target", "hf")))
+    own_options = [field.name for field in dataclasses.fields(target.Options)]
+    if unknown := [key for key in options if key not in own_options]:
+        raise UsageError(f"`{unknown[0]}` is no argument of {verb}; {nearest(unknown[0], [*known, *own_options])}")
+    make_options(target, options)

@@ -17,7 +17,7 @@ from bridge.workflows.inspect.config.layers import CONV, Layer
 from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
 from bridge.workflows.inspect.losses import LossSums, loss, losses
-from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_numerics, of_recipe, of_scheme
+from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_numerics, of_recipe
 from bridge.workflows.inspect.result import Magnitudes, Record
 from bridge.workflows.inspect.statistics import HISTOGRAM, needs_magnitudes, octaves, statistic
 from bridge.workflows.inspect.sums import Blocks, TensorSums
@@ -80,9 +80,14 @@ class Schemes:
         if name or self.formats is None:
             scheme = named_scheme(name) if name else self.session
             assert scheme is not None, "a statistic without a scheme is refused where the session has none"
-            return of_scheme(scheme, tensor)
-        form = self.formats.get(layer.name, "")
-        return None if isinstance(form, str) else of_numerics(form.weight, form.input, tensor)
+            form: Format | str = scheme.format
+        else:
+            form = self.formats.get(layer.name, "")
+        if isinstance(form, str):
+            return None
+        if form.algorithm != "max":
+            self.note(f"what calibration chooses for {form.algorithm} is not applied", layer)
+        return of_numerics(form.weight, form.input, tensor)
 
 
 class Sums:

@@ -17,6 +17,7 @@ from bridge.core.output.replace import check_free
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
+from bridge.core.text import number
 from bridge.core.version import __version__
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
@@ -26,6 +27,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
 from bridge.workflows.inspect.collect import LOGS, Schemes
+from bridge.workflows.inspect.config.layers import CONV1D, LINEAR
 from bridge.workflows.inspect.config.listing import layers_of, layers_of_source
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
 from bridge.workflows.inspect.result import MARK, Inspection
@@ -126,6 +128,12 @@ def inspect(
         made = _data_of(source, data, sampling)
         formats = {site.module: scheme.format_of(site) for site in structure.sites} if scheme else None
         schemes = Schemes(scheme, formats, _static(calib, routing))
+        count = len((*made.batches, *made.held_out)[:steps])
+        if not any(routing.due(step) for step in range(count)):
+            raise InspectError(
+                f"nothing is due in the {number(count, 'step')} that the data make, of 8 rows each; give more samples= "
+                "(--samples), or an earlier start_step or freq"
+            )
         found = _run(source, routing, schemes, made, steps, gradients, device, callback)
     if place is not None:
         save(found, place, overwrite)
@@ -268,9 +276,7 @@ def _beside(
 
 def matrices_of(model: Any) -> list[str]:
     """Names of the modules of a live model that multiply by a matrix."""
-    from bridge.workflows.inspect.gemms import can_change
-
-    return [name for name, module in model.named_modules() if can_change(module)]
+    return [layer.module for layer in layers_of(model) if layer.kind in (LINEAR, CONV1D)]
 
 
 def _data_of(source: Source, data: Any, sampling: Sampling) -> Data:

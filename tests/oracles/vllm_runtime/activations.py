@@ -71,7 +71,10 @@ OPERATORS: dict[str, Callable[..., None]] = {
 
 def install() -> None:
     from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    # vLLM's own needs AVX-512; the attention below does not
+    CPUAttentionBackend.supports_kv_cache_dtype = classmethod(lambda *_: True)
     library = torch.library.Library("_C", "FRAGMENT")
     for signature, call in OPERATORS.items():
         library.define(signature)

@@ -205,3 +205,18 @@ def test_an_output_of_something_else_is_refused_before_the_first_step(tmp_path: 
 def test_a_step_with_problems_of_its_model_keeps_its_class_of_message(tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match=r"step one: .*gone"):
         bridge.chain(written(tmp_path, ONE.replace(LLAMA, "./gone")), progress=False)
+
+
+def test_all_mistakes_of_a_step_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "chain.toml"
+    path.write_text(
+        f'[[step]]\nname = "cut"\nverb = "prune"\nmodel = "{Path("examples/models/tiny-llama").absolute()}"\n'
+        'keep = { layers = 4 }\n\n[[step]]\nname = "trained"\nverb = "distill"\nstudent = "{cu}"\n'
+        'teacher = "../nope.txt"\nstps = 2\n\n[[step]]\nname = "coded"\nverb = "convrt"\nmodel = "{trainde}"\n'
+    )
+    with pytest.raises(UsageError) as raised:
+        bridge.chain(path)
+    said = str(raised.value)
+    assert "step trained: `stps` is no argument of distill" in said and "nearest: steps" in said
+    assert "student = '{cu}' names no step above" in said
+    assert "step coded: verb = 'convrt'" in said and "model = '{trainde}' names no step above" in said

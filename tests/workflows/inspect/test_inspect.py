@@ -44,6 +44,16 @@ def test_errors_are_those_of_the_scheme(model: str, scheme: str, alone: float, t
     assert head.accumulated.sqnr < max(row.alone.decibels for row in quantized if row.alone)
 
 
+def test_matrices_of_classes_of_their_own_are_compared_alone(tmp_path: Path) -> None:
+    """Falcon's Linear is a class of transformers."""
+    model = build("FalconForCausalLM").float()
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    out = written(model, "int8_wo", tmp_path / "out")
+    seen = bridge.inspect(model, against=out, data=[{"input_ids": ids[:1]}, {"input_ids": ids[1:]}], progress=False)
+    alone = {row.module for row in seen.compared if row.alone and row.alone.sqnr is not None}
+    assert any(name.endswith("self_attention.dense") for name in alone)
+
+
 def test_an_unquantized_output_has_no_difference(tmp_path: Path) -> None:
     out = tmp_path / "out"
     bridge.convert(LLAMA, "hf", None, out, verify=False, progress=False)

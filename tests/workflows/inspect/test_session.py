@@ -366,6 +366,8 @@ def test_what_has_no_value_is_noted() -> None:
     few: dict[str, Any] = {"samples": 2, "sequence": 32, "progress": False}
     seen = bridge.inspect(LLAMA, quant="int4_wo", **few)
     assert any("the scheme leaves activation as it is" in note for note in seen.notes)
+    awq = bridge.inspect(LLAMA, quant="int4_awq", **few)
+    assert any("what calibration chooses for awq is not applied" in note for note in awq.notes)
     model = build("MixtralForCausalLM").float()
     ids = torch.randint(0, 90, (2, 16))
     with bridge.inspecting(model, config(tensors=["output"], stats=["rms"])) as session, torch.no_grad():
@@ -382,6 +384,7 @@ def test_what_has_no_value_is_noted() -> None:
          "FakeQuant: this version reads"),
         ({"against": "out", "quant": "fp8"}, UsageError, "does not go with against="),
         ({"steps": 0}, UsageError, "steps=0"),
+        ({"config": config(tensors=["output"], stats=["rms"], start_step=50)}, InspectError, "nothing is due"),
         ({"config": config(tensors=["wgrad"], stats=["rms"])}, InspectError, "pass gradients=True"),
         ({"data": lambda model: None}, UsageError, "bridge.inspecting"),
     ],
