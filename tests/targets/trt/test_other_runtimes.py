@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,19 @@ FLOAT = 1e-5  # float32 sums of a few hundred products in another order: 4e-7 wa
 # Codes of activations at ties flip when a sum differs in its last bit, and every later layer feels it: 4e-3 was
 # measured, where the schemes themselves cost 2e-2 and more.
 FLIPS = 1e-2
+# On x86 without VNNI, optimized INT8 kernels add pairs of products in 16 bits, which saturate: 4.2e-2 was measured.
+SATURATES = 1e-1
+CPU = Path("/proc/cpuinfo")
+INT8 = ("int8", "int8_sq")
 # OpenVINO casts to FP8 through float16 (400.12 becomes 384, not 416): it is no oracle for FP8 activations.
 OPENVINO = (*(scheme for scheme in EVERY if scheme not in ("fp8", "w4a8_awq")),)
 needs_tools = pytest.mark.skipif(not TOOLS.is_dir(), reason="OpenVINO and Polygraphy are not installed: make oracles")
 
 
-def tolerance(scheme: str) -> float:
+def tolerance(scheme: str, optimized: bool = False) -> float:
+    """The largest distance that rounding explains; `optimized`: by kernels for this processor."""
+    if optimized and scheme in INT8 and platform.machine() == "x86_64" and "vnni" not in CPU.read_text():
+        return SATURATES
     return FLIPS if scheme in ACTIVATIONS else FLOAT
 
 
@@ -66,7 +74,7 @@ def test_the_optimized_kernels_of_onnx_runtime_compute_the_same(scheme: str, fam
     directory = written(scheme, family)
     given, name, values = reference(directory)
     optimized, _ = open_session(directory / "model.onnx", optimize=True)
-    assert relative_l2(optimized.run([name], given)[0], values) < tolerance(scheme)
+    assert relative_l2(optimized.run([name], given)[0], values) < tolerance(scheme, optimized=True)
 
 
 @needs_tools
@@ -86,7 +94,7 @@ def test_openvino_computes_the_same(family: str, tmp_path: Path) -> None:
     with_tools(str(Path(__file__).with_name("other_runtimes.py")), "openvino", jobs=jobs)
     for scheme, values in expected.items():
         far = relative_l2(np.load(tmp_path / f"{scheme}.npz")["first"], values)
-        assert far < tolerance(scheme), f"{scheme}: {far:.1e}"
+        assert far < tolerance(scheme, optimized=True), f"{scheme}: {far:.1e}"
 
 
 @needs_tools
