@@ -37,7 +37,7 @@ def inspect(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Show which tensors of a model lose most, or where a quantized model begins to differ.
+    """Show where a model loses most, layer by layer.
 
     With --against each module is compared with the source's: alone, with the source's input, and with all errors
     before it. Without, the model runs, and statistics of its tensors are recorded.

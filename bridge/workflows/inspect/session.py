@@ -1,4 +1,4 @@
-"""Inspect a model while it runs: hooks where something is due, nothing elsewhere."""
+"""Inspect a model while it runs, with hooks where something is due."""
 
 from __future__ import annotations
 

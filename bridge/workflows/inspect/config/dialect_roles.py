@@ -1,4 +1,4 @@
-"""Roles of a live model that is not of transformers, by the dialects' rows.
+"""Roles of a live model by the rows of dialects.
 
 The dialect that knows most of the parameters' names is taken, if it knows more than half. A parameter without a row
 takes the rows of the state's keys beside it: torchtitan saves `wqkv` as three tensors.

@@ -1,4 +1,4 @@
-"""Features of a config: their options, and the tensors and GEMMs they name.
+"""Features of a config: options, tensors and GEMMs.
 
 The names are TransformerEngine's; `LogQuantizedTensorStats` is ours. A caller declares feature classes of its own;
 their options are not checked, and no Python file is loaded here.
