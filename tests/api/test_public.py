@@ -81,8 +81,8 @@ REPORT = (
 
 
 def test_the_names_are_these_and_no_others() -> None:
-    values = {"BatchReport", "BridgeError", "Calibration", "Plan", "Report", "Scheme", "Searched", "Sensitivity"}
-    values |= {"__version__"}
+    values = {"BatchReport", "BridgeError", "Calibration", "Inspection", "Plan", "Report", "Scheme", "Searched"}
+    values |= {"Sensitivity", "__version__"}
     names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)

@@ -119,7 +119,7 @@ def test_a_bad_chain_is_told_with_the_other_problems_before_work(tmp_path: Path)
         bridge.batch(manifest(tmp_path, ROWS.replace("int8_wo", "int9")))
     told = str(raised.value)
     assert "2 problems" in told and "quant='int9' is unknown" in told
-    assert "[[row]] 1: " in told and "verb = 'shrink'" in told and "has no option 'steeps'" in told
+    assert "[[row]] 1: " in told and "verb = 'shrink'" in told and "`steeps` is no argument of distill" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.toml", "chain.toml"]
 
 

@@ -108,7 +108,7 @@ def test_an_output_that_was_published_unnoted_is_kept(tmp_path: Path) -> None:
 CASES = [
     ("verb = \"prune\"", "verb = \"quantise\"", "verb = 'quantise'; known: convert, distill, prune"),
     ("{pruned}", "{prune}", "names no step above; known: pruned"),
-    ("steps   = 6", "steeps = 6", "has no option 'steeps'"),
+    ("steps   = 6", "steeps = 6", "`steeps` is no argument of distill"),
     ("steps   = 6", "resume = false", "`resume` is not an argument of a step"),
     ("name    = \"trained\"", "name = \"pruned\"", "name = 'pruned' is given twice"),
     ("name  = \"pruned\"", "name = \"../up\"", "expected letters, digits"),

@@ -14,7 +14,7 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.inspect.config.features import KINDS, Feature, OwnFeature
 from bridge.workflows.inspect.config.layers import CONV, EXPERT, Layer
 from bridge.workflows.inspect.config.read import InspectConfig, read_config
-from bridge.workflows.inspect.config.resolve import Routing, generic_uses, load_routing, resolve
+from bridge.workflows.inspect.config.resolve import generic_uses, load_routing, resolve
 from bridge.workflows.inspect.config.stat_names import TensorStat
 
 ROLES = {"q_proj": "attn.q.weight", "down_proj": "mlp.down.weight"}
@@ -340,7 +340,7 @@ def test_features_in_the_section_answer_explicit_calls_only() -> None:
     words = {"enabled": True, "tensors": ["mine"], "stats": ["MIN", "l2_norm"], "start_end_list": [[2, 4]]}
     config = {"s": {"enabled": True, "layers": {"layer_types": ["no layer of the model"]}, "LogTensorStats": words}}
     read = read_config(config)
-    assert resolve(read, LAYERS) == Routing(())
+    assert resolve(read, LAYERS).routes == ()
     (use,) = generic_uses(read, "here is no layer of the model", "mine")
     assert use.options.stats == (TensorStat("min"), TensorStat("l2_norm"))
     assert [step for step in range(9) if use.schedule.due(step)] == [2, 3]  # without the end
