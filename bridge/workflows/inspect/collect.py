@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.text import number
@@ -58,14 +58,19 @@ class Schemes:
         if layer.kind == CONV and tensor not in ("weight", "wgrad"):
             self.note(f"a convolution's {tensor} has no losses", layer)
             return None
-        how = self._quantization(stat.scheme, layer, tensor)
+        found = self.under(stat.scheme, layer, tensor)
+        return replace(found, columnwise=stat.columnwise) if found else None
+
+    def under(self, name: str, layer: Layer, tensor: str) -> Under | None:
+        """How a scheme quantizes a tensor, "" that of the session; None where it leaves the tensor as it is."""
+        how = self._quantization(name, layer, tensor)
         if how is None:
-            self.note(f"{stat.scheme or 'the scheme'} leaves {tensor} as it is", layer)
+            self.note(f"{name or 'the scheme'} leaves {tensor} as it is", layer)
             return None
         static = self.amax.get(layer.name) if how.static and tensor == "activation" else None
         if how.static and static is None and not how.amax:
             self.note("static scales without a calibration (calib=) are those of each tensor", layer)
-        return Under(how, stat.columnwise, static)
+        return Under(how, False, static)
 
     def note(self, what: str, layer: Layer) -> None:
         self.notes.setdefault(what, set()).add(layer.name)
@@ -155,7 +160,7 @@ class Seen:
 
     def __init__(self, tensor: Tensor, mask: Tensor | None, conv: bool) -> None:
         self.tensor, self.mask, self.conv = tensor, mask, conv
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
         values = tensor if mask is None else tensor[mask.to(tensor.device) != 0]
         values = values.flatten(1) if conv and values.ndim > 2 else values
         own = str(values.dtype).removeprefix("torch.")
@@ -167,7 +172,7 @@ class Seen:
         """Whether this is the same tensor with the same values; its memory is held, so that no other has it."""
         mine = self.tensor
         same = mine.data_ptr() == tensor.data_ptr() and mine.stride() == tensor.stride() and self.mask is mask
-        now = (tensor.shape, tensor.dtype, _version(tensor), conv)
+        now = (tensor.shape, tensor.dtype, version_of(tensor), conv)
         return same and self.version is not None and (mine.shape, mine.dtype, self.version, self.conv) == now
 
     def sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums:
@@ -185,7 +190,7 @@ class Seen:
         return found
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """What changes with each write in place; None where torch does not count them."""
     return None if tensor.is_inference() else tensor._version
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.text import number
+from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import unwrapped
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
+NOTHING: Mapping[str, Simulated] = MappingProxyType({})
 Sink = Callable[[str, float, int], None]
 UNSEEN = (
     "the layer did not run, or inside compiled code",
@@ -44,9 +46,11 @@ class Session:
         about: Mapping[str, str] = EMPTY,
         sink: Sink | None = None,
         steps: StepsFile | None = None,
+        simulated: Mapping[str, Simulated] = NOTHING,
     ) -> None:
         self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
         self._sink, self._steps, self._inner = sink, steps, unwrapped(model)
+        self._changes = Changes(self._inner, schemes, simulated)
         self._mask_at = positions_of(model, "attention_mask")
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
@@ -68,6 +72,8 @@ class Session:
         for layer, tensor in self._collector.unseen:
             if layer.kind != EXPERT:
                 self.schemes.note(f"{tensor} was due and not seen: {UNSEEN[tensor in BACKWARD]}", layer)
+        for layer in self._changes.unused:
+            self.schemes.note(f"was to be changed and was not: {UNSEEN[0]}", layer)
         self.records += found
         self.magnitudes += self._collector.magnitudes(self.current)
         for record in found if self._sink else ():
@@ -87,6 +93,7 @@ class Session:
 
     def detach(self) -> None:
         """Take everything off the model; what an unfinished step told is dropped."""
+        self._changes.detach()
         for watch in self._watches:
             watch.detach()
         self._watches.clear()
@@ -103,15 +110,17 @@ class Session:
         return [*self.schemes.told(), *([inside] if experts else [])]
 
     def _arm(self) -> None:
-        """Put hooks on the layers that are due at this step, and none on others."""
-        if self._mask_hook is not None:
-            self.detach()
-        if self._next is None or self.current < self._next:
+        """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""
+        self.detach()
+        is_due = self._next is not None and self.current >= self._next
+        due = self.routing.due(self.current) if is_due else {}
+        self._changes.attach(due)
+        if not due:
             return
-        due = self.routing.due(self.current)
         self._next = self.routing.next_due(self.current)
         self._collector = Collector(due, self.schemes)
-        self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
+        if self._collector.sums:
+            self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
         for name, routes in due.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name)
             if wanted and layer.kind != EXPERT:

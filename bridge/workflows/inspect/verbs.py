@@ -26,6 +26,7 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
+from bridge.workflows.inspect.changes.layer_changes import CHANGING
 from bridge.workflows.inspect.collect import LOGS, Schemes
 from bridge.workflows.inspect.config.layers import CONV1D, LINEAR
 from bridge.workflows.inspect.config.listing import layers_of, layers_of_source
@@ -308,7 +309,7 @@ def _about(routing: Routing, scheme: Scheme | None) -> dict[str, str]:
 
 def _check_runs(routing: Routing) -> None:
     """InspectError for features that this version reads and does not run."""
-    others = sorted({route.feature for route in routing.routes if route.own or route.feature not in LOGS})
+    others = sorted({r.feature for r in routing.routes if r.own or r.feature not in (*LOGS, *CHANGING)})
     if others:
         raise InspectError(
             f"{', '.join(others)}: this version reads these features and does not run them; leave them out, or disable "

@@ -449,9 +449,11 @@ def test_routes_are_in_the_order_of_the_model() -> None:
 
 
 def test_convolutions_are_logged_but_not_changed() -> None:
-    layers = (Layer("conv1", kind=CONV), Layer("fc"))
+    layers = (Layer("conv1", kind=CONV, fixed="a convolution"), Layer("fc"))
     assert len(load_routing({"s": section()}, layers).routes) == 2
-    assert "FakeQuant does not change convolutions, but conv1 match" in refusal({"s": section(FakeQuant=FAKE)}, layers)
+    assert "FakeQuant cannot change a convolution: conv1; name other layers" in refusal(
+        {"s": section(FakeQuant=FAKE)}, layers
+    )
     assert load_routing({"s": section({"layer_types": "fc"}, FakeQuant=FAKE)}, layers)
 
 

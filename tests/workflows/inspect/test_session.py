@@ -380,8 +380,8 @@ def test_what_has_no_value_is_noted() -> None:
     ("given", "error", "said"),
     [
         ({"config": config(tensors=["activation"], stats=["sqnrr"])}, InspectError, "unknown"),
-        ({"config": config("FakeQuant", gemms=["fprop"], tensors=["weight"], quant_format="FP8E4M3")}, InspectError,
-         "FakeQuant: this version reads"),
+        ({"config": config("DumpTensors", tensors=["weight"], high_precision_tensor=True)}, InspectError,
+         "DumpTensors: this version reads"),
         ({"against": "out", "quant": "fp8"}, UsageError, "does not go with against="),
         ({"steps": 0}, UsageError, "steps=0"),
         ({"config": config(tensors=["output"], stats=["rms"], start_step=50)}, InspectError, "nothing is due"),

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.inspect.gemms import can_change  # noqa: E402
+from bridge.workflows.inspect.changes.gemms import can_change  # noqa: E402
 from bridge.workflows.inspect.side_by_side import ROWS, Difference, difference, rows_of, side_by_side  # noqa: E402
 
 LLAMA = "examples/models/tiny-llama"

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.inspect.gemms import GEMMS, ChangedGemms, can_change  # noqa: E402
+from bridge.workflows.inspect.changes.gemms import GEMMS, ChangedGemms, can_change  # noqa: E402
 from bridge.workflows.inspect.watch import BACKWARD, FORWARD, Watch  # noqa: E402
 
 ALL = frozenset((*FORWARD, *BACKWARD))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LINEAR, CONV1D, CONV, EXPERT = "linear", "conv1d", "conv", "expert"  # kinds of layers
 MATRICES = ("linear", "head", "router")  # kinds of roles that a layer may have
@@ -16,7 +16,7 @@ class Layer:
     """A matrix of the model: its name in configs and results, its roles (several if fused), its number, its kind.
 
     `module`, `parameter`: where the live model has its weight. `expert`: its index in a stack, None outside one.
-    `turned`: whether the weight is stored [in, out].
+    `turned`: whether the weight is stored [in, out]. `fixed`: why what its GEMMs take cannot be changed; "" if it can.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Layer:
     parameter: str = "weight"
     expert: int | None = None
     turned: bool = False
+    fixed: str = field(default="", compare=False)
 
     @property
     def role(self) -> str:

@@ -15,12 +15,14 @@ from bridge.core.values import Site
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.match import architecture_of
 from bridge.tables.architectures.roles import load_roles
+from bridge.workflows.inspect.changes.gemms import why_fixed
 from bridge.workflows.inspect.config.dialect_roles import dialect_meanings
 from bridge.workflows.inspect.config.layers import CONV, CONV1D, EXPERT, LINEAR, Layer, Meaning, clean, number_in
 
 if TYPE_CHECKING:
     from bridge.sources.source import Source
 
+INSIDE = "an expert inside one module"
 Meanings = Mapping[tuple[str, int | None], Meaning]  # by live parameter and expert
 
 
@@ -56,7 +58,7 @@ def _layers(name: str, module: Any, meanings: Meanings) -> Iterator[Layer]:
     kind = _kind(module)
     meaning = meanings.get((f"{shown}.weight", None))
     if kind or (meaning and weight is not None and weight.ndim == 2 and not _is_router(meaning)):
-        yield _layer(shown, meaning, kind or LINEAR, name)
+        yield _layer(shown, meaning, kind or LINEAR, name, fixed=why_fixed(module))
         return
     for parameter, tensor in module._parameters.items():
         if tensor is None or tensor.ndim != 3:
@@ -65,15 +67,16 @@ def _layers(name: str, module: Any, meanings: Meanings) -> Iterator[Layer]:
         if (key, 0) in meanings or (key, None) in meanings or type(module).__name__.endswith("Experts"):
             for expert in range(tensor.shape[0]):
                 meaning = meanings.get((key, expert)) or meanings.get((key, None))
-                yield _layer(f"{shown}.{expert}.{parameter}", meaning, EXPERT, name, parameter, expert)
+                yield _layer(f"{shown}.{expert}.{parameter}", meaning, EXPERT, name, parameter, expert, INSIDE)
 
 
 def _layer(
-    name: str, meaning: Meaning | None, kind: str, module: str, parameter: str = "weight", expert: int | None = None
-) -> Layer:
+    name: str, meaning: Meaning | None, kind: str, module: str, parameter: str = "weight", expert: int | None = None,
+    fixed: str = "",
+) -> Layer:  # fmt: skip
     number = meaning.number if meaning and meaning.number is not None else number_in(name)
     turned = kind == CONV1D or (kind == EXPERT and meaning is not None and meaning.turned)
-    return Layer(name, meaning.roles if meaning else (), number, kind, module, parameter, expert, turned)
+    return Layer(name, meaning.roles if meaning else (), number, kind, module, parameter, expert, turned, fixed)
 
 
 def _kind(module: Any) -> str:

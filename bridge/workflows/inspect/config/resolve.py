@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 from bridge.core.problems import Problems
 from bridge.core.text import named
 from bridge.quant.schemes.scheme import Scheme
+from bridge.workflows.inspect.changes.gemms import INSTEAD
 from bridge.workflows.inspect.config.features import Feature, Options, OwnFeature, Use, clashes
-from bridge.workflows.inspect.config.layers import CONV, Layer, number_in
+from bridge.workflows.inspect.config.layers import Layer, number_in
 from bridge.workflows.inspect.config.read import InspectConfig, Section, parse_config, raise_problems
 from bridge.workflows.inspect.config.schedule import Schedule
 from bridge.workflows.inspect.config.selectors import depth_of
@@ -137,13 +138,15 @@ def _routes(section: Section, layer: Layer) -> Iterator[Route]:
 
 
 def _check_changes(matched: Sequence[tuple[Section, list[Layer]]], problems: Problems) -> None:
-    """Record tensors that two sections change, and convolutions that any does."""
+    """Record tensors that two sections change, and layers of which none can be changed."""
     for section, layers in matched:
-        convolutions = [layer.name for layer in layers if layer.kind == CONV]
-        for feature in _changing(section) if convolutions else ():
+        fixed: dict[str, list[str]] = {}
+        for layer in layers:
+            if layer.fixed:
+                fixed.setdefault(layer.fixed, []).append(layer.name)
+        for feature, why in product(_changing(section), fixed):
             problems.add(
-                f"section {section.name!r}: {feature.name} does not change convolutions, but {named(convolutions)} "
-                "match; name other layers, or log statistics"
+                f"section {section.name!r}: {feature.name} cannot change {why}: {named(fixed[why])}; {INSTEAD}"
             )
     for (one, layers), (other, others) in combinations(matched, 2):
         both = {layer.name for layer in layers} & {layer.name for layer in others}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.errors import InspectError
 from bridge.workflows.inspect.watch import is_turned
 
 if TYPE_CHECKING:
@@ -22,13 +23,16 @@ GEMMS = {
     "wgrad": ("gradient", "activation", "wgrad"),
 }
 Change = Callable[[str, str, "Tensor"], "Tensor"]
+SPLIT = "a matrix that is split over ranks"
+INSTEAD = "name other layers, or take DisableQuantization or statistics there"
 
 
 class ChangedGemms:
     """A module, Linear or GPT-2's Conv1D, whose GEMMs take what `change` makes of their operands.
 
-    `change(gemm, name, tensor)` returns the tensor itself, or another of its shape and dtype; matrices have rows
-    (tokens, features), weights (out, in), and so has `wgrad`. What it leaves has the bits of the module's own GEMM.
+    `change(gemm, name, tensor)` returns the tensor itself, or another of its shape and dtype, and must not write into
+    it; matrices have rows (tokens, features), weights (out, in), and so has `wgrad`. What it leaves has the bits of the
+    module's own GEMM. Operands have the dtype in which the GEMM computes, also under autocast.
     """
 
     def __init__(self, module: Any, change: Change) -> None:
@@ -36,23 +40,59 @@ class ChangedGemms:
         function = _function()
         turned = is_turned(module)
 
-        def forward(x: Tensor) -> Tensor:
-            weight = module.weight.t() if turned else module.weight
-            result: Tensor = function.apply(x, weight, module.bias, change)
+        def forward(*inputs: Any, **keywords: Any) -> Tensor:
+            x: Tensor = inputs[0] if inputs else next(iter(keywords.values()))  # Linear calls it `input`, Conv1D `x`
+            if problem := why_fixed_weight(module.weight):
+                raise InspectError(f"{type(module).__name__}: {problem}; {INSTEAD}")
+            x, weight, bias = _as_computed(x, module.weight.t() if turned else module.weight, module.bias)
+            result: Tensor = function.apply(x, weight, bias, change)
             return result
 
         module.forward = forward
 
     def detach(self) -> None:
         """Give the module its own forward back."""
-        del self._module.forward
+        vars(self._module).pop("forward", None)
+
+
+def why_fixed(module: Any) -> str:
+    """Why the GEMMs of a module cannot be changed; "" if they can: those of a matrix that it holds whole."""
+    from torch import nn
+
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "a convolution"
+    if not (type(module).forward is nn.Linear.forward or is_turned(module)):
+        return f"{type(module).__name__}, which computes in its own way"
+    if "forward" in vars(module):
+        return f"{type(module).__name__} with a forward of its own"
+    mesh = getattr(module.weight, "device_mesh", None)
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
+        return SPLIT
+    return ""
+
+
+def why_fixed_weight(weight: Any) -> str:
+    """Why a GEMM cannot take what a feature makes of this weight, which is known when it runs; "" if it can."""
+    return SPLIT if hasattr(weight, "device_mesh") else ""
 
 
 def can_change(module: Any) -> bool:
-    """Whether the GEMMs of a module can be changed: those of a matrix that it holds whole, on plain tensors."""
+    """Whether the GEMMs of a module can be changed."""
+    return not why_fixed(module)
+
+
+def _as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype that autocast gives them."""
     import torch
 
-    return (type(module) is torch.nn.Linear or is_turned(module)) and "forward" not in vars(module)
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
 
 
 @cache

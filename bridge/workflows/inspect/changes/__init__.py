@@ -1,0 +1,1 @@
+"""Models whose GEMMs take changed operands."""
