@@ -21,7 +21,7 @@ def inspect(
         str | None, typer.Option(metavar="FILE", help="config.yaml of what to look at; default: activations, weights")
     ] = None,
     quant: Planned = None,
-    calib: Annotated[str | None, typer.Option(help="saved calibration, for static scales of inputs")] = None,
+    calib: Annotated[str | None, typer.Option(help="saved calibration, for static scales, SmoothQuant and AWQ")] = None,
     data: Data = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="directory for inspect.html, .json and .csv")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="batches to run; default: all")] = None,

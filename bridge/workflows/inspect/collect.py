@@ -25,7 +25,8 @@ from bridge.workflows.inspect.sums import Blocks, TensorSums
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are summed as they are; others as float32
+FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are summed and quantized as they are; others as float32
+UNCALIBRATED = "static scales without a calibration (calib=) are those of each tensor"
 EQUAL = 200.0  # dB of a tensor that loses nothing, and at most
 LOGS = ("LogTensorStats", "LogFp8TensorStats", "LogNvfp4TensorStats", "LogQuantizedTensorStats")
 
@@ -69,7 +70,7 @@ class Schemes:
             return None
         static = self.amax.get(layer.name) if how.static and tensor == "activation" else None
         if how.static and static is None and not how.amax:
-            self.note("static scales without a calibration (calib=) are those of each tensor", layer)
+            self.note(UNCALIBRATED, layer)
         return Under(how, False, static)
 
     def note(self, what: str, layer: Layer) -> None:
@@ -91,8 +92,13 @@ class Schemes:
         if isinstance(form, str):
             return None
         if form.algorithm != "max":
-            self.note(f"what calibration chooses for {form.algorithm} is not applied", layer)
+            self.note(f"{chosen_note(form)} in statistics", layer)
         return of_numerics(form.weight, form.input, tensor)
+
+
+def chosen_note(form: Format) -> str:
+    """That a format is taken without what calibration chooses for it."""
+    return f"what calibration chooses for {form.algorithm} is not applied"
 
 
 class Sums:

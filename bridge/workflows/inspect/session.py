@@ -35,7 +35,8 @@ class Session:
     """An inspection of a live model. `step` ends a step: what it told becomes records, and hooks follow the schedule.
 
     A step may have several forward and backward passes (microbatches). Rows that `attention_mask` leaves out do not
-    count. The model's outputs and gradients have the same bits as without; `detach` leaves nothing behind.
+    count. `simulated`: layers that run quantized at each step. Other layers have the same bits as without, unless a
+    feature changes them; `detach` leaves nothing behind.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
-from bridge.workflows.inspect.changes.layer_changes import CHANGING
+from bridge.workflows.inspect.changes.layer_changes import CHANGING, Simulated
+from bridge.workflows.inspect.changes.simulation import formats_by_role, formats_of, simulated
 from bridge.workflows.inspect.collect import LOGS, Schemes
-from bridge.workflows.inspect.config.layers import CONV1D, LINEAR
-from bridge.workflows.inspect.config.listing import layers_of, layers_of_source
+from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
+from bridge.workflows.inspect.config.listing import layers_of
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
 from bridge.workflows.inspect.result import MARK, Inspection
 from bridge.workflows.inspect.save import StepsFile, save
@@ -63,8 +64,10 @@ def inspect(
     """Run a model on data and record statistics of its tensors, or compare a quantized model with it.
 
     Without `against`, each batch of the data is a step. The config says which layers and tensors are looked at, when
-    and for which statistics; what quantizing a tensor would lose is computed by the encoder of conversions. The model's
-    outputs stay as they are. All mistakes of a config are told before the model is loaded.
+    and for which statistics; what quantizing a tensor would lose is computed by the encoder of conversions. Without
+    `quant` the model's outputs stay as they are, but for what a feature changes (FakeQuant); with it, the model runs
+    quantized, and an activation is seen as its layer receives it, with the errors of the layers before. All mistakes of
+    a config are told before the model is loaded.
 
     With `against`, the model and what was written of it run one after the other, and 64 to 127 tokens of each module's
     output are compared: `accumulated` with all errors before it, `alone` with the source's input and the codes of that
@@ -75,8 +78,10 @@ def inspect(
         config: a config.yaml of TransformerEngine's debug features, or its content; None looks at activation and weight
             of every matrix under `quant`, else under fp8, int8, nvfp4 and mxfp8.
         against: what `convert` wrote of the model for target "hf"; no config, quant, steps or gradients with it.
-        quant: the scheme of statistics that name none.
-        calib: a calibration, whose amax of inputs are the static scales.
+        quant: the scheme that the run simulates, also that of statistics that name none: weights and inputs of each
+            matrix that conversions quantize are quantized and dequantized. DisableQuantizationLayer takes layers out.
+        calib: a calibration, whose amax of inputs are the static scales; SmoothQuant and AWQ take their pre-scales and
+            clips of it. Without one, static scales are those of each tensor, and a note says so.
         data: what `calibrate` takes; None takes the embedded text.
         steps: batches to run at most.
         gradients: also run the next-token loss backward, for `gradient`, `dgrad` and `wgrad`.
@@ -115,7 +120,9 @@ def inspect(
         source = open_source(model, tokenizer=tokenizer)
         structure = structure_of(source)
         scheme = scheme_of(quant, None, structure)
-        routing = load_routing(config, layers_of_source(source), scheme)
+        skeleton = source.load_skeleton()
+        layers = layers_of(skeleton, source)
+        routing = load_routing(config, layers, scheme)
         _check_runs(routing)
         if backward := sorted({route.tensor for route in routing.routes} & {*BACKWARD}) if not gradients else []:
             raise InspectError(
@@ -127,15 +134,17 @@ def inspect(
                 "of yours inside bridge.inspecting"
             )
         made = _data_of(source, data, sampling)
-        formats = {site.module: scheme.format_of(site) for site in structure.sites} if scheme else None
-        schemes = Schemes(scheme, formats, _static(calib, routing))
+        formats = formats_of(scheme, structure.sites, skeleton, source.specs) if scheme else None
+        calibration = _calibration(calib)
+        schemes = Schemes(scheme, formats, _static(calibration, layers, scheme))
+        quantized = simulated(layers, formats, calibration, schemes) if formats else {}
         count = len((*made.batches, *made.held_out)[:steps])
         if not any(routing.due(step) for step in range(count)):
             raise InspectError(
                 f"nothing is due in the {number(count, 'step')} that the data make, of 8 rows each; give more samples= "
                 "(--samples), or an earlier start_step or freq"
             )
-        found = _run(source, routing, schemes, made, steps, gradients, device, callback)
+        found = _run(source, routing, schemes, quantized, made, steps, gradients, device, callback)
     if place is not None:
         save(found, place, overwrite)
     return found
@@ -154,12 +163,16 @@ def inspecting(
 ) -> Iterator[Session]:
     """Inspect a live model in a loop of the caller's, which ends each step with `session.step()`.
 
-    Outputs and gradients have the same bits as without; a step at which nothing is due has no hooks. Leaving the block,
-    also by an exception, takes everything off the model; `session.inspection` has what was told.
+    Outputs and gradients have the same bits as without, unless `quant` or a feature changes them; a step at which
+    nothing is due has no hooks. Leaving the block, also by an exception, takes everything off the model;
+    `session.inspection` has what was told.
 
     Args:
         model: a torch module: of transformers, of Megatron-Core or torchtitan (with roles), or any other (by names).
-        config, quant, calib: as in `inspect`.
+        config, quant, calib: as in `inspect`. With `quant` the model runs quantized at each step, its weights quantized
+            anew; heads and routers that a table knows, convolutions, experts inside one module and classes with a GEMM
+            of their own run as they are. Gradients go straight through: dgrad takes the quantized weight, wgrad the
+            quantized activation.
         out: as in `inspect`, written at the end; until then each step adds its lines to NAME.steps.jsonl beside it.
         sink: called as sink(name, value, step), as TensorBoard's `add_scalar`; a name is LAYER_TENSOR_STATISTIC.
 
@@ -182,17 +195,20 @@ def inspecting(
     if place is not None:
         check_free(place, overwrite, MARK)
     scheme = None if quant is None else load_scheme(quant)
-    routing = load_routing(config, layers_of(model), scheme)
+    layers = layers_of(model)
+    routing = load_routing(config, layers, scheme)
     _check_runs(routing)
     if scheme and (scheme.rules or scheme.only):
         raise InspectError(
             f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
             "model to bridge.inspect"
         )
-    schemes = Schemes(scheme, None, _static(calib, routing))
+    calibration = _calibration(calib)
+    schemes = Schemes(scheme, None, _static(calibration, layers, scheme))
+    quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
     steps = StepsFile(place, overwrite) if place is not None else None
     about = {"model": type(model).__name__, **_about(routing, scheme)}
-    session = Session(model, routing, schemes, about, sink, steps)
+    session = Session(model, routing, schemes, about, sink, steps, quantized)
     try:
         yield session
     finally:
@@ -204,8 +220,8 @@ def inspecting(
 
 
 def _run(
-    source: Source, routing: Routing, schemes: Schemes, data: Data, steps: int | None, gradients: bool,
-    device: str | None, progress: Progress,
+    source: Source, routing: Routing, schemes: Schemes, quantized: Mapping[str, Simulated], data: Data,
+    steps: int | None, gradients: bool, device: str | None, progress: Progress,
 ) -> Inspection:  # fmt: skip
     """Run the batches, each a step."""
     import torch
@@ -215,7 +231,7 @@ def _run(
     model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
     model = (model.to(device) if device else model).eval().requires_grad_(gradients)
     about = {"model": source.name, "data": data.digest, **_about(routing, schemes.session)}
-    session = Session(model, routing, schemes, about)
+    session = Session(model, routing, schemes, about, simulated=quantized)
     run = runner(model, device)
     try:
         for at, batch in enumerate(batches):
@@ -290,16 +306,24 @@ def _data_of(source: Source, data: Any, sampling: Sampling) -> Data:
     return made
 
 
-def _static(calib: Calibration | str | Path | None, routing: Routing) -> dict[str, float]:
-    """Amax of inputs by layer; InspectError for a calibration of other inputs than the model's own."""
-    if calib is None:
+def _calibration(calib: Calibration | str | Path | None) -> Calibration | None:
+    return calib if calib is None or isinstance(calib, Calibration) else Calibration.load(Path(calib))
+
+
+def _static(found: Calibration | None, layers: Sequence[Layer], scheme: Scheme | None) -> dict[str, float]:
+    """Amax of inputs by layer; none of smoothed inputs. InspectError for a calibration that nothing here takes."""
+    if found is None:
         return {}
-    found = calib if isinstance(calib, Calibration) else Calibration.load(Path(calib))
     if found.smoothing_amax or found.awq_scale or found.pre_scale:
-        raise InspectError("calib= (--calib): its amax are of smoothed inputs, and the model has its own; leave it out")
+        if scheme is None or not any(form.prescales for form in scheme.formats):
+            raise InspectError(
+                "calib= (--calib): its amax are of smoothed inputs, and the model has its own; leave it out, or pass "
+                "the quant= (--quant) that it was made for"
+            )
+        return {}
     amax = {module: float(value.max()) for module, value in found.input_amax.items()}
-    if not amax.keys() & routing.layers.keys():
-        raise InspectError("calib= (--calib): has the amax of no layer that is inspected; calibrate this model")
+    if not amax.keys() & {layer.name for layer in layers}:
+        raise InspectError("calib= (--calib): has the amax of no layer of this model; calibrate this model")
     return amax
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,82 +15,35 @@ from torch.nn.functional import linear  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 import bridge  # noqa: E402
+from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.workflows.inspect.changes.gemms import GEMMS  # noqa: E402
+from bridge.workflows.inspect.changes.layer_changes import LayerChanges, add_features  # noqa: E402
+from bridge.workflows.inspect.collect import Schemes  # noqa: E402
+from bridge.workflows.inspect.config.layers import Layer  # noqa: E402
+from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
+from tests.workflows.inspect.formats_in_torch import (  # noqa: E402
+    E4M3,
+    E5M2,
+    Quantize,
+    by_row,
+    config,
+    disable,
+    divided,
+    e4m3,
+    equal,
+    fake,
+    fp8,
+    int4_blocks,
+    int8,
+    mx,
+    nvfp4,
+    same,
+    stats,
+    whole,
+)  # fmt: skip
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 PLACES = [(gemm, name) for gemm, names in GEMMS.items() for name in names]
-Quantize = Callable[[Any], Any]
-
-
-# what each format is, in torch alone: float32 in and out
-
-
-def fp8(code: Any) -> Quantize:
-    """Transformer Engine's: one scale that multiplies."""
-    bound = torch.finfo(code).max
-
-    def quantize(x: Any) -> Any:
-        factor = bound / x.abs().max()
-        return (x * factor).clamp(-bound, bound).to(code).float() * (1 / factor)
-
-    return quantize
-
-
-def mx(code: Any) -> Quantize:
-    bound = torch.finfo(code).max
-
-    def quantize(x: Any) -> Any:
-        blocks = x.reshape(-1, 32)
-        scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(1, keepdim=True).double() / bound))).float()
-        return ((blocks / scale).clamp(-bound, bound).to(code).float() * scale).reshape(x.shape)
-
-    return quantize
-
-
-def divided(largest: Callable[[Any], Any], code: Callable[[Any], Any], bound: float) -> Quantize:
-    """ModelOpt's: a scale amax / bound that divides."""
-
-    def quantize(x: Any) -> Any:
-        scale = largest(x) / bound
-        return code(x / scale) * scale
-
-    return quantize
-
-
-def whole(x: Any) -> Any:
-    return x.abs().max()
-
-
-def by_row(x: Any) -> Any:
-    return x.abs().amax(-1, keepdim=True)
-
-
-def e4m3(x: Any) -> Any:
-    return x.clamp(-448, 448).to(E4M3).float()
-
-
-def int8(x: Any) -> Any:
-    return x.round().clamp(-128, 127)
-
-
-def int4_blocks(x: Any) -> Any:
-    blocks = x.reshape(-1, 128)
-    return divided(by_row, lambda c: c.round().clamp(-8, 7), 7)(blocks).reshape(x.shape)
-
-
-def nvfp4(x: Any) -> Any:
-    blocks, above = x.reshape(-1, 16), x.abs().max() / (6 * 448)
-    scale = (by_row(blocks) / (6 * above)).clamp(2**-9, 448).to(E4M3).float() * above
-    distance = ((blocks / scale).abs()[..., None] - FP4).abs().double()
-    nearest = (distance + 1e-12 * torch.tensor([0, 1] * 4)).argmin(-1)  # of two, the even code
-    return (blocks.sign() * FP4[nearest] * scale).reshape(x.shape)
-
-
-def same(x: Any) -> Any:
-    return x
-
-
 # options -> what becomes of a weight (and its gradient), and of the others
 FORMATS: dict[tuple[str, str], tuple[Quantize, Quantize]] = {
     ("quant_format", "FP8E4M3"): (fp8(E4M3), fp8(E4M3)),
@@ -105,15 +59,6 @@ FORMATS: dict[tuple[str, str], tuple[Quantize, Quantize]] = {
     ("scheme", "nvfp4"): (nvfp4, nvfp4),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def fake(gemms: dict[str, list[str]], **options: Any) -> dict[str, Any]:
-    entries = [{"gemm": gemm, "tensors": names} for gemm, names in gemms.items()]
-    return {"FakeQuant": {"enabled": True, "gemms_struct": entries, **options}}
-
-
-def config(features: dict[str, Any], layers: Any = None) -> dict[str, Any]:
-    return {"s": {"enabled": True, "layers": layers or {"layer_types": ["all"]}, "transformer_engine": features}}
 
 
 def made(kind: str, dtype: Any, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -188,3 +133,89 @@ def test_fake_quant_is_the_formats_formula_in_each_gemm(form: Any, dtype: Any, k
         found, wanted(model, x, gradient, quantize), ("output", "dgrad", "wgrad"), strict=True
     ):
         assert torch.equal(ours, theirs), (what, (ours - theirs).abs().max())
+
+
+# a scheme, and what takes layers out of it
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "int8_wo", "fp8", "nvfp4"])
+@pytest.mark.parametrize("out", [(), ("fprop",), ("dgrad", "wgrad"), ("fprop", "dgrad", "wgrad")], ids=str)
+def test_the_scheme_of_the_session_is_in_every_gemm_that_is_not_disabled(scheme: str, out: tuple[str, ...]) -> None:
+    """Gradients are not quantized: dgrad takes the quantized weight, wgrad the quantized activation."""
+    model, x, gradient = made("linear", torch.bfloat16)
+
+    def quantize(gemm: str, name: str, tensor: Any) -> Any:
+        if gemm in out or name not in ("weight", "activation"):
+            return tensor
+        return FORMATS["scheme", scheme][name != "weight"](tensor.float()).to(tensor.dtype).contiguous()
+
+    features = stats("output") | (disable(*out) if out else {})
+    with bridge.inspecting(model, config(features), quant=scheme) as session:
+        found = run(model, x, gradient)
+        session.step()
+    assert equal(found, wanted(model, x, gradient, quantize))
+    assert session.inspection.records[0].value == pytest.approx(
+        float(found[0].float().square().mean().sqrt()), rel=1e-5
+    )
+
+
+def test_a_layer_that_is_disabled_has_its_own_forward() -> None:
+    model, x, gradient = made("linear", torch.float32)
+    plain = run(model, x, gradient)
+    with bridge.inspecting(model, config(disable()), quant="int4_wo"):
+        assert "forward" not in vars(model["layer"]) and equal(run(model, x, gradient), plain)
+    with bridge.inspecting(model, config(disable("fprop"))) as session:
+        assert "forward" not in vars(model["layer"]) and equal(run(model, x, gradient), plain)
+        session.step()
+    assert session.notes == ["DisableQuantizationGEMM has no effect: nothing is quantized there (quant=): 1 layer"]
+
+
+def test_fake_quant_takes_its_gemm_out_of_the_scheme_and_says_so_where_one_operand_is_named() -> None:
+    model, x, gradient = made("linear", torch.float32)
+
+    def quantize(gemm: str, name: str, tensor: Any) -> Any:
+        if gemm == "fprop":
+            return fp8(E5M2)(tensor) if name == "weight" else tensor
+        return mx(E4M3)(tensor) if name in ("weight", "activation") else tensor
+
+    features = fake({"fprop": ["weight"]}, quant_format="FP8E5M2")
+    with bridge.inspecting(model, config(features), quant="mxfp8") as session:
+        found = run(model, x, gradient)
+        session.step()
+    assert equal(found, wanted(model, x, gradient, quantize))
+    assert session.notes == ["FakeQuant changes weight of fprop alone, and the other operand is not quantized: 1 layer"]
+
+
+def test_per_tensor_scaling_replaces_a_static_amax() -> None:
+    model, x, gradient = made("linear", torch.float32)
+    static = divided(lambda _: torch.tensor(1.5), e4m3, 448)
+    both = {"enabled": True, "gemms": ["fprop", "dgrad"], "tensors": ["activation", "gradient"]}
+
+    def quantize(scaled: bool) -> Callable[[str, str, Any], Any]:
+        def of(gemm: str, name: str, tensor: Any) -> Any:
+            if scaled and (gemm, name) == ("fprop", "activation"):
+                return fp8(E4M3)(tensor)
+            if scaled and (gemm, name) == ("dgrad", "gradient"):
+                return fp8(E5M2)(tensor)
+            return {"activation": static, "weight": divided(whole, e4m3, 448)}.get(name, same)(tensor)
+
+        return of
+
+    calibration = Calibration(Provenance("", "", "", "", "", "", 0, 0), {"layer": np.array(1.5, np.float32)})
+    for scaled in (False, True):
+        features = stats("output") | ({"PerTensorScaling": both} if scaled else {})
+        with bridge.inspecting(model, config(features), quant="fp8", calib=calibration):
+            found = run(model, x, gradient)
+        assert equal(found, wanted(model, x, gradient, quantize(scaled))), scaled
+
+
+def test_per_tensor_scaling_leaves_a_layer_that_the_scheme_leaves() -> None:
+    words = {"enabled": True, "gemms": "fprop", "tensors": "activation"}
+    routing = load_routing(config({"PerTensorScaling": words}), [Layer("lm_head")], load_scheme("fp8"))
+    schemes = Schemes(load_scheme("fp8"))
+    changes = LayerChanges(Layer("lm_head"))
+    add_features(changes, routing.routes, schemes)
+    assert not changes.needed
+    assert schemes.told() == [
+        "PerTensorScaling replaces no static scale: quant= leaves the inputs as they are: 1 layer"
+    ]

@@ -17,7 +17,7 @@ from bridge.core.errors import InspectError  # noqa: E402
 from bridge.core.text import fold_layers  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.inspect.config.layers import CONV, CONV1D, EXPERT, LINEAR, Layer  # noqa: E402
-from bridge.workflows.inspect.config.listing import layers_of, layers_of_source, unwrapped  # noqa: E402
+from bridge.workflows.inspect.config.listing import layers_of, unwrapped  # noqa: E402
 from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
@@ -108,7 +108,7 @@ def test_experts_that_are_stored_turned_say_so() -> None:
 
 def test_a_stored_model_and_the_live_one_have_the_same_layers() -> None:
     source = open_source(LLAMA)
-    layers = layers_of_source(source)
+    layers = layers_of(source.load_skeleton(), source)
     assert layers == layers_of(source.load_model(), source) == layers_of(source.load_model())
     assert (len(layers), layers[0].role, layers[-1].role) == (36, "attn.q", "head")
 

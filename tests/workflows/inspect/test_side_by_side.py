@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.inspect.changes.gemms import can_change  # noqa: E402
+from bridge.workflows.inspect.changes.gemms import why_fixed  # noqa: E402
 from bridge.workflows.inspect.side_by_side import ROWS, Difference, difference, rows_of, side_by_side  # noqa: E402
 
 LLAMA = "examples/models/tiny-llama"
@@ -25,7 +25,7 @@ def batches(padded: bool = False) -> list[dict[str, Any]]:
 
 def pair() -> tuple[Any, Any, list[str]]:
     one, other = (open_source(LLAMA).load_model() for _ in range(2))
-    return one, other, [name for name, module in one.named_modules() if can_change(module)]
+    return one, other, [name for name, module in one.named_modules() if not why_fixed(module)]
 
 
 def test_equal_models_have_no_difference() -> None:

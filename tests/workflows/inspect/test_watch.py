@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.inspect.changes.gemms import GEMMS, ChangedGemms, can_change  # noqa: E402
+from bridge.workflows.inspect.changes.gemms import GEMMS, ChangedGemms, why_fixed  # noqa: E402
 from bridge.workflows.inspect.watch import BACKWARD, FORWARD, Watch  # noqa: E402
 
 ALL = frozenset((*FORWARD, *BACKWARD))
@@ -29,7 +29,7 @@ def run(model: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def matrices(model: Any) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if can_change(module)}
+    return {name: module for name, module in model.named_modules() if not why_fixed(module)}
 
 
 def equal(one: tuple[Any, dict[str, Any]], other: tuple[Any, dict[str, Any]]) -> bool:

@@ -42,8 +42,8 @@ class ChangedGemms:
 
         def forward(*inputs: Any, **keywords: Any) -> Tensor:
             x: Tensor = inputs[0] if inputs else next(iter(keywords.values()))  # Linear calls it `input`, Conv1D `x`
-            if problem := why_fixed_weight(module.weight):
-                raise InspectError(f"{type(module).__name__}: {problem}; {INSTEAD}")
+            if hasattr(module.weight, "device_mesh"):  # of FSDP it is whole here, of tensor parallelism not
+                raise InspectError(f"{type(module).__name__}: {SPLIT}; {INSTEAD}")
             x, weight, bias = _as_computed(x, module.weight.t() if turned else module.weight, module.bias)
             result: Tensor = function.apply(x, weight, bias, change)
             return result
@@ -69,16 +69,6 @@ def why_fixed(module: Any) -> str:
     if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
         return SPLIT
     return ""
-
-
-def why_fixed_weight(weight: Any) -> str:
-    """Why a GEMM cannot take what a feature makes of this weight, which is known when it runs; "" if it can."""
-    return SPLIT if hasattr(weight, "device_mesh") else ""
-
-
-def can_change(module: Any) -> bool:
-    """Whether the GEMMs of a module can be changed."""
-    return not why_fixed(module)
 
 
 def _as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 DISABLING = ("DisableQuantizationGEMM", "DisableQuantizationLayer")
 CHANGING = ("FakeQuant", "PerTensorScaling", *DISABLING)
-EVERY: tuple[str, ...] = tuple(GEMMS)
 
 
 class Make(Protocol):
@@ -135,7 +134,9 @@ def add_features(changes: LayerChanges, routes: Iterable[Route], schemes: Scheme
         if route.own or route.feature not in CHANGING:
             continue
         if route.feature in DISABLING:
-            changes.disabled.update((route.gemm,) if route.gemm else EVERY)
+            changes.disabled.add(route.gemm)
+            if not changes.quantized:
+                schemes.note(f"{route.feature} has no effect: nothing is quantized there (quant=)", changes.layer)
         elif route.feature == "FakeQuant":
             changes.disabled.add(route.gemm)  # as in TransformerEngine: the other operand stays in high precision
             named.setdefault(route.gemm, set()).add(route.tensor)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bridge.core.dtypes import to_float32
 from bridge.quant.codec.arrays import Array
 from bridge.sources.memory import bits_of
 from bridge.workflows.inspect.coding import fake_quantized
+from bridge.workflows.inspect.collect import FLOATS
 from bridge.workflows.inspect.quantization import Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are quantized as they are; others as float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +31,21 @@ class Quantizer:
     scale: Array | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        import torch
-
-        own = str(tensor.dtype).removeprefix("torch.")
-        dtype = own if own in FLOATS and self.scale is None else "float32"
-        bits = bits_of(tensor.detach() if dtype == own else tensor.detach().float(), dtype)
         if self.scale is None:
-            values = fake_quantized(bits, dtype, self.how, self.amax)
-        else:
-            values = fake_quantized(np.ascontiguousarray(bits * self.scale), dtype, self.how, self.amax) / self.scale
-        return torch.from_numpy(values).to(tensor.device, tensor.dtype)
+            return as_tensor(fake_quantized(*storage(tensor), self.how, self.amax), tensor)
+        scaled = np.ascontiguousarray(to_float32(*storage(tensor)) * self.scale)
+        return as_tensor(fake_quantized(scaled, "float32", self.how, self.amax) / self.scale, tensor)
+
+
+def storage(tensor: Tensor) -> tuple[Array, str]:
+    """The bits of a tensor on the CPU, and their dtype."""
+    own = str(tensor.dtype).removeprefix("torch.")
+    plain = tensor.detach()
+    return (bits_of(plain, own), own) if own in FLOATS else (bits_of(plain.float(), "float32"), "float32")
+
+
+def as_tensor(values: Array, like: Tensor) -> Tensor:
+    """Float32 values as a tensor of another's dtype, where that one lies."""
+    import torch
+
+    return torch.from_numpy(values).to(like.device, like.dtype)

@@ -26,11 +26,6 @@ INSIDE = "an expert inside one module"
 Meanings = Mapping[tuple[str, int | None], Meaning]  # by live parameter and expert
 
 
-def layers_of_source(source: Source) -> tuple[Layer, ...]:
-    """The layers of a stored model, by a copy of it without weights."""
-    return layers_of(source.load_skeleton(), source)
-
-
 def layers_of(model: Any, source: Source | None = None) -> tuple[Layer, ...]:
     """The layers of a live model, in its order; `source`: what it was loaded from."""
     model = unwrapped(model)
