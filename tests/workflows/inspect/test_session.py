@@ -230,8 +230,8 @@ def test_static_scales_of_a_calibration_cut_off_what_lies_beyond() -> None:
     cut = bridge.inspect(LLAMA, settings, calib=calibration, **few)
     assert all(record.value == 0 for record in own.records)
     assert any("static scales without a calibration" in note for note in own.notes)
-    quantized = [record.value for record in cut.records if record.layer != "lm_head"]
-    assert all(value is not None and value > 0 for value in quantized) and max(map(float, quantized)) > 0.5
+    after_norms = [record.value for record in cut.records if record.layer.endswith(("q_proj", "up_proj"))]
+    assert after_norms and all(value is not None and value > 0.5 for value in after_norms)  # others read less
 
 
 def test_a_mask_goes_with_its_forward() -> None:
