@@ -72,12 +72,15 @@ def check_file_free(path: Path, overwrite: bool, what: str, suffix: str) -> None
         ) from error
 
 
-def check_disk(out: Path, need: int) -> None:
-    """Refuse work that is larger than the free disk; `need` in bytes. The work of an unfinished run counts as free."""
+def check_disk(out: Path, need: int, what: str = "the plan") -> None:
+    """Refuse work that is larger than the free disk; `need` in bytes, by `what`.
+
+    The work of an unfinished run counts as free.
+    """
     parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free = shutil.disk_usage(parent).free + reserved(out)
     if free < need:
-        raise WriteError(f"{parent} has {size(free)} free, the plan needs {size(need)}: free some, or use another disk")
+        raise WriteError(f"{parent} has {size(free)} free, {what} needs {size(need)}: free some, or use another disk")
 
 
 @contextmanager

@@ -6,13 +6,14 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.core.text import number
 from bridge.core.values import Format
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.memory import bits_of
+from bridge.workflows.inspect.config.features import Options
 from bridge.workflows.inspect.config.layers import CONV, Layer
 from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
@@ -201,11 +202,24 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class Collector:
-    """The sums of one step, for the routes that are due."""
+class Dumped(Protocol):
+    """Where tensors are written."""
 
-    def __init__(self, due: Mapping[str, Sequence[Route]], schemes: Schemes) -> None:
+    def add(self, layer: Layer, name: str, tensor: Tensor, options: Options, schemes: Schemes) -> None: ...
+
+
+class Collector:
+    """The sums of one step, for the routes that are due; `dumps` takes the tensors that DumpTensors names."""
+
+    def __init__(self, due: Mapping[str, Sequence[Route]], schemes: Schemes, dumps: Dumped | None = None) -> None:
         self._last: Seen | None = None
+        self._schemes, self._dumps = schemes, dumps
+        self._dumped = {
+            (name, route.tensor): route.options
+            for name, routes in due.items()
+            for route in routes
+            if route.feature == "DumpTensors" and not route.own
+        }
         self.sums: dict[tuple[str, str], Sums] = {}
         for name, routes in due.items():
             asked: dict[str, list[TensorStat | QuantStat]] = {}
@@ -217,11 +231,15 @@ class Collector:
 
     def wanted(self, layer: str) -> frozenset[str]:
         """The tensors of a layer that are looked at."""
-        return frozenset(tensor for name, tensor in self.sums if name == layer)
+        return frozenset(tensor for name, tensor in (*self.sums, *self._dumped) if name == layer)
 
     def see(self, layer: Layer, name: str, tensor: Tensor, mask: Tensor | None) -> None:
         """Add a tensor, which is only read; `mask`: the rows of its first two axes that count."""
         if not tensor.numel():
+            return
+        if self._dumps and (layer.name, name) in self._dumped:
+            self._dumps.add(layer, name, tensor, self._dumped[layer.name, name], self._schemes)
+        if (layer.name, name) not in self.sums:
             return
         conv = layer.kind == CONV and name in ("weight", "wgrad")
         seen = self._last

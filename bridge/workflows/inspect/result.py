@@ -57,7 +57,7 @@ class Inspection(Displayed):
 
     `about`: the model, the scheme, versions and the digest of the config. `records`: in the order of steps and layers.
     `compared`: modules beside those of the source, with `against=`. `notes`: what was not seen, and why. `modules`: the
-    layers, in the model's order.
+    layers, in the model's order. `dumps`: files of tensors, in the directory that was written.
     """
 
     about: Mapping[str, str]
@@ -66,6 +66,7 @@ class Inspection(Displayed):
     notes: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     magnitudes: tuple[Magnitudes, ...] = ()
+    dumps: tuple[str, ...] = ()
 
     def worst(self, stat: str = "sqnr", n: int = 10, tensor: str | None = None) -> list[Record]:
         """The `n` layers and tensors with the worst value of a statistic, the worst first.
@@ -152,7 +153,7 @@ class Inspection(Displayed):
             "schema": SCHEMA, "about": dict(sorted(self.about.items())), "modules": list(self.modules),
             "records": [asdict(record) for record in self.records], "compared": [_plain(row) for row in self.compared],
             "magnitudes": [asdict(row) for row in self.magnitudes],
-            "notes": list(self.notes),
+            "notes": list(self.notes), "dumps": list(self.dumps),
         }  # fmt: skip
         return json.dumps(told, indent=1, allow_nan=False)
 

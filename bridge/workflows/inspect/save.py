@@ -9,12 +9,13 @@ from pathlib import Path
 
 from bridge.core.errors import WriteError
 from bridge.core.output.directory import output_directory
+from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.page import render
 from bridge.workflows.inspect.result import MARK, Inspection, Record
 
 
-def save(inspection: Inspection, out: Path, overwrite: bool = False) -> None:
-    """Write inspect.json, statistics.csv and inspect.html, visible in one rename.
+def save(inspection: Inspection, out: Path, overwrite: bool = False, dumps: Dumps | None = None) -> None:
+    """Write inspect.json, statistics.csv and inspect.html, and move `dumps` there; visible in one rename.
 
     Raises:
         UsageError: `out` exists and is no inspection, or `overwrite` is not given.
@@ -24,6 +25,8 @@ def save(inspection: Inspection, out: Path, overwrite: bool = False) -> None:
         texts = {MARK: f"{inspection.to_json()}\n", "statistics.csv": inspection.to_csv(), "inspect.html": page}
         for name, text in texts.items():
             (work.directory / name).write_text(text, encoding="utf-8")
+        if dumps:
+            dumps.move(work.directory)
 
 
 class StepsFile:

@@ -14,6 +14,7 @@ from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import unwrapped
 from bridge.workflows.inspect.config.resolve import Routing
+from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
 from bridge.workflows.inspect.watch import BACKWARD, Watch
@@ -48,9 +49,10 @@ class Session:
         sink: Sink | None = None,
         steps: StepsFile | None = None,
         simulated: Mapping[str, Simulated] = NOTHING,
+        dumps: Dumps | None = None,
     ) -> None:
         self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
-        self._sink, self._steps, self._inner = sink, steps, unwrapped(model)
+        self._sink, self._steps, self._dumps, self._inner = sink, steps, dumps, unwrapped(model)
         self._changes = Changes(self._inner, schemes, simulated)
         self._mask_at = positions_of(model, "attention_mask")
         self.records: list[Record] = []
@@ -82,6 +84,8 @@ class Session:
                 self._sink(f"{record.layer}_{record.tensor}_{record.stat}", record.value, self.current)
         if self._steps:
             self._steps.add(found)
+        if self._dumps:
+            self._dumps.end(self.current)
         self.current += 1
         self._arm()
         return found
@@ -90,7 +94,10 @@ class Session:
     def inspection(self) -> Inspection:
         """What all steps told so far."""
         modules = tuple(self.routing.layers)
-        return Inspection(self.about, tuple(self.records), (), tuple(self.notes), modules, tuple(self.magnitudes))
+        dumps = tuple(self._dumps.files) if self._dumps else ()
+        return Inspection(
+            self.about, tuple(self.records), (), tuple(self.notes), modules, tuple(self.magnitudes), dumps
+        )
 
     def detach(self) -> None:
         """Take everything off the model; what an unfinished step told is dropped."""
@@ -102,6 +109,8 @@ class Session:
             self._mask_hook.remove()
             self._mask_hook = None
         self._collector, self._mask = Collector({}, self.schemes), None
+        if self._dumps:
+            self._dumps.drop()
 
     @property
     def notes(self) -> list[str]:
@@ -119,7 +128,7 @@ class Session:
         if not due:
             return
         self._next = self.routing.next_due(self.current)
-        self._collector = Collector(due, self.schemes)
+        self._collector = Collector(due, self.schemes, self._dumps)
         if self._collector.sums:
             self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
         for name, routes in due.items():

@@ -32,6 +32,8 @@ from bridge.workflows.inspect.collect import LOGS, Schemes
 from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
 from bridge.workflows.inspect.config.listing import layers_of
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
+from bridge.workflows.inspect.features.dumps import FEATURE as DUMPS
+from bridge.workflows.inspect.features.dumps import Dumps, dumps_of, writes
 from bridge.workflows.inspect.result import MARK, Inspection
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink
@@ -123,7 +125,7 @@ def inspect(
         skeleton = source.load_skeleton()
         layers = layers_of(skeleton, source)
         routing = load_routing(config, layers, scheme)
-        _check_runs(routing)
+        _check_runs(routing, place)
         if backward := sorted({route.tensor for route in routing.routes} & {*BACKWARD}) if not gradients else []:
             raise InspectError(
                 f"{', '.join(backward)}: only a backward pass makes it; pass gradients=True (--gradients)"
@@ -144,7 +146,15 @@ def inspect(
                 f"nothing is due in the {number(count, 'step')} that the data make, of 8 rows each; give more samples= "
                 "(--samples), or an earlier start_step or freq"
             )
-        found = _run(source, routing, schemes, quantized, made, steps, gradients, device, callback)
+        dumps = dumps_of(routing, place, overwrite)
+        try:
+            found = _run(source, routing, schemes, quantized, made, steps, gradients, device, callback, dumps)
+            if place is not None:
+                save(found, place, overwrite, dumps)
+        finally:
+            if dumps:
+                dumps.remove()
+        return found
     if place is not None:
         save(found, place, overwrite)
     return found
@@ -197,7 +207,7 @@ def inspecting(
     scheme = None if quant is None else load_scheme(quant)
     layers = layers_of(model)
     routing = load_routing(config, layers, scheme)
-    _check_runs(routing)
+    _check_runs(routing, place)
     if scheme and (scheme.rules or scheme.only):
         raise InspectError(
             f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
@@ -208,20 +218,23 @@ def inspecting(
     quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
     steps = StepsFile(place, overwrite) if place is not None else None
     about = {"model": type(model).__name__, **_about(routing, scheme)}
-    session = Session(model, routing, schemes, about, sink, steps, quantized)
+    dumps = dumps_of(routing, place, overwrite)
+    session = Session(model, routing, schemes, about, sink, steps, quantized, dumps)
     try:
         yield session
     finally:
         session.detach()
-        if place is not None and session.records:
-            save(session.inspection, place, overwrite)
-        if steps:
-            steps.remove()
+        if place is not None and (session.records or (dumps and dumps.files)):
+            save(session.inspection, place, overwrite, dumps)
+        for written in (steps, dumps):
+            if written:
+                written.remove()
 
 
 def _run(
     source: Source, routing: Routing, schemes: Schemes, quantized: Mapping[str, Simulated], data: Data,
     steps: int | None, gradients: bool, device: str | None, progress: Progress,
+    dumps: Dumps | None = None,
 ) -> Inspection:  # fmt: skip
     """Run the batches, each a step."""
     import torch
@@ -231,7 +244,7 @@ def _run(
     model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
     model = (model.to(device) if device else model).eval().requires_grad_(gradients)
     about = {"model": source.name, "data": data.digest, **_about(routing, schemes.session)}
-    session = Session(model, routing, schemes, about, simulated=quantized)
+    session = Session(model, routing, schemes, about, simulated=quantized, dumps=dumps)
     run = runner(model, device)
     try:
         for at, batch in enumerate(batches):
@@ -331,9 +344,11 @@ def _about(routing: Routing, scheme: Scheme | None) -> dict[str, str]:
     return {"qbridge": __version__, "config": routing.digest, **({"scheme": scheme.name} if scheme else {})}
 
 
-def _check_runs(routing: Routing) -> None:
-    """InspectError for features that this version reads and does not run."""
-    others = sorted({r.feature for r in routing.routes if r.own or r.feature not in (*LOGS, *CHANGING)})
+def _check_runs(routing: Routing, out: Path | None) -> None:
+    """InspectError for features that this version reads and does not run, and for tensors without a place."""
+    if out is None and writes(routing):
+        raise InspectError("DumpTensors: writes the tensors into a directory; pass out= (--out)")
+    others = sorted({r.feature for r in routing.routes if r.own or r.feature not in (*LOGS, *CHANGING, DUMPS)})
     if others:
         raise InspectError(
             f"{', '.join(others)}: this version reads these features and does not run them; leave them out, or disable "

@@ -444,7 +444,7 @@ def test_a_routing_tells_what_is_due_when() -> None:
 
 def test_routes_are_in_the_order_of_the_model() -> None:
     config = {"a": section({"exact_layer_names": "lm_head"}), "b": section({"layer_numbers": 0}, DumpTensors={
-        "enabled": True, "tensors": "output", "quantized_tensor": True})}  # fmt: skip
+        "enabled": True, "tensors": "output", "high_precision_tensor": True})}  # fmt: skip
     assert [*load_routing(config, LAYERS).layers] == [LAYERS[0].name, LAYERS[1].name, "lm_head"]
 
 

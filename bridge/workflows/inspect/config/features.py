@@ -67,7 +67,7 @@ KINDS = {
         Kind("LogFp8TensorStats", ("tensors",), ("stats",), INPUTS),
         Kind("LogNvfp4TensorStats", ("tensors",), ("stats",), INPUTS),
         Kind("LogQuantizedTensorStats", ("tensors",), ("stats", "scheme")),
-        Kind("DumpTensors", ("tensors",), ("high_precision_tensor", "quantized_tensor")),
+        Kind("DumpTensors", ("tensors",), ("high_precision_tensor", "quantized_tensor", "scheme")),
         Kind("DisableQuantizationGEMM", ("gemms",)),
         Kind("DisableFP8GEMM", ("gemms",)),
         Kind("DisableQuantizationLayer", ()),
@@ -274,7 +274,7 @@ def _options(kind: Kind, given: Mapping[str, Any], where: str, problems: Problem
                 return Options()
             return Options(parse_quant_stats(stats, where, problems, scheme, known.session))
         case "DumpTensors":
-            return _dump(given, where, problems)
+            return _dump(given, where, problems, known.session)
         case "FakeQuant":
             return _fake_quant(given, where, problems)
         case _:
@@ -285,14 +285,19 @@ def _options(kind: Kind, given: Mapping[str, Any], where: str, problems: Problem
             return Options()
 
 
-def _dump(given: Mapping[str, Any], where: str, problems: Problems) -> Options:
+def _dump(given: Mapping[str, Any], where: str, problems: Problems, session: Scheme | None) -> Options:
     chosen = {key: given.get(key, False) for key in ("high_precision_tensor", "quantized_tensor")}
     for key, value in chosen.items():
         if type(value) is not bool:
             problems.add(f"{where}: {key} = {described(value)}; expected True or False")
     if not any(chosen.values()):
         problems.add(f"{where}: writes nothing; set high_precision_tensor, quantized_tensor or both to True")
-    return Options(**chosen)
+    scheme = check_scheme(given["scheme"], where, problems) if "scheme" in given else ""
+    if chosen["quantized_tensor"] is True and "scheme" not in given and session is None:
+        problems.add(
+            f"{where}: quantized_tensor: names no scheme, and the session has none; write scheme: fp8, or quant="
+        )
+    return Options(**chosen, scheme=scheme)
 
 
 def _fake_quant(given: Mapping[str, Any], where: str, problems: Problems) -> Options:

@@ -1,0 +1,1 @@
+"""Features of a config that do more than log statistics."""

@@ -1,0 +1,198 @@
+"""Write tensors of a run: one safetensors file a step and rank.
+
+Each tensor goes to the disk when it is seen; at the end of the step the file is put together and appears by a rename.
+Until the inspection is written, files are in NAME.dumps beside it, where a kill leaves those of whole steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.core.dtypes import DTYPES, FLOATS
+from bridge.core.errors import WriteError, disk_is_full, reason
+from bridge.core.formats.safetensors import PIECE, RANK, layout
+from bridge.core.output.directory import check_disk
+from bridge.core.values import TensorSpec
+from bridge.sources.memory import bits_of
+from bridge.workflows.inspect.collect import Schemes
+from bridge.workflows.inspect.config.features import Options
+from bridge.workflows.inspect.config.layers import CONV, Layer
+from bridge.workflows.inspect.config.resolve import Routing
+from bridge.workflows.inspect.features.coded import Stored, coded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FEATURE = "DumpTensors"
+FOLDER = "dumps"  # in the directory of an inspection
+
+
+class Dumps:
+    """The files of a session. `add` takes tensors of any thread, `end` closes a step, `files` are those of whole steps.
+
+    WriteError if a loop that was killed left some, unless `overwrite`; and if the disk is full.
+    """
+
+    def __init__(self, out: Path, overwrite: bool, rank: int = 0) -> None:
+        self.path = out.absolute().with_name(f"{out.name}.{FOLDER}")
+        if self.path.exists() and not overwrite:
+            raise WriteError(f"{self.path}: is left from a loop that was killed; move it away, or overwrite=True")
+        self._out, self._rank, self._lock = out, rank, threading.Lock()
+        self.files: list[str] = []
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._step = _Step(self._folder)
+
+    def add(self, layer: Layer, name: str, tensor: Tensor, options: Options, schemes: Schemes) -> None:
+        """Write a tensor; the second of a step with the same name gets _1 behind it."""
+        with self._lock:
+            for part, stored in _parts(layer, name, tensor, options, schemes):
+                self._check(stored[1].nbytes)
+                try:
+                    self._step.add(f"{layer.name}_{name}", part, *stored)
+                except OSError as error:
+                    raise self._refused(error) from error
+            self._step.seen(f"{layer.name}_{name}", _meaning(layer, name, options, schemes))
+
+    def end(self, step: int) -> None:
+        """Close the file of a step; none if nothing was added."""
+        with self._lock:
+            if self._step.specs:
+                name = f"rank_{self._rank}/step_{step:06d}.safetensors"
+                try:
+                    self._step.write(self.path / name)
+                except OSError as error:
+                    raise self._refused(error) from error
+                self.files.append(f"{FOLDER}/{name}")
+            self._step.remove()
+            self._step = _Step(self._folder)
+
+    def drop(self) -> None:
+        """Remove what an unfinished step wrote."""
+        with self._lock:
+            self._step.remove()
+            self._step = _Step(self._folder)
+
+    def move(self, directory: Path) -> None:
+        """Hand the files to the directory of an inspection, on the same file system."""
+        if self.files:
+            self.path.rename(directory / FOLDER)
+
+    def remove(self) -> None:
+        """Remove what is left beside the inspection."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self.path / f"rank_{self._rank}"
+
+    def _check(self, nbytes: int) -> None:
+        """Refuse a tensor that does not fit: it is written twice until its step ends."""
+        check_disk(self._out, nbytes + self._step.size + nbytes, FEATURE)
+
+    def _refused(self, error: OSError) -> WriteError:
+        text = "the disk is full; free some space" if disk_is_full(error) else reason(error)
+        return WriteError(f"{self.path}: a tensor cannot be written: {text}")
+
+
+def writes(routing: Routing) -> bool:
+    """Whether a config has tensors written."""
+    return any(route.feature == FEATURE and not route.own for route in routing.routes)
+
+
+def dumps_of(routing: Routing, out: Path | None, overwrite: bool) -> Dumps | None:
+    """Where a session writes tensors; None if it writes none."""
+    return Dumps(out, overwrite, rank()) if out is not None and writes(routing) else None
+
+
+def rank() -> int:
+    """This process among those that torch has joined."""
+    import torch.distributed as ranks
+
+    return ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0
+
+
+class _Step:
+    """The tensors of one step: bytes by dtype, as the format wants wide ones first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.specs: list[TensorSpec] = []
+        self.size = 0
+        self._places: list[tuple[int, int, int]] = []  # dtype, begin, bytes of each tensor
+        self._files: dict[int, Any] = {}
+        self._times: Counter[str] = Counter()
+        self._about: dict[str, str] = {}
+
+    def add(self, name: str, part: str, dtype: str, bits: Any) -> None:
+        kind = RANK[DTYPES[dtype].safetensors]
+        if kind not in self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._files[kind] = (self._folder / f".unfinished.{kind}").open("w+b")
+        file = self._files[kind]
+        begin = file.tell()
+        file.write(bits.tobytes())
+        self._places.append((kind, begin, bits.nbytes))
+        self.specs.append(TensorSpec(f"{self._numbered(name)}.{part}", tuple(bits.shape), dtype))
+        self.size += bits.nbytes
+
+    def seen(self, name: str, about: Mapping[str, Any]) -> None:
+        self._about[self._numbered(name)] = json.dumps(dict(about), sort_keys=True)
+        self._times[name] += 1
+
+    def write(self, path: Path) -> None:
+        head, offsets, _ = layout(self.specs, self._about)
+        unfinished = path.with_name(f".{path.name}")
+        with unfinished.open("wb") as out:
+            out.write(head)
+            order = sorted(
+                zip(self.specs, self._places, strict=True), key=lambda row: (offsets[row[0].name], row[1][2])
+            )
+            for _, (kind, begin, nbytes) in order:
+                self._files[kind].seek(begin)
+                for first in range(0, nbytes, PIECE):
+                    out.write(self._files[kind].read(min(PIECE, nbytes - first)))
+        unfinished.rename(path)
+
+    def remove(self) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._files:
+            for path in self._folder.glob(".*"):
+                path.unlink()
+
+    def _numbered(self, name: str) -> str:
+        return f"{name}_{self._times[name]}" if self._times[name] else name
+
+
+def _parts(layer: Layer, name: str, tensor: Tensor, options: Options, schemes: Schemes) -> Iterator[tuple[str, Stored]]:
+    """What is written of one tensor."""
+    own = str(tensor.dtype).removeprefix("torch.")
+    if options.high_precision_tensor:
+        known = own in DTYPES and DTYPES[own].bits >= 8
+        kind = own if known else "float32"
+        yield "high_precision", (kind, bits_of(tensor if known else tensor.float(), kind))
+    under = schemes.under(options.scheme, layer, name) if options.quantized_tensor else None
+    if under and tensor.ndim:
+        kind = own if own in FLOATS else "float32"
+        bits = bits_of(tensor if own in FLOATS else tensor.float(), kind)
+        rows = bits.reshape(len(bits), -1) if layer.kind == CONV else bits
+        for part, (dtype, array) in coded(rows, kind, under.how, under.amax).items():
+            whole = part in ("quantized", "codes") and array.size == math.prod(bits.shape)
+            yield part, (dtype, array.reshape(bits.shape) if whole else array)
+
+
+def _meaning(layer: Layer, name: str, options: Options, schemes: Schemes) -> dict[str, Any]:
+    """The file's word on one tensor, as JSON in its metadata."""
+    about: dict[str, Any] = {"layer": layer.name, "role": layer.role, "tensor": name}
+    under = schemes.under(options.scheme, layer, name) if options.quantized_tensor else None
+    if under:
+        session = schemes.session.name if schemes.session else ""
+        about |= {"scheme": options.scheme or session, "codes": [numeric.dtype for numeric in under.how.numeric]}
+    return about
