@@ -50,6 +50,7 @@ _HOME = {
 }
 
 _PACKAGES = {
+    "dlfw": "bridge.workflows.inspect.dlfw",
     "errors": "bridge.core.errors",
     "golden": "bridge.workflows.golden",
     "targets": "bridge.targets",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from bridge.workflows.batch.run import batch
     from bridge.workflows.chain.run import chain
     from bridge.workflows.distill.verbs import distill
+    from bridge.workflows.inspect import dlfw as dlfw
     from bridge.workflows.inspect.result import Inspection
     from bridge.workflows.inspect.verbs import inspect, inspecting
     from bridge.workflows.prune.search import search

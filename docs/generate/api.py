@@ -69,12 +69,17 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "compatibility": (
         "Compatibility",
-        "Functions that Tripy's nanoGPT example and NeMo call, with their signatures. They call the verbs. "
+        "Functions that Tripy's nanoGPT example, NeMo and Transformer Engine call, with their signatures. "
         "The docstrings of their modules list what differs on purpose.",
         (
             "bridge.modelopt_quantize", "bridge.create_forward_loop", "bridge.convert_to_scale", "bridge.get_submodule",
             "bridge.load_weights_from_hf", "bridge.load_quant_weights_from_hf", "bridge.Quantizer",
             "bridge.targets.tripy.load", "bridge.targets.tripy.build",
+            "bridge.workflows.inspect.dlfw.initialize", "bridge.workflows.inspect.dlfw.step",
+            "bridge.workflows.inspect.dlfw.end_debug", "bridge.workflows.inspect.dlfw.log_message",
+            "bridge.workflows.inspect.dlfw.log_tensor_stats",
+            "bridge.workflows.inspect.dlfw.set_tensor_reduction_group",
+            "bridge.workflows.inspect.dlfw.manager.TransformerEngine",
         ),
     ),
 }  # fmt: skip

@@ -136,10 +136,14 @@ class Feature:
 
 @dataclass(frozen=True)
 class Known:
-    """What a config may name besides the features of this package, and the scheme that the session quantizes with."""
+    """What a config may name besides the features of this package, and the scheme that the session quantizes with.
+
+    `called`: a module that quantizes by itself calls the features, so what names no scheme means that module's.
+    """
 
     session: Scheme | None = None
     own: Mapping[str, OwnFeature] = field(default_factory=dict)
+    called: bool = False
 
 
 def parse_feature(name: str, words: Any, where: str, problems: Problems, known: Known) -> Feature | None:
@@ -265,27 +269,27 @@ def _options(kind: Kind, given: Mapping[str, Any], where: str, problems: Problem
         case "LogTensorStats":
             return Options(parse_tensor_stats(stats, where, problems))
         case "LogFp8TensorStats":
-            return Options(parse_quant_stats(stats, where, problems, "", known.session))
+            return Options(parse_quant_stats(stats, where, problems, "", known.session, known.called))
         case "LogNvfp4TensorStats":
-            return Options(parse_quant_stats(stats, where, problems, "nvfp4", known.session))
+            return Options(parse_quant_stats(stats, where, problems, "nvfp4", known.session, known.called))
         case "LogQuantizedTensorStats":
             scheme = check_scheme(given["scheme"], where, problems) if "scheme" in given else ""
             if "scheme" in given and not scheme:
                 return Options()
-            return Options(parse_quant_stats(stats, where, problems, scheme, known.session))
+            return Options(parse_quant_stats(stats, where, problems, scheme, known.session, known.called))
         case "DumpTensors":
-            return _dump(given, where, problems, known.session)
+            return _dump(given, where, problems, known)
         case "FakeQuant":
             return _fake_quant(given, where, problems)
         case _:
-            if not _has_static_scales(known.session):
+            if not known.called and not _has_static_scales(known.session):
                 problems.add(
                     f"{where}: replaces a static scale of the inputs, and the session has none; pass quant='fp8'"
                 )
             return Options()
 
 
-def _dump(given: Mapping[str, Any], where: str, problems: Problems, session: Scheme | None) -> Options:
+def _dump(given: Mapping[str, Any], where: str, problems: Problems, known: Known) -> Options:
     chosen = {key: given.get(key, False) for key in ("high_precision_tensor", "quantized_tensor")}
     for key, value in chosen.items():
         if type(value) is not bool:
@@ -293,7 +297,7 @@ def _dump(given: Mapping[str, Any], where: str, problems: Problems, session: Sch
     if not any(chosen.values()):
         problems.add(f"{where}: writes nothing; set high_precision_tensor, quantized_tensor or both to True")
     scheme = check_scheme(given["scheme"], where, problems) if "scheme" in given else ""
-    if chosen["quantized_tensor"] is True and "scheme" not in given and session is None:
+    if chosen["quantized_tensor"] is True and "scheme" not in given and not (known.session or known.called):
         problems.add(
             f"{where}: quantized_tensor: names no scheme, and the session has none; write scheme: fp8, or quant="
         )

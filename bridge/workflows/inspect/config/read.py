@@ -64,18 +64,22 @@ class InspectConfig:
 
 
 def read_config(
-    config: str | Path | Mapping[str, Any] | None, session: Scheme | None = None, own: Iterable[OwnFeature] = ()
+    config: str | Path | Mapping[str, Any] | None,
+    session: Scheme | None = None,
+    own: Iterable[OwnFeature] = (),
+    called: bool = False,
 ) -> InspectConfig:
     """Read a config from a file or a dict; None is the default config. InspectError lists every mistake.
 
-    `session`: the scheme that the run simulates. `own`: feature classes of the caller's.
+    `session`: the scheme that the run simulates. `own`: feature classes of the caller's. `called`: for modules that
+    quantize by themselves and call the features.
 
     >>> section = {"enabled": True, "layers": {"layer_types": "all"}, "bridge": {"DisableFP8Layer": {"enabled": True}}}
     >>> read_config({"everything": section}).sections[0].features[0].name
     'DisableQuantizationLayer'
     """
     problems = Problems()
-    parsed = parse_config(config, problems, session, own)
+    parsed = parse_config(config, problems, session, own, called)
     raise_problems(parsed.where, problems)
     return parsed
 
@@ -85,13 +89,14 @@ def parse_config(
     problems: Problems,
     session: Scheme | None = None,
     own: Iterable[OwnFeature] = (),
+    called: bool = False,
 ) -> InspectConfig:
     """As `read_config`, but record the mistakes; sections with mistakes keep what could be read."""
     where, content = _content(config, session)
     if not isinstance(content, Mapping):
         problems.add(f"expected sections, got {described(content)}")
         content = {}
-    known = Known(session, {feature.name: feature for feature in own})
+    known = Known(session, {feature.name: feature for feature in own}, called)
     before = problems.places
     sections = tuple(filter(None, (_section(str(name), words, problems, known) for name, words in content.items())))
     if problems.places == before and not any(section.features or section.generic for section in sections):

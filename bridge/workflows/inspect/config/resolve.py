@@ -101,6 +101,18 @@ def resolve(config: InspectConfig, layers: Sequence[Layer]) -> Routing:
     return routing
 
 
+def routes_of(config: InspectConfig, layer: str) -> tuple[Route, ...]:
+    """The routes of a layer that a caller names, of a model that is not known.
+
+    InspectError where two sections change the same tensor.
+    """
+    called, problems = Layer(layer, number=number_in(layer)), Problems()
+    found = [(section, [called]) for section in config.sections if section.selector.matches(called, 0)]
+    _check_changes(found, problems)
+    raise_problems(config.where, problems)
+    return tuple(route for section, _ in found for route in _routes(section, called))
+
+
 def generic_uses(config: InspectConfig, layer: str, tensor: str) -> list[Use]:
     """The generic features for an explicit call, whose layer and tensor have any names."""
     called = Layer(layer, number=number_in(layer))

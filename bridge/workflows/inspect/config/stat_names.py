@@ -96,13 +96,16 @@ def parse_generic_stats(stats: Any, where: str, problems: Problems) -> tuple[Ten
 
 
 def parse_quant_stats(
-    stats: Any, where: str, problems: Problems, otherwise: str, session: Scheme | None
+    stats: Any, where: str, problems: Problems, otherwise: str, session: Scheme | None, called: bool = False
 ) -> tuple[QuantStat, ...]:
     """Return statistics of quantization; what is unknown is recorded.
 
-    `otherwise`: the scheme of a statistic that names none; "" is that of the session.
+    `otherwise`: the scheme of a statistic that names none; "" is that of the session, or, if `called`, of a module that
+    quantizes by itself.
     """
-    parsed = [_quant_stat(stat, where, problems, otherwise, session) for stat in _listed(stats, where, problems)]
+    parsed = [
+        _quant_stat(stat, where, problems, otherwise, session, called) for stat in _listed(stats, where, problems)
+    ]
     return tuple(dict.fromkeys(filter(None, parsed)))
 
 
@@ -164,7 +167,9 @@ def _blockwise(words: Any, where: str, problems: Problems) -> TensorStat | None:
     return TensorStat(BLOCKWISE, block_size, dims)
 
 
-def _quant_stat(stat: Any, where: str, problems: Problems, otherwise: str, session: Scheme | None) -> QuantStat | None:
+def _quant_stat(
+    stat: Any, where: str, problems: Problems, otherwise: str, session: Scheme | None, called: bool
+) -> QuantStat | None:
     text = stat if isinstance(stat, str) else str(stat)
     columnwise = text.endswith(COLUMNWISE)
     rest = text.removesuffix(COLUMNWISE)
@@ -177,13 +182,13 @@ def _quant_stat(stat: Any, where: str, problems: Problems, otherwise: str, sessi
     scheme = check_scheme(prefix, f"{where}: statistic {text!r}", problems) if prefix else otherwise
     if prefix and not scheme:
         return None
-    if not scheme and session is None:
+    if not scheme and session is None and not called:
         problems.add(
             f"{where}: statistic {text!r} names no scheme, and the session quantizes nothing; write "
             f"fp8_{text}, or pass quant="
         )
         return None
-    if columnwise and not _blocks_turn(scheme, session):
+    if columnwise and (scheme or session) and not _blocks_turn(scheme, session):
         problems.add(
             f"{where}: statistic {text!r}: the transpose has the same values, because {scheme or 'the scheme'} "
             f"has one scale for a tensor, or square blocks; leave {COLUMNWISE} out"

@@ -40,14 +40,15 @@ class Dumps:
     WriteError if a loop that was killed left some, unless `overwrite`; and if the disk is full.
     """
 
-    def __init__(self, out: Path, overwrite: bool, rank: int = 0) -> None:
-        self.path = out.absolute().with_name(f"{out.name}.{FOLDER}")
-        if self.path.exists() and not overwrite:
+    def __init__(self, out: Path, overwrite: bool, rank: int = 0, path: Path | None = None) -> None:
+        """out: the directory that the inspection will be in.  path: where files are until then, else beside it."""
+        self.path = path or out.absolute().with_name(f"{out.name}.{FOLDER}")
+        if self._folder_of(rank).exists() and not overwrite:
             raise WriteError(f"{self.path}: is left from a loop that was killed; move it away, or overwrite=True")
         self._out, self._rank, self._lock = out, rank, threading.Lock()
         self.files: list[str] = []
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._step = _Step(self._folder)
+        shutil.rmtree(self._folder_of(rank), ignore_errors=True)
+        self._step = _Step(self._folder_of(rank))
 
     def add(self, layer: Layer, name: str, tensor: Tensor, options: Options, schemes: Schemes) -> None:
         """Write a tensor; the second of a step with the same name gets _1 behind it."""
@@ -71,13 +72,13 @@ class Dumps:
                     raise self._refused(error) from error
                 self.files.append(f"{FOLDER}/{name}")
             self._step.remove()
-            self._step = _Step(self._folder)
+            self._step = _Step(self._folder_of(self._rank))
 
     def drop(self) -> None:
         """Remove what an unfinished step wrote."""
         with self._lock:
             self._step.remove()
-            self._step = _Step(self._folder)
+            self._step = _Step(self._folder_of(self._rank))
 
     def move(self, directory: Path) -> None:
         """Hand the files to the directory of an inspection, on the same file system."""
@@ -88,9 +89,8 @@ class Dumps:
         """Remove what is left beside the inspection."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    @property
-    def _folder(self) -> Path:
-        return self.path / f"rank_{self._rank}"
+    def _folder_of(self, rank: int) -> Path:
+        return self.path / f"rank_{rank}"
 
     def _check(self, nbytes: int) -> None:
         """Refuse a tensor that does not fit: it is written twice until its step ends."""

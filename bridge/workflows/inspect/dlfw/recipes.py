@@ -1,0 +1,47 @@
+"""What statistics without a scheme mean: the recipe of Transformer Engine's quantizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bridge.workflows.inspect.collect import Schemes, Under
+from bridge.workflows.inspect.config.layers import Layer
+from bridge.workflows.inspect.quantization import BLOCKS, CURRENT, DELAYED, Quantization, of_recipe
+
+# Classes of transformer_engine/pytorch/tensor, by name: nothing of it is imported.
+RECIPE_OF = {
+    "Float8Quantizer": DELAYED,
+    "Float8CurrentScalingQuantizer": CURRENT,
+    "Float8BlockQuantizer": BLOCKS,
+    "MXFP8Quantizer": "mxfp8",
+    "NVFP4Quantizer": "nvfp4",
+}
+
+
+def recipe_of(quantizer: Any) -> str:
+    """The recipe of a quantizer; "" for None and for classes that are not known."""
+    kinds = (RECIPE_OF.get(kind.__name__, "") for kind in type(quantizer).__mro__)
+    return next(filter(None, kinds), "")
+
+
+@dataclass(frozen=True)
+class CallersSchemes(Schemes):
+    """Schemes where modules quantize by themselves. `quantizers`: theirs, by layer and tensor."""
+
+    quantizers: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def under(self, name: str, layer: Layer, tensor: str) -> Under | None:
+        """None where the module does not quantize the tensor."""
+        under = super().under(name, layer, tensor)
+        quantizer: Any = self.quantizers.get((layer.name, tensor))
+        if under is None or not under.how.static or recipe_of(quantizer) != DELAYED:
+            return under
+        scale = float(quantizer.scale)  # Transformer Engine multiplies by it
+        return replace(under, amax=under.how.bound / scale if scale else None)
+
+    def _quantization(self, name: str, layer: Layer, tensor: str) -> Quantization | None:
+        if name or self.session is not None:
+            return super()._quantization(name, layer, tensor)
+        recipe = recipe_of(self.quantizers.get((layer.name, tensor)))
+        return of_recipe(recipe, tensor) if recipe else None
