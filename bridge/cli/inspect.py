@@ -24,6 +24,9 @@ def inspect(
     calib: Annotated[str | None, typer.Option(help="saved calibration, for static scales, SmoothQuant and AWQ")] = None,
     data: Data = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="directory for inspect.html, .json and .csv")] = None,
+    features: Annotated[
+        list[str] | None, typer.Option(metavar="DIR", help="folder of Python files with feature classes; repeat it")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="batches to run; default: all")] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="also run the next-token loss backward")] = False,
     worst: Annotated[int, typer.Option(min=1, help="number of lines to print; default: 10")] = 10,
@@ -49,7 +52,7 @@ def inspect(
         seen = bridge.inspect(
             model, config, against=against, quant=quant, calib=calib, data=data, steps=steps, gradients=gradients,
             out=out, samples=samples, sequence=sequence, field=field, device=device, tokenizer=tokenizer,
-            overwrite=overwrite, progress=terminal.progress,
+            overwrite=overwrite, feature_dirs=features or None, progress=terminal.progress,
         )  # fmt: skip
         if as_json:
             terminal.print(seen.to_json())

@@ -14,7 +14,9 @@ from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import unwrapped
 from bridge.workflows.inspect.config.resolve import Routing
+from bridge.workflows.inspect.features.classes import FeatureClass
 from bridge.workflows.inspect.features.dumps import Dumps
+from bridge.workflows.inspect.features.own import OwnFeatures
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
 from bridge.workflows.inspect.watch import BACKWARD, Watch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 NOTHING: Mapping[str, Simulated] = MappingProxyType({})
+OWN: Mapping[str, FeatureClass] = MappingProxyType({})
 Sink = Callable[[str, float, int], None]
 UNSEEN = (
     "the layer did not run, or inside compiled code",
@@ -50,10 +53,12 @@ class Session:
         steps: StepsFile | None = None,
         simulated: Mapping[str, Simulated] = NOTHING,
         dumps: Dumps | None = None,
+        own: Mapping[str, FeatureClass] = OWN,
     ) -> None:
         self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
         self._sink, self._steps, self._dumps, self._inner = sink, steps, dumps, unwrapped(model)
-        self._changes = Changes(self._inner, schemes, simulated)
+        self._own = OwnFeatures(own, routing, frozenset(simulated))
+        self._changes = Changes(self._inner, schemes, simulated, self._own.change)
         self._mask_at = positions_of(model, "attention_mask")
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
@@ -124,6 +129,7 @@ class Session:
         self.detach()
         is_due = self._next is not None and self.current >= self._next
         due = self.routing.due(self.current) if is_due else {}
+        self._own.step(self.current)
         self._changes.attach(due)
         if not due:
             return
@@ -132,7 +138,7 @@ class Session:
         if self._collector.sums:
             self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
         for name, routes in due.items():
-            layer, wanted = routes[0].layer, self._collector.wanted(name)
+            layer, wanted = routes[0].layer, self._collector.wanted(name) | self._own.wanted(name)
             if wanted and layer.kind != EXPERT:
                 module = self._inner.get_submodule(layer.module)
                 self._watches.append(Watch(module, wanted, partial(self._see, layer), lambda: self._mask))
@@ -147,6 +153,7 @@ class Session:
         """`mask`: that of the forward in which the tensor was made, or whose backward runs."""
         fits = mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape
         self._collector.see(layer, name, tensor, mask if fits else None)
+        self._own.see(layer, name, tensor)
 
 
 def positions_of(model: Any, argument: str) -> int | None:

@@ -26,14 +26,14 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
-from bridge.workflows.inspect.changes.layer_changes import CHANGING, Simulated
+from bridge.workflows.inspect.changes.layer_changes import Simulated
 from bridge.workflows.inspect.changes.simulation import formats_by_role, formats_of, simulated
-from bridge.workflows.inspect.collect import LOGS, Schemes
+from bridge.workflows.inspect.collect import Schemes
 from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
 from bridge.workflows.inspect.config.listing import layers_of
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
-from bridge.workflows.inspect.features.dumps import FEATURE as DUMPS
-from bridge.workflows.inspect.features.dumps import Dumps, dumps_of, writes
+from bridge.workflows.inspect.features.classes import FeatureClass, declared, load_features
+from bridge.workflows.inspect.features.dumps import Dumps, check_place, dumps_of
 from bridge.workflows.inspect.result import MARK, Inspection
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink
@@ -41,6 +41,7 @@ from bridge.workflows.inspect.watch import BACKWARD
 
 IGNORED = -100  # the label of a token that no loss counts
 Config = str | Path | Mapping[str, Any] | None
+FeatureDirs = str | Path | Sequence[str | Path] | None
 
 
 @shows_progress
@@ -61,6 +62,7 @@ def inspect(
     device: str | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
+    feature_dirs: FeatureDirs = None,
     progress: Progress | bool | None = None,
 ) -> Inspection:
     """Run a model on data and record statistics of its tensors, or compare a quantized model with it.
@@ -90,9 +92,10 @@ def inspect(
         out: a directory for inspect.html, inspect.json and statistics.csv; None writes nothing.
         samples, sequence: rows of text and their tokens, as in `calibrate`.
         overwrite: replace an inspection in `out`.
+        feature_dirs: folders of Python files with feature classes that the config names; their code runs.
 
     Raises:
-        InspectError: mistakes of the config, all of them; a layer that the model has not.
+        InspectError: mistakes of the config, all of them; a layer that the model has not; what a feature class raises.
         VerifyError: bridge did not write `against`, or made it from another model.
         UsageError: arguments that do not go together.
         WriteError: `out` exists.
@@ -111,7 +114,7 @@ def inspect(
     if against is not None:
         own = {
             "config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None,
-            "device": device,
+            "device": device, "feature_dirs": feature_dirs,
         }  # fmt: skip
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
@@ -122,10 +125,11 @@ def inspect(
         source = open_source(model, tokenizer=tokenizer)
         structure = structure_of(source)
         scheme = scheme_of(quant, None, structure)
+        classes = load_features(feature_dirs)
         skeleton = source.load_skeleton()
         layers = layers_of(skeleton, source)
-        routing = load_routing(config, layers, scheme)
-        _check_runs(routing, place)
+        routing = load_routing(config, layers, scheme, declared(classes))
+        check_place(routing, place)
         if backward := sorted({route.tensor for route in routing.routes} & {*BACKWARD}) if not gradients else []:
             raise InspectError(
                 f"{', '.join(backward)}: only a backward pass makes it; pass gradients=True (--gradients)"
@@ -148,7 +152,7 @@ def inspect(
             )
         dumps = dumps_of(routing, place, overwrite)
         try:
-            found = _run(source, routing, schemes, quantized, made, steps, gradients, device, callback, dumps)
+            found = _run(source, routing, schemes, quantized, made, steps, gradients, device, callback, dumps, classes)
             if place is not None:
                 save(found, place, overwrite, dumps)
         finally:
@@ -170,6 +174,7 @@ def inspecting(
     out: str | Path | None = None,
     overwrite: bool = False,
     sink: Sink | None = None,
+    feature_dirs: FeatureDirs = None,
 ) -> Iterator[Session]:
     """Inspect a live model in a loop of the caller's, which ends each step with `session.step()`.
 
@@ -185,6 +190,7 @@ def inspecting(
             quantized activation.
         out: as in `inspect`, written at the end; until then each step adds its lines to NAME.steps.jsonl beside it.
         sink: called as sink(name, value, step), as TensorBoard's `add_scalar`; a name is LAYER_TENSOR_STATISTIC.
+        feature_dirs: as in `inspect`.
 
     Raises:
         InspectError: mistakes of the config, all of them; a layer that the model has not.
@@ -205,9 +211,10 @@ def inspecting(
     if place is not None:
         check_free(place, overwrite, MARK)
     scheme = None if quant is None else load_scheme(quant)
+    classes = load_features(feature_dirs)
     layers = layers_of(model)
-    routing = load_routing(config, layers, scheme)
-    _check_runs(routing, place)
+    routing = load_routing(config, layers, scheme, declared(classes))
+    check_place(routing, place)
     if scheme and (scheme.rules or scheme.only):
         raise InspectError(
             f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
@@ -219,7 +226,7 @@ def inspecting(
     steps = StepsFile(place, overwrite) if place is not None else None
     about = {"model": type(model).__name__, **_about(routing, scheme)}
     dumps = dumps_of(routing, place, overwrite)
-    session = Session(model, routing, schemes, about, sink, steps, quantized, dumps)
+    session = Session(model, routing, schemes, about, sink, steps, quantized, dumps, classes)
     try:
         yield session
     finally:
@@ -234,7 +241,7 @@ def inspecting(
 def _run(
     source: Source, routing: Routing, schemes: Schemes, quantized: Mapping[str, Simulated], data: Data,
     steps: int | None, gradients: bool, device: str | None, progress: Progress,
-    dumps: Dumps | None = None,
+    dumps: Dumps | None, classes: Mapping[str, FeatureClass],
 ) -> Inspection:  # fmt: skip
     """Run the batches, each a step."""
     import torch
@@ -244,7 +251,7 @@ def _run(
     model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
     model = (model.to(device) if device else model).eval().requires_grad_(gradients)
     about = {"model": source.name, "data": data.digest, **_about(routing, schemes.session)}
-    session = Session(model, routing, schemes, about, simulated=quantized, dumps=dumps)
+    session = Session(model, routing, schemes, about, simulated=quantized, dumps=dumps, own=classes)
     run = runner(model, device)
     try:
         for at, batch in enumerate(batches):
@@ -342,15 +349,3 @@ def _static(found: Calibration | None, layers: Sequence[Layer], scheme: Scheme |
 
 def _about(routing: Routing, scheme: Scheme | None) -> dict[str, str]:
     return {"qbridge": __version__, "config": routing.digest, **({"scheme": scheme.name} if scheme else {})}
-
-
-def _check_runs(routing: Routing, out: Path | None) -> None:
-    """InspectError for features that this version reads and does not run, and for tensors without a place."""
-    if out is None and writes(routing):
-        raise InspectError("DumpTensors: writes the tensors into a directory; pass out= (--out)")
-    others = sorted({r.feature for r in routing.routes if r.own or r.feature not in (*LOGS, *CHANGING, DUMPS)})
-    if others:
-        raise InspectError(
-            f"{', '.join(others)}: this version reads these features and does not run them; leave them out, or disable "
-            "them in the config"
-        )

@@ -381,7 +381,7 @@ def test_what_has_no_value_is_noted() -> None:
     [
         ({"config": config(tensors=["activation"], stats=["sqnrr"])}, InspectError, "unknown"),
         ({"config": config("DumpTensors", tensors=["weight"], high_precision_tensor=True)}, InspectError,
-         "DumpTensors: this version reads"),
+         "DumpTensors: writes the tensors into a directory; pass out="),
         ({"against": "out", "quant": "fp8"}, UsageError, "does not go with against="),
         ({"steps": 0}, UsageError, "steps=0"),
         ({"config": config(tensors=["output"], stats=["rms"], start_step=50)}, InspectError, "nothing is due"),

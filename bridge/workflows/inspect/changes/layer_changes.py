@@ -6,7 +6,7 @@ is. Results of GEMMs are changed by features only. Statistics of inputs are thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,8 +91,15 @@ class Simulated:
 class Changes:
     """The layers of a live model whose GEMMs take something else at the current step."""
 
-    def __init__(self, model: Any, schemes: Schemes, simulated: Mapping[str, Simulated]) -> None:
-        self._model, self._schemes, self._simulated = model, schemes, simulated
+    def __init__(
+        self,
+        model: Any,
+        schemes: Schemes,
+        simulated: Mapping[str, Simulated],
+        more: Callable[[LayerChanges], None] = lambda _: None,
+    ) -> None:
+        """more: adds what others change in a layer."""
+        self._model, self._schemes, self._simulated, self._more = model, schemes, simulated, more
         self._attached: list[tuple[LayerChanges, ChangedGemms]] = []
 
     def attach(self, due: Mapping[str, Sequence[Route]]) -> None:
@@ -110,6 +117,7 @@ class Changes:
         layer = simulated.layer if simulated else routes[0].layer
         changes = LayerChanges(layer, quantized=simulated.quantized if simulated else {})
         add_features(changes, routes, self._schemes)
+        self._more(changes)
         return changes
 
     @property

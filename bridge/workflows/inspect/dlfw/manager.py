@@ -17,7 +17,7 @@ from bridge.workflows.inspect.config.resolve import generic_uses
 from bridge.workflows.inspect.dlfw.engine import Engine
 from bridge.workflows.inspect.dlfw.logs import MESSAGES, LogFile, Logger, loggers_of
 from bridge.workflows.inspect.dlfw.recipes import CallersSchemes
-from bridge.workflows.inspect.features.classes import load_features
+from bridge.workflows.inspect.features.classes import declared, load_features
 from bridge.workflows.inspect.features.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.features.dumps import FOLDER, Dumps, rank
 
@@ -79,7 +79,7 @@ class Manager:
         scheme = None if more.get("quant") is None else load_scheme(more["quant"])
         if config == "":
             raise UsageError("initialize(config_file=): missing; give a config.yaml, or its content")
-        self.config = read_config(config, scheme, [feature.own for feature in self._own.values()], called=True)
+        self.config = read_config(config, scheme, declared(self._own), called=True)
         _check_layers(self.config)
         self._schemes = CallersSchemes(scheme)
         self._dumps = Dumps(log_dir, True, rank(), log_dir / FOLDER) if _dumps(self.config) else None

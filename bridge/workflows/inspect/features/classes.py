@@ -102,6 +102,11 @@ def load_features(folders: str | Path | Sequence[str | Path] | None) -> Mapping[
     return found
 
 
+def declared(features: Mapping[str, FeatureClass]) -> list[OwnFeature]:
+    """What a config may name."""
+    return [feature.own for feature in features.values()]
+
+
 def _classes(path: Path) -> Iterator[FeatureClass]:
     module = _imported(path)
     for name, kind in vars(module).items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import DTYPES, FLOATS
-from bridge.core.errors import WriteError, disk_is_full, reason
+from bridge.core.errors import InspectError, WriteError, disk_is_full, reason
 from bridge.core.formats.safetensors import PIECE, RANK, layout
 from bridge.core.output.directory import check_disk
 from bridge.core.values import TensorSpec
@@ -104,6 +104,12 @@ class Dumps:
 def writes(routing: Routing) -> bool:
     """Whether a config has tensors written."""
     return any(route.feature == FEATURE and not route.own for route in routing.routes)
+
+
+def check_place(routing: Routing, out: Path | None) -> None:
+    """InspectError if tensors are to be written and there is no directory."""
+    if out is None and writes(routing):
+        raise InspectError(f"{FEATURE}: writes the tensors into a directory; pass out= (--out)")
 
 
 def dumps_of(routing: Routing, out: Path | None, overwrite: bool) -> Dumps | None:
