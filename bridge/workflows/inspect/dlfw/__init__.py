@@ -4,7 +4,8 @@
 
     debug_api.initialize("config.yaml", feature_dirs=["transformer_engine/debug/features"])
 
-One engine a process, as there. Intended differences:
+One engine a process, as there. `feature_dir()` is the folder of these features for nvdlfw-inspect's own engine.
+Intended differences:
 
 - A config with mistakes, or that is not there, is an error of `initialize`, which lists all of them.
 - The features of Transformer Engine's own folder are bridge's; other folders are loaded, and what they raise is told.
@@ -23,11 +24,12 @@ from typing import Any
 
 from bridge.workflows.inspect.dlfw.logs import Logger
 from bridge.workflows.inspect.dlfw.manager import Manager, TransformerEngine
+from bridge.workflows.inspect.dlfw.upstream import feature_dir
 
 __all__ = [
-    "end_debug", "explain_features", "get_tensor_reduction_group", "infer_and_assign_layer_names", "initialize",
-    "initialize_training_step", "list_features", "log_message", "log_tensor_stats", "set_tensor_reduction_group",
-    "step", "transformer_engine",
+    "end_debug", "explain_features", "feature_dir", "get_tensor_reduction_group", "infer_and_assign_layer_names",
+    "initialize", "initialize_training_step", "list_features", "log_message", "log_tensor_stats",
+    "set_tensor_reduction_group", "step", "transformer_engine",
 ]  # fmt: skip
 
 DEBUG_MANAGER: Manager | None = None  # Transformer Engine's modules look at it, and at its _trainer_iteration_count

@@ -1,0 +1,1 @@
+"""The folder of features that nvdlfw-inspect's own engine loads."""
