@@ -62,7 +62,7 @@ browser:
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 # Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
-oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3
+oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
@@ -77,6 +77,12 @@ oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3
 # NeMo's Python, of which tests/oracles/nemo_modules.py imports the modules of pruning and distillation.
 .venv/nemo-2.5.3: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ nemo_toolkit==2.5.3
+	touch $@
+
+# Transformer Engine's Python, a wheel without compiled parts, and the engine of its debug features: 6 MB.
+# tests/oracles/te_runtime stands in for what is compiled.
+.venv/te: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ transformer_engine==2.20.2 nvdlfw-inspect==0.2.2
 	touch $@
 
 lint: $(STAMP)

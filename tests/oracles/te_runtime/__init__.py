@@ -1,0 +1,1 @@
+"""Stand-ins for Transformer Engine's compiled parts, so that its Python runs on a CPU."""
