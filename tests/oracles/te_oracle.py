@@ -68,15 +68,15 @@ def inspected(case: Case, **given: Any) -> Answer:
 def run(case: Case, model: Model, answer: Answer, step: Any = lambda: None) -> Answer:
     """Run a case's steps, forward and backward."""
     for at in range(case.steps):
-        model.zero_grad()
         for part in range(case.microbatches):
             x, gradient = (torch.from_numpy(made).to(model.dtype) for made in case.microbatch(at, part))
             x.requires_grad_()
+            model.zero_grad()
             y = model(x)
             y.backward(gradient)
             answer.outputs.append(_array(y))
             answer.dgrads.append(_array(x.grad))
-        answer.wgrads.append(_array(model.get_submodule(LAYER).weight.grad))
+            answer.wgrads.append(_array(model.get_submodule(LAYER).weight.grad))
         step()
     return answer
 

@@ -40,16 +40,16 @@ def run(case: Case) -> Answer:
             if case.bias:
                 layer.bias.copy_(torch.from_numpy(bias))
         for step in range(case.steps):
-            layer.zero_grad()
             for at in range(case.microbatches):
                 x, gradient = (torch.from_numpy(given).to(dtype) for given in case.microbatch(step, at))
                 x.requires_grad_()
+                layer.zero_grad()
                 with te.autocast(enabled=True, recipe=_recipe(case.recipe)) if case.recipe else nullcontext():
                     y = layer(x)
                 torch.autograd.backward(y, gradient)
                 answer.outputs.append(_array(y))
                 answer.dgrads.append(_array(x.grad))
-            answer.wgrads.append(_array(layer.weight.grad))
+                answer.wgrads.append(_array(layer.weight.grad))
             api.step()
     return answer
 
