@@ -113,7 +113,7 @@ class Coder:
         words = arrays.readable(rows, self.dtype, buffers.take("single", (rows.size,), np.uint32))
         codes = buffers.take("codes", rows.shape, np.uint8)
         if self.how.multiplied:
-            factor, scale = multiplied(self.amax, self.how.bound)
+            factor, scale = multiplied(self.amax, self.how.bound, self.how.twice)
             products = buffers.take("products", rows.shape, np.uint32)
             product(words, factor, n, cols, products)
             make_codes(products, ONE, n, cols, first.dtype, codes)
@@ -126,13 +126,14 @@ class Coder:
         return Piece(rows, codes, stored, scale, None)
 
 
-def multiplied(amax: float, bound: float) -> tuple[Array, Array]:
+def multiplied(amax: float, bound: float, twice: bool) -> tuple[Array, Array]:
     """The factor bound / amax, 1 of nothing, and its reciprocal, the scale; both (1, 1).
 
-    torch divides a number by a tensor as number * (1 / tensor), rounded twice; an infinite factor becomes the largest.
+    twice: it is rounded twice, as bound * (1 / amax). An infinite factor becomes the largest number.
     """
+    whole, wanted = np.full((1, 1), amax, np.float32), np.float32(bound)
     with np.errstate(divide="ignore", over="ignore"):
-        factor = np.float32(1) / np.full((1, 1), amax, np.float32) * np.float32(bound)
+        factor = np.float32(1) / whole * wanted if twice else wanted / whole
     factor = np.minimum(factor, np.finfo(np.float32).max) if amax else ONE
     return factor, np.float32(1) / factor
 

@@ -1,7 +1,8 @@
 """How tensors are quantized: by a scheme, or by Transformer Engine.
 
-fp8_current_scaling, fp8_delayed_scaling: `transformer_engine/pytorch/quantization.py: _default_sf_compute`; gradients
-in E5M2 as its `Format.HYBRID`. fp8_block_scaling: `Float8BlockScaling`, blocks of 1 x 128, weights 128 x 128, scales
+fp8_current_scaling: its kernels and `reference_current_scaling.py`, one factor bound / amax for a tensor.
+fp8_delayed_scaling: `transformer_engine/pytorch/quantization.py: _default_sf_compute`. Gradients of both in E5M2 as its
+`Format.HYBRID`. fp8_block_scaling: `Float8BlockScaling`, blocks of 1 x 128, weights 128 x 128, scales
 rounded down to powers of two, which are scales of ours rounded up. mxfp8, nvfp4: the schemes of these names; of nvfp4
 without Hadamard transform, stochastic rounding and blocks of 16 x 16 for weights.
 """
@@ -29,11 +30,13 @@ class Quantization:
     """Number formats, one after the other, and whether the tensor's scale is fixed before the tensor is seen.
 
     `multiplied`: codes are made of x * (bound / amax) and stand for code * (1 / (bound / amax)), as Transformer
-    Engine's FP8; else of x / (amax / bound), as ModelOpt's. `amax`: the one that is taken unmeasured, 0 for none.
+    Engine's FP8; else of x / (amax / bound), as ModelOpt's. `twice`: bound / amax is bound * (1 / amax), as torch
+    divides a number by a tensor. `amax`: the one that is taken unmeasured, 0 for none.
     """
 
     numeric: tuple[Numeric, ...]
     multiplied: bool = False
+    twice: bool = False
     static: bool = False
     amax: float = 0.0
 
@@ -54,7 +57,8 @@ def of_recipe(recipe: str, tensor: str) -> Quantization:
     assert tensor in TENSORS
     if recipe in (CURRENT, DELAYED):
         dtype = _E5M2 if tensor in _BACKWARD else _E4M3
-        return Quantization((Numeric(dtype, "tensor"),), multiplied=True, static=recipe == DELAYED)
+        delayed = recipe == DELAYED
+        return Quantization((Numeric(dtype, "tensor"),), multiplied=True, twice=delayed, static=delayed)
     if recipe == BLOCKS:
         block = (128, 128) if tensor in ("weight", "wgrad") else (128,)
         return Quantization((Numeric(_E4M3, "block", block, _POWERS),))
@@ -68,7 +72,7 @@ def of_format(quant_format: str) -> Quantization:
     dtype, blocks = FORMATS[quant_format]
     if blocks:
         return Quantization((Numeric(dtype, "block", (32,), _POWERS),))
-    return Quantization((Numeric(dtype, "tensor"),), multiplied=True)
+    return Quantization((Numeric(dtype, "tensor"),), multiplied=True, twice=True)
 
 
 def of_scheme(scheme: Scheme, tensor: str) -> Quantization | None:

@@ -80,15 +80,22 @@ def torchs(x: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "code"), [("activation", E4M3), ("weight", E4M3), ("gradient", E5M2)])
 def test_current_scaling_is_transformer_engines_formula(dtype: str, kind: str, code: str) -> None:
-    """`_default_sf_compute` in torch: fp8_max / amax, cast, times the reciprocal."""
-    for seed in range(5):
+    """fp8_max / amax, cast, times the reciprocal. The kernels divide; FakeQuant's `_default_sf_compute` does in torch,
+    where a number / a tensor is rounded twice: that is another factor for one amax in four.
+    """
+    bound, apart = 448.0 if code == E4M3 else 57344.0, 0
+    for seed in range(12):
         bits = tensor((33, 70), dtype, seed)
         x = torch.from_numpy(to_float32(bits, dtype))
-        scale = (448.0 if code == E4M3 else 57344.0) / x.abs().max()
-        wanted = torchs((x * scale).numpy(), code) * (1 / scale).numpy()
-        np.testing.assert_array_equal(fake_quantized(bits, dtype, of_recipe("fp8_current_scaling", kind)), wanted)
-        if kind == "activation":
-            np.testing.assert_array_equal(fake_quantized(bits, dtype, of_format("FP8E4M3")), wanted)
+        once, twice = torch.tensor(bound) / x.abs().max(), bound / x.abs().max()
+        apart += int(once != twice)
+        for how, scale in (
+            (of_recipe("fp8_current_scaling", kind), once),
+            (of_format(f"FP8{code[7:11].upper()}"), twice),
+        ):
+            wanted = torchs((x * scale).numpy(), code) * (1 / scale).numpy()
+            np.testing.assert_array_equal(fake_quantized(bits, dtype, how), wanted)
+    assert apart
 
 
 def test_delayed_scaling_takes_an_amax_and_saturates() -> None:
@@ -172,5 +179,6 @@ def test_what_is_not_finite_stays_and_does_not_reach_the_others(how: Quantizatio
 
 def test_a_factor_is_never_infinite() -> None:
     for amax in (0.0, 2.0**-149, 1e-40, 1.0, 3e38):
-        factor, scale = multiplied(amax, 448.0)
-        assert np.isfinite(factor).all() and np.isfinite(scale).all() and (factor > 0).all()
+        for twice in (False, True):
+            factor, scale = multiplied(amax, 448.0, twice)
+            assert np.isfinite(factor).all() and np.isfinite(scale).all() and (factor > 0).all()
