@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import tempfile
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.oracles.te_runtime.cases import IN, LAYER, OUT, Answer, Call, Case
 from tests.oracles.te_runtime.start import HOME, start
@@ -28,10 +29,9 @@ def run(case: Case) -> Answer:
     """Run the steps of a case and tell what was logged, computed and called."""
     import torch
     import transformer_engine.pytorch as te
-    from nvdlfw_inspect import api
 
     answer, dtype = Answer(), getattr(torch, case.dtype)
-    with tempfile.TemporaryDirectory() as folder, _engine(case, Path(folder), answer):
+    with tempfile.TemporaryDirectory() as folder, _engine(case, Path(folder), answer) as api:
         _reset()
         layer = te.Linear(IN, OUT, bias=case.bias, params_dtype=dtype, name=LAYER, device="cuda")
         weight, bias = case.parameters()
@@ -82,10 +82,9 @@ def _recipe(name: str) -> Any:
 
 
 @contextmanager
-def _engine(case: Case, folder: Path, answer: Answer) -> Iterator[None]:
-    """nvdlfw-inspect's engine with the config, and a note of each call."""
+def _engine(case: Case, folder: Path, answer: Answer) -> Iterator[Any]:
+    """nvdlfw-inspect's engine with the config, or bridge's door under its name, and a note of each call."""
     import yaml
-    from nvdlfw_inspect import api
     from nvdlfw_inspect.logging import BaseLogger
 
     class Logger(BaseLogger):  # type: ignore[misc]
@@ -95,14 +94,34 @@ def _engine(case: Case, folder: Path, answer: Answer) -> Iterator[None]:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(case.config))
     features = str(HOME / "transformer_engine" / "debug" / "features")
-    api.initialize(str(file), feature_dirs=[features], statistics_logger=Logger(), log_dir=str(folder))
-    manager: Any = api.DEBUG_MANAGER
-    named = manager.get_extension_api
-    manager.get_extension_api = lambda namespace: _Noting(answer.calls, named(namespace))
+    with _door() if case.door else nullcontext(importlib.import_module("nvdlfw_inspect.api")) as api:
+        api.initialize(str(file), feature_dirs=[features], statistics_logger=Logger(), log_dir=str(folder))
+        manager = api.DEBUG_MANAGER
+        if case.door:
+            manager.transformer_engine = _Noting(answer.calls, manager.transformer_engine)
+        else:
+            named = manager.get_extension_api
+            manager.get_extension_api = lambda namespace: _Noting(answer.calls, named(namespace))
+        try:
+            yield api
+        finally:
+            api.end_debug()
+
+
+@contextmanager
+def _door() -> Iterator[Any]:
+    """`import nvdlfw_inspect.api` gives bridge's door."""
+    import nvdlfw_inspect
+
+    import bridge
+
+    name, package = "nvdlfw_inspect.api", cast(Any, nvdlfw_inspect)
+    kept = sys.modules[name]
+    sys.modules[name] = package.api = cast(Any, bridge.dlfw)
     try:
-        yield
+        yield package.api
     finally:
-        api.end_debug()
+        sys.modules[name] = package.api = kept
 
 
 class _Noting:
