@@ -21,6 +21,7 @@ from bridge.workflows.inspect.quantization import Quantization
 
 _MASKS = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float4_e2m1fn": 7}  # without the sign of a zero
 _LEAST_SCALE = np.float32(2.0**-9)  # of e4m3
+_OF_ZEROS = {"float8_e8m0fnu": np.float32(2.0**-127)}  # the scale of a block of zeros, by dtype; 1 in others
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class LossSums:
 
     `numel`: numbers. `not_finite`: those that are NaN or infinite, taken as 0. `nonzero`, `kept`: those that are not 0
     before and after. `beyond`: magnitudes above the largest that a static scale reaches. `source`, `decoded`, `error`:
-    |x|^2, |v|^2, |v - x|^2. `largest`: |v - x| of one number. `scales`, `logs`, `about`: how many scales are not 0, the
-    sum of their log2, and that of squares about its mean. `raised`: scales of blocks that e4m3 cannot hold so small.
+    |x|^2, |v|^2, |v - x|^2. `largest`: |v - x| of one number. `scales`, `logs`, `about`: how many blocks are not all 0,
+    the sum of log2 of their scales, and that of squares about its mean. `raised`: scales of them that e4m3 cannot hold
+    so small.
     """
 
     numel: float = 0
@@ -125,7 +127,7 @@ class _Total:
         self.kept += _kept(by, piece)
         self.errors += comparer.rows(piece.bits, piece.codes, piece.stored)
         if by.blocks.down < by.blocks.rows or not self.scales.scales:  # one of all rows comes with each piece
-            self.scales = self.scales.merged(_of_scales(by.factors(piece)))
+            self.scales = self.scales.merged(_of_scales(by, piece))
         self.raised += _raised(by, piece)
 
     def sums(self) -> LossSums:
@@ -144,8 +146,15 @@ def _kept(by: Coder, piece: Piece) -> int:
     return int(nonzero(piece.codes.reshape(-1), np.uint8(mask)))
 
 
-def _of_scales(factors: Array) -> LossSums:
-    used = factors[factors > 0]
+def _of_scales(by: Coder, piece: Piece) -> LossSums:
+    """The sums of scales. What a block of zeros has for one says nothing, and would be the least or the largest."""
+    factors, first = by.factors(piece), by.how.numeric[0]
+    of_zeros = _OF_ZEROS.get(first.scale_dtype, np.float32(1))
+    used = factors > 0
+    if (piece.scale == of_zeros).any():
+        down = min(by.blocks.down, len(piece.bits))
+        used &= arrays.amax(piece.bits, by.dtype, down, by.blocks.across) > 0
+    used = factors[used]
     if not used.size:
         return LossSums()
     logs = np.log2(used.astype(np.float64))
@@ -175,7 +184,7 @@ def mse(sums: LossSums) -> float:
 
 
 def scale_std(sums: LossSums) -> float:
-    """The standard deviation of log2 of the scales that are not 0, in octaves; 0 of one scale."""
+    """The standard deviation of log2 of the scales of blocks that are not all 0, in octaves; 0 of one scale."""
     return math.sqrt(sums.about / sums.scales) if sums.scales else math.nan
 
 
