@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,11 @@ def disabled() -> Iterator[tuple[str, Case]]:
     yield "disabled nothing", Case({"LogTensorStats": statistic}, "current", bias=False)
 
 
+IDLE = "FakeQuant of a tensor that the GEMM does not take"
+IDLE_CASE = Case(
+    {"FakeQuant": {"enabled": True, "gemms": ["fprop"], "tensors": ["dgrad"], "quant_format": "FP8E4M3"}},
+    "current", steps=2, bias=False,
+)  # fmt: skip
 CASES = dict([*fake_quants(24), *disabled()])
 
 
@@ -88,7 +94,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Any]:
-    return once.value("te.Linear changed", lambda: te_oracle.answers({**CASES, **VALUES}))
+    return once.value("te.Linear changed", lambda: te_oracle.answers({**CASES, **VALUES, IDLE: IDLE_CASE}))
 
 
 def changed(case: Case) -> Answer:
@@ -119,6 +125,16 @@ def test_a_layer_computes_what_te_linear_computes(theirs: dict[str, Any], name: 
     assert name == "disabled layer" or not all(
         np.array_equal(mine, other) for mine, other in zip(us, plain, strict=False)
     )
+
+
+def test_what_fake_quant_leaves_unquantized_stays_so(theirs: dict[str, Any]) -> None:
+    """A GEMM that FakeQuant names leaves the recipe, also where it takes none of the tensors. Transformer Engine
+    forgets it after the first step: its FakeQuant answers that nothing is to be asked again.
+    """
+    us, them = changed(IDLE_CASE), theirs[IDLE]
+    assert np.array_equal(us.outputs[0], them.outputs[0]) and not np.array_equal(us.outputs[1], them.outputs[1])
+    plain = changed(replace(IDLE_CASE, features=CASES["disabled nothing"].features))
+    assert np.array_equal(plain.outputs[1], them.outputs[1]) and not np.array_equal(plain.outputs[0], them.outputs[0])
 
 
 @pytest.mark.parametrize("name", VALUES)
