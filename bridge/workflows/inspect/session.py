@@ -8,12 +8,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.text import number
 from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import unwrapped
 from bridge.workflows.inspect.config.resolve import Routing
+from bridge.workflows.inspect.experts import ExpertsWatch
 from bridge.workflows.inspect.features.classes import FeatureClass
 from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.features.own import OwnFeatures
@@ -32,6 +32,8 @@ UNSEEN = (
     "the layer did not run, or inside compiled code",
     "no backward came through, its weight is frozen, or inside compiled code",
 )
+UNSEEN_EXPERT = "no token came to the expert, or its module multiplies in a way that is not known"
+PADDED_EXPERTS = "experts get tokens without their places, so padding counts in"
 WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
 
 
@@ -63,7 +65,7 @@ class Session:
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
         self.current = 0
-        self._watches: list[Watch] = []
+        self._watches: list[Watch | ExpertsWatch] = []
         self._mask: Tensor | None = None
         self._mask_hook: Any = None
         self._collector = Collector({}, schemes)
@@ -78,8 +80,8 @@ class Session:
         """End a step and go to the next; returns what it told."""
         found = self._collector.records(self.current)
         for layer, tensor in self._collector.unseen:
-            if layer.kind != EXPERT:
-                self.schemes.note(f"{tensor} was due and not seen: {UNSEEN[tensor in BACKWARD]}", layer)
+            why = UNSEEN_EXPERT if layer.kind == EXPERT else UNSEEN[tensor in BACKWARD]
+            self.schemes.note(f"{tensor} was due and not seen: {why}", layer)
         for layer in self._changes.unused:
             self.schemes.note(f"was to be changed and was not: {UNSEEN[0]}", layer)
         self.records += found
@@ -120,9 +122,7 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """What was not seen, and why."""
-        experts = [name for name, routes in self.routing.layers.items() if routes[0].layer.kind == EXPERT]
-        inside = f"{number(len(experts), 'matrix', 'matrices')} of experts inside one module were not seen"
-        return [*self.schemes.told(), *([inside] if experts else [])]
+        return self.schemes.told()
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""
@@ -137,11 +137,16 @@ class Session:
         self._collector = Collector(due, self.schemes, self._dumps)
         if self._collector.sums:
             self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
+        experts: dict[str, dict[Layer, frozenset[str]]] = {}
         for name, routes in due.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name) | self._own.wanted(name)
-            if wanted and layer.kind != EXPERT:
+            if wanted and layer.kind == EXPERT:
+                experts.setdefault(layer.module, {})[layer] = wanted
+            elif wanted:
                 module = self._inner.get_submodule(layer.module)
                 self._watches.append(Watch(module, wanted, partial(self._see, layer), lambda: self._mask))
+        for place, layers in experts.items():
+            self._watches.append(ExpertsWatch(self._inner.get_submodule(place), layers, self._see_expert))
 
     def _keep_mask(self, _: Any, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
         at = self._mask_at
@@ -154,6 +159,11 @@ class Session:
         fits = mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape
         self._collector.see(layer, name, tensor, mask if fits else None)
         self._own.see(layer, name, tensor)
+
+    def _see_expert(self, layer: Layer, name: str, tensor: Tensor) -> None:
+        if self._mask is not None and name in WITH_ROWS:
+            self.schemes.note(f"{PADDED_EXPERTS} {name}", layer)
+        self._collector.see(layer, name, tensor, None)
 
 
 def positions_of(model: Any, argument: str) -> int | None:

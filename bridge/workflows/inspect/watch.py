@@ -53,7 +53,7 @@ class Watch:
             if "weight" in self._wanted and not self._weight_seen and getattr(module, "weight", None) is not None:
                 self._weight_seen = True
                 self._tell("weight", module.weight.t() if is_turned(module) else module.weight, None)
-        if "dgrad" not in self._wanted or found is None or not _needs_gradient(found):
+        if "dgrad" not in self._wanted or found is None or not needs_gradient(found):
             return None
         # of the input itself, the gradient would hold what other modules that read it add
         own: Any = found.view_as(found)
@@ -69,7 +69,7 @@ class Watch:
             return
         if "output" in self._wanted and not in_backward():
             self._tell("output", found, note)
-        if "gradient" in self._wanted and _needs_gradient(found):
+        if "gradient" in self._wanted and needs_gradient(found):
             self._handles.append(found.register_hook(lambda gradient: self._tell("gradient", gradient, note)))
 
     def _tell(self, name: str, tensor: Tensor, note: Any) -> None:
@@ -104,7 +104,7 @@ def output_tensor(output: Any) -> Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _needs_gradient(tensor: Tensor) -> bool:
+def needs_gradient(tensor: Tensor) -> bool:
     import torch
 
     return torch.is_grad_enabled() and tensor.requires_grad

@@ -106,6 +106,14 @@ def test_experts_that_are_stored_turned_say_so() -> None:
     }  # fmt: skip
 
 
+def test_without_a_table_a_module_says_that_its_stack_is_turned() -> None:
+    experts = type("OddExperts", (torch.nn.Module,), {"is_transposed": True})()
+    experts.up = torch.nn.Parameter(torch.empty(2, 4, 6))
+    assert [(layer.name, layer.turned) for layer in layers_of(torch.nn.ModuleList([experts]))] == [
+        ("0.0.up", True), ("0.1.up", True),
+    ]  # fmt: skip
+
+
 def test_a_stored_model_and_the_live_one_have_the_same_layers() -> None:
     source = open_source(LLAMA)
     layers = layers_of(source.load_skeleton(), source)

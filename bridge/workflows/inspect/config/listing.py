@@ -62,6 +62,8 @@ def _layers(name: str, module: Any, meanings: Meanings) -> Iterator[Layer]:
         if (key, 0) in meanings or (key, None) in meanings or type(module).__name__.endswith("Experts"):
             for expert in range(tensor.shape[0]):
                 meaning = meanings.get((key, expert)) or meanings.get((key, None))
+                if meaning is None and getattr(module, "is_transposed", False):
+                    meaning = Meaning((), None, turned=True)
                 yield _layer(f"{shown}.{expert}.{parameter}", meaning, EXPERT, name, parameter, expert, INSIDE)
 
 
