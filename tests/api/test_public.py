@@ -37,7 +37,8 @@ SIGNATURES = {
         "feature_dirs=None, progress=None"
     ),
     "inspecting": (
-        "model, config=None, *, quant=None, calib=None, out=None, overwrite=False, sink=None, feature_dirs=None"
+        "model, config=None, *, quant=None, calib=None, out=None, overwrite=False, sink=None, feature_dirs=None, "
+        "group=None"
     ),
     "chain": "path, *, overwrite=False, resume=True, progress=None",
     "search": (

@@ -17,6 +17,7 @@ from bridge.workflows.inspect.experts import ExpertsWatch
 from bridge.workflows.inspect.features.classes import FeatureClass
 from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.features.own import OwnFeatures
+from bridge.workflows.inspect.ranks import Ranks, own_part
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
 from bridge.workflows.inspect.watch import BACKWARD, Watch
@@ -56,9 +57,11 @@ class Session:
         simulated: Mapping[str, Simulated] = NOTHING,
         dumps: Dumps | None = None,
         own: Mapping[str, FeatureClass] = OWN,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
-        self._sink, self._steps, self._dumps, self._inner = sink, steps, dumps, unwrapped(model)
+        self._sink, self._steps, self._dumps, self._ranks = sink, steps, dumps, ranks
+        self._inner = unwrapped(model)
         self._own = OwnFeatures(own, routing, frozenset(simulated))
         self._changes = Changes(self._inner, schemes, simulated, self._own.change)
         self._mask_at = positions_of(model, "attention_mask")
@@ -77,7 +80,9 @@ class Session:
             raise
 
     def step(self) -> list[Record]:
-        """End a step and go to the next; returns what it told."""
+        """End a step and go to the next; returns what it told, the same in all processes of a group."""
+        if self._ranks and self._collector.sums:
+            self._ranks.add_up(self._collector.sums)
         found = self._collector.records(self.current)
         for layer, tensor in self._collector.unseen:
             why = UNSEEN_EXPERT if layer.kind == EXPERT else UNSEEN[tensor in BACKWARD]
@@ -140,6 +145,8 @@ class Session:
         experts: dict[str, dict[Layer, frozenset[str]]] = {}
         for name, routes in due.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name) | self._own.wanted(name)
+            if self._ranks and name not in self._ranks.here:
+                continue
             if wanted and layer.kind == EXPERT:
                 experts.setdefault(layer.module, {})[layer] = wanted
             elif wanted:
@@ -156,6 +163,7 @@ class Session:
 
     def _see(self, layer: Layer, name: str, tensor: Tensor, mask: Tensor | None) -> None:
         """`mask`: that of the forward in which the tensor was made, or whose backward runs."""
+        tensor = own_part(name, tensor)
         fits = mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape
         self._collector.see(layer, name, tensor, mask if fits else None)
         self._own.see(layer, name, tensor)

@@ -34,6 +34,7 @@ from bridge.workflows.inspect.config.listing import layers_of
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
 from bridge.workflows.inspect.features.classes import FeatureClass, declared, load_features
 from bridge.workflows.inspect.features.dumps import Dumps, check_place, dumps_of
+from bridge.workflows.inspect.ranks import ranks_of, together
 from bridge.workflows.inspect.result import MARK, Inspection
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink
@@ -175,6 +176,7 @@ def inspecting(
     overwrite: bool = False,
     sink: Sink | None = None,
     feature_dirs: FeatureDirs = None,
+    group: Any = None,
 ) -> Iterator[Session]:
     """Inspect a live model in a loop of the caller's, which ends each step with `session.step()`.
 
@@ -191,6 +193,9 @@ def inspecting(
         out: as in `inspect`, written at the end; until then each step adds its lines to NAME.steps.jsonl beside it.
         sink: called as sink(name, value, step), as TensorBoard's `add_scalar`; a name is LAYER_TENSOR_STATISTIC.
         feature_dirs: as in `inspect`.
+        group: processes of `torch.distributed` that run the same model on other data; None takes all. They make the
+            same steps, have the statistics of all their data, of weights their own; rank 0 writes `out` and
+            calls `sink`.
 
     Raises:
         InspectError: mistakes of the config, all of them; a layer that the model has not.
@@ -207,14 +212,16 @@ def inspecting(
     >>> [record.layer for record in session.inspection.records]
     ['0', '1', '0', '1']
     """
-    place = None if out is None else Path(out)
-    if place is not None:
-        check_free(place, overwrite, MARK)
+    ranks = ranks_of(group)
+    place = None if out is None or (ranks and ranks.rank) else Path(out)
+    with together(ranks):
+        if place is not None:
+            check_free(place, overwrite, MARK)
     scheme = None if quant is None else load_scheme(quant)
     classes = load_features(feature_dirs)
     layers = layers_of(model)
-    routing = load_routing(config, layers, scheme, declared(classes))
-    check_place(routing, place)
+    routing = load_routing(config, ranks.every_layer(layers) if ranks else layers, scheme, declared(classes))
+    check_place(routing, out)
     if scheme and (scheme.rules or scheme.only):
         raise InspectError(
             f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
@@ -225,16 +232,21 @@ def inspecting(
     quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
     steps = StepsFile(place, overwrite) if place is not None else None
     about = {"model": type(model).__name__, **_about(routing, scheme)}
-    dumps = dumps_of(routing, place, overwrite)
-    session = Session(model, routing, schemes, about, sink, steps, quantized, dumps, classes)
+    dumps = dumps_of(routing, None if out is None else Path(out), overwrite)
+    told = None if ranks and ranks.rank else sink
+    session = Session(model, routing, schemes, about, told, steps, quantized, dumps, classes, ranks)
+    ended = False
     try:
         yield session
+        ended = True
     finally:
         session.detach()
+        if dumps and ranks and ended:  # after an error the others may not come here
+            dumps.files = sorted(file for files in ranks.objects(dumps.files) for file in files)
         if place is not None and (session.records or (dumps and dumps.files)):
             save(session.inspection, place, overwrite, dumps)
         for written in (steps, dumps):
-            if written:
+            if written and place is not None:  # rank 0 moved the files of all
                 written.remove()
 
 

@@ -1,0 +1,116 @@
+"""What one of two processes sees, for test_ranks; `both` in one process is what they see together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bridge
+from bridge.core.errors import BridgeError
+from bridge.workflows.inspect.result import Record
+
+SIX = ["activation", "weight", "output", "gradient", "dgrad", "wgrad"]
+BLOCKS = {"max_blockwise_dynamic_range": {"block_size": 4, "dims": 1}}
+STATS = [
+    "min",
+    "max",
+    "cur_amax",
+    "mean",
+    "std",
+    "l2_norm",
+    "kurtosis",
+    "numel",
+    "nan%",
+    "inf%",
+    "p99",
+    "dynamic_range",
+]
+LOSSES = ["int8_sqnr", "mxfp8_mse", "mxfp8_scale_std", "mxfp8_underflows%", "int8_max_error"]
+
+
+def config(**schedule: Any) -> dict[str, Any]:
+    features = {
+        "LogTensorStats": {"enabled": True, "tensors": SIX, "stats": [*STATS, BLOCKS], **schedule},
+        "LogQuantizedTensorStats": {"enabled": True, "tensors": SIX, "stats": LOSSES, **schedule},
+    }
+    return {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
+
+
+class Sometimes(torch.nn.Module):
+    """`second` runs where the sum of a batch is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = torch.nn.Linear(8, 12), torch.nn.Linear(12, 4)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        return self.second(y) if x.sum() > 0 else y
+
+
+def batches(case: str) -> list[list[Any]]:
+    """Steps of two batches; process r takes the r-th."""
+    draw = torch.Generator().manual_seed(3)
+    steps = [[torch.randn(rows, 8, generator=draw) + 1 for rows in (4, 8)] for _ in range(3)]
+    if case == "idle":  # `second` does not run in process 1
+        steps = [[one, -other] for one, other in steps]
+    if case == "broken":
+        steps[0][1][2, 3], steps[1][0][0, 0] = float("nan"), float("inf")
+    return steps
+
+
+def run(case: str, rank: int | None, out: Path | None = None) -> list[Record]:
+    model = Sometimes()
+    with bridge.inspecting(model, config(freq=2) if case == "seldom" else config(), out=out) as session:
+        for step in batches(case):
+            for batch in step if rank is None else step[rank : rank + 1]:
+                model.zero_grad()
+                model(batch).square().sum().backward()
+            session.step()
+        return session.inspection.records
+
+
+def stages(rank: int) -> list[Record]:
+    """Each process has one of two layers."""
+    model = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(8, 4 + rank)})
+    with bridge.inspecting(model, config()) as session, torch.no_grad():
+        model[f"stage{rank}"](torch.ones(2, 8))
+        session.step()
+        return session.inspection.records
+
+
+def sharded(rank: int | None) -> list[Record]:
+    """A matrix that both have a half of; its activation is the same in both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = torch.nn.Sequential(Sometimes().first)
+    if rank is not None:
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    with bridge.inspecting(model, config()) as session:
+        model(batches("whole")[0][0]).square().sum().backward()
+        session.step()
+        return session.inspection.records
+
+
+def taken(out: Path) -> str:
+    """The error where rank 0 finds `out`."""
+    try:
+        run("whole", 0, out)
+    except BridgeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(rank: int, store: str, out: str, cases: list[str], results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    found: dict[str, Any] = {case: run(case, rank) for case in cases}
+    found["written"] = run("whole", rank, Path(out) / f"seen{rank}")
+    found["stages"], found["sharded"] = stages(rank), sharded(rank)
+    found["taken"] = taken(Path(out) / "seen0")
+    results.put((rank, found))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,81 @@
+"""Two processes see together what one sees alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.workflows.inspect import rank_process
+
+pytestmark = pytest.mark.slow  # two processes load torch
+CASES = ["whole", "idle", "broken", "seldom"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def of_ranks(place: Path) -> dict[int, dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    given = str(place / "store"), str(place), CASES, results
+    both = [context.Process(target=rank_process.main, args=(rank, *given)) for rank in range(2)]
+    for one in both:
+        one.start()
+    found = dict(results.get(timeout=300) for _ in both)
+    for one in both:
+        one.join(10)
+    return found
+
+
+def values(records: Any) -> dict[tuple[int, str, str, str], float | None]:
+    return {(r.step, r.layer, r.tensor, r.stat): r.value for r in records}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_tell_what_one_tells_of_all(case: str, of_ranks: dict[int, dict[str, Any]]) -> None:
+    whole = values(rank_process.run(case, None))
+    assert whole
+    for rank in range(2):
+        told = values(of_ranks[rank][case])
+        assert told.keys() == whole.keys()
+        for key, value in whole.items():
+            close = value if value is None else pytest.approx(value, rel=1e-6, abs=1e-12)
+            assert told[key] == close, key
+
+
+def test_what_is_not_finite_counts_wherever_it_is(of_ranks: dict[int, dict[str, Any]]) -> None:
+    told = values(of_ranks[0]["broken"])
+    assert told[0, "first", "activation", "nan%"] == pytest.approx(100 / (12 * 8))
+    assert told[1, "first", "activation", "inf%"] == pytest.approx(100 / (12 * 8))
+
+
+def test_only_the_first_process_writes(of_ranks: dict[int, dict[str, Any]], place: Path) -> None:
+    assert (place / "seen0" / "inspect.json").exists() and not (place / "seen1").exists()
+
+
+def test_processes_with_other_layers_have_all_records(of_ranks: dict[int, dict[str, Any]]) -> None:
+    told = values(of_ranks[1]["stages"])
+    assert told == values(of_ranks[0]["stages"])
+    assert {key[1] for key in told} == {"stage0", "stage1"}
+
+
+def test_a_sharded_matrix_is_seen_whole(of_ranks: dict[int, dict[str, Any]]) -> None:
+    whole = values(rank_process.sharded(None))
+    told = values(of_ranks[0]["sharded"])
+    for key, value in whole.items():
+        own_scales = key[3].startswith(("int8", "mxfp8", "max_blockwise"))  # those of the halves
+        if key[2] == "weight" or (key[2] in ("output", "gradient", "wgrad") and not own_scales):
+            assert told[key] == pytest.approx(value, rel=1e-5, abs=1e-12), key
+
+
+def test_an_error_of_one_process_ends_all(of_ranks: dict[int, dict[str, Any]]) -> None:
+    assert of_ranks[0]["taken"].startswith("WriteError")
+    assert of_ranks[1]["taken"].startswith("InspectError: rank 0: ")
