@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from bridge.tracker.backward import Call, Frame, Given, Handle, Run, at_end, hook, task
+from bridge.tracker.eager import run_eagerly
 from bridge.tracker.names import Names
 from bridge.tracker.tensors import tensors_in
 
@@ -146,12 +146,9 @@ class ModTracker:
                 self._runs.clear()
 
     def _run_eagerly(self) -> None:
-        """Let compiled modules call their hooks. torch._dynamo takes 3 s to load: before, nothing is compiled."""
-        if self._eager or "torch._dynamo" not in sys.modules:
-            return
-        self._eager = True
-        with suppress(RuntimeError):  # compiled code runs already: what is inside of it stays unseen
-            self._entered.enter_context(torch.compiler.set_stance("force_eager"))
+        """Let compiled modules call their hooks."""
+        if not self._eager:
+            self._eager = run_eagerly(self._entered)
 
     # What happens to a module; classes that watch more than names override these five.
 

@@ -1,4 +1,4 @@
-"""Hand the tensors of experts that are stacked in one module to an inspector.
+"""Hand the tensors of experts stacked in one module to an inspector.
 
 Their products have no module of their own, so they are found while the module's forward runs: a product whose second
 operand lies in the memory of a stack is that of one expert, or of all of them, grouped by rows.

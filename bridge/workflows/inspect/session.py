@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from bridge.tracker.eager import run_eagerly
 from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
@@ -70,6 +72,7 @@ class Session:
         self.current = 0
         self._watches: list[Watch | ExpertsWatch] = []
         self._mask: Tensor | None = None
+        self._eager = ExitStack()
         self._mask_hook: Any = None
         self._collector = Collector({}, schemes)
         self._next: int | None = routing.next_due(-1)
@@ -117,6 +120,7 @@ class Session:
         for watch in self._watches:
             watch.detach()
         self._watches.clear()
+        self._eager.close()
         if self._mask_hook is not None:
             self._mask_hook.remove()
             self._mask_hook = None
@@ -135,7 +139,10 @@ class Session:
         is_due = self._next is not None and self.current >= self._next
         due = self.routing.due(self.current) if is_due else {}
         self._own.step(self.current)
-        self._changes.attach(due)
+        here = {name: routes for name, routes in due.items() if not self._ranks or name in self._ranks.here}
+        self._changes.attach(here)
+        if due or self._changes.some:
+            run_eagerly(self._eager)
         if not due:
             return
         self._next = self.routing.next_due(self.current)
@@ -143,10 +150,8 @@ class Session:
         if self._collector.sums:
             self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
         experts: dict[str, dict[Layer, frozenset[str]]] = {}
-        for name, routes in due.items():
+        for name, routes in here.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name) | self._own.wanted(name)
-            if self._ranks and name not in self._ranks.here:
-                continue
             if wanted and layer.kind == EXPERT:
                 experts.setdefault(layer.module, {})[layer] = wanted
             elif wanted:

@@ -121,6 +121,11 @@ class Changes:
         return changes
 
     @property
+    def some(self) -> bool:
+        """Whether a layer is changed."""
+        return bool(self._attached)
+
+    @property
     def unused(self) -> Iterable[Layer]:
         """Layers that were to be changed and did not run."""
         return [changes.layer for changes, _ in self._attached if not changes.ran]
