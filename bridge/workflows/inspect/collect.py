@@ -47,13 +47,15 @@ class Schemes:
 
     `formats`: of the session's scheme by layer, or why it leaves one as it is; None where the scheme has one for all.
     `amax`: of the inputs by layer, where a calibration has them. `notes`: what has no value or another meaning, and for
-    which layers.
+    which layers. `read`, `recipes`: schemes by name, recipes by name and tensor, so that each is read once.
     """
 
     session: Scheme | None = None
     formats: Mapping[str, Format | str] | None = None
     amax: Mapping[str, float] = field(default_factory=dict)
     notes: dict[str, set[str]] = field(default_factory=dict)
+    read: dict[str, Scheme] = field(default_factory=dict)
+    recipes: dict[tuple[str, str], Quantization] = field(default_factory=dict)
 
     def of(self, stat: QuantStat, layer: Layer, tensor: str) -> Under | None:
         """None where the scheme leaves the tensor as it is."""
@@ -83,9 +85,13 @@ class Schemes:
 
     def _quantization(self, name: str, layer: Layer, tensor: str) -> Quantization | None:
         if name in RECIPES:
-            return of_recipe(name, tensor)
+            if (name, tensor) not in self.recipes:
+                self.recipes[name, tensor] = of_recipe(name, tensor)
+            return self.recipes[name, tensor]
         if name or self.formats is None:
-            scheme = named_scheme(name) if name else self.session
+            if name and name not in self.read:
+                self.read[name] = named_scheme(name)
+            scheme = self.read[name] if name else self.session
             assert scheme is not None, "a statistic without a scheme is refused where the session has none"
             form: Format | str = scheme.format
         else:
@@ -111,9 +117,9 @@ class Sums:
         self.plain = [stat for stat in every if isinstance(stat, TensorStat)]
         both = tensor in ("activation", "weight")
         self.blocks = {s: Blocks(s.block_size, s.dims, both) for s in self.plain if s.dims}
+        self.asked = tuple(self.blocks)
         self.magnitudes = any(needs_magnitudes(stat.name) for stat in self.plain)
-        self.total = TensorSums(magnitudes=self.magnitudes)
-        self.widest = {stat: TensorSums([blocks], magnitudes=False) for stat, blocks in self.blocks.items()}
+        self.total = TensorSums([*self.blocks.values()], magnitudes=self.magnitudes)
         self._schemes, self._lock = schemes, threading.Lock()
         found = ((stat, schemes.of(stat, layer, tensor)) for stat in every if isinstance(stat, QuantStat))
         self.quantized = [(stat, under) for stat, under in found if under is not None]
@@ -122,17 +128,18 @@ class Sums:
     def add(self, seen: Seen) -> None:
         """Add a tensor, of any thread."""
         with self._lock:
-            if self.plain:
-                self.total = self.total.merged(seen.sums((), self.magnitudes))
-            for stat in [*self.widest]:
-                blocks = self.blocks[stat]
+            for stat, blocks in [*self.blocks.items()]:
                 if blocks.problem(seen.bits.shape):
                     self._schemes.note(f"{stat.label(self.tensor)}: a block does not divide {self.tensor}", self.layer)
-                    del self.widest[stat]
-                else:
-                    self.widest[stat] = self.widest[stat].merged(seen.sums((blocks,), False))
+                    self.leave_out(stat)
+            if self.plain:
+                self.total = self.total.merged(seen.sums(self.total.blocks, self.magnitudes))
             for under in self.lost:
                 self.lost[under] = self.lost[under].merged(seen.losses(under))
+
+    def leave_out(self, stat: TensorStat) -> None:
+        """Do without a statistic whose blocks do not divide a tensor."""
+        self.total = self.total.without(self.blocks.pop(stat))
 
     @property
     def seen(self) -> bool:
@@ -142,9 +149,7 @@ class Sums:
         """A record for each statistic; none if the tensor was not seen."""
         for stat in self.plain if self.total.numel else ():
             label = stat.label(self.tensor)
-            if stat in self.widest:
-                yield self._record(step, label, statistic(self.widest[stat], label))
-            elif stat.name != HISTOGRAM and stat not in self.blocks:
+            if stat.name != HISTOGRAM and (stat in self.blocks or not stat.dims):
                 yield self._record(step, label, statistic(self.total, label))
         for lossy, under in self.quantized:
             if self.lost[under].numel:
@@ -212,7 +217,7 @@ class Collector:
     """The sums of one step, for the routes that are due; `dumps` takes the tensors that DumpTensors names."""
 
     def __init__(self, due: Mapping[str, Sequence[Route]], schemes: Schemes, dumps: Dumped | None = None) -> None:
-        self._last: Seen | None = None
+        self._last: dict[str, Seen] = {}  # of each kind, which several layers read one after the other
         self._schemes, self._dumps = schemes, dumps
         self._dumped = {
             (name, route.tensor): route.options
@@ -242,9 +247,9 @@ class Collector:
         if (layer.name, name) not in self.sums:
             return
         conv = layer.kind == CONV and name in ("weight", "wgrad")
-        seen = self._last
+        seen = self._last.get(name)
         if seen is None or not seen.is_of(tensor, mask, conv):
-            seen = self._last = Seen(tensor, mask, conv)
+            seen = self._last[name] = Seen(tensor, mask, conv)
         self.sums[layer.name, name].add(seen)
 
     @property

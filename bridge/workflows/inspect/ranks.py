@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -101,35 +102,30 @@ def own_part(name: str, tensor: Tensor) -> Tensor:
 
 
 def _vector(sums: Sums) -> Array:
-    nothing = np.full(TensorSums([*sums.blocks.values()][:1], magnitudes=False).vector().size, np.nan)
-    widest = [sums.widest[stat].vector() if stat in sums.widest else nothing for stat in sums.blocks]
-    return np.concatenate([sums.total.vector(), *widest, *(lost.vector() for lost in sums.lost.values())])
+    """Everything as float64; blocks that did not divide are NaN."""
+    at = sums.total.blocks.index
+    widest = [sums.total.widest[at(sums.blocks[stat])] if stat in sums.blocks else np.nan for stat in sums.asked]
+    total = [sums.total.totals, np.array(widest, np.float64), sums.total.bins]
+    return np.concatenate([*total, *(lost.vector() for lost in sums.lost.values())], dtype=np.float64)
 
 
 def _take(sums: Sums, vectors: Sequence[Array]) -> None:
     """Undo `_vector` for each process, and merge; a block that did not divide in one process has no value."""
+    head, middle = sums.total.totals.size, sums.total.totals.size + len(sums.asked)
+    for at, stat in enumerate(sums.asked, head):
+        if stat in sums.blocks and any(np.isnan(vector[at]) for vector in vectors):
+            sums.leave_out(stat)
+    kept = [*range(head), *(head + at for at, stat in enumerate(sums.asked) if stat in sums.blocks)]
+    end = middle + sums.total.bins.size
+    totals = [TensorSums.from_vector(np.r_[v[kept], v[middle:end]], sums.total.blocks) for v in vectors]
+    losses = [
+        [LossSums.from_vector(row) for row in v[end:].reshape(len(sums.lost), -1)] if sums.lost else [] for v in vectors
+    ]
     if sums.tensor == "weight":
-        vectors = next(([vector] for vector in vectors if _some(sums, vector)), [vectors[0]])
-    for number, vector in enumerate(vectors):
-        at = sums.total.vector().size
-        total = TensorSums.from_vector(vector[:at])
-        sums.total = sums.total.merged(total) if number else total
-        for stat, blocks in sums.blocks.items():
-            size = TensorSums([blocks], magnitudes=False).vector().size
-            part, at = vector[at : at + size], at + size
-            if np.isnan(part).any():
-                sums.widest.pop(stat, None)
-            elif stat in sums.widest:
-                told = TensorSums.from_vector(part, [blocks])
-                sums.widest[stat] = sums.widest[stat].merged(told) if number else told
-        for under in sums.lost:
-            size = LossSums().vector().size
-            lost, at = LossSums.from_vector(vector[at : at + size]), at + size
-            sums.lost[under] = sums.lost[under].merged(lost) if number else lost
-
-
-def _some(sums: Sums, vector: Array) -> bool:
-    """Whether a process saw the tensor."""
-    at = sums.total.vector().size + sum(TensorSums([b], magnitudes=False).vector().size for b in sums.blocks.values())
-    lost = vector[at:].reshape(len(sums.lost), -1) if sums.lost else np.zeros((0, 1))
-    return bool(TensorSums.from_vector(vector[: sums.total.vector().size]).numel or lost[:, 0].any())
+        saw = [
+            bool(total.numel or any(each.numel for each in lost)) for total, lost in zip(totals, losses, strict=True)
+        ]
+        first = saw.index(True) if True in saw else 0
+        totals, losses = totals[first : first + 1], losses[first : first + 1]
+    sums.total = reduce(TensorSums.merged, totals)
+    sums.lost = {under: reduce(LossSums.merged, each) for under, *each in zip(sums.lost, *losses, strict=True)}

@@ -124,6 +124,13 @@ class TensorSums:
         out.bins = self.bins + other.bins
         return out
 
+    def without(self, blocks: Blocks) -> TensorSums:
+        """The same sums without one of the blocks."""
+        kept = [at for at, own in enumerate(self.blocks) if own != blocks]
+        out = TensorSums([self.blocks[at] for at in kept], magnitudes=self.bins.size > 0)
+        out.totals, out.widest, out.bins = self.totals, self.widest[kept], self.bins
+        return out
+
     def vector(self) -> Array:
         """All of it as float64, for another rank; counts are exact up to 2^53."""
         return np.concatenate([self.totals, self.widest, self.bins.astype(np.float64)])

@@ -163,16 +163,39 @@ def test_layers_that_read_one_tensor_share_its_sums(monkeypatch: pytest.MonkeyPa
         plain(self, *given)
 
     monkeypatch.setattr(collect.TensorSums, "add", add)
+    blocks = {"max_blockwise_dynamic_range": {"block_size": 4, "dims": 1}}
     model = open_source(LLAMA).load_model()
     roles = {"roles": ["attn.q", "attn.k", "attn.v"], "layer_numbers": [0]}
     with (
-        bridge.inspecting(model, config(tensors=["activation"], stats=["rms"], layers=roles)) as session,
+        bridge.inspecting(
+            model, config(tensors=["activation", "weight"], stats=["rms", blocks], layers=roles)
+        ) as session,
         torch.no_grad(),
     ):
         model(**batch())
         session.step()
-    found = [record.value for record in session.inspection.records]
-    assert count == [1] and len(found) == 3 and len(set(found)) == 1
+    found = [record.value for record in session.inspection.records if record.tensor == "activation"]
+    assert count == [1 + 3]  # the activation, three weights; blocks cost no second pass
+    assert len(found) == 2 * 3 and len(set(found)) == 2
+
+
+def test_schemes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.quant.schemes import catalog
+
+    names: list[str] = []
+    plain = catalog.read_scheme
+
+    def read(path: Any, *rest: Any) -> Any:
+        names.append(str(path))
+        return plain(path, *rest)
+
+    model = open_source(LLAMA).load_model()
+    settings = config("LogQuantizedTensorStats", tensors=["weight"], stats=["fp8_sqnr", "fp8_mse", "mxfp8_sqnr"])
+    with bridge.inspecting(model, settings) as session, torch.no_grad():
+        model(**batch())
+        monkeypatch.setattr(catalog, "read_scheme", read)
+        session.step()
+    assert not names
 
 
 def test_a_weight_is_summed_again_after_it_changed() -> None:
