@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -40,6 +41,12 @@ PADDED_EXPERTS = "experts get tokens without their places, so padding counts in"
 WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
 
 
+class _Forward(threading.local):
+    """The mask of the forward that runs in this thread: replicas of a model may run side by side."""
+
+    mask: Tensor | None = None
+
+
 class Session:
     """An inspection of a live model. `step` ends a step: what it told becomes records, and hooks follow the schedule.
 
@@ -71,7 +78,7 @@ class Session:
         self.magnitudes: list[Magnitudes] = []
         self.current = 0
         self._watches: list[Watch | ExpertsWatch] = []
-        self._mask: Tensor | None = None
+        self._forward = _Forward()
         self._eager = ExitStack()
         self._mask_hook: Any = None
         self._collector = Collector({}, schemes)
@@ -124,7 +131,7 @@ class Session:
         if self._mask_hook is not None:
             self._mask_hook.remove()
             self._mask_hook = None
-        self._collector, self._mask = Collector({}, self.schemes), None
+        self._collector, self._forward = Collector({}, self.schemes), _Forward()
         if self._dumps:
             self._dumps.drop()
 
@@ -156,7 +163,7 @@ class Session:
                 experts.setdefault(layer.module, {})[layer] = wanted
             elif wanted:
                 module = self._inner.get_submodule(layer.module)
-                self._watches.append(Watch(module, wanted, partial(self._see, layer), lambda: self._mask))
+                self._watches.append(Watch(module, wanted, partial(self._see, layer), lambda: self._forward.mask))
         for place, layers in experts.items():
             self._watches.append(ExpertsWatch(self._inner.get_submodule(place), layers, self._see_expert))
 
@@ -164,7 +171,7 @@ class Session:
         at = self._mask_at
         mask = inputs[at] if at is not None and at < len(inputs) else keywords.get("attention_mask")
         own = mask is not None and getattr(mask, "ndim", 0) == 2 and not bool(mask.all())
-        self._mask = mask if own else None
+        self._forward.mask = mask if own else None
 
     def _see(self, layer: Layer, name: str, tensor: Tensor, mask: Tensor | None) -> None:
         """`mask`: that of the forward in which the tensor was made, or whose backward runs."""
@@ -174,7 +181,7 @@ class Session:
         self._own.see(layer, name, tensor)
 
     def _see_expert(self, layer: Layer, name: str, tensor: Tensor) -> None:
-        if self._mask is not None and name in WITH_ROWS:
+        if self._forward.mask is not None and name in WITH_ROWS:
             self.schemes.note(f"{PADDED_EXPERTS} {name}", layer)
         self._collector.see(layer, name, tensor, None)
 

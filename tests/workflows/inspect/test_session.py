@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,38 @@ def test_a_mask_goes_with_its_forward() -> None:
         session.step()
     width = model.config.hidden_size
     assert {record.value for record in session.inspection.records} == {2 * (10 + 5) * width}
+
+
+def test_threads_have_their_own_masks() -> None:
+    """A forward without a mask runs whole while another, with one, waits in its embedding."""
+    model = open_source(LLAMA).load_model().eval()
+    ids = batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, 8:] = 0
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is other:
+            inside.set()
+            assert go_on.wait(60)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask)
+
+    other = threading.Thread(target=run)
+    settings = config(tensors=["output"], stats=["numel"], layers={"roles": ["mlp.down"]})
+    handle = model.get_input_embeddings().register_forward_hook(wait)
+    with bridge.inspecting(model, settings) as session, torch.no_grad():
+        other.start()
+        assert inside.wait(60)
+        model(input_ids=ids)
+        go_on.set()
+        other.join()
+        session.step()
+    handle.remove()
+    width = model.config.hidden_size
+    assert {record.value for record in session.inspection.records} == {2 * (20 + 8) * width}
 
 
 def test_a_tensor_that_loses_nothing_is_the_best() -> None:
