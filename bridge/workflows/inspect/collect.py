@@ -135,7 +135,13 @@ class Sums:
             if self.plain:
                 self.total = self.total.merged(seen.sums(self.total.blocks, self.magnitudes))
             for under in self.lost:
-                self.lost[under] = self.lost[under].merged(seen.losses(under))
+                if seen.width(under.columnwise) % under.how.unit:
+                    self._schemes.note(
+                        f"{self.tensor} has no rows of whole blocks of {under.how.unit}, which a scheme needs",
+                        self.layer,
+                    )
+                else:
+                    self.lost[under] = self.lost[under].merged(seen.losses(under))
 
     def leave_out(self, stat: TensorStat) -> None:
         """Do without a statistic whose blocks do not divide a tensor."""
@@ -186,6 +192,11 @@ class Seen:
         same = mine.data_ptr() == tensor.data_ptr() and mine.stride() == tensor.stride() and self.mask is mask
         now = (tensor.shape, tensor.dtype, version_of(tensor), conv)
         return same and self.version is not None and (mine.shape, mine.dtype, self.version, self.conv) == now
+
+    def width(self, columnwise: bool) -> int:
+        """The width of a row, or of one of the transpose."""
+        across = self.bits.shape[-1] if self.bits.ndim else 1
+        return self.bits.size // across if columnwise else across
 
     def sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums:
         if (blocks, magnitudes) not in self._made:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.values import MAXBOUND, Numeric
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
@@ -44,6 +45,12 @@ class Quantization:
     def bound(self) -> float:
         """The largest magnitude of a code."""
         return BOUNDS[self.numeric[0].dtype]
+
+    @property
+    def unit(self) -> int:
+        """What the width of a row must be a multiple of: ggml's blocks are searched as a whole."""
+        dtype = self.numeric[0].dtype
+        return DTYPES[dtype].block if dtype in SEARCHED else 1
 
     @property
     def turns(self) -> bool:

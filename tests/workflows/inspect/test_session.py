@@ -18,6 +18,7 @@ from bridge.core.errors import InspectError, UsageError, WriteError  # noqa: E40
 from bridge.quant.codec.decode import decode  # noqa: E402
 from bridge.quant.codec.encode import encode  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
+from bridge.sources.checkpoint import HfSource  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 
 LLAMA, GPT2 = "examples/models/tiny-llama", "examples/models/tiny-gpt2"
@@ -368,6 +369,19 @@ def test_convolutions_are_matrices_of_their_outputs() -> None:
     assert any("convolution's activation has no losses" in note for note in session.inspection.notes)
 
 
+def test_rows_without_whole_blocks_of_a_scheme_are_noted() -> None:
+    """The loop goes on; other layers have their values."""
+    model = torch.nn.Sequential(torch.nn.Linear(48, 256), torch.nn.Linear(256, 4))
+    settings = config("LogQuantizedTensorStats", tensors=["weight"], stats=["q4_k_sqnr", "int8_wo_sqnr"])
+    with bridge.inspecting(model, settings) as session, torch.no_grad():
+        model(torch.randn(2, 48))
+        session.step()
+    assert [(record.layer, record.stat) for record in session.inspection.records] == [
+        ("0", "int8_wo_sqnr"), ("1", "q4_k_sqnr"), ("1", "int8_wo_sqnr"),
+    ]  # fmt: skip
+    assert "weight has no rows of whole blocks of 256, which a scheme needs: 1 layer" in session.inspection.notes
+
+
 def test_blocks_that_do_not_divide_are_noted() -> None:
     stat = {"max_blockwise_dynamic_range": {"block_size": 8, "dims": 2}}
     with bridge.inspecting(
@@ -438,6 +452,9 @@ def test_what_has_no_value_is_noted() -> None:
         ({"data": lambda model: None}, UsageError, "bridge.inspecting"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_before_a_model_is_loaded(given: dict[str, Any], error: Any, said: str) -> None:
+def test_mistakes_are_told_before_a_model_is_loaded(
+    given: dict[str, Any], error: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HfSource, "load_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(error, match=said):
         bridge.inspect(LLAMA, given.pop("config", None), progress=False, **given)
