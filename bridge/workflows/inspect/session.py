@@ -14,7 +14,7 @@ from bridge.tracker.eager import run_eagerly
 from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
-from bridge.workflows.inspect.config.listing import unwrapped
+from bridge.workflows.inspect.config.listing import not_listed, unwrapped
 from bridge.workflows.inspect.config.resolve import Routing
 from bridge.workflows.inspect.experts import ExpertsWatch
 from bridge.workflows.inspect.features.classes import FeatureClass
@@ -37,6 +37,7 @@ UNSEEN = (
     "no backward came through, its weight is frozen, or inside compiled code",
 )
 UNSEEN_EXPERT = "no token came to the expert, or its module multiplies in a way that is not known"
+GROUPED = "experts of a grouped module of Megatron-Core are not seen; build it with moe_grouped_gemm=False"
 PADDED_EXPERTS = "experts get tokens without their places, so padding counts in"
 WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
 
@@ -82,6 +83,8 @@ class Session:
         self._eager = ExitStack()
         self._mask_hook: Any = None
         self._collector = Collector({}, schemes)
+        for name in not_listed(model):
+            self.schemes.note(GROUPED, Layer(name))
         self._next: int | None = routing.next_due(-1)
         try:
             self._arm()

@@ -160,3 +160,20 @@ def test_a_session_tells_experts() -> None:
     notes = session.inspection.notes
     assert any(note.startswith("activation was due and not seen: no token came") for note in notes)
     assert any("padding counts in activation" in note for note in notes)
+
+
+def test_grouped_modules_of_megatron_are_noted() -> None:
+    """Their parameters have no third axis: weight0, weight1, or weight1 and weight2 of all experts."""
+    grouped = type("TEColumnParallelGroupedLinear", (torch.nn.Module,), {})()
+    grouped.weight0 = torch.nn.Parameter(torch.empty(4, 6))
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4), "linear_fc1": grouped})
+    stats = {"LogTensorStats": {"enabled": True, "tensors": ["output"], "stats": ["rms"]}}
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": stats}}
+    with bridge.inspecting(model, config) as session:
+        model["a"](torch.ones(2, 3))
+        session.step()
+    assert [record.layer for record in session.inspection.records] == ["a"]
+    (note,) = session.inspection.notes
+    assert note == (
+        "experts of a grouped module of Megatron-Core are not seen; build it with moe_grouped_gemm=False: 1 layer"
+    )

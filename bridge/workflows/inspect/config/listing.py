@@ -7,6 +7,7 @@ most parameters (Megatron-Core, torchtitan). Without either, layers have names o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.sources.source import Source
 
 INSIDE = "an expert inside one module"
+_NUMBERED = re.compile(r"weight\d+")
 Meanings = Mapping[tuple[str, int | None], Meaning]  # by live parameter and expert
 
 
@@ -31,6 +33,15 @@ def layers_of(model: Any, source: Source | None = None) -> tuple[Layer, ...]:
     model = unwrapped(model)
     meanings = _meanings(model, source)
     return tuple(layer for name, module in model.named_modules() for layer in _layers(name, module, meanings))
+
+
+def not_listed(model: Any) -> list[str]:
+    """Names of modules of Megatron-Core that hold the matrices of experts in another way: GroupedMLP, GroupedLinear."""
+    return [
+        clean(name)
+        for name, module in unwrapped(model).named_modules()
+        if "Grouped" in type(module).__name__ and any(_NUMBERED.fullmatch(key) for key in module._parameters)
+    ]
 
 
 def unwrapped(model: Any) -> Any:
