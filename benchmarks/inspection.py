@@ -1,6 +1,6 @@
 """What inspection costs: processor time of a forward of MiniLM, in multiples of one without.
 
-    python benchmarks/inspection.py [--rounds 9] [--profile CASE]
+    python benchmarks/inspection.py [--rounds 9] [--profile CASE] [case ...]
 
 all-MiniLM-L6-v2: hidden 384, 36 matrices, 8 rows of 128 tokens, one thread. A round runs each case once, and a plain
 forward before it; a figure is the median quotient of the two, and the least times. `off`: a session in which nothing is
@@ -57,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", choices=CASES, help="the functions that take most of a case, instead")
+    parser.add_argument("cases", nargs="*", help=f"of: {', '.join(CASES)}")
     options = parser.parse_args()
+    cases = options.cases or list(CASES)
     torch.set_num_threads(1)
     model = open_source(directory("all-MiniLM-L6-v2")).load_model().eval()
     ids = torch.randint(1000, 20000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -68,7 +70,7 @@ def main() -> None:
             return seconds(plain) if case == "off" else seconds(lambda: (plain(), session.step()))
 
     with torch.no_grad():
-        for case in CASES:  # kernels are loaded, and compiled once
+        for case in {*cases, options.profile} - {None}:  # kernels are loaded, and compiled once
             run(case)
         if options.profile:
             with bridge.inspecting(model, CASES[options.profile]) as session, cProfile.Profile() as profile:
@@ -76,7 +78,7 @@ def main() -> None:
                 session.step()
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
             return
-        times: dict[str, list[tuple[float, float]]] = {case: [] for case in CASES}
+        times: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
         for _ in range(options.rounds):
             for case, found in times.items():
                 found.append((seconds(plain), run(case)))
