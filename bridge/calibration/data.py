@@ -41,8 +41,9 @@ def check_compute(compute: str | None) -> None:
 class Data:
     """Batches to calibrate with and held-out batches, as {name: torch tensor}; `digest` covers the former.
 
-    `missing`: why the default text gives no batches; a scheme without statistics needs none. `forward_loop`: the user's
-    own loop, which runs the model; `batches` is then empty. `warnings`: what a user should know before calibrating.
+    `name`: what they are made of, in words. `missing`: why the default text gives no batches; a scheme without
+    statistics needs none. `forward_loop`: the user's own loop, which runs the model; `batches` is then empty.
+    `warnings`: what a user should know before calibrating.
     `cut`: with samples="auto", the same text cut into another number of rows; `chosen`: why it has this number.
     """
 
@@ -56,6 +57,7 @@ class Data:
     warnings: tuple[str, ...] = ()
     cut: Callable[[int], Data] | None = None
     chosen: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ def _given(items: Iterable[Any], source: Source, sampling: Sampling) -> Data:
         cut = size - max(1, size // (HELD_OUT + 1))
         kept = [{key: value[:cut] for key, value in taken[0].items()}]
         out = [{key: value[cut:] for key, value in taken[0].items()}]
-    return _checked(tuple(kept), tuple(out), source, "the calibration data")
+    return replace(_checked(tuple(kept), tuple(out), source, "the calibration data"), name="batches of the caller")
 
 
 def _batch(item: Any, where: str, torch: Any) -> dict[str, Any]:
@@ -331,7 +333,7 @@ def _checked(
         if longest is not None and ids.shape[1] > longest:
             raise CalibrationError(f"{where}: rows of {ids.shape[1]} tokens, the model has {longest} positions")
     length = max((b["input_ids"].shape[1] for b in batches if "input_ids" in b), default=0)
-    return Data(batches, held_out, _digest(batches), sum(map(_size, batches)), int(length))
+    return Data(batches, held_out, _digest(batches), sum(map(_size, batches)), int(length), name=where)
 
 
 def _digest(batches: Iterable[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from bridge.cli.arguments import Data, Debug, Device, Field, Json, Model, Planned, Quiet, Tokenizer, epilog
-from bridge.cli.terminal import session
+from bridge.cli.terminal import BELOW, Exit, session
 
 EPILOG = epilog("qbridge inspect MODEL --against OUT --out seen")
 
@@ -29,6 +29,8 @@ def inspect(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="batches to run; default: all")] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="also run the next-token loss backward")] = False,
+    nan: Annotated[bool, typer.Option("--nan", help="name the module that makes the first NaN or infinity")] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="also measure time and memory of each module")] = False,
     worst: Annotated[int, typer.Option(min=1, help="number of lines to print; default: 10")] = 10,
     samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 32")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")] = None,
@@ -43,7 +45,8 @@ def inspect(
     """Show where a model loses most, layer by layer.
 
     With --against each module is compared with the source's: alone, with the source's input, and with all errors
-    before it. Without, the model runs, and statistics of its tensors are recorded.
+    before it. Without, the model runs, and statistics of its tensors are recorded. The exit code is 3 if a NaN or an
+    infinity was seen.
     """
     with session(debug=debug, quiet=quiet) as terminal:
         import bridge
@@ -51,10 +54,12 @@ def inspect(
 
         seen = bridge.inspect(
             model, config, against=against, quant=quant, calib=calib, data=data, steps=steps, gradients=gradients,
-            out=out, samples=samples, sequence=sequence, field=field, device=device, tokenizer=tokenizer,
-            overwrite=overwrite, feature_dirs=features or None, progress=terminal.progress,
+            nan=nan, cost=cost, out=out, samples=samples, sequence=sequence, field=field, device=device,
+            tokenizer=tokenizer, overwrite=overwrite, feature_dirs=features or None, progress=terminal.progress,
         )  # fmt: skip
         if as_json:
             terminal.print(seen.to_json())
         elif not quiet:
             terminal.print(inspection_table(seen, worst, out))
+        if not seen.finite:
+            raise Exit(BELOW)

@@ -83,7 +83,13 @@ def html_of(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["short"] = _short
     return environment.from_string(template.read_text(encoding="utf-8")).render(page=page)
+
+
+def _short(value: float) -> str:
+    """A coordinate with one decimal, or none if that is 0."""
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def page_of(report: Report) -> Page:

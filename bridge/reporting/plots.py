@@ -60,8 +60,17 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Path:
+    """A line through points (x, y), with a text."""
+
+    points: Sequence[tuple[float, float]]
+    text: str
+    kind: str = "ok"
+
+
+@dataclass(frozen=True)
 class Plot:
-    """`about` describes the marks in words; `key` explains their kinds."""
+    """`about` describes the marks in words; `key` explains their kinds. `paths` lie under the marks."""
 
     title: str
     about: str
@@ -71,6 +80,7 @@ class Plot:
     marks: Sequence[Mark]
     key: Sequence[tuple[str, str]] = ()
     width: int = WIDTH
+    paths: Sequence[Path] = ()
 
 
 def parity_plots(parity: Parity) -> list[Plot]:

@@ -33,12 +33,12 @@ SIGNATURES = {
     ),
     "inspect": (
         "model, config=None, *, against=None, quant=None, calib=None, data=None, steps=None, gradients=False, "
-        "out=None, samples=None, sequence=None, field=None, device=None, tokenizer=None, overwrite=False, "
-        "feature_dirs=None, progress=None"
+        "nan=False, cost=False, out=None, sink=None, samples=None, sequence=None, field=None, device=None, "
+        "tokenizer=None, overwrite=False, feature_dirs=None, progress=None"
     ),
     "inspecting": (
-        "model, config=None, *, quant=None, calib=None, out=None, overwrite=False, sink=None, feature_dirs=None, "
-        "group=None"
+        "model, config=None, *, quant=None, calib=None, nan=False, out=None, overwrite=False, sink=None, "
+        "feature_dirs=None, group=None"
     ),
     "chain": "path, *, overwrite=False, resume=True, progress=None",
     "search": (

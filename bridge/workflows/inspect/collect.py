@@ -19,7 +19,7 @@ from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
 from bridge.workflows.inspect.losses import LossSums, loss, losses
 from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_numerics, of_recipe
-from bridge.workflows.inspect.result import Magnitudes, Record
+from bridge.workflows.inspect.result import CodeRange, Magnitudes, Record
 from bridge.workflows.inspect.statistics import HISTOGRAM, needs_magnitudes, octaves, statistic
 from bridge.workflows.inspect.sums import Blocks, TensorSums
 
@@ -166,7 +166,16 @@ class Sums:
         if self.total.numel and any(stat.name == HISTOGRAM for stat in self.plain):
             counts = tuple(sorted(octaves(self.total).items()))
             rest = self.total.finite - sum(count for _, count in counts)
-            yield Magnitudes(step, self.layer.name, self.tensor, counts, rest)
+            yield Magnitudes(step, self.layer.name, self.tensor, counts, rest, tuple(self._ranges()))
+
+    def _ranges(self) -> Iterator[CodeRange]:
+        """What each scheme reaches, by the scales that it had."""
+        for under, stat in {under: stat for stat, under in self.quantized if not under.columnwise}.items():
+            least, lost, how = under.how.least, self.lost[under], under.how
+            if least is not None and lost.scales:
+                static = (under.amax or how.amax or None) if how.static else None
+                scheme = stat.scheme or (self._schemes.session.name if self._schemes.session else "")
+                yield CodeRange(scheme, least / 2 * lost.least_scale, least / 2 * lost.largest_scale, static)
 
     def _record(self, step: int, label: str, value: float) -> Record:
         told = value if math.isfinite(value) else None

@@ -24,6 +24,7 @@ _E4M3, _E5M2, _POWERS = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 # FakeQuant's `quant_format`: dtype, and whether blocks of 32 have a power of two (MX).
 FORMATS = {"FP8E4M3": (_E4M3, False), "FP8E5M2": (_E5M2, False), "MXFP8E4M3": (_E4M3, True), "MXFP8E5M2": (_E5M2, True)}
 BOUNDS = {**MAXBOUND, _E5M2: 57344.0}
+LEAST = {_E4M3: 2.0**-9, _E5M2: 2.0**-16, "float4_e2m1fn": 0.5, "int8": 1.0, "int4": 1.0}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Quantization:
         """What the width of a row must be a multiple of: ggml's blocks are searched as a whole."""
         dtype = self.numeric[0].dtype
         return DTYPES[dtype].block if dtype in SEARCHED else 1
+
+    @property
+    def least(self) -> float | None:
+        """The least magnitude of a code but 0: what is below half of it times the scale becomes 0.
+
+        None of two formats, one after the other, and of ggml's, whose blocks have a least value each.
+        """
+        return LEAST.get(self.numeric[0].dtype) if len(self.numeric) == 1 else None
 
     @property
     def turns(self) -> bool:

@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from bridge.core.display import Displayed, Table
 from bridge.core.errors import UsageError
-from bridge.core.text import nearest
+from bridge.core.text import nearest, size
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.workflows.inspect.config.stat_names import ALIASES, COLUMNWISE, QUANT_STATS
 from bridge.workflows.inspect.side_by_side import Compared, Difference
@@ -20,12 +20,16 @@ from bridge.workflows.inspect.side_by_side import Compared, Difference
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from bridge.tracker.cost import Cost
+    from bridge.tracker.finite import NotFinite
+
 SCHEMA = 1
 MARK = "inspect.json"  # in every inspection: it tells one from other directories
 BELOW = 18.0  # dB: an eighth of the tensor's norm is noise
 RISING = ("sqnr", "cosine", "min")  # the lower, the worse; other statistics, the higher
 COMPARED = ("module", "alone", "accumulated", "norm ratio")
 COLUMNS = ("step", "layer", "role", "tensor", "statistic", "value")
+COSTS = ("module", "calls", "own ms", "forward ms", "backward ms", "kept for backward")
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,32 @@ class Record:
 
 
 @dataclass(frozen=True)
+class CodeRange:
+    """The magnitudes of a tensor that the codes of a scheme reach.
+
+    Below `zero_below` all become zero, from `kept_from` on none: half the least code times the least and the largest
+    scale. What is above `cut_above` gets the largest code; None where the scale is that of the tensor itself.
+    """
+
+    scheme: str
+    zero_below: float
+    kept_from: float
+    cut_above: float | None = None
+
+
+@dataclass(frozen=True)
 class Magnitudes:
-    """How many values of a tensor lie from a power of two up to the next: (power, count), and how many are zero."""
+    """How many values of a tensor lie from a power of two up to the next: (power, count), and how many are zero.
+
+    `ranges`: those of the schemes that were asked for, without those whose blocks have a least value each (ggml's).
+    """
 
     step: int
     layer: str
     tensor: str
     counts: tuple[tuple[int, int], ...]
     zeros: int
+    ranges: tuple[CodeRange, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,7 +79,9 @@ class Inspection(Displayed):
 
     `about`: the model, the scheme, versions and the digest of the config. `records`: in the order of steps and layers.
     `compared`: modules beside those of the source, with `against=`. `notes`: what was not seen, and why. `modules`: the
-    layers, in the model's order. `dumps`: files of tensors, in the directory that was written.
+    layers, in the model's order. `magnitudes`: where the config asks for `histogram`, as the default one does.
+    `first_bad`: the module that made the first NaN or infinity, with `nan=True`. `costs`: time and kept bytes of each
+    module over all batches, with `cost=True`. `dumps`: files of tensors, in the directory that was written.
     """
 
     about: Mapping[str, str]
@@ -66,7 +90,18 @@ class Inspection(Displayed):
     notes: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     magnitudes: tuple[Magnitudes, ...] = ()
+    first_bad: NotFinite | None = None
+    costs: tuple[Cost, ...] = ()
     dumps: tuple[str, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """False where a NaN or an infinity was seen; `qbridge inspect` then exits with 3."""
+        return self.first_bad is None and not any(map(is_bad, self.records))
+
+    def costliest(self, n: int = 10) -> list[Cost]:
+        """The `n` modules with the largest own time, the largest first; with `cost=True` only."""
+        return sorted(self.costs, key=lambda cost: (-cost.own, cost.module))[:n]
 
     def worst(self, stat: str = "sqnr", n: int = 10, tensor: str | None = None) -> list[Record]:
         """The `n` layers and tensors with the worst value of a statistic, the worst first.
@@ -140,6 +175,7 @@ class Inspection(Displayed):
                 f"{len(self.compared):,} modules compared; the largest error is that of {loudest.module}, "
                 f"{said(loudest.accumulated)}"
             ]
+        text += [f"first not finite: {self.first_bad}"] if self.first_bad else []
         return [*text, *self.notes]
 
     def most_alone(self, n: int = 10) -> list[Compared]:
@@ -152,8 +188,9 @@ class Inspection(Displayed):
         told = {
             "schema": SCHEMA, "about": dict(sorted(self.about.items())), "modules": list(self.modules),
             "records": [asdict(record) for record in self.records], "compared": [_plain(row) for row in self.compared],
-            "magnitudes": [asdict(row) for row in self.magnitudes],
-            "notes": list(self.notes), "dumps": list(self.dumps),
+            "magnitudes": [{**asdict(row), "counts": dict(row.counts)} for row in self.magnitudes],
+            "first_bad": asdict(self.first_bad) if self.first_bad else None,
+            "costs": [asdict(cost) for cost in self.costs], "notes": list(self.notes), "dumps": list(self.dumps),
         }  # fmt: skip
         return json.dumps(told, indent=1, allow_nan=False)
 
@@ -191,6 +228,13 @@ def _badness(record: Record, rising: bool) -> float:
     return -record.value if rising else record.value
 
 
+def is_bad(record: Record) -> bool:
+    """Whether a record tells that its tensor holds a NaN or an infinity."""
+    if record.stat in ("nan%", "inf%"):
+        return bool(record.value)
+    return record.value is None and record.stat in ("cur_amax", "max", "min")
+
+
 def inspection_table(seen: Inspection, worst: int, out: str | None) -> RenderableType:
     """The matrices with the largest errors of their own, the figures of all, and where the page is."""
     from rich.console import Group
@@ -202,6 +246,11 @@ def inspection_table(seen: Inspection, worst: int, out: str | None) -> Renderabl
         table = [Columns(COMPARED, [_cells(row) for row in seen.most_alone(worst)], right=(1, 2, 3)), ""]
     elif seen.records:
         table = [Columns(*seen.table(n=worst), right=(0, 5)), ""]
+    if seen.costs:
+        table += [
+            Columns(COSTS, [cost_cells(cost, seen.costs) for cost in seen.costliest(worst)], right=range(1, 6)),
+            "",
+        ]
     return Group(*table, *seen.lines(), *([line("page", f"{out}/inspect.html")] if out else []))
 
 
@@ -210,6 +259,18 @@ def said(found: Difference | None) -> str:
     if found is None:
         return ""
     return "equal" if found.sqnr is None else f"{found.sqnr:.1f} dB" if math.isfinite(found.sqnr) else "nothing left"
+
+
+def batches_of(costs: Sequence[Cost]) -> int:
+    """How often the model itself was called: the module with the most seconds."""
+    return max(max(costs, key=lambda cost: cost.forward).calls, 1)
+
+
+def cost_cells(cost: Cost, costs: Sequence[Cost]) -> tuple[str, ...]:
+    """A cost by batch."""
+    batches = batches_of(costs)
+    times = (f"{1000 * seconds / batches:.2f}" for seconds in (cost.own, cost.forward, cost.backward))
+    return cost.module, f"{cost.calls:,}", *times, size(cost.kept // batches) if cost.kept else ""
 
 
 def _cells(row: Compared) -> tuple[str, ...]:

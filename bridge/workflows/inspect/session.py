@@ -23,10 +23,13 @@ from bridge.workflows.inspect.features.own import OwnFeatures
 from bridge.workflows.inspect.ranks import Ranks, own_part
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
+from bridge.workflows.inspect.tracked import told
 from bridge.workflows.inspect.watch import BACKWARD, Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bridge.tracker.finite import NanFinder
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 NOTHING: Mapping[str, Simulated] = MappingProxyType({})
@@ -68,9 +71,10 @@ class Session:
         dumps: Dumps | None = None,
         own: Mapping[str, FeatureClass] = OWN,
         ranks: Ranks | None = None,
+        finder: NanFinder | None = None,
     ) -> None:
         self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
-        self._sink, self._steps, self._dumps, self._ranks = sink, steps, dumps, ranks
+        self._sink, self._steps, self._dumps, self._ranks, self._finder = sink, steps, dumps, ranks, finder
         self._inner = unwrapped(model)
         self._own = OwnFeatures(own, routing, frozenset(simulated))
         self._changes = Changes(self._inner, schemes, simulated, self._own.change)
@@ -119,10 +123,10 @@ class Session:
     def inspection(self) -> Inspection:
         """What all steps told so far."""
         modules = tuple(self.routing.layers)
+        first = self._finder.first if self._finder else None
         dumps = tuple(self._dumps.files) if self._dumps else ()
-        return Inspection(
-            self.about, tuple(self.records), (), tuple(self.notes), modules, tuple(self.magnitudes), dumps
-        )
+        seen = tuple(self.records), (), tuple(self.notes), modules, tuple(self.magnitudes)
+        return Inspection(self.about, *seen, first_bad=first, dumps=dumps)
 
     def detach(self) -> None:
         """Take everything off the model; what an unfinished step told is dropped."""
@@ -141,7 +145,9 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """What was not seen, and why."""
-        return self.schemes.told()
+        nothing = told(self._finder.first, self.current) if self._finder else []
+        roles = without_roles([routes[0].layer.role for routes in self.routing.layers.values()])
+        return [*self.schemes.told(), *nothing, *roles]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""
@@ -187,6 +193,14 @@ class Session:
         if self._forward.mask is not None and name in WITH_ROWS:
             self.schemes.note(f"{PADDED_EXPERTS} {name}", layer)
         self._collector.see(layer, name, tensor, None)
+
+
+def without_roles(roles: Sequence[str]) -> list[str]:
+    """A note where no table has any of the layers."""
+    none = roles and not any(roles)
+    return (
+        ["layers have no roles: no table has this architecture, so that names alone tell their kinds"] if none else []
+    )
 
 
 def positions_of(model: Any, argument: str) -> int | None:

@@ -39,21 +39,23 @@ class Difference:
 class Compared:
     """One module. `accumulated`: with the input that the quantized model gives it; `alone`: with the source's input.
 
-    `alone` is None for modules that are no matrix: their own error is that of the matrices in them.
+    `alone` is None for modules that are no matrix: their own error is that of the matrices in them. `role`: that of a
+    matrix, "" where no table has it.
     """
 
     module: str
     kind: str
     accumulated: Difference
     alone: Difference | None
+    role: str = ""
 
 
-def side_by_side(source: Any, twin: Any, batches: Batches, matrices: Sequence[str]) -> list[Compared]:
+def side_by_side(source: Any, twin: Any, batches: Batches, matrices: Mapping[str, str]) -> list[Compared]:
     """Run the same batches through two models with modules of the same names, one after the other.
 
     Args:
         source, twin: of transformers; `twin` is the quantized one.
-        matrices: names of the modules that also run alone.
+        matrices: names of the modules that also run alone, and their roles.
 
     Some rows of each module's output are kept, those of the same tokens in both: ROWS times the sum of all widths in
     memory. Modules whose rows are not the tokens of a batch (routed experts, pooled outputs) are left out.
@@ -68,7 +70,8 @@ def side_by_side(source: Any, twin: Any, batches: Batches, matrices: Sequence[st
         if theirs is None or [x.shape for x in theirs.outputs] != [x.shape for x in own.outputs]:
             continue
         alone = _alone(twin.get_submodule(name), own) if own.inputs else None
-        rows.append(Compared(name, kinds[name], difference(own.outputs, theirs.outputs), alone))
+        both = difference(own.outputs, theirs.outputs)
+        rows.append(Compared(name, kinds[name], both, alone, matrices.get(name, "")))
     return rows
 
 

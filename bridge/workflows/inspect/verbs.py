@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,18 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
-from bridge.workflows.inspect.changes.layer_changes import Simulated
 from bridge.workflows.inspect.changes.simulation import formats_by_role, formats_of, simulated
 from bridge.workflows.inspect.collect import Schemes
 from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
 from bridge.workflows.inspect.config.listing import layers_of
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
-from bridge.workflows.inspect.features.classes import FeatureClass, declared, load_features
-from bridge.workflows.inspect.features.dumps import Dumps, check_place, dumps_of
+from bridge.workflows.inspect.features.classes import declared, load_features
+from bridge.workflows.inspect.features.dumps import check_place, dumps_of
 from bridge.workflows.inspect.ranks import ranks_of, together
 from bridge.workflows.inspect.result import MARK, Inspection
 from bridge.workflows.inspect.save import StepsFile, save
-from bridge.workflows.inspect.session import Session, Sink
+from bridge.workflows.inspect.session import Session, Sink, without_roles
+from bridge.workflows.inspect.tracked import NO_BACKWARD, costs, finder_of, first_bad, told
 from bridge.workflows.inspect.watch import BACKWARD
 
 IGNORED = -100  # the label of a token that no loss counts
@@ -56,7 +58,10 @@ def inspect(
     data: Any = None,
     steps: int | None = None,
     gradients: bool = False,
+    nan: bool = False,
+    cost: bool = False,
     out: str | Path | None = None,
+    sink: Sink | None = None,
     samples: int | None = None,
     sequence: int | None = None,
     field: str | None = None,
@@ -82,7 +87,7 @@ def inspect(
         model: what `convert` takes.
         config: a config.yaml of TransformerEngine's debug features, or its content; None looks at activation and weight
             of every matrix under `quant`, else under fp8, int8, nvfp4 and mxfp8.
-        against: what `convert` wrote of the model for target "hf"; no config, quant, steps or gradients with it.
+        against: what `convert` wrote of the model for target "hf"; of what follows only nan, data and out with it.
         quant: the scheme that the run simulates, also that of statistics that name none: weights and inputs of each
             matrix that conversions quantize are quantized and dequantized. DisableQuantizationLayer takes layers out.
         calib: a calibration, whose amax of inputs are the static scales; SmoothQuant and AWQ take their pre-scales and
@@ -90,7 +95,11 @@ def inspect(
         data: what `calibrate` takes; None takes the embedded text.
         steps: batches to run at most.
         gradients: also run the next-token loss backward, for `gradient`, `dgrad` and `wgrad`.
+        nan: look for the module that makes the first NaN or infinity, which reads every value; with `against` in what
+            was written.
+        cost: run the batches once more without statistics, and measure the time and kept bytes of each module.
         out: a directory for inspect.html, inspect.json and statistics.csv; None writes nothing.
+        sink: called as sink(name, value, step), as in `inspecting`.
         samples, sequence: rows of text and their tokens, as in `calibrate`.
         overwrite: replace an inspection in `out`.
         feature_dirs: folders of Python files with feature classes that the config names; their code runs.
@@ -115,11 +124,11 @@ def inspect(
     if against is not None:
         own = {
             "config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None,
-            "device": device, "feature_dirs": feature_dirs,
+            "device": device, "feature_dirs": feature_dirs, "cost": cost or None, "sink": sink,
         }  # fmt: skip
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
-        found = _beside(model, written_at(against), data, sampling, tokenizer, callback)
+        found = _beside(model, written_at(against), data, sampling, tokenizer, nan, callback)
     else:
         if steps is not None and (type(steps) is not int or steps < 1):
             raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
@@ -152,8 +161,13 @@ def inspect(
                 "(--samples), or an earlier start_step or freq"
             )
         dumps = dumps_of(routing, place, overwrite)
+        about = {"model": source.name, **_about_data(made), **_about(routing, scheme)}
+        session = partial(
+            Session, routing=routing, schemes=schemes, about=about, sink=sink, simulated=quantized, dumps=dumps,
+            own=classes,
+        )  # fmt: skip
         try:
-            found = _run(source, routing, schemes, quantized, made, steps, gradients, device, callback, dumps, classes)
+            found = _run(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
             if place is not None:
                 save(found, place, overwrite, dumps)
         finally:
@@ -172,6 +186,7 @@ def inspecting(
     *,
     quant: SchemeName | str | Path | Scheme | None = None,
     calib: Calibration | str | Path | None = None,
+    nan: bool = False,
     out: str | Path | None = None,
     overwrite: bool = False,
     sink: Sink | None = None,
@@ -190,6 +205,7 @@ def inspecting(
             anew; heads and routers that a table knows, convolutions, experts inside one module and classes with a GEMM
             of their own run as they are. Gradients go straight through: dgrad takes the quantized weight, wgrad the
             quantized activation.
+        nan: as in `inspect`; hooks then stay on every module at every step.
         out: as in `inspect`, written at the end; until then each step adds its lines to NAME.steps.jsonl beside it.
         sink: called as sink(name, value, step), as TensorBoard's `add_scalar`; a name is LAYER_TENSOR_STATISTIC.
         feature_dirs: as in `inspect`.
@@ -234,61 +250,62 @@ def inspecting(
     about = {"model": type(model).__name__, **_about(routing, scheme)}
     dumps = dumps_of(routing, None if out is None else Path(out), overwrite)
     told = None if ranks and ranks.rank else sink
-    session = Session(model, routing, schemes, about, told, steps, quantized, dumps, classes, ranks)
     ended = False
-    try:
-        yield session
-        ended = True
-    finally:
-        session.detach()
-        if dumps and ranks and ended:  # after an error the others may not come here
-            dumps.files = sorted(file for files in ranks.objects(dumps.files) for file in files)
-        if place is not None and (session.records or (dumps and dumps.files)):
-            save(session.inspection, place, overwrite, dumps)
-        for written in (steps, dumps):
-            if written and place is not None:  # rank 0 moved the files of all
-                written.remove()
+    with finder_of(model, nan) as finder:
+        session = Session(model, routing, schemes, about, told, steps, quantized, dumps, classes, ranks, finder)
+        try:
+            yield session
+            ended = True
+        finally:
+            session.detach()
+            if dumps and ranks and ended:  # after an error the others may not come here
+                dumps.files = sorted(file for files in ranks.objects(dumps.files) for file in files)
+            if place is not None and (session.records or nan or (dumps and dumps.files)):
+                save(session.inspection, place, overwrite, dumps)
+            for written in (steps, dumps):
+                if written and place is not None:  # rank 0 moved the files of all
+                    written.remove()
 
 
 def _run(
-    source: Source, routing: Routing, schemes: Schemes, quantized: Mapping[str, Simulated], data: Data,
-    steps: int | None, gradients: bool, device: str | None, progress: Progress,
-    dumps: Dumps | None, classes: Mapping[str, FeatureClass],
+    source: Source, session_of: Callable[..., Session], data: Data, steps: int | None, gradients: bool,
+    device: str | None, progress: Progress, *, nan: bool, cost: bool,
 ) -> Inspection:  # fmt: skip
     """Run the batches, each a step."""
-    import torch
-
     batches = (*data.batches, *data.held_out)[:steps]
     progress(0, len(batches), "load")
     model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
     model = (model.to(device) if device else model).eval().requires_grad_(gradients)
-    about = {"model": source.name, "data": data.digest, **_about(routing, schemes.session)}
-    session = Session(model, routing, schemes, about, simulated=quantized, dumps=dumps, own=classes)
-    run = runner(model, device)
-    try:
-        for at, batch in enumerate(batches):
-            progress(at, len(batches), "run")
-            if gradients:
-                with torch.enable_grad():
-                    _backward(model, batch, source.where)
-            else:
+    run = partial(_backward, model, where=source.where) if gradients else runner(model, device)
+    with finder_of(model, nan) as finder:
+        session = session_of(model, finder=finder)
+        try:
+            for at, batch in enumerate(batches):
+                progress(at, len(batches), "run")
                 run(batch)
-            session.step()
-    finally:
-        session.detach()
+                session.step()
+        finally:
+            session.detach()
     progress(len(batches), len(batches), "run")
-    return session.inspection
+    if not cost:
+        return session.inspection
+    measured = costs(model, batches, run)
+    notes = (*session.inspection.notes, *([] if gradients else [NO_BACKWARD]))
+    return replace(session.inspection, costs=measured, notes=notes)
 
 
 def _backward(model: Any, batch: Mapping[str, Any], where: str) -> None:
     """Run the next-token loss of all tokens that are no padding forward and backward."""
+    import torch
+
     home = next(model.parameters()).device
     inputs = {name: tensor.to(home) for name, tensor in batch.items()}
     labels = inputs["input_ids"]
     mask = inputs.get("attention_mask")
     labels = labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
     try:
-        model(**inputs, labels=labels).loss.backward()
+        with torch.enable_grad():
+            model(**inputs, labels=labels).loss.backward()
     except TypeError as error:
         raise InspectError(f"{where}: gradients=True (--gradients) needs a model with a loss: {error}") from error
     model.zero_grad()
@@ -300,7 +317,7 @@ def _predicts(source: Source) -> bool:
 
 
 def _beside(
-    model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, progress: Progress
+    model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, nan: bool, progress: Progress
 ) -> Inspection:
     """Compare an output with its source."""
     from bridge.workflows.inspect.side_by_side import side_by_side
@@ -312,20 +329,27 @@ def _beside(
     progress(0, 2, "load")
     live, twin = source.load_model(), twin_of(directory, source)
     progress(1, 2, "run both")
-    rows = side_by_side(live, twin.model, (*made.batches, *made.held_out), matrices_of(live))
+    batches = (*made.batches, *made.held_out)
+    rows = side_by_side(live, twin.model, batches, roles_of(live, source))
+    bad = first_bad(twin.model, batches, runner(twin.model)) if nan else None
     progress(2, 2, "run both")
     about = {
         "model": source.name, "against": str(directory), "scheme": plan.scheme, "plan": plan.digest,
-        "data": made.digest, "qbridge": __version__,
+        **_about_data(made), "qbridge": __version__,
     }  # fmt: skip
     if not rows:
         raise InspectError(f"{source.where}: no module gives a row for each token of the data, so none is compared")
-    return Inspection(about, (), tuple(rows), twin.notes)
+    notes = (
+        *twin.notes,
+        *(told(bad, len(batches)) if nan else ()),
+        *without_roles([row.role for row in rows if row.alone]),
+    )
+    return Inspection(about, (), tuple(rows), notes, first_bad=bad)
 
 
-def matrices_of(model: Any) -> list[str]:
-    """Names of the modules of a live model that multiply by a matrix."""
-    return [layer.module for layer in layers_of(model) if layer.kind in (LINEAR, CONV1D)]
+def roles_of(model: Any, source: Source) -> dict[str, str]:
+    """The roles of the modules of a live model that multiply by a matrix; "" where no table has them."""
+    return {layer.module: layer.role for layer in layers_of(model, source) if layer.kind in (LINEAR, CONV1D)}
 
 
 def _data_of(source: Source, data: Any, sampling: Sampling) -> Data:
@@ -357,6 +381,12 @@ def _static(found: Calibration | None, layers: Sequence[Layer], scheme: Scheme |
     if not amax.keys() & {layer.name for layer in layers}:
         raise InspectError("calib= (--calib): has the amax of no layer of this model; calibrate this model")
     return amax
+
+
+def _about_data(data: Data) -> dict[str, str]:
+    count = len((*data.batches, *data.held_out))
+    tokens = f", rows of {data.sequence:,} tokens" if data.sequence else ""
+    return {"data": f"{data.name}: {number(count, 'batch', 'batches')}{tokens}", "data digest": data.digest}
 
 
 def _about(routing: Routing, scheme: Scheme | None) -> dict[str, str]:

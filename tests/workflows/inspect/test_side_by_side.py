@@ -23,9 +23,9 @@ def batches(padded: bool = False) -> list[dict[str, Any]]:
     return [{"input_ids": ids[:2], "attention_mask": mask[:2]}, {"input_ids": ids[2:], "attention_mask": mask[2:]}]
 
 
-def pair() -> tuple[Any, Any, list[str]]:
+def pair() -> tuple[Any, Any, dict[str, str]]:
     one, other = (open_source(LLAMA).load_model() for _ in range(2))
-    return one, other, [name for name, module in one.named_modules() if not why_fixed(module)]
+    return one, other, {name: "role" for name, module in one.named_modules() if not why_fixed(module)}
 
 
 def test_equal_models_have_no_difference() -> None:
@@ -33,7 +33,7 @@ def test_equal_models_have_no_difference() -> None:
     rows = side_by_side(one, other, batches(), matrices)
     assert {row.module for row in rows} >= {*matrices, "model.layers.0", "model.norm", "lm_head"}
     assert all(row.accumulated.sqnr is None and row.accumulated.norm_ratio == 1 for row in rows)
-    assert {row.module for row in rows if row.alone} == set(matrices)
+    assert {row.module for row in rows if row.alone} == {row.module for row in rows if row.role} == set(matrices)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in (*one.modules(), *other.modules()))
 
 
@@ -57,7 +57,7 @@ def test_the_error_of_a_module_is_that_of_its_whole_output() -> None:
     for param in other.parameters():
         param.data += 0.01 * torch.randn(param.shape, generator=torch.Generator().manual_seed(2))
     few = [{"input_ids": torch.arange(5, 25)[None]}]
-    (row,) = [row for row in side_by_side(one, other, few, []) if row.module == "lm_head"]
+    (row,) = [row for row in side_by_side(one, other, few, {}) if row.module == "lm_head"]
     with torch.no_grad():
         x, y = (model(**few[0]).logits.double() for model in (one, other))
     sqnr = 10 * torch.log10(x.square().sum() / (y - x).square().sum())

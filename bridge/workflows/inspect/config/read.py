@@ -119,7 +119,7 @@ def default_config(session: Scheme | None) -> dict[str, Any]:
     loss = [*stats] if session else [f"{scheme}_{stat}" for scheme in WHAT_IF for stat in stats]
     both = {"enabled": True, "tensors": ["activation", "weight"]}
     features = {
-        "LogTensorStats": {**both, "stats": ["cur_amax", "p99.9", "outlier_ratio", "nan%"]},
+        "LogTensorStats": {**both, "stats": ["cur_amax", "p99.9", "outlier_ratio", "nan%", "histogram"]},
         "LogQuantizedTensorStats": {**both, "stats": loss},
     }
     return {"default": {"enabled": True, "layers": {"layer_types": ["all"]}, "bridge": features}}
