@@ -8,6 +8,7 @@ from pathlib import Path
 from bridge.core.version import versions
 from bridge.quant.calibration import Calibration
 from bridge.reporting import summary
+from bridge.reporting.inspection import inspect_command
 from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_section
 from bridge.reporting.page import render
@@ -56,6 +57,7 @@ def make_report(
         advice=summary.advice(plan, parity),
         programs=loadings(plan),
         next=target.next_command(plan),
+        inspect=inspect_command(plan, source),
         pruning=getattr(source, "summary", None),
         distillation=getattr(source, "distillation", None),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from bridge.core.places import is_remote
 from bridge.core.text import fold_layers, size
 from bridge.reporting.loading import LOADING, loading_rows
 from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot
@@ -31,7 +33,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with sentences, plots, tables and a text to copy; `folded` tables are closed at first."""
+    """A heading with sentences, links, plots, tables and a text to copy; `folded` tables are closed at first."""
 
     id: str
     title: str
@@ -41,6 +43,7 @@ class Section:
     folded: Sequence[Table] = ()
     label: str = ""  # of the text
     text: str = ""
+    links: Sequence[tuple[str, str]] = ()  # what is read, and where it leads
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,8 @@ def page_of(report: Report) -> Page:
     """The page of a report; empty sections are left out."""
     sections = [
         _outputs(report), _training(report), _worst(report), _programs(report), _parity(report), _advice(report),
-        _storage(report), _scales(report), _activations(report), _exceptions(report), _counted(report),
-        _provenance(report),
+        _inspection(report), _storage(report), _scales(report), _activations(report), _exceptions(report),
+        _counted(report), _provenance(report),
     ]  # fmt: skip
     return Page(
         title=Path(report.out).name,
@@ -106,7 +109,7 @@ def page_of(report: Report) -> Page:
         passed=report.passed,
         verdict=verdict(report),
         tiles=list(_tiles(report)),
-        sections=[s for s in sections if s.words or s.tables or s.plots or s.folded],
+        sections=[s for s in sections if s.words or s.tables or s.plots or s.folded or s.text],
     )
 
 
@@ -189,6 +192,15 @@ def _advice(report: Report) -> Section:
     rule = "\n".join(["[[rule]]", "modules = [", *modules, "]", 'quant = "none"'])
     table = Table("", columns, rows, (1, 2, 3))
     return Section("advice", title, words, tables=[table], label="In a recipe:", text=rule)
+
+
+def _inspection(report: Report) -> Section:
+    """Where an inspection of the output is, or the command that makes one."""
+    out = report.out if report.inspect.startswith("bridge.") else shlex.quote(report.out)
+    command = "" if is_remote(report.out) else report.inspect.replace("{out}", out)
+    links = [("The inspection of this output", report.inspected)] if report.inspected else []
+    label = "To see where numbers are lost, layer by layer:" if command else ""
+    return Section("inspection", "Inspection", label=label, text=command, links=links)
 
 
 def _storage(report: Report) -> Section:

@@ -87,7 +87,8 @@ class Report(Displayed):
     `skipped` maps names to the reason why they were not copied, quantized or run; `policies` maps tensors to the policy
     that replaced a zero, non-finite or never-seen amax. `made_from` is the provenance; `dtypes` has (dtype, bytes in
     the source, bytes written). `parity` is empty if nothing was compared. `programs`: which of them load the output.
-    `next`: a command that uses the output, which lies at `{out}`. `pruning`, `distillation`: what came before, or None.
+    `next`: a command that uses the output, which lies at `{out}`; `inspect`: one that inspects it; `inspected`: its
+    page, if it was run, from the output's directory. `pruning`, `distillation`: what came before, or None.
 
     >>> import json, bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "reported")
@@ -122,6 +123,8 @@ class Report(Displayed):
     advice: tuple[Advice, ...] = ()
     programs: tuple[Loading, ...] = ()
     next: str = ""
+    inspect: str = ""
+    inspected: str = ""
     pruning: Pruning | None = None
     distillation: Distillation | None = None
 

@@ -80,7 +80,7 @@ SIGNATURES = {
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
     "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
-    "outliers", "experts", "advice", "programs", "next", "pruning", "distillation",
+    "outliers", "experts", "advice", "programs", "next", "inspect", "inspected", "pruning", "distillation",
 )  # fmt: skip
 
 

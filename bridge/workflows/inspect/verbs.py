@@ -16,6 +16,7 @@ from bridge.calibration.modelopt import copy_modules
 from bridge.calibration.reference_outputs import runner
 from bridge.core.errors import InspectError, UsageError
 from bridge.core.output.replace import check_free
+from bridge.core.places import is_remote
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
@@ -25,6 +26,7 @@ from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.reporting.inspection import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
@@ -98,7 +100,8 @@ def inspect(
         nan: look for the module that makes the first NaN or infinity, which reads every value; with `against` in what
             was written.
         cost: run the batches once more without statistics, and measure the time and kept bytes of each module.
-        out: a directory for inspect.html, inspect.json and statistics.csv; None writes nothing.
+        out: a directory for inspect.html, inspect.json and statistics.csv; None writes nothing. The report of `against`
+            then links the page.
         sink: called as sink(name, value, step), as in `inspecting`.
         samples, sequence: rows of text and their tokens, as in `calibrate`.
         overwrite: replace an inspection in `out`.
@@ -176,6 +179,8 @@ def inspect(
         return found
     if place is not None:
         save(found, place, overwrite)
+        if against is not None and not is_remote(against):
+            link_inspection(Path(against), place)
     return found
 
 
