@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import bridge
 from bridge.tracker import Cost, NotFinite
 from bridge.workflows.inspect.result import CodeRange, Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import save
+from bridge.workflows.inspect.side_by_side import Compared, Difference
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 SCHEMES = ("fp8", "int8", "nvfp4", "mxfp8")
@@ -103,7 +105,12 @@ def _training(root: Path) -> Path:
 
 
 def _large(root: Path) -> Path:
-    save(large(), root / "large")
+    names = [f"model.layers.{n}.{module}" for n in range(32) for module in MODULES]
+    compared = tuple(
+        Compared(name, "Linear", Difference(24 - n / 20, 0.99, 1.0), Difference(30.0 - n % 7, 0.999, 1.0), KINDS[n % 7])
+        for n, name in enumerate(names)
+    )
+    save(replace(large(), compared=compared), root / "large")
     return root / "large"
 
 
