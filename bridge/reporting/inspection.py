@@ -1,4 +1,4 @@
-"""Name the command that inspects an output, and link its page from the report."""
+"""Link the inspection of an output from its report."""
 
 from __future__ import annotations
 

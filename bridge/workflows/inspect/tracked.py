@@ -1,4 +1,4 @@
-"""Run batches under the trackers: the first NaN, and the cost of each module."""
+"""Find the first NaN of a run, and what modules cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids of signal to noise: a row a kind of layer, a column a layer."""
+"""Grids of signal to noise by kind and layer."""
 
 from __future__ import annotations
 
