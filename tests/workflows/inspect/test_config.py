@@ -373,7 +373,7 @@ def test_the_default_config_logs_activation_and_weight_of_every_layer() -> None:
     routing = load_routing(None, LAYERS)
     assert [*routing.layers] == [layer.name for layer in LAYERS]
     ranges, losses = (routing.at("lm_head", "weight")[n] for n in (0, 1))
-    assert [stat.name for stat in ranges.options.stats] == ["cur_amax", "p99.9", "outlier_ratio", "nan%"]
+    assert [stat.name for stat in ranges.options.stats] == ["cur_amax", "p99.9", "outlier_ratio", "nan%", "histogram"]
     labels = [stat.label() for stat in losses.options.stats]
     assert labels[:3] == ["fp8_sqnr", "fp8_cosine", "fp8_underflows%"]
     assert [label.split("_")[0] for label in labels[::3]] == ["fp8", "int8", "nvfp4", "mxfp8"]
