@@ -22,9 +22,9 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays as b
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.verification.weight_error import compare
-from bridge.workflows.inspect.losses import losses
-from bridge.workflows.inspect.quantization import Quantization, of_recipe
-from bridge.workflows.inspect.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.losses import losses
+from bridge.workflows.inspect.statistics.quantization import Quantization, of_recipe
+from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
 
 COLS, ROWS = 4096, 128
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"

@@ -17,11 +17,11 @@ from bridge.workflows.inspect.config.features import Options
 from bridge.workflows.inspect.config.layers import CONV, Layer
 from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
-from bridge.workflows.inspect.losses import LossSums, loss, losses
-from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_numerics, of_recipe
 from bridge.workflows.inspect.result import CodeRange, Magnitudes, Record
-from bridge.workflows.inspect.statistics import HISTOGRAM, needs_magnitudes, octaves, statistic
-from bridge.workflows.inspect.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.losses import LossSums, loss, losses
+from bridge.workflows.inspect.statistics.quantization import RECIPES, Quantization, of_numerics, of_recipe
+from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.values import HISTOGRAM, needs_magnitudes, octaves, statistic
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from bridge.core.errors import BridgeError, InspectError
 from bridge.quant.codec.arrays import Array
 from bridge.workflows.inspect.collect import Sums
 from bridge.workflows.inspect.config.layers import Layer
-from bridge.workflows.inspect.losses import LossSums
-from bridge.workflows.inspect.sums import TensorSums
+from bridge.workflows.inspect.statistics.losses import LossSums
+from bridge.workflows.inspect.statistics.sums import TensorSums
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from bridge.api.request import scheme_of, unwarned_data_of, warn_of
 from bridge.api.words import SchemeName
 from bridge.calibration.data import Data, Sampling
-from bridge.calibration.modelopt import copy_modules
 from bridge.calibration.reference_outputs import runner
 from bridge.core.errors import InspectError, UsageError
 from bridge.core.output.replace import check_free
@@ -39,12 +37,12 @@ from bridge.workflows.inspect.features.classes import declared, load_features
 from bridge.workflows.inspect.features.dumps import check_place, dumps_of
 from bridge.workflows.inspect.ranks import ranks_of, together
 from bridge.workflows.inspect.result import MARK, Inspection
+from bridge.workflows.inspect.run import run_batches
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink, without_roles
-from bridge.workflows.inspect.tracked import NO_BACKWARD, costs, finder_of, first_bad, told
+from bridge.workflows.inspect.tracked import finder_of, first_bad, told
 from bridge.workflows.inspect.watch import BACKWARD
 
-IGNORED = -100  # the label of a token that no loss counts
 Config = str | Path | Mapping[str, Any] | None
 FeatureDirs = str | Path | Sequence[str | Path] | None
 
@@ -170,7 +168,7 @@ def inspect(
             own=classes,
         )  # fmt: skip
         try:
-            found = _run(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
+            found = run_batches(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
             if place is not None:
                 save(found, place, overwrite, dumps)
         finally:
@@ -234,7 +232,8 @@ def inspecting(
     ['0', '1', '0', '1']
     """
     ranks = ranks_of(group)
-    place = None if out is None or (ranks and ranks.rank) else Path(out)
+    directory = None if out is None else Path(out)
+    place = None if ranks and ranks.rank else directory
     with together(ranks):
         if place is not None:
             check_free(place, overwrite, MARK)
@@ -242,7 +241,7 @@ def inspecting(
     classes = load_features(feature_dirs)
     layers = layers_of(model)
     routing = load_routing(config, ranks.every_layer(layers) if ranks else layers, scheme, declared(classes))
-    check_place(routing, out)
+    check_place(routing, directory)
     if scheme and (scheme.rules or scheme.only):
         raise InspectError(
             f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
@@ -253,7 +252,7 @@ def inspecting(
     quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
     steps = StepsFile(place, overwrite) if place is not None else None
     about = {"model": type(model).__name__, **_about(routing, scheme)}
-    dumps = dumps_of(routing, None if out is None else Path(out), overwrite)
+    dumps = dumps_of(routing, directory, overwrite)
     told = None if ranks and ranks.rank else sink
     ended = False
     with finder_of(model, nan) as finder:
@@ -270,50 +269,6 @@ def inspecting(
             for written in (steps, dumps):
                 if written and place is not None:  # rank 0 moved the files of all
                     written.remove()
-
-
-def _run(
-    source: Source, session_of: Callable[..., Session], data: Data, steps: int | None, gradients: bool,
-    device: str | None, progress: Progress, *, nan: bool, cost: bool,
-) -> Inspection:  # fmt: skip
-    """Run the batches, each a step."""
-    batches = (*data.batches, *data.held_out)[:steps]
-    progress(0, len(batches), "load")
-    model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
-    model = (model.to(device) if device else model).eval().requires_grad_(gradients)
-    run = partial(_backward, model, where=source.where) if gradients else runner(model, device)
-    with finder_of(model, nan) as finder:
-        session = session_of(model, finder=finder)
-        try:
-            for at, batch in enumerate(batches):
-                progress(at, len(batches), "run")
-                run(batch)
-                session.step()
-        finally:
-            session.detach()
-    progress(len(batches), len(batches), "run")
-    if not cost:
-        return session.inspection
-    measured = costs(model, batches, run)
-    notes = (*session.inspection.notes, *([] if gradients else [NO_BACKWARD]))
-    return replace(session.inspection, costs=measured, notes=notes)
-
-
-def _backward(model: Any, batch: Mapping[str, Any], where: str) -> None:
-    """Run the next-token loss of all tokens that are no padding forward and backward."""
-    import torch
-
-    home = next(model.parameters()).device
-    inputs = {name: tensor.to(home) for name, tensor in batch.items()}
-    labels = inputs["input_ids"]
-    mask = inputs.get("attention_mask")
-    labels = labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
-    try:
-        with torch.enable_grad():
-            model(**inputs, labels=labels).loss.backward()
-    except TypeError as error:
-        raise InspectError(f"{where}: gradients=True (--gradients) needs a model with a loss: {error}") from error
-    model.zero_grad()
 
 
 def _predicts(source: Source) -> bool:

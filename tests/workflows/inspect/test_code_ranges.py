@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 import bridge  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
 from bridge.quant.schemes.catalog import named_scheme  # noqa: E402
-from bridge.workflows.inspect.coding import fake_quantized  # noqa: E402
-from bridge.workflows.inspect.quantization import of_scheme  # noqa: E402
 from bridge.workflows.inspect.result import Inspection, Magnitudes  # noqa: E402
+from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
+from bridge.workflows.inspect.statistics.quantization import of_scheme  # noqa: E402
 
 
 def inspected(x: Any, tensor: str, stats: list[str], **options: Any) -> Inspection:

@@ -12,8 +12,15 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.decode import decode
 from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.inspect.coding import fake_quantized, multiplied
-from bridge.workflows.inspect.quantization import FORMATS, RECIPES, Quantization, of_format, of_recipe, of_scheme
+from bridge.workflows.inspect.statistics.coding import fake_quantized, multiplied
+from bridge.workflows.inspect.statistics.quantization import (
+    FORMATS,
+    RECIPES,
+    Quantization,
+    of_format,
+    of_recipe,
+    of_scheme,
+)
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMES = sorted(path.stem for path in table_files("schemes") if path.stem != "kv")
@@ -65,7 +72,7 @@ def test_pieces_of_rows_do_not_show(rows: int, monkeypatch: pytest.MonkeyPatch) 
     hows = [of_scheme(load_scheme(name), "weight") for name in ("fp8", "fp8_block", "int8", "nvfp4", "mxfp8")]
     hows += [of_recipe("fp8_current_scaling", "gradient"), of_format("MXFP8E5M2")]
     whole = [fake_quantized(bits, "float16", how) for how in hows if how]
-    monkeypatch.setattr("bridge.workflows.inspect.coding.PIECE", 1000)
+    monkeypatch.setattr("bridge.workflows.inspect.statistics.coding.PIECE", 1000)
     for how, wanted in zip(hows, whole, strict=True):
         assert how
         np.testing.assert_array_equal(fake_quantized(bits, "float16", how), wanted)

@@ -15,11 +15,11 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.inspect.coding import fake_quantized
 from bridge.workflows.inspect.config import stat_names
-from bridge.workflows.inspect.losses import LOSSES, LossSums, loss, losses
-from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_format, of_recipe, of_scheme
-from bridge.workflows.inspect.statistics import STATISTICS
+from bridge.workflows.inspect.statistics.coding import fake_quantized
+from bridge.workflows.inspect.statistics.losses import LOSSES, LossSums, loss, losses
+from bridge.workflows.inspect.statistics.quantization import RECIPES, Quantization, of_format, of_recipe, of_scheme
+from bridge.workflows.inspect.statistics.values import STATISTICS
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMES = sorted(path.stem for path in table_files("schemes") if path.stem != "kv")
@@ -124,7 +124,7 @@ def test_parts_make_the_whole(dtype: str, parts: int) -> None:
 def test_pieces_of_a_tensor_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     bits, hows = tensor((200, 48), "float16"), (of_recipe("mxfp8", "weight"), NVFP4, INT8)
     whole = [losses(bits, "float16", how).vector() for how in hows]
-    monkeypatch.setattr("bridge.workflows.inspect.coding.PIECE", 1000)
+    monkeypatch.setattr("bridge.workflows.inspect.statistics.coding.PIECE", 1000)
     for how, wanted in zip(hows, whole, strict=True):
         np.testing.assert_allclose(losses(bits, "float16", how).vector(), wanted, rtol=1e-6, atol=1e-12)
 
@@ -186,7 +186,7 @@ def test_blocks_of_zeros_have_no_scale(how: Quantization, dtype: str) -> None:
 
 
 def test_a_scale_of_1_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.workflows.inspect.coding.PIECE", 64)
+    monkeypatch.setattr("bridge.workflows.inspect.statistics.coding.PIECE", 64)
     x = np.zeros((8, 32), np.float32)
     x[5, 3] = 448
     assert loss(losses(x, "float32", of_recipe("fp8_current_scaling", "weight")), "scale_max") == 1

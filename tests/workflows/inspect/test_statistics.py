@@ -12,8 +12,8 @@ import pytest
 
 from bridge.core.dtypes import from_float32, to_float32
 from bridge.core.errors import UsageError
-from bridge.workflows.inspect.statistics import STATISTICS, histogram, needs_magnitudes, octaves, statistic
-from bridge.workflows.inspect.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.values import STATISTICS, histogram, needs_magnitudes, octaves, statistic
 
 DTYPES = ["float32", "bfloat16", "float16"]
 PERCENTILES = ["p50", "p75", "p90", "p99", "p99.9", "p99.99", "p100", "p0.5"]

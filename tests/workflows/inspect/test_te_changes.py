@@ -19,13 +19,13 @@ torch = pytest.importorskip("torch")
 from bridge.core.dtypes import from_float32, to_float32  # noqa: E402
 from bridge.workflows.inspect.changes.layer_changes import Simulated  # noqa: E402
 from bridge.workflows.inspect.changes.quantizer import Quantizer  # noqa: E402
-from bridge.workflows.inspect.coding import fake_quantized  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
 from bridge.workflows.inspect.config.listing import layers_of  # noqa: E402
 from bridge.workflows.inspect.config.merging import GEMMS, TAKES  # noqa: E402
 from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
-from bridge.workflows.inspect.quantization import FORMATS, of_format, of_recipe  # noqa: E402
 from bridge.workflows.inspect.session import Session  # noqa: E402
+from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
+from bridge.workflows.inspect.statistics.quantization import FORMATS, of_format, of_recipe  # noqa: E402
 from tests import once  # noqa: E402
 from tests.oracles import te_oracle  # noqa: E402
 from tests.oracles.te_runtime.cases import LAYER, Answer, Case  # noqa: E402

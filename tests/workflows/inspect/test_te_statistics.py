@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch")
 from torch.nn.functional import linear  # noqa: E402
 
 from bridge.core.dtypes import from_float32  # noqa: E402
-from bridge.workflows.inspect.coding import fake_quantized  # noqa: E402
-from bridge.workflows.inspect.losses import LOSSES, loss, losses  # noqa: E402
-from bridge.workflows.inspect.quantization import of_recipe  # noqa: E402
+from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
+from bridge.workflows.inspect.statistics.losses import LOSSES, loss, losses  # noqa: E402
+from bridge.workflows.inspect.statistics.quantization import of_recipe  # noqa: E402
 from tests import once  # noqa: E402
 from tests.covering import covering  # noqa: E402
 from tests.oracles import te_oracle  # noqa: E402

@@ -15,7 +15,7 @@ from bridge.workflows.inspect.changes.quantizer import Quantizer
 from bridge.workflows.inspect.collect import Schemes, version_of
 from bridge.workflows.inspect.config.layers import Layer
 from bridge.workflows.inspect.config.resolve import Route
-from bridge.workflows.inspect.quantization import CURRENT, of_format, of_recipe
+from bridge.workflows.inspect.statistics.quantization import CURRENT, of_format, of_recipe
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ import numpy as np
 from bridge.core.dtypes import to_float32
 from bridge.quant.codec.arrays import Array
 from bridge.sources.memory import bits_of
-from bridge.workflows.inspect.coding import fake_quantized
 from bridge.workflows.inspect.collect import FLOATS
-from bridge.workflows.inspect.quantization import Quantization
+from bridge.workflows.inspect.statistics.coding import fake_quantized
+from bridge.workflows.inspect.statistics.quantization import Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from bridge.core.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.catalog import named_scheme, scheme_names
 from bridge.quant.schemes.scheme import Scheme
-from bridge.workflows.inspect.quantization import RECIPES, Quantization, of_recipe
+from bridge.workflows.inspect.statistics.quantization import RECIPES, Quantization, of_recipe
 
 BLOCKWISE = "max_blockwise_dynamic_range"
 TENSOR_STATS = (

@@ -15,8 +15,8 @@ from bridge.workflows.inspect.dlfw.recipes import CallersSchemes, recipe_of
 from bridge.workflows.inspect.features.classes import Answer, FeatureClass
 from bridge.workflows.inspect.features.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.features.dumps import Dumps
-from bridge.workflows.inspect.quantization import DELAYED
 from bridge.workflows.inspect.result import Record
+from bridge.workflows.inspect.statistics.quantization import DELAYED
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 from bridge.workflows.inspect.collect import Schemes, Under
 from bridge.workflows.inspect.config.layers import Layer
-from bridge.workflows.inspect.quantization import BLOCKS, CURRENT, DELAYED, Quantization, of_recipe
+from bridge.workflows.inspect.statistics.quantization import BLOCKS, CURRENT, DELAYED, Quantization, of_recipe
 
 # Classes of transformer_engine/pytorch/tensor, by name: nothing of it is imported.
 RECIPE_OF = {

@@ -10,8 +10,8 @@ import numpy as np
 from bridge.core.dtypes import to_float32
 from bridge.quant.codec import arrays
 from bridge.quant.codec.arrays import Array
-from bridge.workflows.inspect.coding import coder, finite
-from bridge.workflows.inspect.quantization import Quantization
+from bridge.workflows.inspect.statistics.coding import coder, finite
+from bridge.workflows.inspect.statistics.quantization import Quantization
 
 TYPED = ("float8_e4m3fn", "float8_e5m2", "int8")  # dtypes of codes that a safetensors file knows; others are bytes
 Stored = tuple[str, Array]  # dtype and storage array

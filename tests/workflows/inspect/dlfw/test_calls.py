@@ -15,8 +15,8 @@ from safetensors.torch import load_file  # noqa: E402
 
 from bridge import dlfw as debug_api  # noqa: E402
 from bridge.core.errors import BridgeWarning, InspectError, UsageError  # noqa: E402
-from bridge.workflows.inspect.coding import fake_quantized  # noqa: E402
-from bridge.workflows.inspect.quantization import of_format, of_recipe  # noqa: E402
+from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
+from bridge.workflows.inspect.statistics.quantization import of_format, of_recipe  # noqa: E402
 
 GEMMS = {
     "activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "output": ("fprop",), "dgrad": ("dgrad",),

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from bridge.workflows.inspect.coding import fake_quantized  # noqa: E402
-from bridge.workflows.inspect.quantization import of_format, of_recipe  # noqa: E402
+from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
+from bridge.workflows.inspect.statistics.quantization import of_format, of_recipe  # noqa: E402
 from tests.oracles.nvdlfw_process import HOME, LAYER  # noqa: E402
 
 pytestmark = [

@@ -19,9 +19,9 @@ from safetensors.torch import load_file  # noqa: E402
 import bridge  # noqa: E402
 from bridge.core.errors import InspectError, WriteError  # noqa: E402
 from bridge.quant.schemes.catalog import named_scheme, scheme_names  # noqa: E402
-from bridge.workflows.inspect.coding import fake_quantized  # noqa: E402
 from bridge.workflows.inspect.features.coded import coded  # noqa: E402
-from bridge.workflows.inspect.quantization import of_recipe, of_scheme  # noqa: E402
+from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
+from bridge.workflows.inspect.statistics.quantization import of_recipe, of_scheme  # noqa: E402
 from tests.workflows.inspect.test_session import LLAMA, SIX, config  # noqa: E402
 
 BOTH = {"high_precision_tensor": True, "quantized_tensor": True}

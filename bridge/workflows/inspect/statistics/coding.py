@@ -23,7 +23,7 @@ from bridge.quant.codec.blocks import Grid, grid
 from bridge.quant.codec.decode import ONE, scaled, values
 from bridge.quant.codec.encode import Encoder
 from bridge.quant.codec.kernels import make_codes
-from bridge.workflows.inspect.quantization import Quantization
+from bridge.workflows.inspect.statistics.quantization import Quantization
 
 PIECE = 1 << 18  # values at once
 INFINITY = np.uint32(0x7F7FFFFF)  # magnitudes beyond it are not finite

@@ -15,7 +15,7 @@ import numpy as np
 
 import bridge._kernels.moments as kernel
 from bridge.quant.codec.arrays import Array
-from bridge.workflows.inspect.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
 
 _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d{1,6})?|100)", re.ASCII)
 HISTOGRAM = "histogram"  # of `histogram`: bins, not a number

@@ -16,8 +16,8 @@ from bridge.quant.codec import arrays
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN
 from bridge.verification.weight_error import Comparer, ErrorSums
-from bridge.workflows.inspect.coding import Coder, Piece, coder, finite, overflowing
-from bridge.workflows.inspect.quantization import Quantization
+from bridge.workflows.inspect.statistics.coding import Coder, Piece, coder, finite, overflowing
+from bridge.workflows.inspect.statistics.quantization import Quantization
 
 _MASKS = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float4_e2m1fn": 7}  # without the sign of a zero
 _LEAST_SCALE = np.float32(2.0**-9)  # of e4m3
@@ -86,7 +86,7 @@ def losses(
     bits: its storage array of `dtype` (float32, float16, bfloat16).  amax: static; without it `how.amax`, or that of
     the tensor itself.  columnwise: of the transpose.
 
-    >>> from bridge.workflows.inspect.quantization import of_format
+    >>> from bridge.workflows.inspect.statistics.quantization import of_format
     >>> sums = losses(np.array([[448, 1, 1e-4]], np.float32), "float32", of_format("FP8E4M3"))
     >>> sums.nonzero, sums.kept, round(sums.largest, 6)
     (3.0, 2.0, 0.0001)

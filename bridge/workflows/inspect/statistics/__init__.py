@@ -1,0 +1,1 @@
+"""Statistics of tensors, and of what quantizing them loses."""
