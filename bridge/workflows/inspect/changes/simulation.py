@@ -1,4 +1,4 @@
-"""Simulate a scheme in a live model: what its weights and inputs become.
+"""Simulate a scheme in a live model.
 
 As in ModelOpt's fake-quantized model each matrix has scales and a pre-scale of its own; targets that join matrices make
 some of them share one. Results of GEMMs and gradients stay as they are, and gradients go straight through: dgrad takes
