@@ -16,6 +16,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 _Cached = type(lru_cache(int))
+_CALLED = (_Cached, FunctionType, staticmethod, classmethod)
 _LOCK = threading.RLock()  # two threads would remove their replacements in the wrong order
 
 
@@ -55,7 +56,9 @@ def _replacement(cached: Any) -> Callable[..., Any]:
 
 def _places() -> Iterator[tuple[Any, str, Any]]:
     """Yield owner, attribute and value of each cached function, a `staticmethod` or bare."""
-    names = {name for name, module in list(sys.modules.items()) if _uses_torch(module)}
+    loaded = list(sys.modules.items())
+    torch = {id(module) for name, module in loaded if _root(name) == "torch"}
+    names = {name for name, module in loaded if _uses_torch(module, torch)}
     seen: set[int] = set()
     for name in sorted(names):
         module = sys.modules[name]
@@ -65,20 +68,22 @@ def _places() -> Iterator[tuple[Any, str, Any]]:
                 yield from _cached_in(value, names, seen)
 
 
-def _uses_torch(module: Any) -> bool:
-    """Whether a module outside torch has torch or a part of it among its names."""
-    if not isinstance(module, ModuleType) or _root(module) == "torch":
+def _uses_torch(module: Any, torch: set[int]) -> bool:
+    """Whether a module outside torch has torch or a part of it (their ids) among its names; thousands are asked."""
+    if not isinstance(module, ModuleType) or _root(module.__name__) == "torch":
         return False
-    return any(isinstance(value, ModuleType) and _root(value) == "torch" for value in list(vars(module).values()))
+    return not torch.isdisjoint(map(id, list(vars(module).values())))
 
 
-def _root(module: ModuleType) -> str:
-    return module.__name__.partition(".")[0]
+def _root(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _cached_in(owner: Any, modules: set[str], seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the cached functions of a module or a class that come from a module that uses torch."""
     for name, value in list(vars(owner).items()):
+        if not isinstance(value, _CALLED):
+            continue
         function = _bare(value)
         if isinstance(function, _Cached) and function.__module__ in modules:
             yield owner, name, value
@@ -103,4 +108,4 @@ def _closures(function: FunctionType, seen: set[int]) -> Iterator[tuple[CellType
 
 
 def _bare(value: Any) -> Any:
-    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
