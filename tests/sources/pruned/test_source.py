@@ -13,6 +13,7 @@ from bridge.core.mappings import own_files, read_table
 from bridge.planning.structure import structure_of
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import plan_cut
+from tests.covering import covering
 from tests.models.decoder_families import build
 from tests.sources.pruned.families import FAMILIES, random_scores, silenced
 
@@ -54,15 +55,22 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 def cells() -> list[Any]:
-    """Every family with the cuts that its table has dims for."""
+    """Every family with the cuts that its table has dims for: each family and cut; the rest is the product."""
     found = []
     for path in own_files("arch"):
         data = read_table(path).data
         family = next(name for name in FAMILIES if name in data["architectures"])
         for cut, (keep, _) in CUTS.items():
             if keep.keys() - {"shared_ffn"} <= data["dims"].keys() and (cut != "shared_ffn" or cut in data["dims"]):
-                found.append(pytest.param(family, cut, id=f"{family}-{cut}"))
-    return found
+                found.append((family, cut))
+    chosen = covering(
+        {"family": dict.fromkeys(family for family, _ in found), "cut": CUTS},
+        valid=lambda *row: row in found,
+        first=[(family, "heads") for family in ("LlamaForCausalLM", "DeepseekV3ForCausalLM")],
+        shows=lambda family, cut: [(cut, cut in REFUSED.get(family, {}))],
+    )
+    product = pytest.mark.product
+    return [pytest.param(*row, marks=() if row in chosen else product, id="-".join(row)) for row in found]
 
 
 def test_every_table_has_a_family() -> None:
