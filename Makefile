@@ -11,6 +11,9 @@ ORACLES := .venv/.vllm-$(VLLM) .venv/.sglang-$(SGLANG)
 # One worker a core (a third on two cores is slower); files stay on one worker, the longest begin first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 
+# Some containers set it, and then each of the hundreds of processes that tests start compiles every module again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo check test test-all oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
 
 demo: $(DEMO)
