@@ -21,6 +21,7 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
 from bridge.targets.manifest import load_manifest
 from bridge.verification.tensors import tensor_parity
+from tests.covering import grid
 from tests.models.sources_made import MadeSource, made_llama
 
 PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)
@@ -173,15 +174,19 @@ def test_a_wrong_tensor_of_a_rank_is_seen(rank: Written, name: str, change: Call
     assert found == [name.replace("weights_scaling_factor", "weight")]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(
-    "scheme", ["fp8_pc_pt", "fp8_block", "int8_sq", "int8_wo", "int4_wo", "w4a8_awq", "nvfp4_wo", "mxfp8", "mxfp4_wo"]
-)
-@pytest.mark.parametrize("target", [("hf", {}), ("hf", {"dtype": "fp16"}), ("hf", {"dtype": "bf16"})], ids=str)
-def test_nothing_is_wrong_with_what_was_written(
-    scheme: str, dtype: str, target: tuple[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    Written(tmp_path, target[0], scheme, dtype, **target[1])
+@grid(
+    {
+        "scheme": [
+            "fp8_pc_pt", "fp8_block", "int8_sq", "int8_wo", "int4_wo", "w4a8_awq", "nvfp4_wo", "mxfp8", "mxfp4_wo",
+        ],
+        "dtype": ["bfloat16", "float16", "float32"],
+        "written": [None, "fp16", "bf16"],
+    },
+    pairs=[("dtype", "written")],
+    fast=[("int8_sq", "bfloat16", None), ("fp8_pc_pt", "float32", "fp16")],
+)  # fmt: skip
+def test_nothing_is_wrong_with_what_was_written(scheme: str, dtype: str, written: str | None, tmp_path: Path) -> None:
+    Written(tmp_path, "hf", scheme, dtype, **({"dtype": written} if written else {}))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
