@@ -28,6 +28,7 @@ from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.live_models import loading  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from tests.calibration.walk.walked_models import batches, mixture  # noqa: E402
+from tests.covering import grid  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
@@ -40,29 +41,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", [None, "fp8"])
-@pytest.mark.parametrize(
-    "quants",
-    [
-        ("fp8",),
-        ("int8_sq",),
-        ("int4_awq",),
-        ("int4_awq_full",),
-        ("int4_gptq",),
-        ("nvfp4_gptq",),
-        ("nvfp4_local_hessian",),
-        ("fp8", "int4_gptq"),
-        ("int8_sq", "int4_awq"),
-        ("int8_sq", "int4_gptq"),
-        ("int8_sq", "nvfp4_local_hessian"),
-        ("int4_awq", "int4_gptq"),
-        ("int4_awq", "int4_awq_full"),
-        ("nvfp4_gptq", "nvfp4_local_hessian"),
-        ("int8_sq", "int4_awq", "int4_awq_full", "int4_gptq"),
-    ],
-    ids="+".join,
-)
+RECIPES = [
+    ("fp8",),
+    ("int8_sq",),
+    ("int4_awq",),
+    ("int4_awq_full",),
+    ("int4_gptq",),
+    ("nvfp4_gptq",),
+    ("nvfp4_local_hessian",),
+    ("fp8", "int4_gptq"),
+    ("int8_sq", "int4_awq"),
+    ("int8_sq", "int4_gptq"),
+    ("int8_sq", "nvfp4_local_hessian"),
+    ("int4_awq", "int4_gptq"),
+    ("int4_awq", "int4_awq_full"),
+    ("nvfp4_gptq", "nvfp4_local_hessian"),
+    ("int8_sq", "int4_awq", "int4_awq_full", "int4_gptq"),
+]
+
+
+@grid({"quants": RECIPES, "kv": [None, "fp8"]})
 def test_as_many_streams_are_counted_as_a_walk_holds(
     quants: tuple[str, ...], kv: str | None, llama: Path, tmp_path: Path
 ) -> None:

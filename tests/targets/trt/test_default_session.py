@@ -11,6 +11,7 @@ import pytest
 
 import bridge
 from bridge.verification.outputs import relative_l2
+from tests.covering import grid
 from tests.targets.trt.written import ACTIVATIONS, FAMILIES, MODEL, WEIGHT_ONLY, feeds, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
@@ -36,9 +37,7 @@ def first_output(opened: Any) -> np.ndarray:
 NEAR = 0.05
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("scheme", LOADED)
+@grid({"scheme": LOADED, "dtype": ["fp32", "fp16"], "family": FAMILIES}, pairs=[("scheme", "dtype")])
 def test_a_default_session_runs_every_scheme(scheme: str, dtype: str, family: str) -> None:
     directory = written(scheme, family, dtype)
     ours = first_output(session(directory))

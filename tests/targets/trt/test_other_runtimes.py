@@ -24,6 +24,7 @@ from onnx.reference import ReferenceEvaluator
 from bridge.targets.trt.runtime import open_session
 from bridge.verification.outputs import relative_l2
 from tests.blocks import ROOT
+from tests.covering import grid
 from tests.targets.trt.written import ACTIVATIONS, FAMILIES, WEIGHT_ONLY, reference, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
@@ -59,8 +60,7 @@ def with_tools(*command: str, jobs: Sequence[Mapping[str, Any]] = ()) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", EVERY)
+@grid({"scheme": EVERY, "family": FAMILIES})
 def test_the_reference_evaluator_of_onnx_computes_the_same(scheme: str, family: str) -> None:
     directory = written(scheme, family)
     given, name, values = reference(directory)
@@ -68,8 +68,7 @@ def test_the_reference_evaluator_of_onnx_computes_the_same(scheme: str, family: 
     assert relative_l2(ours, values) < tolerance(scheme)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", EVERY)
+@grid({"scheme": EVERY, "family": FAMILIES})
 def test_the_optimized_kernels_of_onnx_runtime_compute_the_same(scheme: str, family: str) -> None:
     directory = written(scheme, family)
     given, name, values = reference(directory)
