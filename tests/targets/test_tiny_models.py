@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -18,6 +19,7 @@ from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target, make_options
+from tests.covering import covering
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,7 +45,7 @@ REFUSED: dict[tuple[str, str], dict[str, str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
     """A model and statistics for all of its matrices, as a scheme that smooths needs them."""
     directory, random = MODELS / request.param, np.random.default_rng(5)
@@ -66,8 +68,22 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
     return directory, Calibration(Provenance("", "", "", "", "", "", 0, 0), **found)
 
 
-@pytest.mark.parametrize("scheme", scheme_names())
-@pytest.mark.parametrize("spelled", SPELLED)
+DIRECTORIES = ["tiny-llama", "tiny-gpt2"]
+DESIGN = covering(
+    {"model": DIRECTORIES, "spelled": SPELLED, "scheme": scheme_names()},
+    pairs=[("spelled", "scheme"), ("model", "spelled")],
+    shows=lambda model, spelled, scheme: [(model, spelled, REFUSED.get((spelled, model), {}).get(scheme))],
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "spelled", "scheme"),
+    [
+        pytest.param(*row, marks=() if row in DESIGN else pytest.mark.product)
+        for row in itertools.product(DIRECTORIES, SPELLED, scheme_names())
+    ],
+    indirect=["model"],
+)
 def test_every_scheme_is_written_and_proved_or_refused_in_words(
     model: tuple[Path, Calibration], spelled: str, scheme: str, tmp_path: Path
 ) -> None:
