@@ -20,12 +20,14 @@ def covering(
     valid: Callable[..., bool] = lambda *row: True,
     first: Iterable[Row] = (),
     shows: Callable[..., Iterable[Any]] = lambda *row: (),
+    cost: Callable[..., float] = lambda *row: 0,
 ) -> list[Row]:
     """Rows of the product of `axes` in which every value occurs, and every pair of values of the axes in `pairs`.
 
-    Greedy and deterministic: always the row that covers most of what is missing; of equal rows the one whose values
-    were used least, then the first of the product. `valid` refuses rows; values that only refused rows hold are not
-    asked for. `first`: rows that are taken anyway. `shows`: what else a row shows; each of it occurs as well.
+    Greedy and deterministic: always the row that covers most of what is missing; of equal rows one of the least `cost`,
+    then the one whose values were used least, then the first of the product. `valid` refuses rows; values that only
+    refused rows hold are not asked for. `first`: rows that are taken anyway. `shows`: what else a row shows; each of it
+    occurs as well.
     """
     names = list(axes)
     product = [row for row in itertools.product(*axes.values()) if valid(*row)]
@@ -50,7 +52,12 @@ def covering(
         take(
             max(
                 covers,
-                key=lambda n: (len(covers[n] & missing), -sum(used.get(at, 0) for at in enumerate(product[n])), -n),
+                key=lambda n: (
+                    len(covers[n] & missing),
+                    -cost(*product[n]),
+                    -sum(used.get(at, 0) for at in enumerate(product[n])),
+                    -n,
+                ),
             )
         )
     return [product[number] for number in sorted(set(chosen))]
@@ -62,6 +69,7 @@ def grid(
     valid: Callable[..., bool] = lambda *row: True,
     first: Iterable[Row] = (),
     shows: Callable[..., Iterable[Any]] = lambda *row: (),
+    cost: Callable[..., float] = lambda *row: 0,
     fast: Iterable[Row] = (),
     later: Callable[..., bool] = lambda *row: False,
     indirect: Sequence[str] = (),
@@ -71,7 +79,7 @@ def grid(
     values it need not have. `indirect`: axes whose values fixtures take.
     """
     fast = [tuple(row) for row in fast]
-    chosen = {*covering(axes, pairs, lambda *row: valid(*row) and not later(*row), [*fast, *first], shows)}
+    chosen = {*covering(axes, pairs, lambda *row: valid(*row) and not later(*row), [*fast, *first], shows, cost)}
 
     def marks(row: Row) -> list[pytest.MarkDecorator]:
         return [] if row in fast else [pytest.mark.slow] if row in chosen else [pytest.mark.slow, pytest.mark.product]

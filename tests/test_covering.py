@@ -26,6 +26,13 @@ def test_values_of_an_axis_are_used_equally_often() -> None:
     assert sorted(row[1] for row in rows) == list("aabbccdd")
 
 
+def test_of_equal_rows_the_cheapest_are_taken() -> None:
+    rows = covering({"family": range(8), "scheme": "abcd"}, cost=lambda family, scheme: scheme != "c")
+    assert sorted(row[1] for row in rows) == list("abcccccd")
+    rows = covering({"family": range(8), "scheme": "abcd"}, cost=lambda family, scheme: scheme in "ad")
+    assert sorted(row[1] for row in rows) == list("abbbcccd")
+
+
 def test_refused_rows_are_never_taken_and_rows_asked_for_always_are() -> None:
     rows = covering(AXES, valid=lambda family, scheme, kv: not (scheme == "a" and kv), first=[(6, "d", None)])
     assert (6, "d", None) in rows

@@ -75,6 +75,7 @@ quant = "int4_awq"
 modules = ["*.up_proj", "*.gate_proj"]
 quant = "int4_awq_full"
 """
+SEARCHES = ("awq", "gptq", "hessian")  # take two to four times as long as the others
 # transformers' grouped matrix products take bfloat16 experts of multiples of 16 bytes only
 EXPERTS = ("Moe", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Olmoe", "Qwen3Next", "moe")
 
@@ -100,6 +101,7 @@ def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | typ
 @grid(
     {"family": [*DECODERS, *OTHERS], "scheme": list(SCHEMES), "dtype": ["float32", "bfloat16"]},
     valid=lambda family, _, dtype: dtype == "float32" or not any(part in family for part in EXPERTS),
+    cost=lambda _, scheme, __: any(part in scheme for part in SEARCHES),
 )
 def test_statistics_are_those_of_the_whole_model(family: str, scheme: str, dtype: str, tmp_path: Path) -> None:
     build(family, getattr(torch, dtype)).save_pretrained(tmp_path)
