@@ -317,6 +317,7 @@ def test_a_killed_run_is_continued_and_gives_the_same_bytes(
         assert (out / name).read_bytes() == (converted[0] / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_a_405b_checkpoint_is_planned_from_headers_without_a_framework(tmp_path: Path) -> None:
     write_sparse(tmp_path / "big", LLAMA_405B, llama_specs(LLAMA_405B))
     code = (

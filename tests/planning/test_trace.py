@@ -140,6 +140,7 @@ def test_a_scale_moves_into_the_norm_exactly_where_the_group_reads_it_alone(name
             assert change < 1e-5 if group.alone else change > 1e-2, (group, change)
 
 
+@pytest.mark.slow
 def test_groups_do_not_depend_on_the_dtype() -> None:
     for name in ("DeepseekV3ForCausalLM", "T5ForConditionalGeneration"):
         assert traced(name).groups == traced(name, torch.float32).groups
@@ -200,6 +201,7 @@ def test_what_never_runs_is_kept_and_the_rest_calibrates(name: str, tmp_path: Pa
     assert bridge.convert(model, "hf", "fp8", tmp_path / "out", calib=batches_of(model)).passed
 
 
+@pytest.mark.slow
 def test_what_the_target_keeps_needs_no_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model does not run on fake tensors, the trace does not know that the convolution never runs."""
     monkeypatch.setattr("bridge.planning.trace._reads", lambda *_: ((), set(), "not known"))
@@ -279,6 +281,7 @@ def test_no_tensor_of_a_trace_lives_on(name: str) -> None:
     assert [each for each in weightless() if not any(each is other for other in before)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ConvNext", "Hiera"])
 def test_models_of_bfloat16_are_given_pixels_of_it(name: str) -> None:
     model = getattr(transformers, f"{name}ForImageClassification")(

@@ -362,6 +362,7 @@ def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
     assert "no weights: neither a distributed checkpoint (.metadata, *.distcp) nor files of ranks" in refusal(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["hf", "tripy", "trtllm"])
 def test_other_targets_write_what_they_write_of_the_hugging_face_checkpoint(target: str, tmp_path: Path) -> None:
     run = megatron_bridge(tmp_path / "run", stacked(spelled(llama(torch.bfloat16), "megatron")))

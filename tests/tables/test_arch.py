@@ -113,7 +113,8 @@ def _renamed(row: Row, names: Mapping[str, str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("case", SWEPT)
+@pytest.mark.slow  # a second each, 50 to 200 tables
+@pytest.mark.parametrize("case", CASES)
 def test_every_exchange_of_two_roles_is_noticed(make: Make, case: str) -> None:
     model = make(case)
     table = _table(case)

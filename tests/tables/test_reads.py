@@ -22,7 +22,8 @@ ARCHITECTURES = [n for path in table_files("arch") for n in parse_arch(read_tabl
 ALL = dict(CASES) | {name: (name, tiny_fields(name)) for name in ARCHITECTURES}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in CASES else [pytest.mark.slow]) for c in ALL])
+@pytest.mark.slow  # a trace each
+@pytest.mark.parametrize("case", ALL)
 def test_tables_say_what_a_trace_finds(case: str) -> None:
     architecture, extents = ALL[case]
     config, specs = saved_headers(architecture, extents)

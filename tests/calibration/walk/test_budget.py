@@ -166,6 +166,7 @@ def test_a_model_in_memory_is_known_in_float32(dtype: str) -> None:
             way_of(resident, structure, load_scheme("fp8"), data, None, None, free=1)
 
 
+@pytest.mark.slow
 def test_free_memory_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looks: list[int] = []
 

@@ -148,6 +148,7 @@ def test_a_conv1d_that_modelopt_turned_and_did_not_quantize_is_named(tmp_path: P
 UNFOLDED = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_awq", "w4a8_awq"])
 def test_prescales_beside_a_weight_are_multiplied_in(tmp_path: Path, scheme: str) -> None:
     made, want = modelopt(llama(torch.float32), scheme), {}

@@ -101,6 +101,7 @@ def test_llama_cpp_computes_the_written_weights_of_every_family(family: str, qua
     assert divergence <= ROUNDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_llama_cpp_loads_halves(dtype: str, tmp_path: Path) -> None:
     assert bridge.convert(str(MODELS / "tiny-llama"), target="gguf", dtype=dtype, out=tmp_path / "out").passed

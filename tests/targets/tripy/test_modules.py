@@ -41,7 +41,8 @@ def test_head_of_words_is_filled_whether_it_is_tied_or_not(name: str, tp: Any, t
     assert torch.equal(bias, source.cls.predictions.decoder.bias)
 
 
-@pytest.mark.parametrize("name", ["gpt2-bare", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-bare", "qwen2"])
 def test_padding_on_either_side_is_not_seen(name: str, tp: Any, tmp_path: Path) -> None:
     source, mask = model(name), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :7], mask[1, 60:] = 0, 0

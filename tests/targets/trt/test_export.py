@@ -56,7 +56,8 @@ def test_one_pass_chunks_and_single_tokens_with_left_padding_give_torchs_logits(
         assert parity.relative(got, want) < TOLERANCE, sizes
 
 
-@pytest.mark.parametrize("opset", [21, pytest.param(23, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", [21, 23])
 def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_it(opset: int, tmp_path: Path) -> None:
     config = llama(num_hidden_layers=3, tie_word_embeddings=True)
     graph = export_graph(config, cache=False, opset=opset)
@@ -101,9 +102,8 @@ ENCODERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "architecture", [n if n == "BertModel" else pytest.param(n, marks=pytest.mark.slow) for n in ENCODERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ENCODERS)
 def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp_path: Path) -> None:
     config = bert(architecture)
     graph = export_graph(config)
@@ -118,7 +118,8 @@ def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp
         assert parity.relative(got[real], want[name].numpy()[real]) < TOLERANCE
 
 
-@pytest.mark.parametrize("config", [vit(), pytest.param(resnet(), marks=pytest.mark.slow)], ids=["vit", "resnet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [vit(), resnet()], ids=["vit", "resnet"])
 def test_image_classifiers_equal_torch_at_another_batch_size(config: Any, tmp_path: Path) -> None:
     graph = export_graph(config)
     model = parity.live_model(config)

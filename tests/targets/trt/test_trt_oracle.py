@@ -213,8 +213,7 @@ def check(pair: Pair) -> None:
 @once
 @grid(
     {"family": [*DECODERS, *UNNAMED], "scheme": SCHEMES},
-    fast=[("llama", "fp8")],
-    first=[("gpt2", "int8_sq"), ("gemma3", "int4_awq")],
+    first=[("llama", "fp8"), ("gpt2", "int8_sq"), ("gemma3", "int4_awq")],
 )
 def test_every_family_and_scheme_equals_modelopt(family: str, scheme: str, tmp_path: Path) -> None:
     check(convert(family, scheme, None, tmp_path / "out"))

@@ -68,6 +68,7 @@ class Case:
         return unexplained(oracle.compared(ours, theirs), entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "kv", "dtypes", "tp", "pp"),
     [
@@ -109,6 +110,7 @@ def test_scales_of_repeated_heads_are_those_of_one_rank(family: str, scheme: str
     assert_slices(whole, parts, config["num_attention_heads"], config["num_key_value_heads"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", NARROW)
 def test_a_vocabulary_that_needs_no_padding_equals_modelopts_export(scheme: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -119,6 +121,7 @@ def test_a_vocabulary_that_needs_no_padding_equals_modelopts_export(scheme: str,
     assert unexplained(lines, [EXCEPTIONS["rotary-base"]]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", NARROW)
 def test_a_vocabulary_is_padded_with_zeros_and_nothing_else_changes(scheme: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
