@@ -79,8 +79,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
