@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 # Some containers set it, and then each of the hundreds of processes that tests start compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme clean
+.PHONY: demo check test test-all oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
@@ -110,6 +110,11 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/trt.py
 
+# A wheel in dist/ with the machine code of the kernels for x86-64 processors of 2013 and of 2017 on; others compile them once.
+wheel: $(DEMO)
+	for level in x86-64-v3 x86-64-v4; do $(BIN)/python -m bridge._kernels.build --level $$level >/dev/null || exit 1; done
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 clean:
 	rm -rf .venv build dist
 
@@ -120,6 +125,7 @@ $(DEMO): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e ".[trt,calibrate]"
+	$(BIN)/python -m bridge._kernels.build >/dev/null
 	touch $@
 
 # nvtripy comes without its requirements, a TensorRT and a compiler that PyPI does not have: tests/oracles/tripy_runtime stands in.

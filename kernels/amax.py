@@ -6,14 +6,12 @@ associative, and a NaN (above infinity as bits) exceeds every number.
 
 from __future__ import annotations
 
-from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _fold(source, target):
     """target[c] = max(target[c], |source[c]|)."""
     bits = source.dtype.type
@@ -24,7 +22,14 @@ def _fold(source, target):
         target[i] = v if v > t else t
 
 
-@kernel
+@inner
+def _copy(source, target):
+    """target[:] = source: numba's own assignment may allocate."""
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@inner
 def _largest(row):
     bits = row.dtype.type
     best = bits(0)
@@ -34,7 +39,7 @@ def _largest(row):
     return best
 
 
-@kernel
+@inner
 def _pairs(source, target):
     """target[i] = max(source[2i], source[2i + 1])."""
     bits = source.dtype.type
@@ -44,7 +49,7 @@ def _pairs(source, target):
         target[i] = a if a > b else b
 
 
-@kernel
+@inner
 def _halves(words, target):
     """`_pairs` of two 16-bit values read as one uint32, without their signs."""
     for i in range(target.size):
@@ -54,7 +59,7 @@ def _halves(words, target):
         target[i] = np.uint16(a if a > b else b)
 
 
-@kernel
+@inner
 def _halved(row, block, levels, out):
     """Write the maxima of whole blocks, of a power of two 16-bit values each, of a row.
 
@@ -75,8 +80,15 @@ def _halved(row, block, levels, out):
     _halves(words[at // 2 : (at + n) // 2], out)
 
 
-@kernel
-def amax(bits, block_out, block_in, out):
+def _scratch(bits, block_out, block_in, out):
+    cols = bits.shape[1]
+    return (
+        np.empty(cols + 1, bits.dtype), np.empty(cols // 2 + 1, bits.dtype), np.empty(cols + cols % 2, np.uint16)
+    )  # fmt: skip
+
+
+@kernel("bits[:,:] int64 int64 bits[:,:] bits[:] bits[:] uint16[:]", scratch=_scratch)
+def amax(bits, block_out, block_in, out, fold, half, levels):
     """Write max |x| of each `block_out` x `block_in` block (the last of an axis may be short) to `out`.
 
     bits: (rows, cols) uint16 (bfloat16, float16) or uint32 (float32).  out: (ceil(rows / block_out), ceil(cols /
@@ -84,9 +96,6 @@ def amax(bits, block_out, block_in, out):
     """
     rows, cols = bits.shape
     number = bits.dtype.type
-    fold = np.empty(cols + 1, bits.dtype)
-    half = np.empty(cols // 2 + 1, bits.dtype)
-    levels = np.empty(cols + cols % 2, np.uint16)
     small = block_in > 1 and block_in <= 64 and (block_in & (block_in - 1)) == 0
     halved = small and block_out == 1 and bits.itemsize == 2 and cols % block_in == 0
     for group in range(out.shape[0]):
@@ -97,7 +106,7 @@ def amax(bits, block_out, block_in, out):
         for r in range(group * block_out, min(rows, (group + 1) * block_out)):
             _fold(bits[r], fold[:cols])
         if block_in == 1:
-            out[group] = fold[:cols]
+            _copy(fold[:cols], out[group])
         elif small:
             whole = cols // block_in
             n = whole * block_in

@@ -7,11 +7,9 @@ pieces. A power of two first scales each row to about 1, so no square overflows.
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 RUN = 128  # the blocks of the report: of INT4 and of DeepSeek's FP8
 LANES = RUN // 4
@@ -21,13 +19,13 @@ BYTES, COLUMNS, ROWS = range(3)  # a code a byte; two of a row a byte, the even 
 HALF = 0.50005  # a quotient is rounded before its code is, by 2^-24 of at most 448
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _power(row):
     """The power of two, as float32 bits, that scales the largest magnitude of a row to between 1 and 2."""
     bits = row.dtype.type
@@ -41,7 +39,7 @@ def _power(row):
     return np.uint32(np.uint32(power if best > bits(0) else np.uint32(127)) << np.uint32(23))
 
 
-@kernel
+@inner
 def _unpack(line, odd, packing, flip, codes):
     """Write one-byte codes.  line: the stored bytes; odd: the codes are the second of two rows in a byte."""
     if packing == BYTES:
@@ -60,15 +58,15 @@ def _unpack(line, odd, packing, flip, codes):
             codes[-1] = np.uint8(np.uint8(line[-1] ^ flip) & np.uint8(15))
 
 
-@kernel
+@inner
 def _factors(scale, block, power, factor):
     """Write the scale of every value times `power`; if blocks are even, two at once: single stores stay scalar."""
     whole = factor.size // block
     if block % 2 == 0:
-        pairs = factor[: whole * block].view(np.uint64).reshape(whole, block // 2)
+        pairs, half = factor[: whole * block].view(np.uint64), block // 2
         for b in range(whole):
             bits = np.float32(scale[b] * power).view(np.uint32)
-            pairs[b][:] = np.uint64(np.uint64(bits) * np.uint64(0x100000001))
+            pairs[b * half : (b + 1) * half] = np.uint64(np.uint64(bits) * np.uint64(0x100000001))
     else:
         for b in range(whole):
             factor[b * block : (b + 1) * block] = np.float32(scale[b] * power)
@@ -76,7 +74,7 @@ def _factors(scale, block, power, factor):
         factor[whole * block :] = np.float32(scale[whole] * power)
 
 
-@kernel
+@inner
 def _integers(codes, factor, value, half):
     """Write values, and half of the distance between codes."""
     for i in range(codes.size):
@@ -84,7 +82,7 @@ def _integers(codes, factor, value, half):
         half[i] = np.float32(factor[i] * np.float32(HALF))
 
 
-@kernel
+@inner
 def _nibbles(codes, factor, value, half):
     for i in range(codes.size):
         c = np.int8(np.uint8(codes[i] << np.uint8(4))) >> np.int8(4)
@@ -92,7 +90,7 @@ def _nibbles(codes, factor, value, half):
         half[i] = np.float32(factor[i] * np.float32(HALF))
 
 
-@kernel
+@inner
 def _eights(codes, factor, value, half):
     """e4m3, see `decode.py`; NaN codes become 480, which is not the nearest code of any number."""
     for i in range(codes.size):
@@ -107,7 +105,7 @@ def _eights(codes, factor, value, half):
         half[i] = np.float32(np.float32(e.view(np.float32) * np.float32(HALF / 8)) * factor[i])
 
 
-@kernel
+@inner
 def _fives(codes, factor, value, half):
     """e5m2, the upper byte of a float16; infinity becomes 65536, which is not the nearest code of any number."""
     for i in range(codes.size):
@@ -122,7 +120,7 @@ def _fives(codes, factor, value, half):
         half[i] = np.float32(np.float32(e.view(np.float32) * np.float32(HALF / 4)) * factor[i])
 
 
-@kernel
+@inner
 def _fours(codes, factor, value, half):
     """e2m1, see `decode.py`."""
     for i in range(codes.size):
@@ -137,7 +135,7 @@ def _fours(codes, factor, value, half):
         half[i] = np.float32(np.float32(e.view(np.float32) * np.float32(HALF / 2)) * factor[i])
 
 
-@kernel
+@inner
 def _decode(kind, codes, factor, value, half):
     if kind == INT8:
         _integers(codes, factor, value, half)
@@ -151,7 +149,7 @@ def _decode(kind, codes, factor, value, half):
         _fours(codes, factor, value, half)
 
 
-@kernel
+@inner
 def _saturated(kind, codes, half):
     """Make `half` negative at the largest and the smallest code, which are the nearest of all numbers beyond."""
     low = np.uint8(7 if kind == E2M1 else 8 if kind == INT4 else 248)  # a magnitude of 6; -8 in a nibble, in a byte
@@ -161,7 +159,7 @@ def _saturated(kind, codes, half):
         half[i] = np.float32(-half[i] if c == np.uint8(7) or c == low else half[i])
 
 
-@kernel
+@inner
 def _again(value, half, scale):
     """Round values to e4m3 times `scale`; the possible change is added to `half`."""
     for i in range(value.size):
@@ -174,12 +172,12 @@ def _again(value, half, scale):
         value[i] = np.float32(np.uint32(r | np.uint32(q & np.uint32(0x80000000))).view(np.float32) * scale)
 
 
-@kernel
+@inner
 def _value(word, shift, power):
     return np.float32(np.uint32(np.uint32(word) << shift).view(np.float32) * power)
 
 
-@kernel
+@inner
 def _beyond(error, weight, half, slack, least):
     """1 if the error exceeds rounding, or is NaN; of a code that may saturate, see `_saturated`, only towards zero."""
     bound = np.float32(np.float32(np.abs(half) + np.float32(np.abs(weight) * slack)) + least)
@@ -188,34 +186,36 @@ def _beyond(error, weight, half, slack, least):
     return np.uint32(0) if off <= bound else np.uint32(1)
 
 
-@kernel
-def _products(source, value, half, power, slack, least, sums):
+@inner
+def _products(source, value, half, runs, power, slack, least, sums):
     """Write a * a, b * b and |a - b|^2 of runs, four values to a lane; return how many |a - b| exceed rounding.
 
-    source, value, half: (runs, RUN).  sums: (3, runs, LANES).
+    source, value, half: runs of RUN.  sums: three times LANES for each run.
     """
     shift, beyond = _shift(source), np.uint32(0)
-    aa, bb, dd = sums[0], sums[1], sums[2]
-    for k in range(source.shape[0]):
+    for k in range(runs):
+        x, y, z = source[k * RUN : (k + 1) * RUN], value[k * RUN : (k + 1) * RUN], half[k * RUN : (k + 1) * RUN]
+        aa = sums[k * LANES : (k + 1) * LANES]
+        bb = sums[(runs + k) * LANES : (runs + k + 1) * LANES]
+        dd = sums[(2 * runs + k) * LANES : (2 * runs + k + 1) * LANES]
         for i in range(LANES):
-            a, b = _value(source[k, i], shift, power), value[k, i]
-            c, d = _value(source[k, LANES + i], shift, power), value[k, LANES + i]
-            e, f = _value(source[k, 2 * LANES + i], shift, power), value[k, 2 * LANES + i]
-            g, h = _value(source[k, 3 * LANES + i], shift, power), value[k, 3 * LANES + i]
-            aa[k, i] = np.float32(np.float32(a * a + c * c) + np.float32(e * e + g * g))
-            bb[k, i] = np.float32(np.float32(b * b + d * d) + np.float32(f * f + h * h))
+            a, b = _value(x[i], shift, power), y[i]
+            c, d = _value(x[LANES + i], shift, power), y[LANES + i]
+            e, f = _value(x[2 * LANES + i], shift, power), y[2 * LANES + i]
+            g, h = _value(x[3 * LANES + i], shift, power), y[3 * LANES + i]
+            aa[i] = np.float32(np.float32(a * a + c * c) + np.float32(e * e + g * g))
+            bb[i] = np.float32(np.float32(b * b + d * d) + np.float32(f * f + h * h))
             p, q, r, s = np.float32(a - b), np.float32(c - d), np.float32(e - f), np.float32(g - h)
-            dd[k, i] = np.float32(np.float32(p * p + q * q) + np.float32(r * r + s * s))
-            low = np.uint32(_beyond(p, a, half[k, i], slack, least) + _beyond(q, c, half[k, LANES + i], slack, least))
+            dd[i] = np.float32(np.float32(p * p + q * q) + np.float32(r * r + s * s))
+            low = np.uint32(_beyond(p, a, z[i], slack, least) + _beyond(q, c, z[LANES + i], slack, least))
             high = np.uint32(
-                _beyond(r, e, half[k, 2 * LANES + i], slack, least)
-                + _beyond(s, g, half[k, 3 * LANES + i], slack, least)
+                _beyond(r, e, z[2 * LANES + i], slack, least) + _beyond(s, g, z[3 * LANES + i], slack, least)
             )
             beyond = np.uint32(beyond + np.uint32(low + high))
     return beyond
 
 
-@kernel
+@inner
 def _largest(source, value, power):
     """The largest |a - b|, as bits: they have the order of magnitudes."""
     shift, best = _shift(source), np.uint32(0)
@@ -226,13 +226,13 @@ def _largest(source, value, power):
     return best
 
 
-@kernel
+@inner
 def _pairs(source, target):
     for i in range(target.size):
         target[i] = np.float32(source[2 * i] + source[2 * i + 1])
 
 
-@kernel
+@inner
 def _halved(lanes, other):
     """Add the lanes of runs in pairs, five times; the sums are in `other`."""
     n = lanes.size
@@ -243,20 +243,42 @@ def _halved(lanes, other):
     _pairs(lanes[: n // 16], other[: n // 32])
 
 
-@kernel
-def _total(parts, power, sums):
+@inner
+def _total(parts, runs, power, sums):
     """Add runs in float64; the fourth of `sums` is the largest error of a run relative to its source."""
     scale = 1.0 / np.float64(power)
-    for k in range(parts.shape[1]):
-        source, error = np.float64(parts[0, k]), np.float64(parts[2, k])
+    for k in range(runs):
+        source, error = np.float64(parts[k]), np.float64(parts[2 * runs + k])
         sums[0] += source * scale * scale
-        sums[1] += np.float64(parts[1, k]) * scale * scale
+        sums[1] += np.float64(parts[runs + k]) * scale * scale
         sums[2] += error * scale * scale
         sums[3] = max(sums[3], error / source) if error > 0.0 else sums[3]
 
 
-@kernel
-def compare(bits, stored, kind, packing, flip, scale, down, across, second, slack, least, sums, clips=False):
+@inner
+def _copy(source, target):
+    """target[:] = source: numba's own assignment may allocate."""
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+def _scratch(bits, *_):
+    return (
+        np.empty(SEGMENT, np.uint8), np.empty(bits.shape[1], np.float32), np.empty(SEGMENT, np.float32),
+        np.empty(SEGMENT, np.float32), np.empty(SEGMENT, bits.dtype), np.empty(3 * SEGMENT // 4, np.float32),
+        np.empty(3 * SEGMENT // 8, np.float32),
+    )  # fmt: skip
+
+
+@kernel(
+    "bits[:,:] uint8[:,:] int64 int64 uint8 float32[:,:] int64 int64 float32 float32 float32 float64[:,:] int64 "
+    "uint8[:] float32[:] float32[:] float32[:] bits[:] float32[:] float32[:]",
+    scratch=_scratch,
+)
+def compare(
+    bits, stored, kind, packing, flip, scale, down, across, second, slack, least, sums, clips,
+    codes, factor, value, half, tail, lanes, other,
+):  # fmt: skip
     """Write [a . a, b . b, |a - b|^2, the largest |a - b|^2 / a . a of a run, codes beyond] of each row to `sums`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32): a.  stored: uint8, the rows of codes that make b.
@@ -268,9 +290,6 @@ def compare(bits, stored, kind, packing, flip, scale, down, across, second, slac
     the last code.
     """
     rows, cols = bits.shape
-    codes, factor = np.empty(SEGMENT, np.uint8), np.empty(cols, np.float32)
-    value, half, tail = np.empty(SEGMENT, np.float32), np.empty(SEGMENT, np.float32), np.empty(SEGMENT, bits.dtype)
-    lanes, other = np.empty(3 * SEGMENT // 4, np.float32), np.empty(3 * SEGMENT // 8, np.float32)
     for r in range(rows):
         power = np.uint32(_power(bits[r])).view(np.float32)
         _factors(scale[r // down], across, power, factor)
@@ -297,13 +316,13 @@ def compare(bits, stored, kind, packing, flip, scale, down, across, second, slac
                 error = np.uint32(_largest(source, value, power)).view(np.float32)
                 sums[r, 5] = max(sums[r, 5], np.float64(error) / np.float64(power))
             if n < whole:
-                tail[:n], tail[n:], value[n:], half[n:] = source, 0, 0, 0
+                _copy(source, tail[:n])
+                tail[n:], value[n:], half[n:] = 0, 0, 0
                 source = tail[:whole]
             n = 3 * whole // 4
             beyond = _products(
-                source.reshape(runs, RUN), value[:whole].reshape(runs, RUN), half[:whole].reshape(runs, RUN),
-                power, slack, np.float32(least * power), lanes[:n].reshape(3, runs, LANES),
+                source, value[:whole], half[:whole], runs, power, slack, np.float32(least * power), lanes
             )  # fmt: skip
             _halved(lanes[:n], other)
-            _total(other[: n // 32].reshape(3, runs), power, sums[r])
+            _total(other, runs, power, sums[r])
             sums[r, 4] += beyond

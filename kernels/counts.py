@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
-def beyond(words, bound):
-    """Return how many numbers are not 0, and how many magnitudes exceed `bound`; -0 is 0.
+@kernel("bits[:] uint32 int64[:]")
+def beyond(words, bound, counts):
+    """Write how many numbers are not 0, and how many magnitudes exceed `bound`; -0 is 0.
 
     words: 1-D uint16 (bfloat16) or uint32 (float32).  bound: uint32 bits of a float32, 0xFFFFFFFF for none.
+    counts: (2,) int64.
     """
     shift = _shift(words)
     nonzero, above = 0, 0
@@ -30,12 +31,12 @@ def beyond(words, bound):
             more = np.uint32(more + (np.uint32(1) if a > bound else np.uint32(0)))
         nonzero += some
         above += more
-    return nonzero, above
+    counts[0], counts[1] = nonzero, above
 
 
-@kernel
-def nonzero(codes, mask):
-    """Return how many codes are not 0.  codes: 1-D uint8.  mask: their bits but the sign of a zero."""
+@kernel("uint8[:] uint8 int64[:]")
+def nonzero(codes, mask, counts):
+    """Write how many codes are not 0 to `counts`, (1,) int64.  mask: the bits of a code but the sign of a zero."""
     count = 0
     for first in range(0, codes.size, 128):  # as many as a byte counts
         some = np.uint8(0)
@@ -43,4 +44,4 @@ def nonzero(codes, mask):
         for i in range(part.size):
             some = np.uint8(some + (np.uint8(1) if np.uint8(part[i] & mask) != np.uint8(0) else np.uint8(0)))
         count += some
-    return count
+    counts[0] = count

@@ -6,14 +6,12 @@ value at a time, and a product of subnormal float32 numbers is a hundred times s
 
 from __future__ import annotations
 
-from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _e4m3(code):
     c = np.uint32(code)
     a = np.uint32(c & np.uint32(0x7F))
@@ -24,7 +22,7 @@ def _e4m3(code):
     return np.uint32(u | np.uint32(np.uint32(c & np.uint32(0x80)) << np.uint32(24)))
 
 
-@kernel
+@inner
 def _e2m1(code):
     c = np.uint32(code)
     a = np.uint32(c & np.uint32(7))
@@ -34,7 +32,7 @@ def _e2m1(code):
     return np.uint32(u | np.uint32(np.uint32(c & np.uint32(8)) << np.uint32(28)))
 
 
-@kernel
+@inner
 def _floats(row, eight, factor, out):
     if eight:
         for i in range(row.size):
@@ -44,26 +42,29 @@ def _floats(row, eight, factor, out):
             out[i] = np.float32(np.uint32(_e2m1(row[i])).view(np.float32) * factor[i])
 
 
-@kernel
+@inner
 def _integers(row, factor, out):
     for i in range(row.size):
         out[i] = np.float32(np.float32(np.int8(row[i])) * factor[i])
 
 
-@kernel
+@inner
 def _factors(scale, block, factor):
     for b in range(scale.size):
         factor[b * block : min(factor.size, (b + 1) * block)] = scale[b]
 
 
-@kernel
-def floats(codes, eight, scale, block_out, block_in, out):
+def _scratch(codes, *_):
+    return (np.empty(codes.shape[1], np.float32),)
+
+
+@kernel("uint8[:,:] int64 float32[:,:] int64 int64 float32[:,:] float32[:]", scratch=_scratch)
+def floats(codes, eight, scale, block_out, block_in, out, factor):
     """Write `codes * scale` of e4m3 (`eight`, 0x7f and 0xff are NaN) or of e2m1 codes 0..15.
 
     codes: (rows, cols) uint8.  out: (rows, cols) float32.
     scale: float32 grid, one number for each `block_out` x `block_in` values.
     """
-    factor = np.empty(codes.shape[1], np.float32)
     current = -1
     for r in range(codes.shape[0]):
         if r // block_out != current:
@@ -72,10 +73,9 @@ def floats(codes, eight, scale, block_out, block_in, out):
         _floats(codes[r], eight, factor, out[r])
 
 
-@kernel
-def integers(codes, scale, block_out, block_in, out):
+@kernel("uint8[:,:] float32[:,:] int64 int64 float32[:,:] float32[:]", scratch=_scratch)
+def integers(codes, scale, block_out, block_in, out, factor):
     """Write `codes * scale` of signed integers, one byte each; the other arguments are those of `floats`."""
-    factor = np.empty(codes.shape[1], np.float32)
     current = -1
     for r in range(codes.shape[0]):
         if r // block_out != current:
@@ -84,7 +84,7 @@ def integers(codes, scale, block_out, block_in, out):
         _integers(codes[r], factor, out[r])
 
 
-@kernel
+@kernel("uint8[:,:] float32[:,:]")
 def powers(codes, out):
     """Write 2^(code - 127), NaN for 255.  codes: (rows, cols) uint8.  out: (rows, cols) float32."""
     for r in range(codes.shape[0]):

@@ -6,20 +6,18 @@ exponents down to 2^-14.
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _code(u):
     a = np.uint32(u & np.uint32(0x7FFFFFFF))
     c = np.uint32(min(a, np.uint32(0x47600000)))  # 57344
@@ -31,7 +29,7 @@ def _code(u):
     return np.uint8(code | np.uint32(np.uint32(u >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@kernel
+@inner
 def _codes(row, divisor, codes):
     shift = _shift(row)
     for i in range(row.size):
@@ -39,7 +37,7 @@ def _codes(row, divisor, codes):
         codes[i] = _code(np.float32(w / divisor).view(np.uint32))
 
 
-@kernel
+@inner
 def _values(codes, factor, out):
     for i in range(codes.size):
         c = np.uint32(codes[i])
@@ -52,7 +50,7 @@ def _values(codes, factor, out):
         out[i] = np.float32(s.view(np.float32) * factor)
 
 
-@kernel
+@kernel("bits[:,:] float32[:,:] int64 int64 uint8[:,:]")
 def codes_e5m2(bits, scale, block_out, block_in, codes):
     """Write e5m2 codes of `bits / scale` (clamped to 57344; NaN stays NaN) to `codes`; the arguments of `fp8.fp8`."""
     cols = bits.shape[1]
@@ -63,7 +61,7 @@ def codes_e5m2(bits, scale, block_out, block_in, codes):
             _codes(bits[r, i:j], factors[b], codes[r, i:j])
 
 
-@kernel
+@kernel("uint8[:,:] float32[:,:] int64 int64 float32[:,:]")
 def values_e5m2(codes, scale, block_out, block_in, out):
     """Write `codes * scale`; the arguments of `decode.integers`."""
     cols = codes.shape[1]

@@ -7,20 +7,18 @@ division: multiplying by the reciprocal moves codes at ties.
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _code(u):
     # Every intermediate is cast: numba computes uint32 arithmetic in 64 bits, which halves the vector width.
     a = np.uint32(u & np.uint32(0x7FFFFFFF))
@@ -33,7 +31,7 @@ def _code(u):
     return np.uint8(code | np.uint32(np.uint32(u >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@kernel
+@inner
 def _uniform(row, divisor, codes):
     shift = _shift(row)
     if divisor == np.float32(1):  # quotients that are rounded already: a division would double the time
@@ -45,7 +43,7 @@ def _uniform(row, divisor, codes):
             codes[i] = _code(np.float32(w / divisor).view(np.uint32))
 
 
-@kernel
+@inner
 def _varied(row, divisor, codes):
     shift = _shift(row)
     for i in range(row.size):
@@ -53,15 +51,15 @@ def _varied(row, divisor, codes):
         codes[i] = _code(np.float32(w / divisor[i]).view(np.uint32))
 
 
-@kernel
+@inner
 def _expand(scale, block, divisor):
     """Repeat each scale over its block; if blocks are even, two at once: single stores stay scalar."""
     whole = divisor.size // block
     if block % 2 == 0:
         bits = scale.view(np.uint32)
-        pairs = divisor[: whole * block].view(np.uint64).reshape(whole, block // 2)
+        pairs, half = divisor[: whole * block].view(np.uint64), block // 2
         for b in range(whole):
-            pairs[b][:] = np.uint64(np.uint64(bits[b]) * np.uint64(0x100000001))
+            pairs[b * half : (b + 1) * half] = np.uint64(np.uint64(bits[b]) * np.uint64(0x100000001))
     else:
         for b in range(whole):
             divisor[b * block : (b + 1) * block] = scale[b]
@@ -69,16 +67,19 @@ def _expand(scale, block, divisor):
         divisor[whole * block :] = scale[whole]
 
 
-@kernel
-def fp8(bits, scale, block_out, block_in, codes):
+def _scratch(bits, scale, *_):
+    return (np.empty(1 if scale.shape[1] == 1 else bits.shape[1], np.float32),)
+
+
+@kernel("bits[:,:] float32[:,:] int64 int64 uint8[:,:] float32[:]", scratch=_scratch)
+def fp8(bits, scale, block_out, block_in, codes, divisor):
     """Write e4m3 codes of `bits / scale` (clamped to 448; NaN stays NaN) to `codes`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  codes: (rows, cols) uint8.
     scale: float32 grid, one number for each `block_out` x `block_in` values.
     """
-    rows, cols = bits.shape
+    rows = bits.shape[0]
     uniform = scale.shape[1] == 1
-    divisor = np.empty(1 if uniform else cols, np.float32)
     current = -1
     for r in range(rows):
         line = r // block_out

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 BLOCK = 32  # values under one scale in Q8_0 and Q4_0
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _value(word, shift):
     return np.uint32(np.uint32(word) << shift).view(np.float32)
 
 
-@kernel
+@inner
 def _inverse(scale):
     return np.float32(np.float32(1) / scale) if scale != np.float32(0) else np.float32(0)
 
 
-@kernel
+@kernel("bits[:,:] float32[:,:] uint8[:,:]")
 def eights(bits, scale, codes):
     """Q8_0: scale = amax / 127; codes are x * (1 / scale), halves away from zero.
 
@@ -54,7 +54,7 @@ def eights(bits, scale, codes):
                 out[i] = np.uint8(np.int8(-whole if x < np.float32(0) else whole))
 
 
-@kernel
+@kernel("bits[:,:] float32[:,:] uint8[:,:]")
 def fours(bits, scale, codes):
     """Q4_0: scale = the value of largest magnitude / -8, the first of several; codes in two's complement, -8 to 7.
 
@@ -80,7 +80,7 @@ def fours(bits, scale, codes):
                 out[i] = np.uint8(np.int32(q - np.int32(8)) & np.int32(0xFF))
 
 
-@kernel
+@kernel("uint8[:,:] uint8[:,:] int64 uint8[:,:]")
 def join_bytes(codes, scale, size, out):
     """Blocks of one-byte codes.
 
@@ -98,7 +98,7 @@ def join_bytes(codes, scale, size, out):
                 out[r, at + size + i] = codes[r, b * block + i]
 
 
-@kernel
+@kernel("uint8[:,:] int64 uint8[:,:] uint8[:,:]")
 def split_bytes(stored, size, codes, scale):
     """Undo `join_bytes`."""
     blocks = scale.shape[1] // size
@@ -113,7 +113,7 @@ def split_bytes(stored, size, codes, scale):
                 codes[r, b * block + i] = stored[r, at + size + i]
 
 
-@kernel
+@kernel("uint8[:,:] uint8[:,:] int64 int64 uint8 uint8[:,:]")
 def join_nibbles(codes, scale, size, group, flip, out):
     """Blocks of 4-bit codes, of which `group` consecutive ones have one scale.
 
@@ -135,7 +135,7 @@ def join_nibbles(codes, scale, size, group, flip, out):
                     out[r, to + i] = np.uint8(low | high)
 
 
-@kernel
+@kernel("uint8[:,:] int64 int64 uint8 uint8[:,:] uint8[:,:]")
 def split_nibbles(stored, size, group, flip, codes, scale):
     """Undo `join_nibbles`; codes with `flip` get their sign extended to the byte."""
     blocks, half = scale.shape[1] // size, group // 2

@@ -6,20 +6,18 @@ are two families, as in their originals, with different last bits: quotient by t
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _largest(row):
     bits = row.dtype.type
     mask = bits((1 << (8 * row.itemsize - 1)) - 1)
@@ -30,7 +28,7 @@ def _largest(row):
     return np.uint32(np.uint32(best) << _shift(row))
 
 
-@kernel
+@inner
 def _code(u):
     """The e4m3 code of a float32, as in `fp8.py`."""
     a = np.uint32(u & np.uint32(0x7FFFFFFF))
@@ -43,7 +41,7 @@ def _code(u):
     return np.uint8(code | np.uint32(np.uint32(u >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@kernel
+@inner
 def _quotients(row, scale, codes):
     shift = _shift(row)
     for i in range(row.size):
@@ -51,7 +49,7 @@ def _quotients(row, scale, codes):
         codes[i] = _code(np.float32(w / scale).view(np.uint32))
 
 
-@kernel
+@inner
 def _products(row, factor, codes):
     shift = _shift(row)
     for i in range(row.size):
@@ -59,7 +57,7 @@ def _products(row, factor, codes):
         codes[i] = _code(np.float32(w * factor).view(np.uint32))
 
 
-@kernel
+@inner
 def _inverse(magnitude, least, power):
     """Return (scale, factor) of a maximum given as bits; NaN stays NaN."""
     amax = np.uint32(magnitude).view(np.float32)
@@ -73,7 +71,7 @@ def _inverse(magnitude, least, power):
     return scale, np.float32(np.float32(np.float32(1.0) / amax) * np.float32(448.0))
 
 
-@kernel
+@kernel("bits[:,:] int64 float32 uint8[:,:] float32[:,:]")
 def by_quotient(bits, block, least, codes, scale):
     """Write s = max(amax / 448, `least`) of each 1 x `block` group and the e4m3 codes of bits / s.
 
@@ -90,8 +88,12 @@ def by_quotient(bits, block, least, codes, scale):
             _quotients(bits[r, first:last], s, codes[r, first:last])
 
 
-@kernel
-def by_product(bits, block_out, block_in, least, power, codes, scale):
+def _scratch(bits, block_out, block_in, least, power, codes, scale):
+    return np.empty(scale.shape[1], np.uint32), np.empty(scale.shape[1], np.float32)
+
+
+@kernel("bits[:,:] int64 int64 float32 int64 uint8[:,:] float32[:,:] uint32[:] float32[:]", scratch=_scratch)
+def by_product(bits, block_out, block_in, least, power, codes, scale, largest, factor):
     """Write s = max(amax, `least`) / 448 of each `block_out` x `block_in` block and the e4m3 codes of bits times 1 / s.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  codes: (rows, cols) uint8.
@@ -99,8 +101,6 @@ def by_product(bits, block_out, block_in, least, power, codes, scale):
     """
     rows, cols = bits.shape
     wide = scale.shape[1]
-    largest = np.empty(wide, np.uint32)
-    factor = np.empty(wide, np.float32)
     for g in range(scale.shape[0]):
         top, bottom = g * block_out, min(rows, (g + 1) * block_out)
         largest[:] = np.uint32(0)

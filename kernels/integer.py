@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _code(u, low, high):
     x = np.uint32(u).view(np.float32)
     x = np.float32(x if x == x else np.float32(0.0))
@@ -25,7 +25,7 @@ def _code(u, low, high):
     return np.uint8(np.float32(x + np.float32(12582912.0)).view(np.uint32) & np.uint32(0xFF))
 
 
-@kernel
+@inner
 def _uniform(row, divisor, low, high, codes):
     shift = _shift(row)
     if divisor == np.float32(1):  # quotients that are rounded already: a division would double the time
@@ -37,7 +37,7 @@ def _uniform(row, divisor, low, high, codes):
             codes[i] = _code(np.float32(w / divisor).view(np.uint32), low, high)
 
 
-@kernel
+@inner
 def _varied(row, divisor, low, high, codes):
     shift = _shift(row)
     for i in range(row.size):
@@ -45,15 +45,15 @@ def _varied(row, divisor, low, high, codes):
         codes[i] = _code(np.float32(w / divisor[i]).view(np.uint32), low, high)
 
 
-@kernel
+@inner
 def _expand(scale, block, divisor):
     """Repeat each scale over its block; if blocks are even, two at once: single stores stay scalar."""
     whole = divisor.size // block
     if block % 2 == 0:
         bits = scale.view(np.uint32)
-        pairs = divisor[: whole * block].view(np.uint64).reshape(whole, block // 2)
+        pairs, half = divisor[: whole * block].view(np.uint64), block // 2
         for b in range(whole):
-            pairs[b][:] = np.uint64(np.uint64(bits[b]) * np.uint64(0x100000001))
+            pairs[b * half : (b + 1) * half] = np.uint64(np.uint64(bits[b]) * np.uint64(0x100000001))
     else:
         for b in range(whole):
             divisor[b * block : (b + 1) * block] = scale[b]
@@ -61,16 +61,19 @@ def _expand(scale, block, divisor):
         divisor[whole * block :] = scale[whole]
 
 
-@kernel
-def integer(bits, scale, block_out, block_in, low, high, codes):
+def _scratch(bits, scale, *_):
+    return (np.empty(1 if scale.shape[1] == 1 else bits.shape[1], np.float32),)
+
+
+@kernel("bits[:,:] float32[:,:] int64 int64 float64 float64 uint8[:,:] float32[:]", scratch=_scratch)
+def integer(bits, scale, block_out, block_in, low, high, codes, divisor):
     """Write `clamp(round(bits / scale), low, high)` as two's complement bytes (NaN: 0) to `codes`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  codes: (rows, cols) uint8.
     scale: float32 grid, one number for each `block_out` x `block_in` values.
     """
-    rows, cols = bits.shape
+    rows = bits.shape[0]
     uniform = scale.shape[1] == 1
-    divisor = np.empty(1 if uniform else cols, np.float32)
     current = -1
     for r in range(rows):
         line = r // block_out

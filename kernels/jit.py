@@ -1,38 +1,67 @@
 """The decorators of kernels.
 
-The options of `kernel` are part of the arithmetic: no `fastmath` (it replaces a division by a multiplication with the
-reciprocal, which changes codes), `error_model="numpy"` (division without a test for zero, so loops are vectorized).
-
-numba's cache does not notice a change of a function in another file than its caller: a kernel and the functions that it
-calls are in one file.
+`build.py` compiles them ahead of time, with numba, in a process of its own; what runs them needs no numba, which takes
+longer to start than a small conversion. The options are part of the arithmetic: no `fastmath` (it replaces a division
+by a multiplication with the reciprocal, which changes codes), `error_model="numpy"` (division without a test for zero,
+so loops are vectorized). A kernel and the functions that it calls are in one file, which is compiled as a whole.
 """
 
 from __future__ import annotations
 
-import warnings
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import numba
+from bridge._kernels.native import Kernel
+
+BUILDING = "bridge._kernels.build"  # imported first in the process that compiles, and in no other
+OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}  # `_nrt`: kernels allocate nothing
+
+Function = Callable[..., Any]
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` at its first call; cache the machine code if a directory is writable."""
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError as error:  # raised at decoration when no cache directory can be written
-        warnings.warn(
-            f"kernels are compiled again in every process, about a second each: {error}; "
-            "set NUMBA_CACHE_DIR to a writable directory",
-            RuntimeWarning,
-            stacklevel=1,  # this line, so Python shows it once for all kernels
-        )
-        return numba.njit(nogil=True, error_model="numpy")(function)
+def kernel(*signatures: str, scratch: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[Function], Any]:
+    """Make a function a kernel, compiled for each of `signatures`.
+
+    A signature has a word for each argument: int64, float32 ..., or an array as uint8[:,:], C-contiguous. `bits[:,:]`
+    stands for uint16 (bfloat16) and uint32 (float32), the same in a whole signature. A kernel returns nothing.
+
+    scratch: makes arrays of the arguments of a call, which follow them. They are not in a call.
+    """
+
+    def decorate(function: Function) -> Any:
+        expanded = [each for signature in signatures for each in expand(signature)]
+        if BUILDING not in sys.modules:
+            return Kernel(function, expanded, scratch)
+        compiled = inner(function)
+        compiled.words = expanded
+        return compiled
+
+    return decorate
 
 
-def estimate(function: Callable[..., Any]) -> Any:
-    """Compile a sum that may be added in any order: it bounds another one, and never is a result.
+def inner(function: Function) -> Any:
+    """Make a function callable from kernels of its file."""
+    return _compiled(function)
+
+
+def estimate(function: Function) -> Any:
+    """`inner` of a sum that may be added in any order: it bounds another one, and never is a result.
 
     Several floats are added at once. Rounding by a magic number would be optimized away: write `np.rint`.
     """
-    return numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)
+    return _compiled(function, fastmath={"reassoc", "nsz", "contract"})
+
+
+def expand(signature: str) -> list[tuple[str, ...]]:
+    """A signature as words, one for each width of `bits`."""
+    widths = ("uint16", "uint32") if "bits" in signature else ("",)
+    return [tuple(word.replace("bits", width) for word in signature.split()) for width in widths]
+
+
+def _compiled(function: Function, **options: Any) -> Any:
+    if BUILDING not in sys.modules:
+        return function
+    import numba
+
+    return numba.njit(**OPTIONS, **options)(function)

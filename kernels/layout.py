@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 TILE = 64  # bytes of a cache line: a column of 64 codes fills one line of the transpose
 
 
-@kernel
+@kernel("uint8[:,:] uint8[:,:]")
 def pack(codes, out):
     """Pack neighbours of a row, the even one into the low nibble.  codes: (rows, 2 n) uint8; out: (rows, n) uint8."""
     for r in range(codes.shape[0]):
@@ -22,7 +20,7 @@ def pack(codes, out):
             line[i] = np.uint8(np.uint16(v & np.uint16(15)) | np.uint16(np.uint16(v >> np.uint16(4)) & np.uint16(0xF0)))
 
 
-@kernel
+@kernel("uint8[:,:] uint8[:,:]")
 def pack_rows(codes, out):
     """Pack neighbouring rows, the even one into the low nibble.  codes: (2 n, cols) uint8; out: (n, cols) uint8."""
     for r in range(out.shape[0]):
@@ -33,7 +31,7 @@ def pack_rows(codes, out):
             line[i] = np.uint8(np.uint8(low[i] & np.uint8(15)) | np.uint8(high[i] << np.uint8(4)))
 
 
-@kernel
+@kernel("uint8[:,:] int64 uint8[:,:]")
 def unpack(packed, signed, out):
     """Undo `pack`; `signed` extends the sign to the byte.  packed: (rows, n) uint8; out: (rows, 2 n) uint8."""
     flip = np.uint8(8) if signed else np.uint8(0)
@@ -46,7 +44,7 @@ def unpack(packed, signed, out):
             target[2 * i + 1] = np.uint8(np.uint8(np.uint8(v >> np.uint8(4)) ^ flip) - flip)
 
 
-@kernel
+@kernel("uint8[:,:] int64 uint8[:,:]")
 def unpack_rows(packed, signed, out):
     """Undo `pack_rows`; `signed` extends the sign to the byte.  packed: (n, cols) uint8; out: (2 n, cols) uint8."""
     flip = np.uint8(8) if signed else np.uint8(0)
@@ -60,7 +58,7 @@ def unpack_rows(packed, signed, out):
             high[i] = np.uint8(np.uint8(np.uint8(v >> np.uint8(4)) ^ flip) - flip)
 
 
-@kernel
+@kernel(*(f"{word}[:,:] int64 {word}[:,:] int64 int64 int64" for word in ("uint8", "uint16", "uint32", "uint64")))
 def transpose(source, source_col, target, target_col, rows, cols):
     """target[c, target_col + r] = source[r, source_col + c] for r < rows, c < cols; any dtype, both C-contiguous.
 
@@ -76,29 +74,30 @@ def transpose(source, source_col, target, target_col, rows, cols):
                     line[target_col + r] = source[r, source_col + c]
 
 
-@kernel
+@inner
 def _swap(a, b, shift, mask):
     t = np.uint64(np.uint64(np.uint64(a >> shift) ^ b) & mask)
     return np.uint64(a ^ np.uint64(t << shift)), np.uint64(b ^ t)
 
 
-@kernel
-def transpose_bytes(source, source_col, target, target_col, rows, cols):
+def _scratch(*_):
+    return (np.empty((TILE, TILE // 8), np.uint64),)
+
+
+@kernel("uint8[:,:] int64 uint8[:,:] int64 int64 int64 uint64[:,:]", scratch=_scratch)
+def transpose_bytes(source, source_col, target, target_col, rows, cols, tile):
     """`transpose` of uint8 where both row lengths, both columns, `rows` and `cols` are multiples of 8.
 
     Eight words of eight bytes are transposed in registers: three rounds of exchanges of 4, 2 and 1 bytes.
     """
-    src = source.reshape(source.size).view(np.uint64)
-    dst = target.reshape(target.size).view(np.uint64)
-    wide, tall = source.shape[1] // 8, target.shape[1] // 8
-    tile = np.empty((TILE, TILE // 8), np.uint64)
+    src, dst = source.view(np.uint64), target.view(np.uint64)
     for c0 in range(source_col // 8, (source_col + cols) // 8, TILE // 8):
         words = min(TILE // 8, (source_col + cols) // 8 - c0)
         for r0 in range(0, rows, TILE):
             high = min(TILE, rows - r0)
             for r in range(high):
                 for k in range(words):
-                    tile[r, k] = src[(r0 + r) * wide + c0 + k]
+                    tile[r, k] = src[r0 + r, c0 + k]
             for k in range(words):
                 for r in range(0, high, 8):
                     four, two, one = np.uint64(32), np.uint64(16), np.uint64(8)
@@ -119,12 +118,12 @@ def transpose_bytes(source, source_col, target, target_col, rows, cols):
                     c, d = _swap(c, d, one, low8)
                     e, f = _swap(e, f, one, low8)
                     g, h = _swap(g, h, one, low8)
-                    at = ((c0 + k) * 8 - source_col) * tall + (target_col + r0 + r) // 8
-                    dst[at] = a
-                    dst[at + tall] = b
-                    dst[at + 2 * tall] = c
-                    dst[at + 3 * tall] = d
-                    dst[at + 4 * tall] = e
-                    dst[at + 5 * tall] = f
-                    dst[at + 6 * tall] = g
-                    dst[at + 7 * tall] = h
+                    at, to = (c0 + k) * 8 - source_col, (target_col + r0 + r) // 8
+                    dst[at, to] = a
+                    dst[at + 1, to] = b
+                    dst[at + 2, to] = c
+                    dst[at + 3, to] = d
+                    dst[at + 4, to] = e
+                    dst[at + 5, to] = f
+                    dst[at + 6, to] = g
+                    dst[at + 7, to] = h

@@ -7,11 +7,9 @@ first-level cache while three loops pass over it: integers (extremes), float64 (
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 # Places in `totals`. Magnitudes are kept as float64 of a float32; M2 is the sum of squares about the mean.
 NUMEL, FINITE, NAN, INF, ZEROS, MIN, MAX, AMAX, AMIN, SUM, ABS, SQUARES, M2, FOURTHS = range(14)
@@ -22,33 +20,33 @@ LANES = 16
 TABLES = 4  # of magnitudes: values beside each other often share a bin, and an increment waits for the one before
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _widen(source, words):
     shift = _shift(source)
     for i in range(source.size):
         words[i] = np.uint32(np.uint32(source[i]) << shift)
 
 
-@kernel
+@inner
 def _number(bits):
     """A float32 as float64, of its bits."""
     return np.float64(np.uint32(bits).view(np.float32))
 
 
-@kernel
+@inner
 def _order(word):
     """An integer with the order of the float32 number; +0 comes after -0."""
     sign = np.int32(np.int32(word) >> np.int32(31))
     return np.int32(np.int32(word) ^ np.int32(np.int32(sign) & np.int32(0x7FFFFFFF)))
 
 
-@kernel
+@inner
 def _extremes(words):
     """Return the largest magnitude, the least but 0 minus 1, zeros, and `_order` of the least and the largest value.
 
@@ -68,7 +66,7 @@ def _extremes(words):
     return top, bottom, zeros, low, high
 
 
-@kernel
+@inner
 def _finite(words, kept, totals):
     """Write the finite numbers to `kept`, count the others; return how many are kept."""
     n = 0
@@ -84,7 +82,7 @@ def _finite(words, kept, totals):
     return n
 
 
-@kernel
+@inner
 def _sums(x, lanes):
     """Add x, |x|, x^2 and x^4 to the lanes.  x: float32.  lanes: (4, LANES) float64."""
     plain, absolute, squares, fourths = lanes[0], lanes[1], lanes[2], lanes[3]
@@ -106,7 +104,7 @@ def _sums(x, lanes):
         fourths[i] += s * s
 
 
-@kernel
+@inner
 def _squares_about(x, mean, lane):
     whole = x.size // LANES * LANES
     for first in range(0, whole, LANES):
@@ -118,7 +116,7 @@ def _squares_about(x, mean, lane):
         lane[i] += d * d
 
 
-@kernel
+@inner
 def _total(lane):
     total = 0.0
     for i in range(LANES):
@@ -126,7 +124,7 @@ def _total(lane):
     return total
 
 
-@kernel
+@inner
 def _magnitudes(words, tables):
     """Count values by magnitude.  tables: (TABLES, BINS)."""
     whole = words.size // TABLES * TABLES
@@ -140,16 +138,20 @@ def _magnitudes(words, tables):
         a[np.uint32(np.uint32(words[i] << np.uint32(1)) >> np.uint32(20))] += np.uint32(1)
 
 
-@kernel
-def moments(words, totals, bins):
+def _scratch(words, totals, bins):
+    return (
+        np.empty(SEGMENT, np.uint32), np.empty(SEGMENT, np.uint32), np.empty((5, LANES), np.float64),
+        np.zeros((TABLES, bins.size), np.uint32),
+    )  # fmt: skip
+
+
+@kernel("bits[:] float64[:] int64[:] uint32[:] uint32[:] float64[:,:] uint32[:,:]", scratch=_scratch)
+def moments(words, totals, bins, segment, kept, lanes, tables):
     """Add the numbers of a tensor to `totals`, and to `bins` if it has any.
 
     words: uint16 (bfloat16) or uint32 (float32), fewer than 2^32.  totals: (PLACES,) float64, of `nothing`.
     bins: (BINS,) int64, or empty.
     """
-    segment, kept = np.empty(SEGMENT, np.uint32), np.empty(SEGMENT, np.uint32)
-    lanes = np.empty((5, LANES), np.float64)
-    tables = np.zeros((TABLES, bins.size), np.uint32)
     for first in range(0, words.size, SEGMENT):
         n = min(SEGMENT, words.size - first)
         _widen(words[first : first + n], segment[:n])

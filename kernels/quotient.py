@@ -6,20 +6,18 @@ They are encoded instead of the weight. `to_half` rounds to float16's ten bits w
 
 from __future__ import annotations
 
-from builtins import min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _brain(row, divisor, out):
     shift = _shift(row)
     for i in range(row.size):
@@ -28,7 +26,7 @@ def _brain(row, divisor, out):
         out[i] = np.uint16(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
 
 
-@kernel
+@inner
 def _half(row, divisor, out):
     shift = _shift(row)
     for i in range(row.size):
@@ -37,7 +35,7 @@ def _half(row, divisor, out):
         out[i] = np.uint32(np.uint32(u + np.uint32(np.uint32(0xFFF) + odd)) & np.uint32(0xFFFFE000))
 
 
-@kernel
+@kernel("bits[:,:] float32[:,:] int64 int64 uint16[:,:]")
 def to_brain(bits, scale, block_out, block_in, out):
     """Write `bits / scale` rounded to bfloat16.  out: (rows, cols) uint16; other arguments: see `to_half`."""
     cols = bits.shape[1]
@@ -48,7 +46,7 @@ def to_brain(bits, scale, block_out, block_in, out):
             _brain(bits[r, i:j], factors[b], out[r, i:j])
 
 
-@kernel
+@kernel("bits[:,:] float32[:,:] int64 int64 uint32[:,:]")
 def to_half(bits, scale, block_out, block_in, out):
     """Write `bits / scale` rounded to the ten bits of float16, as float32 bits.
 
@@ -63,7 +61,7 @@ def to_half(bits, scale, block_out, block_in, out):
             _half(bits[r, i:j], factors[b], out[r, i:j])
 
 
-@kernel
+@kernel("bits[:,:] float32[:,:] int64 int64 uint32[:,:]")
 def product(bits, factor, block_out, block_in, out):
     """Write `bits * factor` as float32 bits; the arguments are those of `to_half`, with factors instead of scales."""
     cols = bits.shape[1]

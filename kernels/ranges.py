@@ -5,26 +5,24 @@ Zeros, infinities and NaN have none.
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import kernel
+from bridge._kernels.jit import inner, kernel
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _number(bits):
     """A float32 as float64, of its bits."""
     return np.float64(np.uint32(bits).view(np.float32))
 
 
-@kernel
+@inner
 def _fold(row, top, bottom):
     """Take magnitudes into the largest and the least minus 1 of each column; 0 wraps around to the largest number."""
     shift = _shift(row)
@@ -37,7 +35,7 @@ def _fold(row, top, bottom):
         bottom[i] = np.uint32(less if less < b else b)
 
 
-@kernel
+@inner
 def _ends(top, bottom):
     largest, least = np.uint32(0), np.uint32(0xFFFFFFFF)
     for i in range(top.size):
@@ -47,14 +45,17 @@ def _ends(top, bottom):
     return largest, least
 
 
-@kernel
-def widest(bits, down, across):
-    """Return the largest quotient of two magnitudes, finite and not 0, in one `down` x `across` block; at least 1.
+def _scratch(bits, *_):
+    return np.empty(bits.shape[1], np.uint32), np.empty(bits.shape[1], np.uint32)
 
-    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32); the last block of an axis may be short.
+
+@kernel("bits[:,:] int64 int64 float64[:] uint32[:] uint32[:]", scratch=_scratch)
+def widest(bits, down, across, out, top, bottom):
+    """Write the largest quotient of two magnitudes, finite and not 0, in one `down` x `across` block; at least 1.
+
+    bits: (rows, cols) uint16 (bfloat16) or uint32 (float32); the last block of an axis may be short.  out: (1,).
     """
     rows, cols = bits.shape
-    top, bottom = np.empty(cols, np.uint32), np.empty(cols, np.uint32)
     quotient = 1.0
     for first in range(0, rows, down):
         top[:] = np.uint32(0)
@@ -65,4 +66,4 @@ def widest(bits, down, across):
             largest, least = _ends(top[at : at + across], bottom[at : at + across])
             if largest > np.uint32(0):
                 quotient = max(quotient, _number(largest) / _number(least + np.uint32(1)))
-    return quotient
+    out[0] = quotient

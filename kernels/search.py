@@ -6,22 +6,20 @@ for int4, whose range has one number more below zero.
 
 from __future__ import annotations
 
-from builtins import max, min  # noqa: UP029  torch.export replaces them in `builtins` while kernels compile
-
 import numpy as np
 
-from bridge._kernels.jit import estimate, kernel
+from bridge._kernels.jit import estimate, inner, kernel
 
 TINY = 2.0**-128  # more than the squares of a block lose when they underflow
 
 
-@kernel
+@inner
 def _shift(row):
     """16 for bfloat16, 0 for float32, constant when compiled: numba shifts by `itemsize` in 64 bits."""
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel
+@inner
 def _total(errors):
     """The sum of all, by halves: the second half is added to the first until one number is left."""
     n = errors.size
@@ -35,7 +33,7 @@ def _total(errors):
     return errors[0]
 
 
-@kernel
+@inner
 def _fp4_error(x, scale, errors):
     """The error of magnitudes x as e2m1 codes times `scale`; a scale of zero gives zeros.  Rounding: see `fp4.py`."""
     divisor = scale if scale > np.float32(0) else np.float32(np.inf)
@@ -51,21 +49,24 @@ def _fp4_error(x, scale, errors):
     return _total(errors[: x.size])
 
 
-@kernel
+@inner
 def _magnitudes(row, out):
     shift = _shift(row)
     for i in range(row.size):
         out[i] = np.uint32(np.uint32(np.uint32(row[i]) << shift) & np.uint32(0x7FFFFFFF)).view(np.float32)
 
 
-@kernel
-def fp4_errors(bits, scale, block, out):
+def _block(bits, scale, block, out):
+    return np.empty(block, np.float32), np.empty(block, np.float32)
+
+
+@kernel("bits[:,:] float32[:,:] int64 float32[:,:] float32[:] float32[:]", scratch=_block)
+def fp4_errors(bits, scale, block, out, x, errors):
     """Write the error of each block of `block` values along a row as e2m1 codes times its `scale`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  scale, out: (rows, blocks) float32.
     """
     cols = bits.shape[1]
-    x, errors = np.empty(block, np.float32), np.empty(block, np.float32)
     for r in range(bits.shape[0]):
         for b in range(out.shape[1]):
             part = bits[r, b * block : min(cols, (b + 1) * block)]
@@ -73,7 +74,7 @@ def fp4_errors(bits, scale, block, out):
             out[r, b] = _fp4_error(x[: part.size], scale[r, b], errors)
 
 
-@kernel
+@inner
 def _integer_error(x, scale, low, high, errors):
     """The error of x as integers low..high divided by `scale`; a scale of zero gives zeros."""
     magic = np.float32(12582912.0)  # rounds as in `integer.py`
@@ -102,7 +103,7 @@ def _integer_estimate(x, scale, low, high):
     return total
 
 
-@kernel
+@inner
 def _estimates(x, scales, slack, order, low, high, estimates):
     """Write estimates of the errors of x under each scale; return the root of the most that the least of them can be.
 
@@ -122,7 +123,7 @@ def _estimates(x, scales, slack, order, low, high, estimates):
     return root
 
 
-@kernel
+@inner
 def _least_error(x, scales, slack, order, low, high, estimates, errors):
     """The number of the scale under which x has the least error, the first of equal ones; -1 if no error is finite."""
     root = _estimates(x, scales, slack, order, low, high, estimates)
@@ -141,8 +142,22 @@ def _least_error(x, scales, slack, order, low, high, estimates, errors):
     return best
 
 
-@kernel
-def integer_sweep(bits, amax, multipliers, order, bound, least, block, low, high, out):
+def _tried(bits, amax, multipliers, order, bound, least, block, *_):
+    count = multipliers.size
+    return (
+        np.empty(block, np.float32), np.empty(block, np.float32), np.empty(count, np.float32),
+        np.empty(count, np.float64), np.zeros(count, np.float64),
+    )  # fmt: skip
+
+
+@kernel(
+    "bits[:,:] float32[:,:] float32[:] int64[:] float32 float32 int64 float64 float64 float32[:,:] "
+    "float32[:] float32[:] float32[:] float64[:] float64[:]",
+    scratch=_tried,
+)
+def integer_sweep(
+    bits, amax, multipliers, order, bound, least, block, low, high, out, x, errors, scales, slack, estimates
+):
     """Write the amax of each block under which it has the least error as integers low..high, the first of equal ones.
 
     bits, block: see `fp4_errors`.  amax, out: (rows, blocks) float32.  Those that are tried are amax times one of
@@ -152,9 +167,6 @@ def integer_sweep(bits, amax, multipliers, order, bound, least, block, low, high
     exact ones by at most four roundings of the largest. Squares of values above 2^56 may overflow: no estimates.
     """
     cols, shift = bits.shape[1], _shift(bits[0])
-    x, errors = np.empty(block, np.float32), np.empty(block, np.float32)
-    scales = np.empty(multipliers.size, np.float32)
-    slack, estimates = np.empty(scales.size, np.float64), np.zeros(scales.size, np.float64)
     rounded = 2.0**-22 * np.sqrt(np.float64(block)) * max(-low, high) / bound
     for r in range(bits.shape[0]):
         for b in range(out.shape[1]):
@@ -172,8 +184,12 @@ def integer_sweep(bits, amax, multipliers, order, bound, least, block, low, high
             out[r, b] = np.float32(own * multipliers[best]) if best >= 0 else own
 
 
-@kernel
-def e4m3_sweep(bits, amax, scales, block, codes):
+def _swept(bits, amax, scales, block, codes):
+    return np.empty(block, np.float32), np.empty(block, np.float32)
+
+
+@kernel("bits[:,:] float32[:,:] float32[:] int64 uint8[:,:] float32[:] float32[:]", scratch=_swept)
+def e4m3_sweep(bits, amax, scales, block, codes, x, errors):
     """Write the e4m3 code of the scale under which a block as e2m1 codes has the least error, the first of equal ones.
 
     bits, block: see `fp4_errors`.  amax: (rows, blocks) float32.  codes: (rows, blocks) uint8.
@@ -184,7 +200,6 @@ def e4m3_sweep(bits, amax, scales, block, codes):
     """
     cols = bits.shape[1]
     six, four = np.float32(6), np.float32(4)
-    x, errors = np.empty(block, np.float32), np.empty(block, np.float32)
     for r in range(bits.shape[0]):
         for b in range(codes.shape[1]):
             part = bits[r, b * block : min(cols, (b + 1) * block)]

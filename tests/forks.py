@@ -89,13 +89,11 @@ def _warm() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from bridge.quant.codec.warm_up import load_kernels
     from bridge.sources.opening import open_source
     from bridge.targets.trt.graph import export
     from tests.models.graphs import export_once
 
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
-    load_kernels()
     # nearly every page writes the tiny Llama as ONNX; its float graph depends on no weight and no scheme
     export.export_graph = export_once
     config = open_source(str(ROOT / "examples/models/tiny-llama")).config

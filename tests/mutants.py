@@ -139,11 +139,11 @@ class Copy:
         self.root, self._marker, self._timeout = directory, marker, timeout
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-        kernels = [str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/__pycache__/*.nb[ic]")]
+        kernels = [str(path.relative_to(ROOT)) for path in ROOT.glob("kernels/objects/*")]
         for name in filter(None, [*listed, *kernels]):
             if (ROOT / name).is_file():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, directory / name)  # with its time, by which numba knows what it compiled
+                shutil.copy2(ROOT / name, directory / name)
 
     @contextmanager
     def with_change(self, mutant: Mutant) -> Iterator[None]:

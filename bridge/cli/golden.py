@@ -12,7 +12,6 @@ import bridge
 from bridge.cli.arguments import Config, Debug, Json, Quiet, Tokenizer, Written, epilog, print_json
 from bridge.cli.terminal import FAILED, session
 from bridge.core.text import first_of
-from bridge.quant.codec.warm_up import load_kernels
 
 MAX_NAMES = 3  # tensors that a note names
 EXITS = "Exit codes: 0 nothing moved, 1 something moved or failed, 2 usage."
@@ -37,7 +36,6 @@ def record(
 ) -> None:
     """Record a written model as a golden."""
     with session(debug=debug, quiet=quiet) as terminal:
-        load_kernels()
         result = bridge.golden.record(
             out, golden, reason=reason, against=against, quant=quant, tolerance=tolerance, run=not no_run,
             progress=terminal.progress,

@@ -47,7 +47,6 @@ from bridge.core.errors import UsageError
 from bridge.core.machine import keep_pages
 from bridge.core.output.names import MANIFEST
 from bridge.core.text import byte_count, number
-from bridge.quant.codec.warm_up import load_kernels
 
 # rich's markup costs 0.12 s of every --help; typer's own tracebacks would hide ours
 app = typer.Typer(
@@ -120,7 +119,6 @@ def convert(
     with session(debug=debug, quiet=quiet, silent=launched()[0] > 0) as terminal:
         from bridge.reporting.report import report_table
 
-        load_kernels()
         report = bridge.convert(
             model, target, quant, out, calib=calib, data=data, samples=count_or_auto(samples),
             sequence=sequence, field=field, kv=kv,

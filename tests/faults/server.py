@@ -61,11 +61,9 @@ def _warm() -> None:
     import bridge.targets.trt.graph.export
     import bridge.verification.verify
     import bridge.workflows.golden.verbs
-    from bridge.quant.codec.warm_up import load_kernels
 
     bridge.core.remote.objects.PART = PART
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
-    load_kernels()
 
 
 def _warmed(asked: dict[str, Any]) -> dict[str, Any]:

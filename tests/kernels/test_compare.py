@@ -37,7 +37,7 @@ def sums(
     made = np.empty((len(bits), 5))
     down, across = -(-len(bits) // len(scale)), -(-bits.shape[1] // scale.shape[1])
     small = (np.float32(number) for number in (second, slack, least))
-    compare(bits, codes, kind, packing, np.uint8(flip), scale, down, across, *small, made)
+    compare(bits, codes, kind, packing, np.uint8(flip), scale, down, across, *small, made, False)
     return made
 
 

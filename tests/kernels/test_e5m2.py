@@ -58,12 +58,12 @@ def test_blocks_have_their_own_scale(block: tuple[int, int]) -> None:
     np.testing.assert_array_equal(made, torchs(x / wide))
     np.testing.assert_array_equal(values(made, E, scale, *block), values(made, E) * wide)
     sums, small = np.empty((12, 6)), (np.float32(0),) * 3
-    compare(x.view(np.uint32), made, E5M2, BYTES, np.uint8(0), scale, *block, *small, sums)
+    compare(x.view(np.uint32), made, E5M2, BYTES, np.uint8(0), scale, *block, *small, sums, False)
     a, b = x.astype(np.float64), values(made, E, scale, *block).astype(np.float64)
     wanted = [(a * a).sum(1), (b * b).sum(1), ((a - b) ** 2).sum(1)]
     np.testing.assert_allclose(sums[:, :3].T, wanted, rtol=1e-6)
     np.testing.assert_allclose(sums[:, 5], np.abs(a - b).max(1), rtol=1e-6)
     assert not sums[:, 4].any()
     other = made ^ np.uint8(1)
-    compare(x.view(np.uint32), other, E5M2, BYTES, np.uint8(0), scale, *block, *small, sums)
+    compare(x.view(np.uint32), other, E5M2, BYTES, np.uint8(0), scale, *block, *small, sums, False)
     assert sums[:, 4].sum() == x.size

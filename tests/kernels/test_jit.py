@@ -1,24 +1,29 @@
-"""Kernels import from a checkout and from a wheel, cache where they can, and run where they cannot."""
+"""Kernels are compiled ahead of time, run without numba, and come with a wheel."""
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import numba
+import numpy as np
 import pytest
 
 import bridge
-from bridge._kernels import jit
+from bridge._kernels import jit, objects
+from bridge._kernels.fp8 import fp8
+from bridge._kernels.smooth import smooth
 
 ROOT = Path(bridge.__file__).parent.parent
 PROBE = """
+import sys
+sys.modules["numba"] = None
 import numpy as np
 from bridge._kernels.fp8 import fp8
 codes = np.empty((1, 2), np.uint8)
@@ -26,10 +31,10 @@ fp8(np.array([[0x3F80, 0xC000]], np.uint16), np.ones((1, 1), np.float32), 1, 2, 
 print(codes.tolist(), __import__("bridge").__file__, __import__("sys").modules["bridge._kernels.fp8"].__file__)
 """
 
-
-# Every dtype, code and packing once, as a conversion calls them; prints how many functions had to be compiled.
+# Every dtype, code and packing once, as a conversion calls them, where numba cannot be imported.
 EVERY = """
 import sys
+sys.modules["numba"] = None
 import numpy as np
 from bridge.quant.codec.arrays import smooth
 from bridge.verification.weight_error import compare
@@ -49,34 +54,37 @@ for numeric, packed in [
                 smooth(bits, dtype, np.ones(256, np.float32))
                 made = encode(bits, dtype, (numeric,), transpose=transpose, coding=coding)
                 compare(bits, dtype, made, (numeric,), transpose=transpose, coding=coding)
-compiled = 0
-for name, module in list(sys.modules.items()):
-    if name.startswith("bridge._kernels."):
-        compiled += sum(sum(f.stats.cache_misses.values()) for f in vars(module).values() if hasattr(f, "stats"))
-print(compiled)
+print(sorted(name for name in sys.modules if name.startswith("llvmlite.binding"))[0])
 """
 
-# Compiles afresh, since numba shows no machine code of a function from its cache.
+# The process that compiles: kernels are functions of numba, which shows their machine code.
 MACHINE = """
 import re
 import numpy as np
+import bridge._kernels.build
 from bridge._kernels import amax, compare, counts, decode, e5m2, fp4, fp8, integer, moments, quotient, ranges
 codes, single, brain = np.zeros((2, 256), np.uint8), np.zeros((2, 256), np.float32), np.zeros((2, 256), np.uint16)
 rows, blocks = np.ones((2, 1), np.float32), np.ones((2, 16), np.float32)
+
+def call(module, name, *given):
+    scratch = getattr(module, "_scratch", None)
+    getattr(module, name)(*given, *(scratch(*given) if scratch else ()))
+
 for scale, across in (rows, 256), (blocks, 16):
-    fp8.fp8(brain, scale, 1, across, codes)
-    fp4.fp4(brain, scale, 1, across, codes)
-    integer.integer(brain, scale, 1, across, -128.0, 127.0, codes)
-quotient.to_brain(brain, rows, 1, 256, brain)
-amax.amax(brain, 1, 16, np.empty((2, 16), np.uint16))
-decode.floats(codes, True, rows, 1, 256, single)
+    call(fp8, "fp8", brain, scale, 1, across, codes)
+    call(fp4, "fp4", brain, scale, 1, across, codes)
+    call(integer, "integer", brain, scale, 1, across, -128.0, 127.0, codes)
+call(quotient, "to_brain", brain, rows, 1, 256, brain)
+call(amax, "amax", brain, 1, 16, np.empty((2, 16), np.uint16))
+call(decode, "floats", codes, 1, rows, 1, 256, single)
 small = np.float32(0), np.float32(0), np.float32(0)
-compare.compare(brain, codes, compare.E4M3, compare.BYTES, np.uint8(0), rows, 1, 256, *small, np.empty((2, 5)))
-moments.moments(brain[0], np.zeros(moments.PLACES), np.zeros(moments.BINS, np.int64))
-ranges.widest(brain, 1, 32)
-e5m2.codes_e5m2(brain, blocks, 1, 16, codes)
-e5m2.values_e5m2(codes, blocks, 1, 16, single)
-counts.nonzero(codes[0], np.uint8(127))
+kind = compare.E4M3, compare.BYTES, np.uint8(0)
+call(compare, "compare", brain, codes, *kind, rows, 1, 256, *small, np.empty((2, 6)), 0)
+call(moments, "moments", brain[0], np.zeros(moments.PLACES), np.zeros(moments.BINS, np.int64))
+call(ranges, "widest", brain, 1, 32, np.empty(1))
+call(e5m2, "codes_e5m2", brain, blocks, 1, 16, codes)
+call(e5m2, "values_e5m2", codes, blocks, 1, 16, single)
+call(counts, "nonzero", codes[0], np.uint8(127), np.empty(1, np.int64))
 for function in (
     fp8._uniform, fp8._varied, fp4._uniform, fp4._varied, integer._uniform, integer._varied, quotient._brain,
     amax._fold, amax._halves, decode._floats, compare._products, compare._eights,
@@ -91,6 +99,19 @@ for function in (
           *sorted({word for word in found if word in ("vpmovzxdq", "vpmovqb", "vpmovqd", "vpmovqw")}))
 """
 
+OPTIONS = """
+import importlib, json
+from bridge._kernels import build
+found = {}
+for module in build.modules():
+    for name, value in vars(importlib.import_module(f"bridge._kernels.{module}")).items():
+        if hasattr(value, "targetoptions"):
+            options = value.targetoptions
+            plain = [options[option] for option in ("error_model", "nogil", "_nrt")]
+            found[f"{module}.{name}"] = [sorted(options.get("fastmath") or ()), *plain, bool(options.get("parallel"))]
+print(json.dumps(found))
+"""
+
 
 def python(script: str, **environment: str) -> str:
     command, env = [sys.executable, "-c", script], {**os.environ, **environment}
@@ -99,18 +120,12 @@ def python(script: str, **environment: str) -> str:
     return run.stdout
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One new cache of numba for the tests below: the first compiles, the second compiles the rest."""
-    return tmp_path_factory.mktemp("numba")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
-def test_the_inner_loops_are_vectorised_in_32_bits(cache: Path) -> None:
+def test_the_inner_loops_are_vectorised_in_32_bits() -> None:
     divide = {("fp8", "_uniform"), ("fp8", "_varied"), ("fp4", "_uniform"), ("fp4", "_varied")}
     divide |= {("integer", "_uniform"), ("integer", "_varied"), ("quotient", "_brain"), ("e5m2", "_codes")}
-    for line in python(MACHINE, NUMBA_CACHE_DIR=str(cache)).splitlines():
+    for line in python(MACHINE).splitlines():
         module, name, vectors, division, *widened = line.split()
         assert vectors == "True", line
         assert division == ("wide" if (module, name) in divide else "none"), line
@@ -118,46 +133,98 @@ def test_the_inner_loops_are_vectorised_in_32_bits(cache: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing(cache: Path) -> None:
-    assert int(python(EVERY, NUMBA_CACHE_DIR=str(cache))) > 10
-    assert int(python(EVERY, NUMBA_CACHE_DIR=str(cache))) == 0
+def test_no_process_but_the_compiler_loads_numba() -> None:
+    assert python(EVERY).startswith("llvmlite.binding")
 
 
-def test_without_a_writable_cache_kernels_still_run_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    njit = numba.njit
-
-    def no_cache(*args: object, cache: bool = False, **options: object) -> object:
-        if cache:
-            return lambda function: (_ for _ in ()).throw(RuntimeError("cannot cache function 'f': no locator"))
-        return njit(*args, **options)
-
-    monkeypatch.setattr(numba, "njit", no_cache)
-    with pytest.warns(RuntimeWarning, match=r"no locator; set NUMBA_CACHE_DIR to a writable directory"):
-        double = jit.kernel(lambda x: 2 * x)
-    assert double(4) == 8
-
-
+@pytest.mark.slow
 def test_kernels_compile_without_the_options_that_change_numbers() -> None:
-    for path in sorted((ROOT / "kernels").glob("*.py")):
-        module = importlib.import_module(f"bridge._kernels.{path.stem}") if path.stem != "__init__" else None
-        for name, value in vars(module).items() if module else ():
-            if isinstance(value, numba.core.dispatcher.Dispatcher):
-                options = value.targetoptions
-                free = {"reassoc", "nsz", "contract"} if name.endswith("_estimate") else set()  # they only bound
-                assert set(options.get("fastmath") or ()) == free and not options.get("parallel"), name
-                assert options["error_model"] == "numpy" and options["nogil"], name
+    found = json.loads(python(OPTIONS))
+    assert len(found) > 80
+    for name, (fastmath, error_model, nogil, nrt, parallel) in found.items():
+        free = ["contract", "nsz", "reassoc"] if name.endswith("_estimate") else []  # they only bound
+        assert (fastmath, error_model, nogil, nrt, parallel) == (free, "numpy", True, False, False), name
 
 
-def test_no_kernel_calls_a_compiled_function_of_another_file() -> None:
-    """numba's cache would not notice a change there."""
+def test_a_kernel_calls_functions_of_its_own_file() -> None:
+    """The digest in the name of its machine code is of that file, and of those that compile."""
     for path in sorted((ROOT / "kernels").glob("*.py")):
         imported = re.findall(r"^(?:from|import) (\S*kernels\S*)", path.read_text(), re.MULTILINE)
-        assert set(imported) <= {"bridge._kernels.jit"}, path.name
+        allowed = {"bridge._kernels", "bridge._kernels.native", "bridge._kernels.objects"}
+        own = allowed if path.stem in ("jit", "native", "build") else {"bridge._kernels.jit"}
+        assert set(imported) <= own, path.name
+
+
+def test_other_arrays_than_it_is_compiled_for_are_refused() -> None:
+    bits, codes = np.zeros((2, 4), np.uint16), np.zeros((2, 4), np.uint8)
+    one = np.ones((1, 1), np.float32)
+    fp8(bits, one, 2, 4, codes)
+    for given in (
+        (bits.astype(np.uint8), one, 2, 4, codes),
+        (bits[:, ::2], one, 2, 2, codes),
+        (bits[0], one, 2, 4, codes),
+    ):
+        with pytest.raises(TypeError, match=r"fp8\(.*: compiled for uint16\[:,:\] float32\[:,:\] int64 int64 uint8"):
+            fp8(*given)
+    with pytest.raises(TypeError, match="compiled for"):
+        fp8(bits, one, 2, codes)
+
+
+def test_a_signature_stands_for_both_widths_of_bits() -> None:
+    assert jit.expand("bits[:] int64 bits[:]") == [
+        ("uint16[:]", "int64", "uint16[:]"),
+        ("uint32[:]", "int64", "uint32[:]"),
+    ]
+    assert jit.expand("uint8[:]") == [("uint8[:]",)]
+    assert {words[0] for words in smooth.signatures} == {"uint16[:,:]", "uint32[:,:]"}
+
+
+@pytest.mark.slow
+def test_machine_code_that_is_missing_stale_or_damaged_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a copy of the kernels that cannot be written, then in one that can."""
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "bridge", site / "bridge", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "mappings", site / "mappings")
+    shutil.copytree(ROOT / "kernels", site / "kernels", ignore=shutil.ignore_patterns("__pycache__", "objects"))
+    script = """
+import numpy as np
+from bridge._kernels import objects
+if "closed":
+    objects.os.access = lambda *_: False
+from bridge._kernels.smooth import smooth
+out = np.empty((1, 2), np.uint32)
+smooth(np.ones((1, 2), np.uint16), np.ones((1, 2), np.float32), out)
+print(out.tolist()[0][0])
+"""
+
+    def run(closed: bool) -> None:
+        env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [sys.executable, "-c", script.replace('"closed"', str(closed))]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.stdout == "65536\n", done.stderr
+
+    cached, beside = tmp_path / "cache/qbridge/kernels", site / "kernels/objects"
+    run(closed=True)
+    (made,) = cached.iterdir()
+    assert made.name.startswith(f"smooth-{objects.digest('smooth')}.") and not beside.exists()
+    run(closed=False)  # that of the cache serves
+    assert not beside.exists()
+    made.write_bytes(made.read_bytes()[:-1])
+    run(closed=False)
+    (first,) = beside.iterdir()
+    with (site / "kernels/smooth.py").open("a") as file:
+        file.write("# changed\n")
+    run(closed=False)
+    assert len(list(beside.iterdir())) == 1 and not first.exists()
 
 
 @pytest.mark.slow
 def test_the_wheel_carries_the_kernels_inside_the_package(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="builds without network, so the build backend must be installed")
+    for module in ("fp8",):
+        objects.stored(module)
     command = [
         sys.executable,
         "-m",
@@ -176,8 +243,9 @@ def test_the_wheel_carries_the_kernels_inside_the_package(tmp_path: Path) -> Non
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     assert {f"bridge/_kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")} <= set(names)
+    assert f"bridge/_kernels/objects/fp8-{objects.digest('fp8')}.{objects.level()}" in names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"bridge"}
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     run = subprocess.run(
         [sys.executable, "-c", PROBE], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

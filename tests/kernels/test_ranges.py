@@ -5,8 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge._kernels.counts import beyond, nonzero
-from bridge._kernels.ranges import widest
+from bridge._kernels import counts, ranges
+
+
+def widest(bits: np.ndarray, down: int, across: int) -> float:
+    out = np.empty(1)
+    ranges.widest(bits, down, across, out)
+    return float(out[0])
+
+
+def beyond(words: np.ndarray, bound: int) -> tuple[int, ...]:
+    out = np.empty(2, np.int64)
+    counts.beyond(words, bound, out)
+    return tuple(out.tolist())
+
+
+def nonzero(codes: np.ndarray, mask: int) -> int:
+    out = np.empty(1, np.int64)
+    counts.nonzero(codes, mask, out)
+    return int(out[0])
 
 
 def plain(x: np.ndarray, down: int, across: int) -> float:

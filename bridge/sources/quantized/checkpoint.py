@@ -85,7 +85,7 @@ class Dequantized:
         return self.read_rows(name, 0, self.stored.plain.shape[0])
 
     def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
-        from bridge.sources.quantized.dequantize import weight_rows  # loads numba, which opening a checkpoint must not
+        from bridge.sources.quantized.dequantize import weight_rows  # opening a checkpoint loads no kernel
 
         return weight_rows(self.stored, begin, end, out)
 

@@ -92,7 +92,7 @@ def _module(file: SafetensorsFile, module: str, entry: Entry) -> Iterator[str]:
 
 
 def _inexact(file: SafetensorsFile, module: str, entry: Entry) -> str:
-    from bridge.quant.codec.fake_quant import fake_quantized, runtime_codes  # loads numba
+    from bridge.quant.codec.fake_quant import fake_quantized, runtime_codes
 
     spec, down = file.specs[f"{module}.weight"], entry.block or 1
     scale = to_float32(file.read(f"{module}.weight_scale"), spec.dtype)

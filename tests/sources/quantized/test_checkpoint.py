@@ -269,8 +269,8 @@ def test_opening_imports_no_framework_and_reading_no_torch(tmp_path: Path) -> No
     deepseek(tmp_path / "model", {"a": (130, 256)})
     code = (
         "import sys; from bridge.sources import open_source; s = open_source(sys.argv[1]);"
-        "print('numba' in sys.modules); s.read('a.weight');"
-        "print(*[m for m in ('torch', 'transformers', 'ml_dtypes', 'compressed_tensors') if m in sys.modules])"
+        "print('llvmlite' in sys.modules); s.read('a.weight');"
+        "print(*[m for m in ('torch', 'transformers', 'ml_dtypes', 'compressed_tensors', 'numba') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "model")], capture_output=True, text=True, check=True

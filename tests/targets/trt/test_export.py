@@ -286,27 +286,18 @@ def start(function, seconds):
     thread.join(seconds)
     threads.append(thread)
 
-def known():
+def kernel():
     import numpy as np
-    from bridge._kernels import fp8
     from bridge.quant.codec.arrays import amax
     told["a kernel is called"] = amax(np.ones((1, 1), np.uint16), "bfloat16", 1, 1).size
-    told["a kernel module has Python's max"] = fp8.max is before[0]
-
-def new():
-    import numpy as np
-    from bridge.quant.codec.arrays import amax
-    amax(np.ones((1, 1), np.uint32), "float32", 1, 1)
-    told["a kernel is compiled, or another graph traced, meanwhile"] |= tracing
 
 def other():
     trace()
-    told["a kernel is compiled, or another graph traced, meanwhile"] |= tracing
+    told["another graph is traced meanwhile"] |= tracing
 
-assert "numba" not in sys.modules
 before, threads, tracing = (max, min, math.pow), [], True
-told = {"a kernel is compiled, or another graph traced, meanwhile": False}
-trace(lambda: start(known, 60), lambda: start(new, 1), lambda: start(other, 1))
+told = {"another graph is traced meanwhile": False}
+trace(lambda: start(kernel, 60), lambda: start(other, 1))
 tracing = False
 for thread in threads:
     thread.join()
@@ -317,12 +308,11 @@ print(json.dumps(told))
 
 @pytest.mark.slow
 def test_a_graph_is_traced_alone() -> None:
-    """torch.export replaces max, min and math.pow of the process meanwhile, and numba looks Python's functions up."""
+    """torch.export replaces max, min and math.pow of the process meanwhile."""
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        "a kernel is compiled, or another graph traced, meanwhile": False,
+        "another graph is traced meanwhile": False,
         "a kernel is called": 1,
-        "a kernel module has Python's max": True,
         "Python's functions are back": True,
     }, done.stderr

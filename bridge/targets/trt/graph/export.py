@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from bridge.targets.trt.graph.translate import to_onnx
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _PREFIX = "model."  # the wrapper's attribute
+# torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces; two traces at once put them
+# back in the wrong order.
+_TRACING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def _trace(call: Any) -> Any:
     from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
     try:
-        with _alone():
+        with _TRACING:
             return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
     except torch._dynamo.exc.UserError as error:
         try:
@@ -215,25 +219,8 @@ def _trace(call: Any) -> Any:
             if " != 1" not in error.msg:
                 raise error from None
             shapes = _at_least_two(call.dynamic_shapes)
-        with _alone():
+        with _TRACING:
             return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Load numba with all kernels, then let no other thread compile or trace until this ends.
-
-    torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces. numba that is imported
-    meanwhile takes the replaced functions for Python's (`AttributeError: ... has no attribute '<lambda>'`), a kernel
-    module that is imported binds them for good, and two traces at once put them back in the wrong order.
-    """
-    from numba.core.compiler_lock import global_compiler_lock
-
-    from bridge.quant.codec.warm_up import load_every_kernel
-
-    load_every_kernel()
-    with global_compiler_lock:
-        yield
 
 
 def _free(program: Any) -> None:

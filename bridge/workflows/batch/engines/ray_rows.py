@@ -25,7 +25,6 @@ from bridge.core.output.directory import Work
 from bridge.core.version import __version__
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
-from bridge.quant.codec.warm_up import load_kernels
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
@@ -61,7 +60,6 @@ def run_here(job: Job, board: Any, cpus: int, retries: int) -> Outcome:
     executor = Partitions(job, cpus, retries) if job.spread else None
     keep_pages()
     with own_cores(0 if executor else cpus):
-        load_kernels()
         forget_peak()
         outcome = run_job(job, _teller(board), executor)
         release_memory()
@@ -150,7 +148,6 @@ def write_partition(offer: Offer, partition: Partition) -> Mapping[str, StepResu
     source = same_source(offer)
     keep_pages()
     with own_cores(offer.cpus):
-        load_kernels()
         work = Work(offer.directory, partition.done, io.StringIO(), offer.identity)
         context = ConversionContext(
             offer.plan, source, offer.calibration, offer.scheme, offer.memory, work, file_settings(offer.plan, source)

@@ -1,6 +1,6 @@
 """A worker process of the local engine; dies with its parent.
 
-It is a new interpreter, not a fork (torch and numba have threads, which a fork would lose), and not started by
+It is a new interpreter, not a fork (torch has threads, which a fork would lose), and not started by
 `multiprocessing`, which would run the caller's script again. One worker runs many jobs: importing torch and ModelOpt
 takes seconds, more than a small row. After each job it returns freed memory to the system and reports what it keeps to
 the parent, which ends a worker that keeps too much.
@@ -24,7 +24,6 @@ from pathlib import Path
 
 from bridge.core.errors import Stopped
 from bridge.core.machine import keep_pages
-from bridge.quant.codec.warm_up import load_kernels
 from bridge.workflows.batch.job import run_job
 from bridge.workflows.batch.values import Event, Job, Outcome
 
@@ -84,7 +83,6 @@ def main(fd: int) -> None:
     parent, orders = Parent(connection), queue.SimpleQueue[Order | None]()
     threading.Thread(target=_listen, args=(connection, orders), daemon=True).start()
     try:
-        load_kernels()
         while (order := orders.get()) is not None:
             job, cores = order
             use_cores(cores)

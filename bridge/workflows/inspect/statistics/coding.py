@@ -177,5 +177,6 @@ def fake_quantized(bits: Array, dtype: str, how: Quantization, amax: float | Non
 
 def overflowing(words: Array, bound: float) -> tuple[int, int]:
     """How many numbers are not 0, and how many magnitudes exceed `bound`.  words: that kernels compute on."""
-    some, more = beyond(words.reshape(-1), np.float32(bound).view(np.uint32))
-    return int(some), int(more)
+    counts = np.empty(2, np.int64)
+    beyond(words.reshape(-1), int(np.float32(bound).view(np.uint32)), counts)
+    return int(counts[0]), int(counts[1])

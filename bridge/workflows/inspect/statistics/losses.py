@@ -143,7 +143,9 @@ def _kept(by: Coder, piece: Piece) -> int:
     if by.packed or len(numeric) > 1:
         return int(np.count_nonzero(by.decoded(piece)))
     mask = _MASKS.get(numeric[0].dtype, 0xFF)
-    return int(nonzero(piece.codes.reshape(-1), np.uint8(mask)))
+    count = np.empty(1, np.int64)
+    nonzero(piece.codes.reshape(-1), mask, count)
+    return int(count[0])
 
 
 def _of_scales(by: Coder, piece: Piece) -> LossSums:

@@ -54,13 +54,13 @@ class Blocks:
             raise UsageError(f"{self.name}: {problem}")
         rows = bits.shape[0]
         if self.dims == 2:
-            return float(widest(bits, self.size, self.size))  # the transpose has the same tiles
-        along = float(widest(bits.reshape(-1, self.size), 1, self.size))
+            return _widest(bits, self.size, self.size)  # the transpose has the same tiles
+        along = _widest(bits.reshape(-1, self.size), 1, self.size)
         if not self.both:
             return along
         if rows % self.size == 0:
-            return max(along, float(widest(bits, self.size, 1)))
-        return max(along, float(widest(transposed(bits).reshape(-1, self.size), 1, self.size)))
+            return max(along, _widest(bits, self.size, 1))
+        return max(along, _widest(transposed(bits).reshape(-1, self.size), 1, self.size))
 
 
 class TensorSums:
@@ -142,3 +142,9 @@ class TensorSums:
         out.totals, out.widest = vector[: kernel.PLACES].copy(), vector[kernel.PLACES : behind].copy()
         out.bins = vector[behind:].astype(np.int64)
         return out
+
+
+def _widest(bits: Array, down: int, across: int) -> float:
+    out = np.empty(1)
+    widest(bits, down, across, out)
+    return float(out[0])

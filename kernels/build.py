@@ -1,0 +1,127 @@
+"""Compile kernels ahead of time: `python -m bridge._kernels.build [FILE ...]`, all files if none is given.
+
+A process of its own: numba is imported for a given level of processors, and in other processes not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from bridge._kernels import objects
+from bridge._kernels.native import link
+
+OTHERS = {"__init__", "build", "jit", "native", "objects"}
+
+
+def modules() -> list[str]:
+    """The files that hold kernels."""
+    return sorted({path.stem for path in objects.HERE.glob("*.py")} - OTHERS)
+
+
+def build(module: str, level: str, directory: Path) -> Path:
+    """Compile the kernels of one file; the result is visible in one rename."""
+    names, parts = {}, []
+    for function in vars(importlib.import_module(f"bridge._kernels.{module}")).values():
+        for words in getattr(function, "words", ()):
+            symbol, code = compiled(function, words)
+            names[" ".join((function.__qualname__, *words))] = symbol
+            parts.append(code)
+    link(module, names, parts)  # fails here, and not where it is used, if the code needs numba's runtime
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{module}-{objects.digest(module)}.{level}"
+    part = directory / f".{path.name}.{os.getpid()}"
+    part.write_bytes(objects.packed(names, parts))
+    part.replace(path)
+    if directory == objects.HERE / "objects":  # of this source alone; others may share a user's cache
+        for old in {*directory.glob(f"{module}-*.{level}")} - {path}:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def compiled(function: Any, words: tuple[str, ...]) -> tuple[str, bytes]:
+    """The symbol and the object file of a kernel for one signature."""
+    from numba.core import compiler
+    from numba.core.registry import cpu_target
+
+    flags = compiler.Flags()
+    flags.nrt, flags.release_gil, flags.error_model = False, True, "numpy"
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    entry, types = _entry(function, words)
+    made = compiler.compile_extra(cpu_target.typing_context, cpu_target.target_context, entry, types, None, flags, {})
+    return made.fndesc.llvm_func_name, made.library._compiled_object
+
+
+def _entry(function: Any, words: tuple[str, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A function that makes a kernel's arrays of their addresses and lengths, and the types of its arguments."""
+    from numba import types
+
+    names, passed, kinds = [], [], []
+    for at, word in enumerate(words):
+        dtype, _, axes = word.partition("[")
+        lengths = [f"n{at}_{axis}" for axis in range(axes.count(":"))]
+        names += [f"x{at}", *lengths]
+        passed.append(f"array(x{at}, ({', '.join(lengths)},))" if axes else f"x{at}")
+        one = getattr(types, dtype)
+        kinds += [types.CPointer(one), *[types.int64] * len(lengths)] if axes else [one]
+    space = {"array": _array(), "kernel": function}
+    exec(f"def entry({', '.join(names)}): kernel({', '.join(passed)})", space)
+    return space["entry"], tuple(kinds)
+
+
+@cache
+def _array() -> Any:
+    """Make an array of its address and its lengths; numba's `carray` needs numba's runtime."""
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+    from numba.np.arrayobj import make_array, populate_array
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def array(_: Any, address: Any, lengths: Any) -> Any:
+        made = types.Array(address.dtype, lengths.count, "C")
+
+        def code(context: Any, builder: Any, _: Any, given: Any) -> Any:
+            out = make_array(made)(context, builder)
+            size = context.get_abi_sizeof(context.get_data_type(address.dtype))
+            shape, strides = cgutils.unpack_tuple(builder, given[1]), [context.get_constant(types.intp, size)]
+            for length in reversed(shape[1:]):
+                strides.insert(0, builder.mul(strides[0], length))
+            data = builder.bitcast(given[0], out.data.type)
+            populate_array(out, data=data, shape=shape, strides=strides, itemsize=strides[-1], meminfo=None)
+            return out._getvalue()
+
+        return made(address, lengths), code
+
+    return array
+
+
+def main() -> None:
+    """The command."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("files", nargs="*", default=modules())
+    asked.add_argument("--level", default=objects.level())
+    asked.add_argument("--out", type=Path, default=objects.HERE / "objects")
+    given = asked.parse_args()
+    if given.level in objects.LEVELS:
+        os.environ.update(NUMBA_CPU_NAME=given.level, NUMBA_CPU_FEATURES="")
+    os.environ.update(NUMBA_DISABLE_INTEL_SVML="1")
+    task = partial(build, level=given.level, directory=given.out)
+    if len(given.files) == 1:
+        print(task(given.files[0]))
+        return
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for path in pool.map(task, given.files):
+            print(path)
+
+
+if __name__ == "__main__":
+    from bridge._kernels.build import main as main_of_module  # by the name that other processes import
+
+    main_of_module()
