@@ -112,6 +112,7 @@ bench: $(STAMP)
 
 # A wheel in dist/ with the machine code of the kernels for x86-64 processors of 2013 and of 2017 on; others compile them once.
 wheel: $(DEMO)
+	rm -rf kernels/objects
 	for level in x86-64-v3 x86-64-v4; do $(BIN)/python -m bridge._kernels.build --level $$level >/dev/null || exit 1; done
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 

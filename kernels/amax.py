@@ -87,7 +87,7 @@ def _scratch(bits, block_out, block_in, out):
     )  # fmt: skip
 
 
-@kernel("bits[:,:] int64 int64 bits[:,:] bits[:] bits[:] uint16[:]", scratch=_scratch)
+@kernel("bits[:,:] int64 int64 bits[:,:]= bits[:] bits[:] uint16[:]", scratch=_scratch)
 def amax(bits, block_out, block_in, out, fold, half, levels):
     """Write max |x| of each `block_out` x `block_in` block (the last of an axis may be short) to `out`.
 

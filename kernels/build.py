@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bridge._kernels import objects
+from bridge._kernels import jit, objects
 from bridge._kernels.native import link
 
 OTHERS = {"__init__", "build", "jit", "native", "objects"}
@@ -27,6 +28,7 @@ def modules() -> list[str]:
 
 def build(module: str, level: str, directory: Path) -> Path:
     """Compile the kernels of one file; the result is visible in one rename."""
+    jit.BUILDING = True
     names, parts = {}, []
     for function in vars(importlib.import_module(f"bridge._kernels.{module}")).values():
         for words in getattr(function, "words", ()):
@@ -35,12 +37,12 @@ def build(module: str, level: str, directory: Path) -> Path:
             parts.append(code)
     link(module, names, parts)  # fails here, and not where it is used, if the code needs numba's runtime
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{module}-{objects.digest(module)}.{level}"
+    path = directory / objects.file_name(module, level)
     part = directory / f".{path.name}.{os.getpid()}"
     part.write_bytes(objects.packed(names, parts))
     part.replace(path)
     if directory == objects.HERE / "objects":  # of this source alone; others may share a user's cache
-        for old in {*directory.glob(f"{module}-*.{level}")} - {path}:
+        for old in {*directory.glob(f"{module}-*.{sys.platform}-{level}")} - {path}:
             old.unlink(missing_ok=True)
     return path
 
@@ -64,7 +66,7 @@ def _entry(function: Any, words: tuple[str, ...]) -> tuple[Any, tuple[Any, ...]]
 
     names, passed, kinds = [], [], []
     for at, word in enumerate(words):
-        dtype, _, axes = word.partition("[")
+        dtype, _, axes = word.rstrip("=").partition("[")
         lengths = [f"n{at}_{axis}" for axis in range(axes.count(":"))]
         names += [f"x{at}", *lengths]
         passed.append(f"array(x{at}, ({', '.join(lengths)},))" if axes else f"x{at}")
@@ -109,6 +111,8 @@ def main() -> None:
     asked.add_argument("--level", default=objects.level())
     asked.add_argument("--out", type=Path, default=objects.HERE / "objects")
     given = asked.parse_args()
+    for name in [name for name in os.environ if name.startswith("NUMBA_")]:
+        del os.environ[name]  # no setting of the user's gets into code that is kept
     if given.level in objects.LEVELS:
         os.environ.update(NUMBA_CPU_NAME=given.level, NUMBA_CPU_FEATURES="")
     os.environ.update(NUMBA_DISABLE_INTEL_SVML="1")

@@ -10,7 +10,7 @@ import numpy as np
 from bridge._kernels.jit import kernel
 
 
-@kernel("uint16[:] uint32[:]")
+@kernel("uint16[:] uint32[:]=")
 def half_to_single(bits, out):
     """Widen float16 bits to float32 bits, exact.  bits: (n,) uint16; out: (n,) uint32."""
     for i in range(bits.size):
@@ -22,14 +22,14 @@ def half_to_single(bits, out):
         out[i] = np.uint32(f | np.uint32(np.uint32(h & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@kernel("uint16[:] uint32[:]")
+@kernel("uint16[:] uint32[:]=")
 def brain_to_single(bits, out):
     """Widen bfloat16 bits to float32 bits, exact.  bits: (n,) uint16; out: (n,) uint32."""
     for i in range(bits.size):
         out[i] = np.uint32(np.uint32(bits[i]) << np.uint32(16))
 
 
-@kernel("uint32[:] uint16[:]")
+@kernel("uint32[:] uint16[:]=")
 def single_to_brain(bits, out):
     """Round float32 bits to bfloat16 bits; a NaN becomes 0x7fc0.  bits: (n,) uint32; out: (n,) uint16."""
     for i in range(bits.size):
@@ -40,7 +40,7 @@ def single_to_brain(bits, out):
         out[i] = np.uint16(np.uint32(0x7FC0) if nan else r)
 
 
-@kernel("uint32[:] uint16[:]")
+@kernel("uint32[:] uint16[:]=")
 def single_to_half(bits, out):
     """Round float32 bits to float16 bits; above 65504 becomes infinity.  bits: (n,) uint32; out: (n,) uint16.
 

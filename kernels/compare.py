@@ -271,8 +271,8 @@ def _scratch(bits, *_):
 
 
 @kernel(
-    "bits[:,:] uint8[:,:] int64 int64 uint8 float32[:,:] int64 int64 float32 float32 float32 float64[:,:] int64 "
-    "uint8[:] float32[:] float32[:] float32[:] bits[:] float32[:] float32[:]",
+    "bits[:,:] uint8[:,:] int64 int64 uint8 float32[:,:] int64 int64 float32 float32 float32 "
+    "float64[:,:]= int64 uint8[:] float32[:] float32[:] float32[:] bits[:] float32[:] float32[:]",
     scratch=_scratch,
 )
 def compare(

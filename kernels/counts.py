@@ -13,7 +13,7 @@ def _shift(row):
     return np.uint32(16) if row.dtype.type(np.uint32(0xFFFFFFFF)) == np.uint32(0xFFFF) else np.uint32(0)
 
 
-@kernel("bits[:] uint32 int64[:]")
+@kernel("bits[:] uint32 int64[:]=")
 def beyond(words, bound, counts):
     """Write how many numbers are not 0, and how many magnitudes exceed `bound`; -0 is 0.
 
@@ -34,7 +34,7 @@ def beyond(words, bound, counts):
     counts[0], counts[1] = nonzero, above
 
 
-@kernel("uint8[:] uint8 int64[:]")
+@kernel("uint8[:] uint8 int64[:]=")
 def nonzero(codes, mask, counts):
     """Write how many codes are not 0 to `counts`, (1,) int64.  mask: the bits of a code but the sign of a zero."""
     count = 0

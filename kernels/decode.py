@@ -58,7 +58,7 @@ def _scratch(codes, *_):
     return (np.empty(codes.shape[1], np.float32),)
 
 
-@kernel("uint8[:,:] int64 float32[:,:] int64 int64 float32[:,:] float32[:]", scratch=_scratch)
+@kernel("uint8[:,:] int64 float32[:,:] int64 int64 float32[:,:]= float32[:]", scratch=_scratch)
 def floats(codes, eight, scale, block_out, block_in, out, factor):
     """Write `codes * scale` of e4m3 (`eight`, 0x7f and 0xff are NaN) or of e2m1 codes 0..15.
 
@@ -73,7 +73,7 @@ def floats(codes, eight, scale, block_out, block_in, out, factor):
         _floats(codes[r], eight, factor, out[r])
 
 
-@kernel("uint8[:,:] float32[:,:] int64 int64 float32[:,:] float32[:]", scratch=_scratch)
+@kernel("uint8[:,:] float32[:,:] int64 int64 float32[:,:]= float32[:]", scratch=_scratch)
 def integers(codes, scale, block_out, block_in, out, factor):
     """Write `codes * scale` of signed integers, one byte each; the other arguments are those of `floats`."""
     current = -1
@@ -84,7 +84,7 @@ def integers(codes, scale, block_out, block_in, out, factor):
         _integers(codes[r], factor, out[r])
 
 
-@kernel("uint8[:,:] float32[:,:]")
+@kernel("uint8[:,:] float32[:,:]=")
 def powers(codes, out):
     """Write 2^(code - 127), NaN for 255.  codes: (rows, cols) uint8.  out: (rows, cols) float32."""
     for r in range(codes.shape[0]):

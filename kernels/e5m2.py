@@ -50,7 +50,7 @@ def _values(codes, factor, out):
         out[i] = np.float32(s.view(np.float32) * factor)
 
 
-@kernel("bits[:,:] float32[:,:] int64 int64 uint8[:,:]")
+@kernel("bits[:,:] float32[:,:] int64 int64 uint8[:,:]=")
 def codes_e5m2(bits, scale, block_out, block_in, codes):
     """Write e5m2 codes of `bits / scale` (clamped to 57344; NaN stays NaN) to `codes`; the arguments of `fp8.fp8`."""
     cols = bits.shape[1]
@@ -61,7 +61,7 @@ def codes_e5m2(bits, scale, block_out, block_in, codes):
             _codes(bits[r, i:j], factors[b], codes[r, i:j])
 
 
-@kernel("uint8[:,:] float32[:,:] int64 int64 float32[:,:]")
+@kernel("uint8[:,:] float32[:,:] int64 int64 float32[:,:]=")
 def values_e5m2(codes, scale, block_out, block_in, out):
     """Write `codes * scale`; the arguments of `decode.integers`."""
     cols = codes.shape[1]

@@ -71,7 +71,7 @@ def _scratch(bits, scale, *_):
     return (np.empty(1 if scale.shape[1] == 1 else bits.shape[1], np.float32),)
 
 
-@kernel("bits[:,:] float32[:,:] int64 int64 uint8[:,:] float32[:]", scratch=_scratch)
+@kernel("bits[:,:] float32[:,:] int64 int64 uint8[:,:]= float32[:]", scratch=_scratch)
 def fp8(bits, scale, block_out, block_in, codes, divisor):
     """Write e4m3 codes of `bits / scale` (clamped to 448; NaN stays NaN) to `codes`.
 

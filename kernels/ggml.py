@@ -29,7 +29,7 @@ def _inverse(scale):
     return np.float32(np.float32(1) / scale) if scale != np.float32(0) else np.float32(0)
 
 
-@kernel("bits[:,:] float32[:,:] uint8[:,:]")
+@kernel("bits[:,:] float32[:,:]= uint8[:,:]=")
 def eights(bits, scale, codes):
     """Q8_0: scale = amax / 127; codes are x * (1 / scale), halves away from zero.
 
@@ -54,7 +54,7 @@ def eights(bits, scale, codes):
                 out[i] = np.uint8(np.int8(-whole if x < np.float32(0) else whole))
 
 
-@kernel("bits[:,:] float32[:,:] uint8[:,:]")
+@kernel("bits[:,:] float32[:,:]= uint8[:,:]=")
 def fours(bits, scale, codes):
     """Q4_0: scale = the value of largest magnitude / -8, the first of several; codes in two's complement, -8 to 7.
 
@@ -80,7 +80,7 @@ def fours(bits, scale, codes):
                 out[i] = np.uint8(np.int32(q - np.int32(8)) & np.int32(0xFF))
 
 
-@kernel("uint8[:,:] uint8[:,:] int64 uint8[:,:]")
+@kernel("uint8[:,:] uint8[:,:] int64 uint8[:,:]=")
 def join_bytes(codes, scale, size, out):
     """Blocks of one-byte codes.
 
@@ -98,7 +98,7 @@ def join_bytes(codes, scale, size, out):
                 out[r, at + size + i] = codes[r, b * block + i]
 
 
-@kernel("uint8[:,:] int64 uint8[:,:] uint8[:,:]")
+@kernel("uint8[:,:] int64 uint8[:,:]= uint8[:,:]=")
 def split_bytes(stored, size, codes, scale):
     """Undo `join_bytes`."""
     blocks = scale.shape[1] // size
@@ -113,7 +113,7 @@ def split_bytes(stored, size, codes, scale):
                 codes[r, b * block + i] = stored[r, at + size + i]
 
 
-@kernel("uint8[:,:] uint8[:,:] int64 int64 uint8 uint8[:,:]")
+@kernel("uint8[:,:] uint8[:,:] int64 int64 uint8 uint8[:,:]=")
 def join_nibbles(codes, scale, size, group, flip, out):
     """Blocks of 4-bit codes, of which `group` consecutive ones have one scale.
 
@@ -135,7 +135,7 @@ def join_nibbles(codes, scale, size, group, flip, out):
                     out[r, to + i] = np.uint8(low | high)
 
 
-@kernel("uint8[:,:] int64 int64 uint8 uint8[:,:] uint8[:,:]")
+@kernel("uint8[:,:] int64 int64 uint8 uint8[:,:]= uint8[:,:]=")
 def split_nibbles(stored, size, group, flip, codes, scale):
     """Undo `join_nibbles`; codes with `flip` get their sign extended to the byte."""
     blocks, half = scale.shape[1] // size, group // 2

@@ -71,7 +71,7 @@ def _inverse(magnitude, least, power):
     return scale, np.float32(np.float32(np.float32(1.0) / amax) * np.float32(448.0))
 
 
-@kernel("bits[:,:] int64 float32 uint8[:,:] float32[:,:]")
+@kernel("bits[:,:] int64 float32 uint8[:,:]= float32[:,:]=")
 def by_quotient(bits, block, least, codes, scale):
     """Write s = max(amax / 448, `least`) of each 1 x `block` group and the e4m3 codes of bits / s.
 
@@ -92,7 +92,7 @@ def _scratch(bits, block_out, block_in, least, power, codes, scale):
     return np.empty(scale.shape[1], np.uint32), np.empty(scale.shape[1], np.float32)
 
 
-@kernel("bits[:,:] int64 int64 float32 int64 uint8[:,:] float32[:,:] uint32[:] float32[:]", scratch=_scratch)
+@kernel("bits[:,:] int64 int64 float32 int64 uint8[:,:]= float32[:,:]= uint32[:] float32[:]", scratch=_scratch)
 def by_product(bits, block_out, block_in, least, power, codes, scale, largest, factor):
     """Write s = max(amax, `least`) / 448 of each `block_out` x `block_in` block and the e4m3 codes of bits times 1 / s.
 

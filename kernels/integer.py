@@ -65,7 +65,7 @@ def _scratch(bits, scale, *_):
     return (np.empty(1 if scale.shape[1] == 1 else bits.shape[1], np.float32),)
 
 
-@kernel("bits[:,:] float32[:,:] int64 int64 float64 float64 uint8[:,:] float32[:]", scratch=_scratch)
+@kernel("bits[:,:] float32[:,:] int64 int64 float64 float64 uint8[:,:]= float32[:]", scratch=_scratch)
 def integer(bits, scale, block_out, block_in, low, high, codes, divisor):
     """Write `clamp(round(bits / scale), low, high)` as two's complement bytes (NaN: 0) to `codes`.
 

@@ -8,13 +8,12 @@ so loops are vectorized). A kernel and the functions that it calls are in one fi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from bridge._kernels.native import Kernel
 
-BUILDING = "bridge._kernels.build"  # imported first in the process that compiles, and in no other
+BUILDING = False  # `build.py` sets it in the process that compiles, before it imports kernels
 OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}  # `_nrt`: kernels allocate nothing
 
 Function = Callable[..., Any]
@@ -23,15 +22,16 @@ Function = Callable[..., Any]
 def kernel(*signatures: str, scratch: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[Function], Any]:
     """Make a function a kernel, compiled for each of `signatures`.
 
-    A signature has a word for each argument: int64, float32 ..., or an array as uint8[:,:], C-contiguous. `bits[:,:]`
-    stands for uint16 (bfloat16) and uint32 (float32), the same in a whole signature. A kernel returns nothing.
+    A signature has a word for each argument: int64, float32 ..., or an array as uint8[:,:], C-contiguous, with = behind
+    it if the kernel writes to it. `bits[:,:]` stands for uint16 (bfloat16) and uint32 (float32), the same in a whole
+    signature. A kernel returns nothing.
 
     scratch: makes arrays of the arguments of a call, which follow them. They are not in a call.
     """
 
     def decorate(function: Function) -> Any:
         expanded = [each for signature in signatures for each in expand(signature)]
-        if BUILDING not in sys.modules:
+        if not BUILDING:
             return Kernel(function, expanded, scratch)
         compiled = inner(function)
         compiled.words = expanded
@@ -60,7 +60,7 @@ def expand(signature: str) -> list[tuple[str, ...]]:
 
 
 def _compiled(function: Function, **options: Any) -> Any:
-    if BUILDING not in sys.modules:
+    if not BUILDING:
         return function
     import numba
 

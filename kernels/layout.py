@@ -9,7 +9,7 @@ from bridge._kernels.jit import inner, kernel
 TILE = 64  # bytes of a cache line: a column of 64 codes fills one line of the transpose
 
 
-@kernel("uint8[:,:] uint8[:,:]")
+@kernel("uint8[:,:] uint8[:,:]=")
 def pack(codes, out):
     """Pack neighbours of a row, the even one into the low nibble.  codes: (rows, 2 n) uint8; out: (rows, n) uint8."""
     for r in range(codes.shape[0]):
@@ -20,7 +20,7 @@ def pack(codes, out):
             line[i] = np.uint8(np.uint16(v & np.uint16(15)) | np.uint16(np.uint16(v >> np.uint16(4)) & np.uint16(0xF0)))
 
 
-@kernel("uint8[:,:] uint8[:,:]")
+@kernel("uint8[:,:] uint8[:,:]=")
 def pack_rows(codes, out):
     """Pack neighbouring rows, the even one into the low nibble.  codes: (2 n, cols) uint8; out: (n, cols) uint8."""
     for r in range(out.shape[0]):
@@ -31,7 +31,7 @@ def pack_rows(codes, out):
             line[i] = np.uint8(np.uint8(low[i] & np.uint8(15)) | np.uint8(high[i] << np.uint8(4)))
 
 
-@kernel("uint8[:,:] int64 uint8[:,:]")
+@kernel("uint8[:,:] int64 uint8[:,:]=")
 def unpack(packed, signed, out):
     """Undo `pack`; `signed` extends the sign to the byte.  packed: (rows, n) uint8; out: (rows, 2 n) uint8."""
     flip = np.uint8(8) if signed else np.uint8(0)
@@ -44,7 +44,7 @@ def unpack(packed, signed, out):
             target[2 * i + 1] = np.uint8(np.uint8(np.uint8(v >> np.uint8(4)) ^ flip) - flip)
 
 
-@kernel("uint8[:,:] int64 uint8[:,:]")
+@kernel("uint8[:,:] int64 uint8[:,:]=")
 def unpack_rows(packed, signed, out):
     """Undo `pack_rows`; `signed` extends the sign to the byte.  packed: (n, cols) uint8; out: (2 n, cols) uint8."""
     flip = np.uint8(8) if signed else np.uint8(0)
@@ -58,7 +58,7 @@ def unpack_rows(packed, signed, out):
             high[i] = np.uint8(np.uint8(np.uint8(v >> np.uint8(4)) ^ flip) - flip)
 
 
-@kernel(*(f"{word}[:,:] int64 {word}[:,:] int64 int64 int64" for word in ("uint8", "uint16", "uint32", "uint64")))
+@kernel(*(f"{word}[:,:] int64 {word}[:,:]= int64 int64 int64" for word in ("uint8", "uint16", "uint32", "uint64")))
 def transpose(source, source_col, target, target_col, rows, cols):
     """target[c, target_col + r] = source[r, source_col + c] for r < rows, c < cols; any dtype, both C-contiguous.
 
@@ -84,7 +84,7 @@ def _scratch(*_):
     return (np.empty((TILE, TILE // 8), np.uint64),)
 
 
-@kernel("uint8[:,:] int64 uint8[:,:] int64 int64 int64 uint64[:,:]", scratch=_scratch)
+@kernel("uint8[:,:] int64 uint8[:,:]= int64 int64 int64 uint64[:,:]", scratch=_scratch)
 def transpose_bytes(source, source_col, target, target_col, rows, cols, tile):
     """`transpose` of uint8 where both row lengths, both columns, `rows` and `cols` are multiples of 8.
 

@@ -145,12 +145,12 @@ def _scratch(words, totals, bins):
     )  # fmt: skip
 
 
-@kernel("bits[:] float64[:] int64[:] uint32[:] uint32[:] float64[:,:] uint32[:,:]", scratch=_scratch)
+@kernel("bits[:] float64[:]= int64[:]= uint32[:] uint32[:] float64[:,:] uint32[:,:]", scratch=_scratch)
 def moments(words, totals, bins, segment, kept, lanes, tables):
     """Add the numbers of a tensor to `totals`, and to `bins` if it has any.
 
-    words: uint16 (bfloat16) or uint32 (float32), fewer than 2^32.  totals: (PLACES,) float64, of `nothing`.
-    bins: (BINS,) int64, or empty.
+    words: uint16 (bfloat16) or uint32 (float32), fewer than 2^32.  totals: (PLACES,) float64; of no numbers, inf is
+    the least and -inf the largest.  bins: (BINS,) int64, or empty.
     """
     for first in range(0, words.size, SEGMENT):
         n = min(SEGMENT, words.size - first)

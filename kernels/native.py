@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge._kernels.objects import stored
+from bridge._kernels.objects import digest, stored
 
 POINTER, WORD = ctypes.c_void_p, ctypes.c_ssize_t
 NUMBERS = {
@@ -34,6 +34,7 @@ class Kernel:
         scratch: Callable[..., tuple[Any, ...]] | None,
     ) -> None:
         update_wrapper(self, function)
+        digest(self._module)  # of the source that is imported now
         self.signatures, self._scratch = tuple(signatures), scratch
         self._overloads: list[_Overload] | None = None
 
@@ -47,11 +48,15 @@ class Kernel:
                 return
         raise TypeError(f"{self.__qualname__}{_told(given)}: compiled for {'; '.join(map(' '.join, self.signatures))}")
 
+    @property
+    def _module(self) -> str:
+        return self.__module__.rpartition(".")[2]
+
     def load(self) -> list[_Overload]:
         """Load the machine code, which is compiled if this machine has none."""
         with _LOCK:
             if self._overloads is None:
-                addresses = _addresses(self.__module__.rpartition(".")[2])
+                addresses = _addresses(self._module)
                 name = self.__qualname__
                 self._overloads = [_Overload(words, addresses[" ".join((name, *words))]) for words in self.signatures]
         return self._overloads
@@ -61,7 +66,7 @@ class _Overload:
     """A kernel for one signature."""
 
     def __init__(self, words: Sequence[str], address: int) -> None:
-        self._arrays = [(at, *_array(word)) for at, word in enumerate(words) if "[" in word]
+        self._arrays = [(at, *_array(word), word.endswith("=")) for at, word in enumerate(words) if "[" in word]
         self._count = len(words)
         kinds: list[Any] = [POINTER, POINTER]  # of the result, of an exception
         for word in words:
@@ -72,9 +77,12 @@ class _Overload:
     def fits(self, given: Sequence[Any]) -> bool:
         if len(given) != self._count:
             return False
-        for at, dtype, ndim in self._arrays:
+        for at, dtype, ndim, written in self._arrays:
             array = given[at]
-            if array.dtype != dtype or array.ndim != ndim or not array.flags.c_contiguous:
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != ndim:
+                return False
+            flags = array.flags
+            if not (flags.carray if written else flags.c_contiguous):  # `carray`: writable, too
                 return False
         return True
 
@@ -86,7 +94,7 @@ class _Overload:
             else:
                 flat.append(value)
         if self._call(*flat):
-            raise ValueError(f"the arrays of a kernel do not fit each other: {_told(given)}")
+            raise ValueError(f"a kernel stopped, as its arrays do not fit each other: {_told(given)}")
 
 
 @cache
@@ -129,10 +137,15 @@ def _linker() -> Any:
 
 
 def _array(word: str) -> tuple[np.dtype[Any], int]:
-    dtype, _, axes = word.partition("[")
+    dtype, _, axes = word.rstrip("=").partition("[")
     return np.dtype(dtype), axes.count(":")
 
 
 def _told(given: Sequence[Any]) -> str:
-    told = (f"{a.dtype}{list(a.shape)}" if isinstance(a, np.ndarray) else type(a).__name__ for a in given)
+    told = (
+        f"{a.dtype}{list(a.shape)}{'' if a.flags.writeable else ' read-only'}"
+        if isinstance(a, np.ndarray)
+        else type(a).__name__
+        for a in given
+    )
     return f"({', '.join(told)})"

@@ -35,7 +35,7 @@ def _half(row, divisor, out):
         out[i] = np.uint32(np.uint32(u + np.uint32(np.uint32(0xFFF) + odd)) & np.uint32(0xFFFFE000))
 
 
-@kernel("bits[:,:] float32[:,:] int64 int64 uint16[:,:]")
+@kernel("bits[:,:] float32[:,:] int64 int64 uint16[:,:]=")
 def to_brain(bits, scale, block_out, block_in, out):
     """Write `bits / scale` rounded to bfloat16.  out: (rows, cols) uint16; other arguments: see `to_half`."""
     cols = bits.shape[1]
@@ -46,7 +46,7 @@ def to_brain(bits, scale, block_out, block_in, out):
             _brain(bits[r, i:j], factors[b], out[r, i:j])
 
 
-@kernel("bits[:,:] float32[:,:] int64 int64 uint32[:,:]")
+@kernel("bits[:,:] float32[:,:] int64 int64 uint32[:,:]=")
 def to_half(bits, scale, block_out, block_in, out):
     """Write `bits / scale` rounded to the ten bits of float16, as float32 bits.
 
@@ -61,7 +61,7 @@ def to_half(bits, scale, block_out, block_in, out):
             _half(bits[r, i:j], factors[b], out[r, i:j])
 
 
-@kernel("bits[:,:] float32[:,:] int64 int64 uint32[:,:]")
+@kernel("bits[:,:] float32[:,:] int64 int64 uint32[:,:]=")
 def product(bits, factor, block_out, block_in, out):
     """Write `bits * factor` as float32 bits; the arguments are those of `to_half`, with factors instead of scales."""
     cols = bits.shape[1]

@@ -49,7 +49,7 @@ def _scratch(bits, *_):
     return np.empty(bits.shape[1], np.uint32), np.empty(bits.shape[1], np.uint32)
 
 
-@kernel("bits[:,:] int64 int64 float64[:] uint32[:] uint32[:]", scratch=_scratch)
+@kernel("bits[:,:] int64 int64 float64[:]= uint32[:] uint32[:]", scratch=_scratch)
 def widest(bits, down, across, out, top, bottom):
     """Write the largest quotient of two magnitudes, finite and not 0, in one `down` x `across` block; at least 1.
 

@@ -11,7 +11,7 @@ import numpy as np
 from bridge._kernels.jit import kernel
 
 
-@kernel("float32[:,:] float64 float64 float32[:,:]")
+@kernel("float32[:,:] float64 float64 float32[:,:]=")
 def single(amax, maxbound, tiny, out):
     """Write amax / maxbound, at least tiny / maxbound; 1 if amax is 0.  All (rows, cols) float32."""
     bound, least, one = np.float32(maxbound), np.float32(tiny), np.float32(1)
@@ -24,7 +24,7 @@ def single(amax, maxbound, tiny, out):
             line[i] = one if a == np.float32(0) else s
 
 
-@kernel("float32[:,:] float64 float64 uint8[:,:] float32[:,:]")
+@kernel("float32[:,:] float64 float64 uint8[:,:]= float32[:,:]=")
 def e4m3(amax, maxbound, second, codes, divisor):
     """Write the e4m3 codes of clamp(amax / (maxbound * second), 2^-9, 448), 1 for 0, and their values times `second`.
 
@@ -47,7 +47,7 @@ def e4m3(amax, maxbound, second, codes, divisor):
             factor[i] = np.float32(np.float32(np.uint32(s).view(np.float32) - m.view(np.float32)) * two)
 
 
-@kernel("float32[:,:] float64 uint8[:,:] float32[:,:]")
+@kernel("float32[:,:] float64 uint8[:,:]= float32[:,:]=")
 def e8m0(amax, maxbound, codes, divisor):
     """Write the exponents ceil(log2(amax / maxbound)) + 127, 0 for a zero block, and their powers of two.
 

@@ -60,7 +60,7 @@ def _block(bits, scale, block, out):
     return np.empty(block, np.float32), np.empty(block, np.float32)
 
 
-@kernel("bits[:,:] float32[:,:] int64 float32[:,:] float32[:] float32[:]", scratch=_block)
+@kernel("bits[:,:] float32[:,:] int64 float32[:,:]= float32[:] float32[:]", scratch=_block)
 def fp4_errors(bits, scale, block, out, x, errors):
     """Write the error of each block of `block` values along a row as e2m1 codes times its `scale`.
 
@@ -151,7 +151,7 @@ def _tried(bits, amax, multipliers, order, bound, least, block, *_):
 
 
 @kernel(
-    "bits[:,:] float32[:,:] float32[:] int64[:] float32 float32 int64 float64 float64 float32[:,:] "
+    "bits[:,:] float32[:,:] float32[:] int64[:] float32 float32 int64 float64 float64 float32[:,:]= "
     "float32[:] float32[:] float32[:] float64[:] float64[:]",
     scratch=_tried,
 )
@@ -188,7 +188,7 @@ def _swept(bits, amax, scales, block, codes):
     return np.empty(block, np.float32), np.empty(block, np.float32)
 
 
-@kernel("bits[:,:] float32[:,:] float32[:] int64 uint8[:,:] float32[:] float32[:]", scratch=_swept)
+@kernel("bits[:,:] float32[:,:] float32[:] int64 uint8[:,:]= float32[:] float32[:]", scratch=_swept)
 def e4m3_sweep(bits, amax, scales, block, codes, x, errors):
     """Write the e4m3 code of the scale under which a block as e2m1 codes has the least error, the first of equal ones.
 

@@ -7,7 +7,7 @@ import numpy as np
 from bridge._kernels.jit import kernel
 
 
-@kernel("bits[:,:] float32[:,:] uint32[:,:]")
+@kernel("bits[:,:] float32[:,:] uint32[:,:]=")
 def smooth(bits, factor, out):
     """Write the float32 bits of `bits * factor` to `out` (round them with `cast`).
 
