@@ -2,7 +2,7 @@
 
 Float8: `_scale_from_amax_tensor` of `reference_current_scaling.py`, saturating, as the kernels are. MXFP8: a block's
 scale is the least power of two that is not below amax / max. Blocks: the greatest that is not above max / amax. NVFP4:
-its `NVFP4QuantizerRef`, without Hadamard transform, stochastic rounding and blocks of 16 x 16.
+its `NVFP4QuantizerRef`, which rounds to nearest where kernels round stochastically.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ def operand(given: Any, columns: bool) -> Tensor:
     """The values that a GEMM takes of its input, with blocks along its rows or columns."""
     if isinstance(given, torch.Tensor) and not hasattr(given, "_quantizer"):
         return given
-    kind = type(given).__name__
-    if kind.startswith("MXFP8") and columns:
+    kind, way = type(given).__name__, "columnwise" if columns else "rowwise"
+    if kind.startswith(("MXFP8", "NVFP4")):  # their own `dequantize` gives rows, and of a storage only on a GPU
         from transformer_engine.pytorch.constants import TE_DType_To_Torch
 
-        codes = given._columnwise_data.view(TE_DType_To_Torch[given._fp8_dtype])
-        return _mx_values(codes, given._columnwise_scale_inv, False).to(given._dtype)
-    if kind.startswith("NVFP4") and columns:
-        turned = _nvfp4_values(given._columnwise_data, given._columnwise_scale_inv, given._amax_columnwise)
-        return turned.t().contiguous().to(given._dtype)
+        codes, scale = getattr(given, f"_{way}_data"), getattr(given, f"_{way}_scale_inv")
+        if kind.startswith("MXFP8"):
+            values = _mx_values(codes.view(TE_DType_To_Torch[given._fp8_dtype]), scale, not columns)
+        else:
+            values = _nvfp4_values(codes, scale, getattr(given, f"_amax_{way}"))
+            values = values.t().contiguous() if columns else values
+        return values.to(given._dtype)
     if kind.startswith("Float8Block") and columns:
         kept, given._rowwise_data = given._rowwise_data, None
         values = given.dequantize()
@@ -162,8 +164,11 @@ def _nvfp4(tensor: Tensor, quantizer: Any, _: Any) -> dict[str, Any]:
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
     from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 
-    assert not (quantizer.with_rht or quantizer.stochastic_rounding or quantizer.with_2d_quantization)
-    reference = NVFP4QuantizerRef(Fp4Formats.E2M1, rowwise=True, columnwise=True)
+    tile, signs = (16 if quantizer.with_2d_quantization else 1, NV), quantizer.rht_matrix_random_sign_mask_t != 0
+    reference = NVFP4QuantizerRef(
+        Fp4Formats.E2M1, rowwise=True, columnwise=True, quant_tile_shape=tile, with_rht=quantizer.with_rht,
+        with_random_sign_mask=signs,
+    )  # fmt: skip
     flat = tensor.reshape(-1, tensor.shape[-1])
     codes, scale, codes_t, scale_t, amax, amax_t = reference._quantize(flat)
     assert codes is not None and scale is not None and codes_t is not None and scale_t is not None

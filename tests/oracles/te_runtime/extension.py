@@ -1,4 +1,4 @@
-"""The module `transformer_engine_torch`, as far as `te.Linear` and the debug features call it."""
+"""The module `transformer_engine_torch`, as far as modules and the debug features call it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 import types
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.oracles.te_runtime import casts
+from tests.oracles.te_runtime import casts, layers
 
 DTYPES = {
     "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7, "kFloat8E5M2": 8,
@@ -45,6 +46,7 @@ class _Extension(types.ModuleType):
         return made
 
 
+@torch.no_grad()  # as a kernel, which autograd does not see
 def generic_gemm(
     a: Any, transa: bool, b: Any, transb: bool, out: Tensor | None, quantizer: Any, dtype: Any, bias: Tensor | None,
     bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Any, size: int, accumulate: bool, *_: Any,
@@ -83,6 +85,9 @@ def install() -> None:
     made.FP8FwdTensors, made.FP8BwdTensors = enum.IntEnum("Fwd", FORWARD), enum.IntEnum("Bwd", BACKWARD)
     made.quantize, made.dequantize, made.create_empty_quantized_tensor = casts.quantize, casts.dequantize, casts.empty
     made.generic_gemm, made.bgrad_quantize = generic_gemm, bgrad_quantize
-    made.get_cublasLt_version = lambda: 130000
+    made.layernorm_fwd, made.layernorm_bwd = layers.layernorm_fwd, layers.layernorm_bwd
+    made.rmsnorm_fwd, made.rmsnorm_bwd = layers.rmsnorm_fwd, layers.rmsnorm_bwd
+    made.gelu, made.dgelu, made.dbias_dgelu = layers.gelu, layers.dgelu, layers.dbias_dgelu
+    made.get_cublasLt_version, made.get_cudnn_version = lambda: 130000, lambda: 91000
     made.get_num_cublas_streams = lambda: 1
     sys.modules[made.__name__] = made

@@ -94,7 +94,7 @@ def _engine(case: Case, folder: Path, answer: Answer) -> Iterator[Any]:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(case.config))
     features = str(HOME / "transformer_engine" / "debug" / "features")
-    with _door() if case.door else nullcontext(importlib.import_module("nvdlfw_inspect.api")) as api:
+    with by_door() if case.door else nullcontext(importlib.import_module("nvdlfw_inspect.api")) as api:
         api.initialize(str(file), feature_dirs=[features], statistics_logger=Logger(), log_dir=str(folder))
         manager = api.DEBUG_MANAGER
         if case.door:
@@ -109,14 +109,14 @@ def _engine(case: Case, folder: Path, answer: Answer) -> Iterator[Any]:
 
 
 @contextmanager
-def _door() -> Iterator[Any]:
+def by_door() -> Iterator[Any]:
     """`import nvdlfw_inspect.api` gives bridge's door."""
     import nvdlfw_inspect
 
     import bridge
 
     name, package = "nvdlfw_inspect.api", cast(Any, nvdlfw_inspect)
-    kept = sys.modules[name]
+    kept = importlib.import_module(name)
     sys.modules[name] = package.api = cast(Any, bridge.dlfw)
     try:
         yield package.api
