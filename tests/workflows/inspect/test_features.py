@@ -193,7 +193,7 @@ def test_a_whole_layer_is_its_three_gemms_and_old_names_are_the_new_ones() -> No
     ("name", "words", "text"),
     [
         ("LogTensorStats", {}, "tensors is missing; known: activation, "),
-        ("LogTensorStats", {"tensors": []}, "tensors = a list; expected a list of names"),
+        ("LogTensorStats", {"tensors": []}, "tensors = an empty list; expected a list of names"),
         ("LogTensorStats", {"tensors": ["weight"], "tensors_struct": [{"tensor": "weight"}]}, "both given; write one"),
         ("LogTensorStats", {"tensors_struct": [{"stats": ["min"]}]}, "an entry without `tensor`: stats"),
         ("LogTensorStats", {"tensors_struct": ["weight"]}, "tensors_struct: expected a list of entries"),

@@ -118,7 +118,8 @@ def _check_listed(
     if key in words:
         names = [words[key]] if isinstance(words[key], str) else words[key]
         if not isinstance(names, list | tuple) or not names:
-            problems.add(f"{where}: {key} = {described(words[key])}; expected a list of names")
+            given = "an empty list" if words[key] == [] else described(words[key])
+            problems.add(f"{where}: {key} = {given}; expected a list of names")
             return
     else:
         entries = words[struct]
