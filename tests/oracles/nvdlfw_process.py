@@ -37,6 +37,21 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+# A caller's class as it is written for nvdlfw-inspect, in a namespace that is known, as Transformer Engine's is.
+OWN = """
+from nvdlfw_inspect.registry import Registry, api_method
+
+@Registry.register_namespace_api("own")
+class Namespace: ...
+
+@Registry.register_feature(namespace="own")
+class Mine:
+    @api_method
+    def fp8_gemm_enabled(self, config, layer_name, gemm, iteration):
+        return False, None
+"""
+
+
 class MXFP8Quantizer:
     """By its name: that of Transformer Engine."""
 
@@ -68,6 +83,21 @@ def calls(te: Any, torch: Any) -> dict[str, Any]:
     return told
 
 
+def own_classes(folder: Path) -> list[str]:
+    """What bridge loads of `OWN`, while nvdlfw-inspect's engine is off and its log is not open."""
+    from nvdlfw_inspect import logging, registry
+
+    from bridge.workflows.inspect.features.classes import load_features
+
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN)
+    assert logging.LOGGER is None
+    found = [*load_features(folder)]
+    assert logging.LOGGER is None
+    registry.Registry.data.clear()
+    return found
+
+
 def main() -> None:
     sys.path.insert(0, str(HOME))
     import nvdlfw_inspect.api as debug_api
@@ -82,7 +112,7 @@ def main() -> None:
             logged[name, iteration] = value
 
     logged: dict[tuple[str, int], float] = {}
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"own": own_classes(Path(sys.argv[1], "own"))}
     for run in ("first", "again"):  # the engine is ended and begun again
         logged.clear()
         debug_api.initialize(CONFIG, feature_dirs=[dlfw.feature_dir()], log_dir=sys.argv[1], statistics_logger=Mine())

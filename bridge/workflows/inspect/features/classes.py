@@ -10,10 +10,11 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from bridge.core.errors import InspectError, UsageError
@@ -133,13 +134,29 @@ def _imported(path: Path) -> ModuleType:
     sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        with _logged():
+            spec.loader.exec_module(module)
     except Exception as error:
         raise InspectError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         del sys.modules[name]
         sys.path.remove(folder)
     return module
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Decorators of nvdlfw-inspect write to its log, which its own engine alone opens."""
+    try:
+        theirs: Any = importlib.import_module("nvdlfw_inspect.logging")
+    except ImportError:  # it is not installed
+        theirs = SimpleNamespace(LOGGER=None)
+    kept = theirs.LOGGER
+    theirs.LOGGER = kept or SimpleNamespace(log_message=lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        theirs.LOGGER = kept
 
 
 def _keywords(function: Any) -> frozenset[str] | None:

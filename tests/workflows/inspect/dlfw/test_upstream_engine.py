@@ -62,3 +62,7 @@ def test_values_are_those_of_bridge(told: Any, run: str) -> None:
 
 def test_mistakes_are_told_and_end_no_process(told: Any) -> None:
     assert "LogTensorStats: statistic 'maxx' is unknown" in told[0]["first"]["mistake"]
+
+
+def test_classes_written_for_it_load_without_it(told: Any) -> None:
+    assert told[0]["own"] == ["Mine"]
