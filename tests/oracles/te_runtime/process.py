@@ -74,7 +74,9 @@ def _recipe(name: str) -> Any:
     made = {
         "delayed": lambda: recipes.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
         "current": recipes.Float8CurrentScaling,
+        "current in E4M3": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3),
         "mxfp8": recipes.MXFP8BlockScaling,
+        "mxfp8 with E5M2": lambda: recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID),
         "blocks": recipes.Float8BlockScaling,
         "nvfp4": lambda: recipes.NVFP4BlockScaling(**plain),
     }

@@ -17,6 +17,7 @@ RECIPE_OF = {
     "MXFP8Quantizer": "mxfp8",
     "NVFP4Quantizer": "nvfp4",
 }
+FLOAT8 = {"kFloat8E4M3": "float8_e4m3fn", "kFloat8E5M2": "float8_e5m2"}  # its recipes choose one for each tensor
 
 
 def recipe_of(quantizer: Any) -> str:
@@ -43,5 +44,10 @@ class CallersSchemes(Schemes):
     def _quantization(self, name: str, layer: Layer, tensor: str) -> Quantization | None:
         if name or self.session is not None:
             return super()._quantization(name, layer, tensor)
-        recipe = recipe_of(self.quantizers.get((layer.name, tensor)))
-        return of_recipe(recipe, tensor) if recipe else None
+        quantizer = self.quantizers.get((layer.name, tensor))
+        if not (recipe := recipe_of(quantizer)):
+            return None
+        found = of_recipe(recipe, tensor)
+        first, *others = found.numeric
+        dtype = FLOAT8.get(getattr(getattr(quantizer, "dtype", None), "name", ""), first.dtype)
+        return replace(found, numeric=(replace(first, dtype=dtype), *others))
