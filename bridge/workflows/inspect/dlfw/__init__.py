@@ -7,7 +7,7 @@
 One engine a process, as there. `feature_dir()` is the folder of these features for nvdlfw-inspect's own engine.
 Intended differences:
 
-- A config with mistakes, or that is not there, is an error of `initialize`, which lists all of them.
+- A config with mistakes, or a file that is not there, is an error of `initialize`, which lists all of them.
 - The features of Transformer Engine's own folder are bridge's; other folders are loaded, and what they raise is told.
 - Several features of a layer add up. A GEMM is quantized if no feature is against it.
 - `end_debug` warns of sections that were about no layer.
@@ -46,7 +46,7 @@ def initialize(
     """Read a config, and answer calls from now on; once in a process, before modules of Transformer Engine are made.
 
     Args:
-        config_file: a config.yaml, or its content.
+        config_file: a config.yaml, or its content; "" runs without features, as upstream.
         feature_dirs: folders of feature classes, which are imported.
         statistics_logger: has `log_scalar(name, value, iteration)`.
         log_dir: the directory of the logs, and of dumps/ of DumpTensors.

@@ -77,9 +77,8 @@ class Manager:
         folders = [feature_dirs] if isinstance(feature_dirs, str | Path) else [*(feature_dirs or ())]
         self._own = load_features([folder for folder in folders if not _is_upstream(folder)] or None)
         scheme = None if more.get("quant") is None else load_scheme(more["quant"])
-        if config == "":
-            raise UsageError("initialize(config_file=): missing; give a config.yaml, or its content")
-        self.config = read_config(config, scheme, declared(self._own), called=True)
+        none = InspectConfig("no config", (), "")
+        self.config = none if config == "" else read_config(config, scheme, declared(self._own), called=True)
         _check_layers(self.config)
         self._schemes = CallersSchemes(scheme)
         self._dumps = Dumps(log_dir, True, rank(), log_dir / FOLDER) if _dumps(self.config) else None

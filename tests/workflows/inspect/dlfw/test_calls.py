@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,10 @@ LAYER = "model.0.fc1"
 
 
 class Float8CurrentScalingQuantizer:
-    """By its name: that of Transformer Engine."""
+    """By its name: that of Transformer Engine, with its dtype."""
+
+    def __init__(self, dtype: str = "kFloat8E5M2") -> None:
+        self.dtype = SimpleNamespace(name=dtype)
 
 
 class MXFP8Quantizer:
@@ -172,6 +176,17 @@ def test_a_statistic_without_a_scheme_is_that_of_the_quantizer(
         )
 
 
+@pytest.mark.parametrize(("dtype", "like"), [("kFloat8E4M3", "activation"), ("kFloat8E5M2", "gradient")])
+def test_the_quantizer_says_which_float8_it_writes(start: Any, tmp_path: Path, dtype: str, like: str) -> None:
+    """A recipe with Format.E4M3 has gradients in E4M3."""
+    te = start({"s": section(LogFp8TensorStats={"enabled": True, "tensors": ["gradient"], "stats": ["mse"]})})
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    inspected(te, "gradient", x, quantizer=Float8CurrentScalingQuantizer(dtype))
+    debug_api.step()
+    v = torch.from_numpy(fake_quantized(x.numpy(), "float32", of_recipe("fp8_current_scaling", like)))
+    assert logged(tmp_path)[f"{LAYER}_gradient_mse", 0] == pytest.approx(float((v - x).square().mean()), rel=1e-5)
+
+
 def test_overflows_of_delayed_scaling_are_those_of_its_scale(start: Any, tmp_path: Path) -> None:
     words = {"enabled": True, "tensors": ["activation"], "stats": ["fp8_delayed_scaling_overflows%"]}
     te = start({"s": section(LogFp8TensorStats=words)})
@@ -251,10 +266,16 @@ def test_it_is_initialized_once_and_forgotten_at_the_end(tmp_path: Path) -> None
     assert debug_api.DEBUG_MANAGER is None
 
 
+def test_without_a_config_nothing_is_due(start: Any) -> None:
+    te, words = start(""), {"layer_name": LAYER, "iteration": 0}  # the default of `initialize`
+    assert te.fp8_gemm_enabled(**words, gemm="fprop") == (True, None)
+    assert te.modify_tensor_enabled(**words, gemm="fprop", tensor_name="activation") == (False, None)
+    assert te.inspect_tensor_enabled(**words, tensor_name="activation") == (False, None)
+
+
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ("", UsageError, "config_file=.: missing"),
         ("none.yaml", UsageError, "no such file"),
         ({"s": section({"roles": ["mlp.down"]}, LogTensorStats=STATS)}, InspectError, "roles need a model"),
         ({"s": section({"layer_numbers": [-1]}, LogTensorStats=STATS)}, InspectError, "from the end need a model"),
