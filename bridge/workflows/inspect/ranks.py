@@ -43,13 +43,16 @@ class Ranks:
         every = {layer.name: layer for part in self.objects(tuple(layers)) for layer in part}
         return tuple(every.values())
 
-    def add_up(self, every: Mapping[Any, Sums]) -> None:
-        """Let each tensor's sums be those of all processes; a weight is that of the first that saw it."""
+    def add_up(self, every: Mapping[Any, Sums], shards: bool = False) -> None:
+        """Let each tensor's sums be those of all processes; a weight is that of the first that saw it.
+
+        shards: each has a part of a weight, so that it is added up, too.
+        """
         mine = [_vector(sums) for sums in every.values()]
         ends = np.cumsum([part.size for part in mine])[:-1]
         parts = [np.split(vector, ends) for vector in self._vectors(np.concatenate(mine))]
         for sums, *vectors in zip(every.values(), *parts, strict=True):
-            _take(sums, vectors)
+            _take(sums, vectors, first=sums.tensor == "weight" and not shards)
 
     def objects(self, mine: T) -> list[T]:
         """What each process hands in."""
@@ -109,8 +112,11 @@ def _vector(sums: Sums) -> Array:
     return np.concatenate([*total, *(lost.vector() for lost in sums.lost.values())], dtype=np.float64)
 
 
-def _take(sums: Sums, vectors: Sequence[Array]) -> None:
-    """Undo `_vector` for each process, and merge; a block that did not divide in one process has no value."""
+def _take(sums: Sums, vectors: Sequence[Array], first: bool) -> None:
+    """Undo `_vector` for each process, and merge; a block that did not divide in one process has no value.
+
+    first: take those of the first process that saw the tensor.
+    """
     head, middle = sums.total.totals.size, sums.total.totals.size + len(sums.asked)
     for at, stat in enumerate(sums.asked, head):
         if stat in sums.blocks and any(np.isnan(vector[at]) for vector in vectors):
@@ -121,11 +127,11 @@ def _take(sums: Sums, vectors: Sequence[Array]) -> None:
     losses = [
         [LossSums.from_vector(row) for row in v[end:].reshape(len(sums.lost), -1)] if sums.lost else [] for v in vectors
     ]
-    if sums.tensor == "weight":
+    if first:
         saw = [
             bool(total.numel or any(each.numel for each in lost)) for total, lost in zip(totals, losses, strict=True)
         ]
-        first = saw.index(True) if True in saw else 0
-        totals, losses = totals[first : first + 1], losses[first : first + 1]
+        at = saw.index(True) if True in saw else 0
+        totals, losses = totals[at : at + 1], losses[at : at + 1]
     sums.total = reduce(TensorSums.merged, totals)
     sums.lost = {under: reduce(LossSums.merged, each) for under, *each in zip(sums.lost, *losses, strict=True)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import bridge
+from bridge import dlfw as debug_api
 from bridge.core.errors import BridgeError
 from bridge.workflows.inspect.result import Record
 
@@ -96,6 +97,50 @@ def sharded(rank: int | None) -> list[Record]:
         return session.inspection.records
 
 
+def door(rank: int | None, folder: Path) -> dict[str, Any]:
+    """What the calls of Transformer Engine log; process r calls with its own tensors, and has a layer of its own.
+
+    Without a rank: a process that has all tensors.
+    """
+    logged: dict[str, Any] = {}
+
+    class Logger:
+        def log_scalar(self, name: str, value: float, iteration: int, **_: Any) -> None:
+            logged[f"{name} {iteration}"] = value
+
+    def see(name: str, tensor: str, data: Any, **words: Any) -> None:
+        api.inspect_tensor(layer_name=name, tensor_name=tensor, tensor=data, iteration=step, **words)
+
+    stats = ["max", "mean", "std", "numel"]
+    every = {"enabled": True, "freq": 2, "tensors": ["activation", "weight", "gradient"]}
+    features = {
+        "LogTensorStats": {**every, "stats": stats},
+        "LogQuantizedTensorStats": {**every, "stats": ["int8_mse", "fp8_current_scaling_mse"]},
+    }
+    generic = {"LogTensorStats": {"enabled": True, "tensors": ["loss"], "stats": ["max", "mean"]}}
+    section = {"enabled": True, "layers": {"layer_types": ["fc"]}, "transformer_engine": features, **generic}
+    debug_api.initialize({"s": section}, log_dir=folder, statistics_logger=Logger())
+    debug_api.set_tensor_reduction_group(None if rank is None else torch.distributed.group.WORLD)
+    api, parts = debug_api.transformer_engine, [torch.arange(8.0).view(2, 4), torch.arange(12.0).view(3, 4) - 4]
+    for step in range(2):
+        if rank is None or step == 0:
+            for at in range(2) if rank is None else [rank]:
+                see("both.fc", "activation", parts[at])
+                see(f"only{at}.fc", "activation", parts[at])
+                see("shard.fc", "gradient", parts[at], reduction_group=debug_api.get_tensor_reduction_group())
+        if rank is not None:
+            see("both.fc", "weight", parts[rank], tp_group=None, tp_size=1)
+            see("alone.fc", "activation", parts[rank], skip_reduction=True)
+            see("shard.fc", "weight", parts[rank], tp_group=debug_api.get_tensor_reduction_group(), tp_size=2)
+        debug_api.step()
+    if rank is not None:
+        words = {"tensor": parts[rank], "tensor_name": "loss", "iteration": 0}
+        logged["whole"] = debug_api.log_tensor_stats("both.fc", **words)
+        logged["own"] = debug_api.log_tensor_stats("both.fc", **words, skip_reduction=True)
+    debug_api.end_debug()
+    return logged
+
+
 def taken(out: Path) -> str:
     """The error where rank 0 finds `out`."""
     try:
@@ -111,6 +156,7 @@ def main(rank: int, store: str, out: str, cases: list[str], results: Any) -> Non
     found: dict[str, Any] = {case: run(case, rank) for case in cases}
     found["written"] = run("whole", rank, Path(out) / f"seen{rank}")
     found["stages"], found["sharded"] = stages(rank), sharded(rank)
+    found["door"] = door(rank, Path(out) / f"logs{rank}")
     found["taken"] = taken(Path(out) / "seen0")
     results.put((rank, found))
     torch.distributed.destroy_process_group()

@@ -76,6 +76,26 @@ def test_a_sharded_matrix_is_seen_whole(of_ranks: dict[int, dict[str, Any]]) -> 
             assert told[key] == pytest.approx(value, rel=1e-5, abs=1e-12), key
 
 
+def test_calls_of_transformer_engine_tell_what_one_process_sees_of_all(
+    of_ranks: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    whole = rank_process.door(None, tmp_path)
+    assert len(whole) == 4 * (4 + 2)  # of four tensors, each of which is two in both processes or one in one
+    for rank in range(2):
+        told = of_ranks[rank]["door"]
+        for name, value in whole.items():
+            assert told[name] == pytest.approx(value), name
+
+
+def test_weights_and_what_skips_the_reduction_are_of_each_process(of_ranks: dict[int, dict[str, Any]]) -> None:
+    first, second = of_ranks[0]["door"], of_ranks[1]["door"]
+    for name in ("both.fc_weight_numel 0", "alone.fc_activation_numel 0"):
+        assert (first[name], second[name]) == (8, 12)
+    assert first["shard.fc_weight_numel 0"] == second["shard.fc_weight_numel 0"] == 20  # split over tp_group
+    assert (first["whole"], first["own"]) == ({"max": 7.0, "mean": 2.3}, {"max": 7.0, "mean": 3.5})
+    assert second["whole"] == first["whole"]
+
+
 def test_an_error_of_one_process_ends_all(of_ranks: dict[int, dict[str, Any]]) -> None:
     assert of_ranks[0]["taken"].startswith("WriteError")
     assert of_ranks[1]["taken"].startswith("InspectError: rank 0: ")

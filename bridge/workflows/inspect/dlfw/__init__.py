@@ -94,13 +94,18 @@ def log_message(
 
 
 def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> None:
-    """The processes over which statistics are added up; without it, all."""
-    _manager().group = group
+    """The processes over which statistics of a step are added up, but for those of weights; without it, all.
+
+    All of them call `step()` at each step. A call of `inspect_tensor` may have `reduction_group`, or
+    `skip_reduction=True` for statistics of this process alone. Weights are added up over `tp_group` where a call has
+    it with a `tp_size` above 1. `layer_name` has no effect, as upstream.
+    """
+    _manager().engine.group = group
 
 
 def get_tensor_reduction_group() -> Any:
     """What `set_tensor_reduction_group` was given."""
-    return _manager().group
+    return _manager().engine.group
 
 
 def list_features() -> None:
@@ -125,7 +130,9 @@ def infer_and_assign_layer_names(model: Any) -> None:
 def log_tensor_stats(layer_name: str, **words: Any) -> dict[str, float]:
     """Log statistics of a tensor by LogTensorStats of a section itself; returns them by name.
 
-    Words: tensor, tensor_name, and iteration for another step than the present one.
+    Words: tensor, tensor_name, and iteration for another step than the present one. All processes of the reduction
+    group make the call, and get what it tells of all their tensors; `reduction_group` is another group,
+    `skip_reduction=True` none.
     """
     return _manager().log_tensor_stats(layer_name, **words)
 

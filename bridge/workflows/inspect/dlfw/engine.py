@@ -12,6 +12,7 @@ from bridge.workflows.inspect.config.features import CALLS
 from bridge.workflows.inspect.config.read import InspectConfig
 from bridge.workflows.inspect.config.resolve import Route, routes_of
 from bridge.workflows.inspect.dlfw.recipes import CallersSchemes, recipe_of
+from bridge.workflows.inspect.dlfw.reduction import Over, added_up, over
 from bridge.workflows.inspect.features.classes import Answer, FeatureClass
 from bridge.workflows.inspect.features.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.features.dumps import Dumps
@@ -39,12 +40,11 @@ class Engine:
         own: Mapping[str, FeatureClass],
         schemes: CallersSchemes,
         dumps: Dumps | None = None,
-        add_up: Callable[[Mapping[Any, Sums]], None] | None = None,
     ) -> None:
         self.config, self._own, self._schemes, self._dumps = config, own, schemes, dumps
-        self.add_up = add_up
+        self.group: Any = None  # over which sums are added up; None takes all processes
         self._routes: dict[str, tuple[Route, ...]] = {}
-        self._sums: dict[tuple[str, str], Sums] = {}
+        self._sums: dict[tuple[str, str], tuple[Sums, Over | None]] = {}
         self._changed: dict[str, tuple[int, LayerChanges]] = {}
         self._weights: set[str] = set()
         self._last: Seen | None = None
@@ -145,7 +145,7 @@ class Engine:
                 if route.feature == DUMP and self._dumps:
                     self._dumps.add(route.layer, tensor_name, tensor.detach(), route.options, self._schemes)
         if stats and tensor.numel():
-            self._add(layer_name, tensor_name, tensor.detach(), stats)
+            self._add(layer_name, tensor_name, tensor.detach(), stats, over(tensor_name, words, self.group))
 
     def inspect_tensor_postquantize(
         self,
@@ -171,15 +171,22 @@ class Engine:
                     self._own[route.feature].call("inspect_tensor_postquantize", config, layer_name, **given)
 
     def records(self, step: int) -> list[Record]:
-        """What the step told; the next step begins empty."""
-        if self.add_up and self._sums:
-            self.add_up(self._sums)
-        found = [record for sums in self._sums.values() for record in sums.records(step)]
+        """What the step told; the next step begins empty. A step at which statistics are due is one for all ranks."""
+        sums = self.taken()
+        logs = (feature for section in self.config.sections for feature in section.features if feature.name in LOGS)
+        if any(use.schedule.due(step) for feature in logs for use in feature.uses):
+            every = added_up(sums, self.group, self._schemes)
+        else:
+            every = {key: own for key, (own, _) in sums.items()}
         if self._dumps:
             self._dumps.end(step)
-        self._sums, self._last = {}, None
+        return [record for each in every.values() for record in each.records(step)]
+
+    def taken(self) -> dict[tuple[str, str], tuple[Sums, Over | None]]:
+        """The sums of the step, and over which processes they are added up; the next step begins empty."""
+        sums, self._sums, self._last = self._sums, {}, None
         self._weights.clear()
-        return found
+        return sums
 
     @property
     def idle(self) -> list[str]:
@@ -228,13 +235,13 @@ class Engine:
         self._weights.add(layer)
         return before
 
-    def _add(self, layer: str, name: str, tensor: Tensor, stats: list[Any]) -> None:
+    def _add(self, layer: str, name: str, tensor: Tensor, stats: list[Any], where: Over | None) -> None:
         key = layer, name
         if key not in self._sums:
-            self._sums[key] = Sums(self._routes[layer][0].layer, name, stats, self._schemes)
+            self._sums[key] = Sums(self._routes[layer][0].layer, name, stats, self._schemes), where
         if self._last is None or not self._last.is_of(tensor, None, False):
             self._last = Seen(tensor, None, False)
-        self._sums[key].add(self._last)
+        self._sums[key][0].add(self._last)
 
 
 def _any(routes: Iterator[Route], step: int, ask: Callable[[Route], list[Answer]]) -> Answer:

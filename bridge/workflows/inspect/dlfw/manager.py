@@ -17,9 +17,11 @@ from bridge.workflows.inspect.config.resolve import generic_uses
 from bridge.workflows.inspect.dlfw.engine import Engine
 from bridge.workflows.inspect.dlfw.logs import MESSAGES, LogFile, Logger, loggers_of
 from bridge.workflows.inspect.dlfw.recipes import CallersSchemes
+from bridge.workflows.inspect.dlfw.reduction import over
 from bridge.workflows.inspect.features.classes import declared, load_features
 from bridge.workflows.inspect.features.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.features.dumps import FOLDER, Dumps, rank
+from bridge.workflows.inspect.ranks import ranks_of
 
 UPSTREAM = ("transformer_engine", "debug", "features")  # the end of the path of features that are bridge's here
 MORE = ("tb_writer", "default_logging_enabled", "quant")
@@ -85,7 +87,6 @@ class Manager:
         self.engine = Engine(self.config, self._own, self._schemes, self._dumps)
         self.transformer_engine = TransformerEngine(self.engine)
         self._trainer_iteration_count = first
-        self.group: Any = None
         self._messages = LogFile(log_dir / MESSAGES)
         self._said: set[tuple[Any, ...]] = set()
         writer, default = more.get("tb_writer"), bool(more.get("default_logging_enabled"))
@@ -109,7 +110,7 @@ class Manager:
         self._trainer_iteration_count += 1
 
     def log_tensor_stats(
-        self, layer_name: str, tensor: Any, tensor_name: str, iteration: int | None = None, **_: Any
+        self, layer_name: str, tensor: Any, tensor_name: str, iteration: int | None = None, **words: Any
     ) -> dict[str, float]:
         step = self._trainer_iteration_count if iteration is None else iteration
         uses = [use for use in generic_uses(self.config, layer_name, tensor_name) if use.schedule.due(step)]
@@ -118,6 +119,8 @@ class Manager:
             stats = [stat for use in uses for stat in use.options.stats]
             sums = Sums(Layer(layer_name), tensor_name, stats, self._schemes)
             sums.add(Seen(tensor.detach(), None, False))
+            if (where := over(tensor_name, words, self.engine.group)) and (ranks := ranks_of(where.group)):
+                ranks.add_up({tensor_name: sums}, where.shards)
             for record in sums.records(step):
                 told[record.stat] = float("nan") if record.value is None else record.value
                 self._log(f"{layer_name}_{tensor_name}_{record.stat}", told[record.stat], step)
