@@ -29,6 +29,13 @@ CONFIG: dict[str, Any] = {
             "DumpTensors": {"enabled": True, "tensors": ["weight"], "high_precision_tensor": True},
         },
     },
+    "another": {
+        "enabled": True,
+        "layers": {"layer_types": ["fc3"]},
+        "transformer_engine": {
+            "DumpTensors": {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True}
+        },
+    },
     "wrong": {
         "enabled": True,
         "layers": {"layer_types": ["fc9"]},
@@ -75,9 +82,9 @@ def calls(te: Any, torch: Any) -> dict[str, Any]:
         dtype=torch.float32,
     )  # fmt: skip
     told["made"] = made.tolist()
-    for name in ("activation", "weight"):
+    for layer, name in ((LAYER, "activation"), (LAYER, "weight"), ("model.0.fc3", "activation")):
         te.inspect_tensor(
-            layer_name=LAYER, tensor_name=name, tensor=x, rowwise_quantized_tensor=x, columnwise_quantized_tensor=x,
+            layer_name=layer, tensor_name=name, tensor=x, rowwise_quantized_tensor=x, columnwise_quantized_tensor=x,
             quantizer=MXFP8Quantizer(), iteration=0, tp_group=None, tp_size=1,
         )  # fmt: skip
     return told
@@ -115,7 +122,9 @@ def main() -> None:
     told: dict[str, Any] = {"own": own_classes(Path(sys.argv[1], "own"))}
     for run in ("first", "again"):  # the engine is ended and begun again
         logged.clear()
-        debug_api.initialize(CONFIG, feature_dirs=[dlfw.feature_dir()], log_dir=sys.argv[1], statistics_logger=Mine())
+        debug_api.initialize(
+            CONFIG, feature_dirs=[dlfw.feature_dir()], log_dir=f"{sys.argv[1]}/{run}", statistics_logger=Mine()
+        )
         told[run] = calls(debug_api.transformer_engine, torch)
         debug_api.step()
         told[run]["logged"] = {f"{name} {step}": float(value) for (name, step), value in logged.items()}

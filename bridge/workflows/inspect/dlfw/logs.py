@@ -24,7 +24,7 @@ class LogFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"nvdlfw_inspect_globalrank-{rank()}.log"
         folder.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("", encoding="utf-8")
+        self.path.touch()  # lines of an earlier run stay
 
     def log_scalar(self, name: str, value: float, iteration: int, **_: Any) -> None:
         self.write(f"{name} \t\t\t\t iteration={iteration:06d} \t\t\t\t value={value!r}")

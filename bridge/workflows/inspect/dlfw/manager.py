@@ -83,7 +83,9 @@ class Manager:
         self.config = none if config == "" else read_config(config, scheme, declared(self._own), called=True)
         _check_layers(self.config)
         self._schemes = CallersSchemes(scheme)
-        self._dumps = Dumps(log_dir, True, rank(), log_dir / FOLDER) if _dumps(self.config) else None
+        self._dumps = Dumps(log_dir / FOLDER, rank()) if _dumps(self.config) else None
+        if self._dumps:
+            self._dumps.check_from(first)
         self.engine = Engine(self.config, self._own, self._schemes, self._dumps)
         self.transformer_engine = TransformerEngine(self.engine)
         self._trainer_iteration_count = first

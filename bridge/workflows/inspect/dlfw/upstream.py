@@ -34,7 +34,7 @@ class Answers:
     """What the features of one run answer. `log(name, value, step)` takes statistics; `folder` is that of logs."""
 
     def __init__(self, log: Callable[[str, float, int], None], folder: Path) -> None:
-        self._log, self._folder = log, folder
+        self._log, self._dumps = log, Dumps(folder / FOLDER, rank())
         self._engines: dict[int, tuple[Any, Feature | None, Engine]] = {}
 
     def takes(self, name: str, words: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
@@ -64,7 +64,7 @@ class Answers:
             feature = parse_feature(name, words, name, problems, Known(called=True))
             raise_problems(WHERE, problems)
             section = Section(name, Selector(), (feature,) if feature else ())
-            dumps = Dumps(self._folder, True, rank(), self._folder / FOLDER) if name == DUMP else None
+            dumps = self._dumps if name == DUMP else None
             engine = Engine(InspectConfig(WHERE, (section,), ""), {}, CallersSchemes(), dumps)
             self._engines[id(words)] = words, feature, engine
         return self._engines[id(words)]

@@ -32,23 +32,27 @@ if TYPE_CHECKING:
 
 FEATURE = "DumpTensors"
 FOLDER = "dumps"  # in the directory of an inspection
+STEPS = "step_*.safetensors"
 
 
 class Dumps:
-    """The files of a session. `add` takes tensors of any thread, `end` closes a step, `files` are those of whole steps.
+    """The files of a run. `add` takes tensors of any thread, `end` closes a step, `files` are those of whole steps.
 
-    WriteError if a loop that was killed left some, unless `overwrite`; and if the disk is full.
+    Files of other runs in the same folder stay; WriteError if one has the name of a step of this run, and if the disk
+    is full.
     """
 
-    def __init__(self, out: Path, overwrite: bool, rank: int = 0, path: Path | None = None) -> None:
-        """out: the directory that the inspection will be in.  path: where files are until then, else beside it."""
-        self.path = path or out.absolute().with_name(f"{out.name}.{FOLDER}")
-        if self._folder_of(rank).exists() and not overwrite:
-            raise WriteError(f"{self.path}: is left from a loop that was killed; move it away, or overwrite=True")
-        self._out, self._rank, self._lock = out, rank, threading.Lock()
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        """path: the folder of files, which appears with the first."""
+        self.path, self._rank, self._lock = path, rank, threading.Lock()
         self.files: list[str] = []
-        shutil.rmtree(self._folder_of(rank), ignore_errors=True)
-        self._step = _Step(self._folder_of(rank))
+        self._step = _Step(self.folder)
+
+    def check_from(self, first: int) -> None:
+        """WriteError if a step from `first` on has a file of another run."""
+        taken = [path for path in self.folder.glob(STEPS) if path.stem.removeprefix("step_") >= f"{first:06d}"]
+        if taken:
+            raise _taken(min(taken))
 
     def add(self, layer: Layer, name: str, tensor: Tensor, options: Options, schemes: Schemes) -> None:
         """Write a tensor; the second of a step with the same name gets _1 behind it."""
@@ -65,20 +69,23 @@ class Dumps:
         """Close the file of a step; none if nothing was added."""
         with self._lock:
             if self._step.specs:
-                name = f"rank_{self._rank}/step_{step:06d}.safetensors"
+                path = self.folder / f"step_{step:06d}.safetensors"
+                name = f"{FOLDER}/{self.folder.name}/{path.name}"
+                if path.exists() and name not in self.files:
+                    raise _taken(path)
                 try:
-                    self._step.write(self.path / name)
+                    self._step.write(path)
                 except OSError as error:
                     raise self._refused(error) from error
-                self.files.append(f"{FOLDER}/{name}")
+                self.files = [*dict.fromkeys([*self.files, name])]
             self._step.remove()
-            self._step = _Step(self._folder_of(self._rank))
+            self._step = _Step(self.folder)
 
     def drop(self) -> None:
         """Remove what an unfinished step wrote."""
         with self._lock:
             self._step.remove()
-            self._step = _Step(self._folder_of(self._rank))
+            self._step = _Step(self.folder)
 
     def move(self, directory: Path) -> None:
         """Hand the files to the directory of an inspection, on the same file system."""
@@ -89,12 +96,14 @@ class Dumps:
         """Remove what is left beside the inspection."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _folder_of(self, rank: int) -> Path:
-        return self.path / f"rank_{rank}"
+    @property
+    def folder(self) -> Path:
+        """That of this process."""
+        return self.path / f"rank_{self._rank}"
 
     def _check(self, nbytes: int) -> None:
         """Refuse a tensor that does not fit: it is written twice until its step ends."""
-        check_disk(self._out, nbytes + self._step.size + nbytes, FEATURE)
+        check_disk(self.path, nbytes + self._step.size + nbytes, FEATURE)
 
     def _refused(self, error: OSError) -> WriteError:
         text = "the disk is full; free some space" if disk_is_full(error) else reason(error)
@@ -114,7 +123,14 @@ def check_place(routing: Routing, out: Path | None) -> None:
 
 def dumps_of(routing: Routing, out: Path | None, overwrite: bool) -> Dumps | None:
     """Where a session writes tensors; None if it writes none."""
-    return Dumps(out, overwrite, rank()) if out is not None and writes(routing) else None
+    if out is None or not writes(routing):
+        return None
+    made = Dumps(out.absolute().with_name(f"{out.name}.{FOLDER}"), rank())
+    if made.folder.exists():
+        if not overwrite:
+            raise WriteError(f"{made.path}: is left from a loop that was killed; move it away, or overwrite=True")
+        shutil.rmtree(made.folder)
+    return made
 
 
 def rank() -> int:
@@ -122,6 +138,10 @@ def rank() -> int:
     import torch.distributed as ranks
 
     return ranks.get_rank() if ranks.is_available() and ranks.is_initialized() else 0
+
+
+def _taken(path: Path) -> WriteError:
+    return WriteError(f"{path}: is of another run, and of a step that this run comes to; move it away")
 
 
 class _Step:
@@ -133,6 +153,7 @@ class _Step:
         self.size = 0
         self._places: list[tuple[int, int, int]] = []  # dtype, begin, bytes of each tensor
         self._files: dict[int, Any] = {}
+        self._unfinished: set[Path] = set()
         self._times: Counter[str] = Counter()
         self._about: dict[str, str] = {}
 
@@ -140,7 +161,7 @@ class _Step:
         kind = RANK[DTYPES[dtype].safetensors]
         if kind not in self._files:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._files[kind] = (self._folder / f".unfinished.{kind}").open("w+b")
+            self._files[kind] = self._begun(self._folder / f".unfinished.{kind}").open("w+b")
         file = self._files[kind]
         begin = file.tell()
         file.write(bits.tobytes())
@@ -154,7 +175,7 @@ class _Step:
 
     def write(self, path: Path) -> None:
         head, offsets, _ = layout(self.specs, self._about)
-        unfinished = path.with_name(f".{path.name}")
+        unfinished = self._begun(path.with_name(f".{path.name}"))
         with unfinished.open("wb") as out:
             out.write(head)
             order = sorted(
@@ -169,9 +190,13 @@ class _Step:
     def remove(self) -> None:
         for file in self._files.values():
             file.close()
-        if self._files:
-            for path in self._folder.glob(".*"):
-                path.unlink()
+        for path in self._unfinished:
+            path.unlink(missing_ok=True)
+
+    def _begun(self, path: Path) -> Path:
+        """A file that goes at the end of the step."""
+        self._unfinished.add(path)
+        return path
 
     def _numbered(self, name: str) -> str:
         return f"{name}_{self._times[name]}" if self._times[name] else name

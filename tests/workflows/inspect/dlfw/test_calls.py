@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from bridge import dlfw as debug_api  # noqa: E402
-from bridge.core.errors import BridgeWarning, InspectError, UsageError  # noqa: E402
+from bridge.core.errors import BridgeWarning, InspectError, UsageError, WriteError  # noqa: E402
 from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
 from bridge.workflows.inspect.statistics.quantization import of_format, of_recipe  # noqa: E402
 
@@ -228,6 +228,28 @@ def test_dumps_and_a_weight_in_fp8(start: Any, tmp_path: Path) -> None:
     assert torch.equal(tensors[f"{LAYER}_weight.high_precision"], torch.full((2, 2), 3.0))
 
 
+def test_dumps_stand_beside_what_is_there_and_replace_nothing(start: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "dumps" / "rank_0"
+    folder.mkdir(parents=True)
+    for name in ("mine.txt", ".mine", "step_000000.safetensors"):
+        (folder / name).write_text("mine")
+    words = {"s": section(DumpTensors={"enabled": True, "tensors": ["weight"], "high_precision_tensor": True})}
+    with pytest.raises(WriteError, match=r"step_000000\.safetensors: is of another run, .* move it away"):
+        start(words)
+    te = start(words, init_training_step=1)  # a run that goes on
+    inspected(te, "weight", torch.ones(2, 2), 1)
+    debug_api.step()
+    assert len(load_file(folder / "step_000001.safetensors")) == 1
+    inspected(te, "weight", torch.ones(2, 2), 0)
+    debug_api.initialize_training_step(0)
+    with pytest.raises(WriteError, match="is of another run"):
+        debug_api.step()
+    debug_api.end_debug()
+    names = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert names.pop("step_000001.safetensors")
+    assert names == dict.fromkeys(("mine.txt", ".mine", "step_000000.safetensors"), b"mine")
+
+
 def test_explicit_calls_of_the_generic_feature(start: Any, tmp_path: Path) -> None:
     generic = {"enabled": True, "tensors": ["loss"], "stats": ["MIN", "max"], "freq": 2}
     start({"s": {"enabled": True, "layers": {"layer_types": ["fc1"]}, "LogTensorStats": generic}})
@@ -243,6 +265,15 @@ def test_messages_are_written_once(start: Any, tmp_path: Path) -> None:
         debug_api.log_message("made", layer_name=LAYER)
     (line,) = (tmp_path / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log").read_text().splitlines()
     assert line.endswith(f" - INFO - LAYER={LAYER}: made")
+
+
+def test_a_run_that_goes_on_adds_to_the_logs(start: Any, tmp_path: Path) -> None:
+    for step in range(2):
+        te = start({"s": section(LogTensorStats={**STATS, "stats": ["max"]})}, init_training_step=step)
+        inspected(te, "activation", torch.ones(1, 2) + step, step)
+        debug_api.step()
+        debug_api.end_debug()
+    assert logged(tmp_path) == {(f"{LAYER}_activation_max", step): 1.0 + step for step in range(2)}
 
 
 def test_it_is_initialized_once_and_forgotten_at_the_end(tmp_path: Path) -> None:

@@ -56,8 +56,10 @@ def test_values_are_those_of_bridge(told: Any, run: str) -> None:
     assert {*logged} == {"max 0", "numel 0", "mse 0", "fp8_mse 0"}
     assert (logged["max 0"], logged["numel 0"]) == (4.0, 64.0)
     assert logged["mse 0"] == pytest.approx(expected, rel=1e-5)  # of the quantizer that is handed over
-    (tensor,) = load_file(folder / "dumps" / "rank_0" / "step_000000.safetensors").values()
-    assert torch.equal(tensor, torch.linspace(-3, 4, 64).reshape(2, 32))
+    tensors = load_file(folder / run / "dumps" / "rank_0" / "step_000000.safetensors")
+    names = {f"{LAYER}_weight.high_precision", "model.0.fc3_activation.high_precision"}  # of two sections
+    assert {*tensors} == names
+    assert all(torch.equal(tensor, torch.linspace(-3, 4, 64).reshape(2, 32)) for tensor in tensors.values())
 
 
 def test_mistakes_are_told_and_end_no_process(told: Any) -> None:
