@@ -17,7 +17,7 @@ from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import not_listed, unwrapped
 from bridge.workflows.inspect.config.resolve import Routing
 from bridge.workflows.inspect.experts import ExpertsWatch
-from bridge.workflows.inspect.features.classes import FeatureClass
+from bridge.workflows.inspect.features.classes import FeatureClass, unnamed
 from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.features.own import OwnFeatures
 from bridge.workflows.inspect.ranks import Ranks, own_part
@@ -147,7 +147,8 @@ class Session:
         """What was not seen, and why."""
         nothing = told(self._finder.first, self.current) if self._finder else []
         roles = without_roles([routes[0].layer.role for routes in self.routing.layers.values()])
-        return [*self.schemes.told(), *nothing, *roles]
+        idle = unnamed(self._own.classes, (route.feature for route in self.routing.routes))
+        return [*self.schemes.told(), *idle, *nothing, *roles]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""

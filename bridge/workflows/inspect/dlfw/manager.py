@@ -18,7 +18,7 @@ from bridge.workflows.inspect.dlfw.engine import Engine
 from bridge.workflows.inspect.dlfw.logs import MESSAGES, LogFile, Logger, loggers_of
 from bridge.workflows.inspect.dlfw.recipes import CallersSchemes
 from bridge.workflows.inspect.dlfw.reduction import over
-from bridge.workflows.inspect.features.classes import declared, load_features
+from bridge.workflows.inspect.features.classes import declared, load_features, unnamed
 from bridge.workflows.inspect.features.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.features.dumps import FOLDER, Dumps, rank
 from bridge.workflows.inspect.ranks import ranks_of
@@ -91,6 +91,9 @@ class Manager:
         self._trainer_iteration_count = first
         self._messages = LogFile(log_dir / MESSAGES)
         self._said: set[tuple[Any, ...]] = set()
+        features = (feature.name for section in self.config.sections for feature in section.features)
+        for note in unnamed(self._own, features):
+            self.log_message(note, None, logging.WARNING, None)
         writer, default = more.get("tb_writer"), bool(more.get("default_logging_enabled"))
         self._loggers = loggers_of(statistics_logger, writer, default, log_dir)
 

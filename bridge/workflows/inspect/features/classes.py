@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,6 +106,13 @@ def load_features(folders: str | Path | Sequence[str | Path] | None) -> Mapping[
 def declared(features: Mapping[str, FeatureClass]) -> list[OwnFeature]:
     """What a config may name."""
     return [feature.own for feature in features.values()]
+
+
+def unnamed(features: Mapping[str, FeatureClass], named: Iterable[str]) -> list[str]:
+    """A note where classes were loaded and the enabled sections of a config name none of them."""
+    if not features or features.keys() & {*named}:
+        return []
+    return [f"feature_dirs: no section of the config names any of {', '.join(features)}, so that none of them runs"]
 
 
 def _classes(path: Path) -> Iterator[FeatureClass]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
 from bridge import dlfw as debug_api  # noqa: E402
-from bridge.core.errors import InspectError, UsageError  # noqa: E402
+from bridge.core.errors import BridgeWarning, InspectError, UsageError  # noqa: E402
 from bridge.workflows.inspect.features.classes import load_features  # noqa: E402
 from tests.cli.test_cli import run as command  # noqa: E402
 from tests.workflows.inspect.test_session import LLAMA, SIX, batch, config  # noqa: E402
@@ -256,3 +256,18 @@ def test_a_trained_model_has_the_bits_of_one_that_no_class_looks_at(tmp_path: Pa
 
     mine = folder(tmp_path / "mine", SEES)
     assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(feature_dirs=mine), strict=True))
+
+
+def test_classes_that_no_section_names_are_told(tmp_path: Path, told: list[Any]) -> None:
+    mine = folder(tmp_path / "mine", SEES, DISABLES)
+    note = "feature_dirs: no section of the config names any of Sees, Disables, so that none of them runs"
+    _, _, session = run(linear(), None, mine)
+    assert note in session.inspection.notes and session.inspection.records and not told  # the default config ran
+    _, _, session = run(linear(), config("Sees", tensors="weight"), mine)
+    assert note not in session.inspection.notes and told
+    words = config("LogTensorStats", tensors="weight", stats=["max"])
+    debug_api.initialize(words, feature_dirs=str(mine), log_dir=tmp_path)
+    (log,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
+    assert f" - WARNING - {note}" in log.read_text()
+    with pytest.warns(BridgeWarning, match="no layer called"):
+        debug_api.end_debug()
