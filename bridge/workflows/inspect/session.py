@@ -148,7 +148,7 @@ class Session:
         nothing = told(self._finder.first, self.current) if self._finder else []
         roles = without_roles([routes[0].layer.role for routes in self.routing.layers.values()])
         idle = unnamed(self._own.classes, (route.feature for route in self.routing.routes))
-        return [*self.schemes.told(), *idle, *nothing, *roles]
+        return [*self.schemes.told(), *idle, *nothing, *roles, *(self._dumps.notes if self._dumps else ())]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""

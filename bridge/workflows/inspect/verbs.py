@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from bridge.api.request import scheme_of, unwarned_data_of, warn_of
 from bridge.api.words import SchemeName
 from bridge.calibration.data import Data, Sampling
 from bridge.calibration.reference_outputs import runner
-from bridge.core.errors import InspectError, UsageError
+from bridge.core.errors import InspectError, UsageError, warn
 from bridge.core.output.replace import check_free
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
@@ -250,25 +251,45 @@ def inspecting(
     calibration = _calibration(calib)
     schemes = Schemes(scheme, None, _static(calibration, layers, scheme))
     quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
-    steps = StepsFile(place, overwrite) if place is not None else None
     about = {"model": type(model).__name__, **_about(routing, scheme)}
-    dumps = dumps_of(routing, directory, overwrite)
+    with together(ranks):
+        dumps = dumps_of(routing, directory, overwrite)
+    with together(ranks):
+        steps = StepsFile(place, overwrite) if place is not None else None
     told = None if ranks and ranks.rank else sink
     ended = False
     with finder_of(model, nan) as finder:
-        session = Session(model, routing, schemes, about, told, steps, quantized, dumps, classes, ranks, finder)
+        try:
+            session = Session(model, routing, schemes, about, told, steps, quantized, dumps, classes, ranks, finder)
+        except BaseException:
+            if steps:
+                steps.remove()
+            raise
         try:
             yield session
             ended = True
         finally:
             session.detach()
-            if dumps and ranks and ended:  # after an error the others may not come here
-                dumps.files = sorted(file for files in ranks.objects(dumps.files) for file in files)
-            if place is not None and (session.records or nan or (dumps and dumps.files)):
-                save(session.inspection, place, overwrite, dumps)
-            for written in (steps, dumps):
-                if written and place is not None:  # rank 0 moved the files of all
-                    written.remove()
+            others = ranks if ended else None  # after an error they may not come here
+            if dumps and others:
+                dumps.gather(others.objects((dumps.files, platform.node())), first=place is not None)
+            with together(others if dumps else None):
+                if place is not None and (session.records or nan or (dumps and dumps.files)):
+                    save(session.inspection, place, overwrite, dumps)
+                elif place is not None and ended:
+                    warn(_unwritten(place, session.current))
+            if steps:
+                steps.remove()
+            if dumps and directory:
+                if others and place is None:
+                    dumps.keep(directory)
+                dumps.clear()
+
+
+def _unwritten(out: Path, steps: int) -> str:
+    """Why an inspection of a loop has nothing."""
+    told = f"nothing was seen in {number(steps, 'step')}" if steps else "session.step() was never called"
+    return f"{out}: is not written: {told}"
 
 
 def _predicts(source: Source) -> bool:

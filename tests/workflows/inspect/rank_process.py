@@ -141,6 +141,23 @@ def door(rank: int | None, folder: Path) -> dict[str, Any]:
     return logged
 
 
+def dumped(rank: int, out: Path, steps: int = 2, fails: bool = False) -> Any:
+    """Tensors that both write; only process 1 has something to write if the loop fails."""
+    model, words = Sometimes(), {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True}
+    section = {"enabled": True, "layers": {"modules": ["first"]}, "transformer_engine": {"DumpTensors": words}}
+    try:
+        with bridge.inspecting(model, {"s": section}, out=out) as session:
+            for step in range(steps):
+                if rank or not fails:
+                    model(batches("whole")[step][rank])
+                session.step()
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    return session.inspection
+
+
 def taken(out: Path) -> str:
     """The error where rank 0 finds `out`."""
     try:
@@ -157,6 +174,9 @@ def main(rank: int, store: str, out: str, cases: list[str], results: Any) -> Non
     found["written"] = run("whole", rank, Path(out) / f"seen{rank}")
     found["stages"], found["sharded"] = stages(rank), sharded(rank)
     found["door"] = door(rank, Path(out) / f"logs{rank}")
+    place = Path(out)
+    found["dumped"] = dumped(rank, place / "shared"), dumped(rank, place / f"disk{rank}" / "seen")
+    dumped(rank, place / "failed", fails=True)
     found["taken"] = taken(Path(out) / "seen0")
     results.put((rank, found))
     torch.distributed.destroy_process_group()

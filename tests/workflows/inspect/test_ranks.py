@@ -96,6 +96,32 @@ def test_weights_and_what_skips_the_reduction_are_of_each_process(of_ranks: dict
     assert second["whole"] == first["whole"]
 
 
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
+
+
+EVERY = [f"dumps/rank_{rank}/step_00000{step}.safetensors" for rank in range(2) for step in range(2)]
+
+
+def test_tensors_of_all_are_in_one_directory_of_one_disk(of_ranks: dict[int, dict[str, Any]], place: Path) -> None:
+    seen = of_ranks[0]["dumped"][0]
+    assert files(place / "shared") == [*seen.dumps] == EVERY
+    assert not (place / "shared.dumps").exists() and not any("disk" in note for note in seen.notes)
+
+
+def test_each_keeps_its_tensors_on_a_disk_of_its_own(of_ranks: dict[int, dict[str, Any]], place: Path) -> None:
+    for rank in range(2):
+        assert [path.name for path in (place / f"disk{rank}").iterdir()] == ["seen"]  # nothing blocks the next run
+        assert files(place / f"disk{rank}" / "seen") == EVERY[2 * rank : 2 * rank + 2]
+    seen = of_ranks[0]["dumped"][1]
+    assert [*seen.dumps] == EVERY[:2]
+    assert any("files of rank_1 are on its own disk, in dumps there" in note for note in seen.notes)
+
+
+def test_whole_steps_of_others_stay_after_an_error(of_ranks: dict[int, dict[str, Any]], place: Path) -> None:
+    assert of_ranks and files(place / "failed.dumps") == [name.removeprefix("dumps/") for name in EVERY[2:]]
+
+
 def test_an_error_of_one_process_ends_all(of_ranks: dict[int, dict[str, Any]]) -> None:
     assert of_ranks[0]["taken"].startswith("WriteError")
     assert of_ranks[1]["taken"].startswith("InspectError: rank 0: ")

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
-from bridge.core.errors import InspectError, UsageError, WriteError  # noqa: E402
+from bridge.core.errors import BridgeWarning, InspectError, UsageError, WriteError  # noqa: E402
 from bridge.quant.codec.decode import decode  # noqa: E402
 from bridge.quant.codec.encode import encode  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -458,3 +458,15 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     monkeypatch.setattr(HfSource, "load_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(error, match=said):
         bridge.inspect(LLAMA, given.pop("config", None), progress=False, **given)
+
+
+def test_a_loop_that_told_nothing_warns_that_nothing_is_written(tmp_path: Path) -> None:
+    model, words = torch.nn.Sequential(torch.nn.Linear(4, 2)), config(tensors=["weight"], stats=["max"])
+    for steps, why in ((0, r"session\.step\(\) was never called"), (2, "nothing was seen in 2 steps")):
+        with (
+            pytest.warns(BridgeWarning, match=f"seen: is not written: {why}"),
+            bridge.inspecting(model, words, out=tmp_path / "seen") as session,
+        ):
+            for _ in range(steps):
+                session.step()
+    assert not [*tmp_path.iterdir()]

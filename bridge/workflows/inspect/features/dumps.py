@@ -11,7 +11,8 @@ import math
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class Dumps:
         """path: the folder of files, which appears with the first."""
         self.path, self._rank, self._lock = path, rank, threading.Lock()
         self.files: list[str] = []
+        self.notes: list[str] = []
         self._step = _Step(self.folder)
 
     def check_from(self, first: int) -> None:
@@ -87,14 +89,43 @@ class Dumps:
             self._step.remove()
             self._step = _Step(self.folder)
 
+    def gather(self, told: Sequence[tuple[list[str], str]], first: bool) -> None:
+        """Take the files of all ranks: each told its own, and its machine. The `first` takes those that it sees."""
+        if not first:
+            self.files = sorted(file for files, _ in told for file in files)
+            return
+        self.files = []
+        for files, machine in told:
+            if files and not (self.path / Path(files[0]).relative_to(FOLDER)).exists():
+                whose = Path(files[0]).parent.name
+                self.notes.append(f"{FEATURE}: files of {whose} are on its own disk, in {FOLDER} there ({machine})")
+            else:
+                self.files = sorted([*self.files, *files])
+
     def move(self, directory: Path) -> None:
-        """Hand the files to the directory of an inspection, on the same file system."""
-        if self.files:
-            self.path.rename(directory / FOLDER)
+        """Hand `files` to the directory of an inspection, on the same file system."""
+        for name in dict.fromkeys(Path(file).parent.name for file in self.files):
+            (directory / FOLDER).mkdir(exist_ok=True)
+            (self.path / name).rename(directory / FOLDER / name)
+
+    def keep(self, out: Path) -> None:
+        """Put files that the first rank did not take, since it has another disk, where it would have put them."""
+        if any(self.folder.glob(STEPS)):
+            to = out / FOLDER / self.folder.name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(to, ignore_errors=True)  # is there with overwrite=True only
+            self.folder.rename(to)
+
+    def clear(self) -> None:
+        """Remove the folders if they are empty."""
+        for folder in (self.folder, self.path):
+            with suppress(OSError):
+                folder.rmdir()
 
     def remove(self) -> None:
-        """Remove what is left beside the inspection."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the files of this process that are left beside the inspection."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.clear()
 
     @property
     def folder(self) -> Path:
@@ -126,6 +157,8 @@ def dumps_of(routing: Routing, out: Path | None, overwrite: bool) -> Dumps | Non
     if out is None or not writes(routing):
         return None
     made = Dumps(out.absolute().with_name(f"{out.name}.{FOLDER}"), rank())
+    if not overwrite and (kept := out / FOLDER / made.folder.name).exists():
+        raise WriteError(f"{kept}: is of another run; move it away, or overwrite=True")
     if made.folder.exists():
         if not overwrite:
             raise WriteError(f"{made.path}: is left from a loop that was killed; move it away, or overwrite=True")

@@ -271,3 +271,12 @@ def test_classes_that_no_section_names_are_told(tmp_path: Path, told: list[Any])
     assert f" - WARNING - {note}" in log.read_text()
     with pytest.warns(BridgeWarning, match="no layer called"):
         debug_api.end_debug()
+
+
+def test_a_class_that_raises_at_the_start_leaves_nothing(tmp_path: Path, told: list[Any]) -> None:
+    raises = "class Raises:\n    def modify_tensor_enabled(self, config, layer_name, **words):\n        return 1 / 0\n"
+    mine = folder(tmp_path / "mine", raises + "    modify_tensor = modify_tensor_enabled\n")
+    for _ in range(2):  # the second is not refused
+        with pytest.raises(InspectError, match="ZeroDivisionError"):
+            run(linear(), config("Raises", tensors="weight", gemms="fprop"), mine, out=tmp_path / "seen")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
