@@ -80,7 +80,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.workflows.inspect.dlfw.end_debug", "bridge.workflows.inspect.dlfw.log_message",
             "bridge.workflows.inspect.dlfw.log_tensor_stats",
             "bridge.workflows.inspect.dlfw.set_tensor_reduction_group",
-            "bridge.workflows.inspect.dlfw.manager.TransformerEngine",
+            "bridge.workflows.inspect.dlfw.run.TransformerEngine",
         ),
     ),
 }  # fmt: skip

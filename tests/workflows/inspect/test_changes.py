@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D  # noqa: E402
 import bridge  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
-from bridge.workflows.inspect.changes.gemms import GEMMS  # noqa: E402
 from bridge.workflows.inspect.changes.layer_changes import LayerChanges, add_features  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
 from bridge.workflows.inspect.config.layers import Layer  # noqa: E402
+from bridge.workflows.inspect.config.merging import TAKES  # noqa: E402
 from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
 from tests.workflows.inspect.formats_in_torch import (  # noqa: E402
     E4M3,
@@ -43,7 +43,7 @@ from tests.workflows.inspect.formats_in_torch import (  # noqa: E402
     whole,
 )  # fmt: skip
 
-PLACES = [(gemm, name) for gemm, names in GEMMS.items() for name in names]
+PLACES = [(gemm, name) for gemm, names in TAKES.items() for name in names]
 # options -> what becomes of a weight (and its gradient), and of the others
 FORMATS: dict[tuple[str, str], tuple[Quantize, Quantize]] = {
     ("quant_format", "FP8E4M3"): (fp8(E4M3), fp8(E4M3)),
@@ -118,7 +118,7 @@ def covering() -> list[Any]:
 def test_fake_quant_is_the_formats_formula_in_each_gemm(form: Any, dtype: Any, kind: str, seed: int) -> None:
     model, x, gradient = made(kind, dtype, seed)
     places = chosen_places(seed)
-    gemms = {gemm: [name for where, name in places if where == gemm] for gemm in GEMMS}
+    gemms = {gemm: [name for where, name in places if where == gemm] for gemm in TAKES}
 
     def quantize(gemm: str, name: str, tensor: Any) -> Any:
         if (gemm, name) not in places:

@@ -221,7 +221,7 @@ def test_a_whole_layer_is_its_three_gemms_and_old_names_are_the_new_ones() -> No
         ("FakeQuant", {"gemms": ["fprop"], "tensors": ["weight"]}, "quant_format or scheme: both are missing"),
         (
             "FakeQuant",
-            {"gemms": ["fprop"], "tensors": ["weight"], "quant_format": FORMATS[0], "scheme": "fp8"},
+            {"gemms": ["fprop"], "tensors": ["weight"], "quant_format": next(iter(FORMATS)), "scheme": "fp8"},
             "quant_format or scheme: both are given",
         ),
         ("FakeQuant", {"gemms": ["fprop"], "tensors": ["weight"], "scheme": "fp9"}, "scheme 'fp9' is unknown"),

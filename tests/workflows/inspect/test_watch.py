@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.inspect.changes.gemms import GEMMS, ChangedGemms, why_fixed  # noqa: E402
+from bridge.workflows.inspect.changes.gemms import ChangedGemms, why_fixed  # noqa: E402
+from bridge.workflows.inspect.config.merging import TAKES  # noqa: E402
 from bridge.workflows.inspect.watch import BACKWARD, FORWARD, Watch  # noqa: E402
 
 ALL = frozenset((*FORWARD, *BACKWARD))
@@ -136,13 +137,13 @@ def test_gemms_that_nothing_changes_have_the_modules_own_bits(path: str) -> None
 
     gemms = [ChangedGemms(module, same) for module in matrices(model).values()]
     assert equal(run(model), plain)
-    assert asked == {(gemm, name) for gemm, names in GEMMS.items() for name in names}
+    assert asked == {(gemm, name) for gemm, names in TAKES.items() for name in names}
     for gemm in gemms:
         gemm.detach()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize(("gemm", "name"), [(gemm, name) for gemm, names in GEMMS.items() for name in names])
+@pytest.mark.parametrize(("gemm", "name"), [(gemm, name) for gemm, names in TAKES.items() for name in names])
 def test_one_changed_operand_changes_its_product_alone(gemm: str, name: str) -> None:
     one, _, x = small()
 
@@ -156,9 +157,9 @@ def test_one_changed_operand_changes_its_product_alone(gemm: str, name: str) -> 
     watch.detach()
     gemms.detach()
     ones = torch.ones(3, 5)
-    half = {key: 0.5 if key == (gemm, name) else 1.0 for key in ((g, n) for g, names in GEMMS.items() for n in names)}
+    half = {key: 0.5 if key == (gemm, name) else 1.0 for key in ((g, n) for g, names in TAKES.items() for n in names)}
     product = (half["fprop", "activation"] * x) @ (half["fprop", "weight"] * one.weight).T + one.bias
-    factors = {g: half[g, names[0]] * half[g, names[1]] * half[g, names[2]] for g, names in GEMMS.items()}
+    factors = {g: half[g, names[0]] * half[g, names[1]] * half[g, names[2]] for g, names in TAKES.items()}
     assert torch.allclose(seen["output"], half["fprop", "output"] * product)
     assert torch.allclose(seen["dgrad"], factors["dgrad"] * (ones @ one.weight))
     assert torch.allclose(seen["wgrad"], factors["wgrad"] * (ones.T @ x))

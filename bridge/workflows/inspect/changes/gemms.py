@@ -17,11 +17,6 @@ from bridge.workflows.inspect.watch import is_turned
 if TYPE_CHECKING:
     from torch import Tensor
 
-GEMMS = {
-    "fprop": ("activation", "weight", "output"),
-    "dgrad": ("gradient", "weight", "dgrad"),
-    "wgrad": ("gradient", "activation", "wgrad"),
-}
 Change = Callable[[str, str, "Tensor"], "Tensor"]
 SPLIT = "a matrix that is split over ranks"
 INSTEAD = "name other layers, or take DisableQuantization or statistics there"

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.workflows.inspect.changes.gemms import GEMMS, ChangedGemms
+from bridge.workflows.inspect.changes.gemms import ChangedGemms
 from bridge.workflows.inspect.changes.quantizer import Quantizer
 from bridge.workflows.inspect.collect import Schemes, version_of
 from bridge.workflows.inspect.config.layers import Layer
+from bridge.workflows.inspect.config.merging import TAKES
 from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.statistics.quantization import CURRENT, of_format, of_recipe
 
@@ -49,12 +50,12 @@ class LayerChanges:
         """What changes an operand or a result; None leaves it as it is."""
         if (gemm, name) in self.modified:
             return self.modified[gemm, name]
-        return None if gemm in self.disabled or name not in GEMMS[gemm][:2] else self.quantized.get(name)
+        return None if gemm in self.disabled or name not in TAKES[gemm][:2] else self.quantized.get(name)
 
     @property
     def needed(self) -> bool:
         """Whether anything is changed, so that the layer cannot run as it does."""
-        return any(self.make_of(gemm, name) for gemm, names in GEMMS.items() for name in names)
+        return any(self.make_of(gemm, name) for gemm, names in TAKES.items() for name in names)
 
     def __call__(self, gemm: str, name: str, tensor: Tensor) -> Tensor:
         self.ran = True
@@ -137,8 +138,8 @@ class Changes:
         self._attached.clear()
 
 
-def add_features(changes: LayerChanges, routes: Iterable[Route], schemes: Schemes) -> None:
-    """Add what the features of this package change."""
+def add_features(changes: LayerChanges, routes: Iterable[Route], schemes: Schemes, *, quantizes: bool = False) -> None:
+    """Add what the features of this package change. `quantizes`: the layer quantizes its inputs by itself."""
     fake: dict[tuple[str, str, str], Quantizer | None] = {}
     scaled: dict[str, Quantizer] = {}
     named: dict[str, set[str]] = {}
@@ -148,7 +149,7 @@ def add_features(changes: LayerChanges, routes: Iterable[Route], schemes: Scheme
             continue
         if route.feature in DISABLING:
             changes.disabled.add(route.gemm)
-            if not changes.quantized:
+            if not (quantizes or changes.quantized):
                 schemes.note(f"{route.feature} has no effect: nothing is quantized there (quant=)", changes.layer)
         elif route.feature == "FakeQuant":
             changes.disabled.add(route.gemm)  # as in TransformerEngine: the other operand stays in high precision
@@ -158,7 +159,7 @@ def add_features(changes: LayerChanges, routes: Iterable[Route], schemes: Scheme
                 fake[key] = _fake_quant(*key, changes.layer, schemes)
             if route.tensor and (made := fake[key]):
                 changes.modified[place] = made
-        elif "activation" not in changes.quantized:
+        elif not quantizes and "activation" not in changes.quantized:
             schemes.note(
                 "PerTensorScaling replaces no static scale: quant= leaves the inputs as they are", changes.layer
             )
@@ -166,8 +167,8 @@ def add_features(changes: LayerChanges, routes: Iterable[Route], schemes: Scheme
             made = scaled.setdefault(route.tensor, Quantizer(of_recipe(CURRENT, route.tensor)))
             changes.modified[place] = made
     for gemm, tensors in named.items():
-        if len(tensors & {*GEMMS[gemm][:2]}) == 1:
-            (one,) = tensors & {*GEMMS[gemm][:2]}
+        if len(tensors & {*TAKES[gemm][:2]}) == 1:
+            (one,) = tensors & {*TAKES[gemm][:2]}
             schemes.note(
                 f"FakeQuant changes {one} of {gemm} alone, and the other operand is not quantized", changes.layer
             )

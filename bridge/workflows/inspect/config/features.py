@@ -37,12 +37,12 @@ from bridge.workflows.inspect.config.stat_names import (
     parse_quant_stats,
     parse_tensor_stats,
 )
+from bridge.workflows.inspect.statistics.quantization import FORMATS
 
 CALLS = (
     "modify_tensor_enabled", "fp8_gemm_enabled", "inspect_tensor_enabled", "inspect_tensor_postquantize_enabled",
     "modify_tensor", "inspect_tensor", "inspect_tensor_postquantize",
 )  # fmt: skip
-FORMATS = ("FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2")  # of FakeQuant's `quant_format`
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def _fake_quant(given: Mapping[str, Any], where: str, problems: Problems) -> Opt
         return Options(scheme=check_scheme(given["scheme"], where, problems))
     if given["quant_format"] not in FORMATS:
         text = described(given["quant_format"])
-        problems.add(f"{where}: quant_format {text} is unknown; {nearest(str(given['quant_format']), FORMATS)}")
+        problems.add(f"{where}: quant_format {text} is unknown; {nearest(str(given['quant_format']), tuple(FORMATS))}")
     return Options(quant_format=str(given["quant_format"]))
 
 

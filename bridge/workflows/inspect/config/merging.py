@@ -22,6 +22,9 @@ TAKES = {  # GEMM -> the tensors that belong to it: its two inputs and its outpu
     "dgrad": ("gradient", "weight", "dgrad"),
     "wgrad": ("gradient", "activation", "wgrad"),
 }
+GEMMS_OF = {  # tensor -> the GEMMs that take its rows and its columns
+    "activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad"),
+}  # fmt: skip
 NAMING = ("tensors", "tensors_struct", "gemms", "gemms_struct")
 _ONE = {"tensors": "tensor", "gemms": "gemm"}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.workflows.inspect.dlfw.logs import Logger
-from bridge.workflows.inspect.dlfw.manager import Manager, TransformerEngine
+from bridge.workflows.inspect.dlfw.run import Run, TransformerEngine
 from bridge.workflows.inspect.dlfw.upstream import feature_dir
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "set_tensor_reduction_group", "step", "transformer_engine",
 ]  # fmt: skip
 
-DEBUG_MANAGER: Manager | None = None  # Transformer Engine's modules look at it, and at its _trainer_iteration_count
+DEBUG_MANAGER: Run | None = None  # Transformer Engine's modules look at it, and at its _trainer_iteration_count
 
 
 def initialize(
@@ -60,7 +60,7 @@ def initialize(
     global DEBUG_MANAGER
     if DEBUG_MANAGER is not None:
         raise ValueError("initialize: it is initialized already; call end_debug first")
-    DEBUG_MANAGER = Manager(config_file, feature_dirs, statistics_logger, Path(log_dir), init_training_step, **kwargs)
+    DEBUG_MANAGER = Run(config_file, feature_dirs, statistics_logger, Path(log_dir), init_training_step, **kwargs)
 
 
 def step() -> None:
@@ -73,8 +73,8 @@ def end_debug() -> None:
     """Forget everything; statistics of an unfinished step are dropped."""
     global DEBUG_MANAGER
     if DEBUG_MANAGER is not None:
-        manager, DEBUG_MANAGER = DEBUG_MANAGER, None
-        manager.close()
+        run, DEBUG_MANAGER = DEBUG_MANAGER, None
+        run.close()
         state = sys.modules.get("transformer_engine.debug.pytorch.debug_state")
         if state is not None:  # its count of layers, and that it is debugged
             state.TEDebugState._reset()
@@ -90,7 +90,7 @@ def log_message(
     msg: str, layer_name: str | None = None, level: int = logging.INFO, extra_cachable_args: Any = None
 ) -> None:
     """Write a line to the log, once for a text and a layer."""
-    _manager().log_message(msg, layer_name, level, extra_cachable_args)
+    _run().log_message(msg, layer_name, level, extra_cachable_args)
 
 
 def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> None:
@@ -100,22 +100,22 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
     `skip_reduction=True` for statistics of this process alone. Weights are added up over `tp_group` where a call has
     it with a `tp_size` above 1. `layer_name` has no effect, as upstream.
     """
-    _manager().engine.group = group
+    _run().engine.group = group
 
 
 def get_tensor_reduction_group() -> Any:
     """What `set_tensor_reduction_group` was given."""
-    return _manager().engine.group
+    return _run().engine.group
 
 
 def list_features() -> None:
     """Print the names of the features."""
-    print(_manager().features)
+    print(_run().features)
 
 
 def explain_features(features: str | Sequence[str] | None = None) -> None:
     """Print what features take; "all" takes each of them."""
-    print("\n".join(_manager().explained(features)))
+    print("\n".join(_run().explained(features)))
 
 
 def infer_and_assign_layer_names(model: Any) -> None:
@@ -134,18 +134,18 @@ def log_tensor_stats(layer_name: str, **words: Any) -> dict[str, float]:
     group make the call, and get what it tells of all their tensors; `reduction_group` is another group,
     `skip_reduction=True` none.
     """
-    return _manager().log_tensor_stats(layer_name, **words)
+    return _run().log_tensor_stats(layer_name, **words)
 
 
 def __getattr__(name: str) -> TransformerEngine:
     if name == "transformer_engine":
-        return _manager().transformer_engine
+        return _run().transformer_engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _manager() -> Manager:
+def _run() -> Run:
     if DEBUG_MANAGER is None:
-        raise RuntimeError("the debug manager is not initialized: call initialize first")
+        raise RuntimeError("nothing is initialized: call initialize first")
     return DEBUG_MANAGER
 
 

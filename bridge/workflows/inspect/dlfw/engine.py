@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.workflows.inspect.changes.layer_changes import CHANGING, DISABLING, LayerChanges, add_features
 from bridge.workflows.inspect.collect import LOGS, Seen, Sums
 from bridge.workflows.inspect.config.features import CALLS
+from bridge.workflows.inspect.config.merging import GEMMS_OF
 from bridge.workflows.inspect.config.read import InspectConfig
 from bridge.workflows.inspect.config.resolve import Route, routes_of
 from bridge.workflows.inspect.dlfw.recipes import CallersSchemes, recipe_of
@@ -21,10 +22,6 @@ from bridge.workflows.inspect.statistics.quantization import DELAYED
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-GEMM_OF = {  # tensor -> the GEMMs that take its rows and its columns
-    "activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad"),
-}  # fmt: skip
 
 
 class Engine:
@@ -142,7 +139,7 @@ class Engine:
                         self._own[route.feature].call("inspect_tensor", route.options.config(), layer_name, **given)
             elif route.schedule.due(iteration) and not seen:
                 stats += route.options.stats if route.feature in LOGS else ()
-                if route.feature == DUMP and self._dumps:
+                if route.feature == DUMP and self._dumps and tensor.numel():
                     self._dumps.add(route.layer, tensor_name, tensor.detach(), route.options, self._schemes)
         if stats and tensor.numel():
             self._add(layer_name, tensor_name, tensor.detach(), stats, over(tensor_name, words, self.group))
@@ -158,7 +155,7 @@ class Engine:
         **words: Any,
     ) -> None:
         """Deprecated: hand what a GEMM takes to the caller's classes, with both `gemm` and `rowwise`."""
-        row, column = GEMM_OF[tensor_name]
+        row, column = GEMMS_OF[tensor_name]
         rowwise = gemm == row if rowwise is None else rowwise
         both = {"gemm": row if rowwise else column, "rowwise": rowwise}
         given = {**words, **both, "tensor": tensor, "tensor_name": tensor_name, "iteration": iteration}
@@ -214,9 +211,9 @@ class Engine:
         step, made = self._changed.get(layer, (None, None))
         if made is None or step != iteration:
             routes = self._routes[layer]
-            made = LayerChanges(routes[0].layer, quantized={"activation": _as_it_is})
+            made = LayerChanges(routes[0].layer)
             due = (route for route in routes if route.feature in CHANGING and route.schedule.due(iteration))
-            add_features(made, due, self._schemes)
+            add_features(made, due, self._schemes, quantizes=True)
             self._changed[layer] = iteration, made
         return made
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bridge.core.dtypes import to_float32
-from bridge.quant.codec import arrays
 from bridge.quant.codec.arrays import Array
-from bridge.workflows.inspect.statistics.coding import coder, finite
+from bridge.workflows.inspect.statistics.coding import Coder, Piece, fake_quantized
 from bridge.workflows.inspect.statistics.quantization import Quantization
 
 TYPED = ("float8_e4m3fn", "float8_e5m2", "int8")  # dtypes of codes that a safetensors file knows; others are bytes
@@ -26,29 +24,25 @@ def coded(bits: Array, dtype: str, how: Quantization, amax: float | None = None)
 
     bits: its storage array.  amax: static; without it, `how.amax`, or that of the tensor.
     """
-    flat = arrays.as_rows(bits)
-    clean, largest, bad = finite(flat, dtype)
-    by = coder(clean, dtype, how, amax or how.amax or largest)
-    values, above = np.empty(flat.shape, np.float32), None
     codes: list[Array] = []
     scales: list[Array] = []
-    at = 0
-    for piece in by.pieces(clean):  # arrays of a piece are reused by the next
-        values[at : at + len(piece.bits)] = by.decoded(piece)
-        at += len(piece.bits)
+    above: Array | None = None
+
+    def see(by: Coder, piece: Piece) -> None:
+        """Copy what a piece has: its arrays are reused by the next."""
+        nonlocal above
         codes.append(np.array(piece.codes).reshape(len(piece.bits), -1))
         if piece.scale.size and (by.blocks.down < by.blocks.rows or not scales):  # one of all rows comes with each
             scales.append(np.array(by.factors(piece)))
         above = piece.above
-    if bad:
-        wide = to_float32(flat, dtype)
-        values = np.where(np.isfinite(wide), values, wide)
+
+    values = fake_quantized(bits, dtype, how, amax, see)
     first = how.numeric[0]
     kind = first.dtype if first.dtype in TYPED else "uint8"
     whole = np.concatenate(codes)
     shape = bits.shape if math.prod(bits.shape) == whole.size else whole.shape
     found: dict[str, Stored] = {
-        "quantized": ("float32", values.reshape(bits.shape)),
+        "quantized": ("float32", values),
         "codes": (kind, whole.view(np.int8 if kind == "int8" else np.uint8).reshape(shape)),
     }
     if scales:

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import InspectError
 from bridge.workflows.inspect.changes.layer_changes import LayerChanges, Make
 from bridge.workflows.inspect.config.layers import Layer
-from bridge.workflows.inspect.config.merging import GEMMS, TAKES, TENSORS
+from bridge.workflows.inspect.config.merging import GEMMS, GEMMS_OF, TAKES, TENSORS
 from bridge.workflows.inspect.config.resolve import Route, Routing
 from bridge.workflows.inspect.features.classes import FeatureClass
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# tensor -> the GEMMs that take its rows and its columns
-BOTH = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 Place = tuple[str, str, str]  # call, tensor, GEMM; "" for none
 
 
@@ -60,7 +58,7 @@ class OwnFeatures:
     def see(self, layer: Layer, name: str, tensor: Tensor) -> None:
         """Hand a tensor over, with what its GEMMs take, dequantized."""
         for route in self._running.get((layer.name, ("inspect_tensor", name, "")), ()):
-            row, column = (self._taken(layer.name, gemm, name, tensor) for gemm in BOTH.get(name, ("", "")))
+            row, column = (self._taken(layer.name, gemm, name, tensor) for gemm in GEMMS_OF.get(name, ("", "")))
             taken = {"rowwise_quantized_tensor": row, "columnwise_quantized_tensor": column}
             by = self._quantizer(layer.name, name)
             self._call(
@@ -121,7 +119,7 @@ class OwnFeatures:
     def _told(self, routes: Sequence[Route], gemm: str, name: str, make: Make, tensor: Tensor) -> Tensor:
         made = make(tensor)
         for route in routes:
-            rowwise = gemm == BOTH[name][0]
+            rowwise = gemm == GEMMS_OF[name][0]
             self._call(
                 route, "inspect_tensor_postquantize", gemm=gemm, tensor_name=name, tensor=made, rowwise=rowwise,
                 tp_group=None,
@@ -152,7 +150,7 @@ def _places(route: Route, quantizes: bool) -> Iterator[Place]:
     if whole or not route.gemm:
         for name in TENSORS if whole else (route.tensor,):
             yield "inspect_tensor", name, ""
-            yield from (("inspect_tensor_postquantize", name, gemm) for gemm in BOTH.get(name, ()))
+            yield from (("inspect_tensor_postquantize", name, gemm) for gemm in GEMMS_OF.get(name, ()))
     for gemm in GEMMS if whole else (route.gemm,) if route.gemm else ():
         if quantizes and (whole or not route.tensor):
             yield "fp8_gemm_enabled", "", gemm

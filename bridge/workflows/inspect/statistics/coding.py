@@ -6,7 +6,7 @@ are taken as zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,10 +154,16 @@ def coder(bits: Array, dtype: str, how: Quantization, amax: float) -> Coder:
     return Coder(how, dtype, grid(how.numeric[0], bits.shape, "out_in", "tensor"), amax)
 
 
-def fake_quantized(bits: Array, dtype: str, how: Quantization, amax: float | None = None) -> Array:
+def fake_quantized(
+    bits: Array,
+    dtype: str,
+    how: Quantization,
+    amax: float | None = None,
+    see: Callable[[Coder, Piece], None] | None = None,
+) -> Array:
     """Quantize and dequantize a tensor of any shape: float32 values; numbers that are not finite stay as they are.
 
-    bits: its storage array.  amax: static; without it, `how.amax`, or that of the tensor.
+    bits: its storage array.  amax: static; without it, `how.amax`, or that of the tensor.  see: gets each piece.
     """
     if not bits.size:
         return to_float32(bits, dtype)
@@ -168,6 +174,8 @@ def fake_quantized(bits: Array, dtype: str, how: Quantization, amax: float | Non
     for piece in by.pieces(clean):
         n = len(piece.bits)
         out[at : at + n] = by.decoded(piece)
+        if see:
+            see(by, piece)
         at += n
     if bad:
         wide = to_float32(flat, dtype)

@@ -15,8 +15,8 @@ from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.values import MAXBOUND, Numeric
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.workflows.inspect.config.merging import TENSORS
 
-TENSORS = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
 CURRENT, DELAYED, BLOCKS = "fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling"
 RECIPES = (CURRENT, DELAYED, BLOCKS, "mxfp8", "nvfp4")  # Transformer Engine's words
 _BACKWARD = ("gradient", "dgrad")

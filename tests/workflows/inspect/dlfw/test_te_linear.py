@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bridge.workflows.inspect.dlfw.engine import GEMM_OF
+from bridge.workflows.inspect.config.merging import GEMMS_OF
 from tests import once
 from tests.oracles import te_oracle
 from tests.oracles.te_runtime.cases import TENSORS, Answer, Call, Case
@@ -89,11 +89,11 @@ def routing(recipe: bool) -> Iterator[Call]:
     """What a layer asks before it runs, in Transformer Engine's order."""
     for tensor in ("activation", "weight", "output", "dgrad", "wgrad", "gradient"):
         yield Call("inspect_tensor_enabled", (tensor,))
-        if tensor not in GEMM_OF:
+        if tensor not in GEMMS_OF:
             yield Call("modify_tensor_enabled", (tensor, "fprop" if tensor == "output" else tensor))
             continue
-        yield from (Call("inspect_tensor_postquantize_enabled", (tensor, gemm)) for gemm in GEMM_OF[tensor])
-        for gemm in GEMM_OF[tensor]:
+        yield from (Call("inspect_tensor_postquantize_enabled", (tensor, gemm)) for gemm in GEMMS_OF[tensor])
+        for gemm in GEMMS_OF[tensor]:
             yield Call("modify_tensor_enabled", (tensor, gemm))
             if recipe:
                 yield Call("fp8_gemm_enabled", (gemm,))

@@ -62,8 +62,8 @@ class TransformerEngine:
         self._engine.inspect_tensor_postquantize(layer_name, **words)
 
 
-class Manager:
-    """One config that is in force."""
+class Run:
+    """One config that is in force, from `initialize` to `end_debug`."""
 
     def __init__(
         self,
