@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bridge.core.errors import BridgeError, InspectError
+from bridge.core.errors import InspectError
 from bridge.quant.codec.arrays import Array
 from bridge.workflows.inspect.collect import Sums
 from bridge.workflows.inspect.config.layers import Layer
@@ -84,12 +84,15 @@ def ranks_of(group: Any = None) -> Ranks | None:
 @contextmanager
 def together(ranks: Ranks | None) -> Iterator[None]:
     """Let an error of one process be one of all; without it, the others would wait."""
-    caught: BridgeError | None = None
+    if ranks is None:
+        yield
+        return
+    caught: Exception | None = None
     try:
         yield
-    except BridgeError as error:
+    except Exception as error:
         caught = error
-    told = ranks.objects(str(caught or "")) if ranks else []
+    told = ranks.objects(f"{type(caught).__name__}: {caught}" if caught else "")
     if caught:
         raise caught
     if problem := next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), ""):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -238,33 +238,35 @@ def inspecting(
     with together(ranks):
         if place is not None:
             check_free(place, overwrite, MARK)
-    scheme = None if quant is None else load_scheme(quant)
-    classes = load_features(feature_dirs)
-    layers = layers_of(model)
-    routing = load_routing(config, ranks.every_layer(layers) if ranks else layers, scheme, declared(classes))
-    check_place(routing, directory)
-    if scheme and (scheme.rules or scheme.only):
-        raise InspectError(
-            f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass the "
-            "model to bridge.inspect"
-        )
-    calibration = _calibration(calib)
-    schemes = Schemes(scheme, None, _static(calibration, layers, scheme))
-    quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
-    about = {"model": type(model).__name__, **_about(routing, scheme)}
+        scheme = None if quant is None else load_scheme(quant)
+        classes = load_features(feature_dirs)
+        calibration = _calibration(calib)
+        layers = layers_of(model)
+    every = ranks.every_layer(layers) if ranks else layers
     with together(ranks):
+        routing = load_routing(config, every, scheme, declared(classes))
+        check_place(routing, directory)
+        if scheme and (scheme.rules or scheme.only):
+            raise InspectError(
+                f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass "
+                "the model to bridge.inspect"
+            )
+        schemes = Schemes(scheme, None, _static(calibration, every, scheme))
+        quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
         dumps = dumps_of(routing, directory, overwrite)
-    with together(ranks):
-        steps = StepsFile(place, overwrite) if place is not None else None
-    told = None if ranks and ranks.rank else sink
+    about = {"model": type(model).__name__, **_about(routing, scheme)}
+    heard = None if ranks and ranks.rank else sink
     ended = False
     with finder_of(model, nan) as finder:
-        try:
-            session = Session(model, routing, schemes, about, told, steps, quantized, dumps, classes, ranks, finder)
-        except BaseException:
-            if steps:
-                steps.remove()
-            raise
+        with ExitStack() as undo:
+            with together(ranks):
+                steps = StepsFile(place, overwrite) if place is not None else None
+                if steps:
+                    undo.callback(steps.remove)
+                parts = schemes, about, heard, steps, quantized, dumps, classes, ranks, finder
+                session = Session(model, routing, *parts)
+                undo.callback(session.detach)
+            undo.pop_all()
         try:
             yield session
             ended = True

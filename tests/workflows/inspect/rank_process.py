@@ -167,6 +167,27 @@ def taken(out: Path) -> str:
     return ""
 
 
+def refused(rank: int, out: Path) -> list[str]:
+    """The errors where one rank alone finds no calibration, no folder of classes, and lines of another loop."""
+    (out.parent / "mine").mkdir(exist_ok=True)
+    (out.parent / "mine" / "sees.py").write_text("class Sees:\n    def fp8_gemm_enabled(self): ...\n")
+    left = out.with_name("left.steps.jsonl")
+    if rank == 0:
+        left.write_text("")
+    found = []
+    for words in (
+        {"calib": out / "missing" if rank else None, "out": out},
+        {"feature_dirs": out / "missing" if rank else out.parent / "mine"},
+        {"out": left.with_name("left")},
+    ):
+        try:
+            with bridge.inspecting(Sometimes(), config(), **words):
+                found.append("entered")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return [*found, str(out.with_name(f"{out.name}.steps.jsonl").exists())]
+
+
 def main(rank: int, store: str, out: str, cases: list[str], results: Any) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -178,5 +199,6 @@ def main(rank: int, store: str, out: str, cases: list[str], results: Any) -> Non
     found["dumped"] = dumped(rank, place / "shared"), dumped(rank, place / f"disk{rank}" / "seen")
     dumped(rank, place / "failed", fails=True)
     found["taken"] = taken(Path(out) / "seen0")
+    found["refused"] = refused(rank, Path(out) / "refused")
     results.put((rank, found))
     torch.distributed.destroy_process_group()

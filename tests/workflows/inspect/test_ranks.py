@@ -125,3 +125,12 @@ def test_whole_steps_of_others_stay_after_an_error(of_ranks: dict[int, dict[str,
 def test_an_error_of_one_process_ends_all(of_ranks: dict[int, dict[str, Any]]) -> None:
     assert of_ranks[0]["taken"].startswith("WriteError")
     assert of_ranks[1]["taken"].startswith("InspectError: rank 0: ")
+
+
+def test_what_one_process_refuses_at_the_start_all_refuse(of_ranks: dict[int, dict[str, Any]]) -> None:
+    """Each would wait for the other, and so would the next session."""
+    for rank in range(2):
+        *errors, left = of_ranks[rank]["refused"]
+        for error, at in zip(errors, (1, 1, 0), strict=True):
+            assert (f"Error: rank {at}: " in error) == (rank != at) and error != "entered", error
+        assert left == "False"
