@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.core.text import number
 from bridge.core.values import Format
+from bridge.quant.codec.arrays import Array
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.memory import bits_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are summed and quantized as they are; others as float32
 UNCALIBRATED = "static scales without a calibration (calib=) are those of each tensor"
+LARGEST = 3.4028234663852886e38  # of float32
 EQUAL = 200.0  # dB of a tensor that loses nothing, and at most
 LOGS = ("LogTensorStats", "LogFp8TensorStats", "LogNvfp4TensorStats", "LogQuantizedTensorStats")
 
@@ -134,6 +136,8 @@ class Sums:
                     self.leave_out(stat)
             if self.plain:
                 self.total = self.total.merged(seen.sums(self.total.blocks, self.magnitudes))
+            if seen.beyond:
+                self._schemes.note(f"numbers of {self.tensor} beyond float32 are taken as its largest", self.layer)
             for under in self.lost:
                 if seen.width(under.columnwise) % under.how.unit:
                     self._schemes.note(
@@ -160,7 +164,13 @@ class Sums:
         for lossy, under in self.quantized:
             if self.lost[under].numel:
                 value = loss(self.lost[under], lossy.name)
-                yield self._record(step, lossy.label(self.tensor), min(value, EQUAL) if lossy.name == "sqnr" else value)
+                most = EQUAL if lossy.name == "sqnr" and not math.isnan(value) else value
+                yield self._record(step, lossy.label(self.tensor), min(value, most))
+
+    @property
+    def not_finite(self) -> int:
+        """How many numbers were NaN or infinite."""
+        return int(max(self.total.numel - self.total.finite, *(lost.not_finite for lost in self.lost.values()), 0))
 
     def counts(self, step: int) -> Iterator[Magnitudes]:
         if self.total.numel and any(stat.name == HISTOGRAM for stat in self.plain):
@@ -190,9 +200,8 @@ class Seen:
         self.version = version_of(tensor)
         values = tensor if mask is None else tensor[mask.to(tensor.device) != 0]
         values = values.flatten(1) if conv and values.ndim > 2 else values
-        own = str(values.dtype).removeprefix("torch.")
-        self.dtype = own if own in FLOATS else "float32"
-        self.bits = bits_of(values if own in FLOATS else values.float(), self.dtype)
+        self.bits, self.dtype = storage(values)
+        self.beyond = values.dtype.itemsize > 4 and bool((values.abs() > LARGEST).logical_and(values.isfinite()).any())
         self._made: dict[Any, Any] = {}
 
     def is_of(self, tensor: Tensor, mask: Tensor | None, conv: bool) -> bool:
@@ -220,6 +229,18 @@ class Seen:
             self._made[under] = made
         found: LossSums = self._made[under]
         return found
+
+
+def storage(tensor: Tensor) -> tuple[Array, str]:
+    """The bits of a tensor on the CPU, and their dtype: its own, else float32, whose largest is for all beyond it."""
+    plain, own = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
+    if own in FLOATS:
+        return bits_of(plain, own), own
+    narrow = plain.float()
+    if own == "float64":
+        beyond = narrow.isinf() & plain.isfinite()
+        narrow = narrow.where(~beyond, LARGEST * plain.sign().float())
+    return bits_of(narrow, "float32"), "float32"
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -278,6 +299,14 @@ class Collector:
         for sums in self.sums.values():
             if not sums.seen:
                 yield sums.layer, sums.tensor
+
+    def not_finite(self, step: int) -> list[str]:
+        """A note on the first tensor, in the model's order, that holds a NaN or an infinity."""
+        for sums in self.sums.values():
+            if count := sums.not_finite:
+                of = number(count, "value")
+                return [f"{of} of {sums.tensor} of {sums.layer.name} NaN or infinite at step {step}, the first seen"]
+        return []
 
     def records(self, step: int) -> list[Record]:
         return [record for sums in self.sums.values() for record in sums.records(step)]

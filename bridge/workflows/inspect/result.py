@@ -115,9 +115,9 @@ class Inspection(Displayed):
             key = (record.layer, record.tensor, record.stat)
             if tensor not in (None, record.tensor):
                 continue
-            if key not in worst or _badness(record, rising) > _badness(worst[key], rising):
+            if key not in worst or badness(record, rising) > badness(worst[key], rising):
                 worst[key] = record
-        return sorted(worst.values(), key=lambda record: -_badness(record, rising))[:n]
+        return sorted(worst.values(), key=lambda record: -badness(record, rising))[:n]
 
     def table(self, stat: str | None = None, tensor: str | None = None, n: int = 10) -> Table:
         """Columns and rows of one statistic, a row a layer and a column a step; of the `n` worst SQNRs without one."""
@@ -218,11 +218,13 @@ class Inspection(Displayed):
 
 def base_of(stat: str) -> str:
     """A statistic without its scheme; those of the transpose keep their end, and others stay as they are."""
-    names = [name for name in (*QUANT_STATS, *ALIASES) if stat.removesuffix(COLUMNWISE).endswith(f"_{name}")]
+    written = f"_{stat.removesuffix(COLUMNWISE)}"
+    names = [name for name in (*QUANT_STATS, *ALIASES) if written.endswith(f"_{name}")]
     return max(names, key=len) + COLUMNWISE * stat.endswith(COLUMNWISE) if names else stat
 
 
-def _badness(record: Record, rising: bool) -> float:
+def badness(record: Record, rising: bool) -> float:
+    """The larger, the worse; infinite where the value is not finite."""
     if record.value is None:
         return math.inf
     return -record.value if rising else record.value
@@ -232,7 +234,10 @@ def is_bad(record: Record) -> bool:
     """Whether a record tells that its tensor holds a NaN or an infinity."""
     if record.stat in ("nan%", "inf%"):
         return bool(record.value)
-    return record.value is None and record.stat in ("cur_amax", "max", "min")
+    if record.value is not None:
+        return False
+    name = base_of(record.stat).removesuffix(COLUMNWISE)
+    return name in ("cur_amax", "max", "min") or (name in QUANT_STATS and not name.startswith("scale_"))
 
 
 def inspection_table(seen: Inspection, worst: int, out: str | None) -> RenderableType:

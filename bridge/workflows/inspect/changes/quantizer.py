@@ -9,8 +9,7 @@ import numpy as np
 
 from bridge.core.dtypes import to_float32
 from bridge.quant.codec.arrays import Array
-from bridge.sources.memory import bits_of
-from bridge.workflows.inspect.collect import FLOATS
+from bridge.workflows.inspect.collect import storage
 from bridge.workflows.inspect.statistics.coding import fake_quantized
 from bridge.workflows.inspect.statistics.quantization import Quantization
 
@@ -35,13 +34,6 @@ class Quantizer:
             return as_tensor(fake_quantized(*storage(tensor), self.how, self.amax), tensor)
         scaled = np.ascontiguousarray(to_float32(*storage(tensor)) * self.scale)
         return as_tensor(fake_quantized(scaled, "float32", self.how, self.amax) / self.scale, tensor)
-
-
-def storage(tensor: Tensor) -> tuple[Array, str]:
-    """The bits of a tensor on the CPU, and their dtype."""
-    own = str(tensor.dtype).removeprefix("torch.")
-    plain = tensor.detach()
-    return (bits_of(plain, own), own) if own in FLOATS else (bits_of(plain.float(), "float32"), "float32")
 
 
 def as_tensor(values: Array, like: Tensor) -> Tensor:

@@ -214,5 +214,5 @@ LOSSES: dict[str, Callable[[LossSums], float]] = {
 
 
 def loss(sums: LossSums, stat: str) -> float:
-    """Return a statistic by its name in `LOSSES`."""
-    return LOSSES[stat](sums)
+    """Return a statistic by its name in `LOSSES`; NaN, but of scales, where a number is NaN or infinite."""
+    return math.nan if sums.not_finite and not stat.startswith("scale_") else LOSSES[stat](sums)
