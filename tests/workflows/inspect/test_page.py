@@ -66,6 +66,15 @@ def test_the_worst_of_several_experts_fills_a_cell() -> None:
     assert [mark.text for mark in plot.marks] == ["layers.2.experts.2.up: 28.0 dB, worst of 3"]
 
 
+def test_the_worst_is_that_of_all_steps() -> None:
+    rows = tuple(Record(step, "a", "", "weight", "fp8_sqnr", value) for step, value in enumerate((30.0, 7.0, 20.0)))
+    counted = tuple(Magnitudes(step, "a", "weight", ((0, step + 1),), 0) for step in range(3))
+    seen = Inspection({}, rows, magnitudes=counted)
+    assert [row[4] for row in sections(seen)["worst"].tables[0].rows] == ["7.0"] and seen.worst()[0].value == 7.0
+    assert [mark.text for mark in sections(seen)["grid"].plots[0].marks] == ["a: 7.0 dB"]
+    assert [plot.marks[0].text[:2] for plot in sections(seen)["magnitudes"].plots] == ["2 "]
+
+
 def test_worst_tensors_are_those_of_each_scheme_with_their_reasons(big: Page) -> None:
     rows = sections(big)["worst"].tables[0].rows
     assert [row[3] for row in rows] == [scheme for scheme in SCHEMES for _ in range(5)]

@@ -29,7 +29,7 @@ KEY = [
 
 
 def magnitudes(inspection: Inspection) -> Section:
-    """The worst tensors whose magnitudes were counted, at their last step."""
+    """The worst tensors whose magnitudes were counted, at the step in which they were worst."""
     shown = _worst(inspection)
     if not shown:
         return Section("magnitudes", TITLE)
@@ -41,10 +41,14 @@ def magnitudes(inspection: Inspection) -> Section:
 
 def _worst(inspection: Inspection) -> list[Magnitudes]:
     """The worst tensors under each scheme, one for all layers that read it; the first ones if none was measured."""
-    last = {(row.layer, row.tensor): row for row in inspection.magnitudes if row.counts}
-    worst = ((record.layer, record.tensor) for record in worst_of(inspection, 4 * SHOWN))
+    counted = {(row.step, row.layer, row.tensor): row for row in inspection.magnitudes if row.counts}
+    worst = ((record.step, record.layer, record.tensor) for record in worst_of(inspection, 4 * SHOWN))
+    last = {(layer, tensor): row for (_, layer, tensor), row in counted.items()}
+    rows: dict[tuple[str, str], Magnitudes] = {}
+    for row in (*(counted[key] for key in worst if key in counted), *last.values()):
+        rows.setdefault((row.layer, row.tensor), row)
     shown: dict[tuple[str, object, int], Magnitudes] = {}
-    for row in (last[key] for key in dict.fromkeys([*worst, *last]) if key in last):
+    for row in rows.values():
         shown.setdefault((row.tensor, row.counts, row.zeros), row)
     return [*shown.values()][:SHOWN]
 

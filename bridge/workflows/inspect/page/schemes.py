@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from bridge.workflows.inspect.result import Inspection, Record
+from bridge.workflows.inspect.result import Inspection, Record, badness
 
 NOISE = (
     "Statistics show where numbers are lost, not what that costs: over the layers of a model, signal to noise and the "
@@ -14,12 +12,14 @@ NOISE = (
 
 
 def losses_by_scheme(inspection: Inspection) -> dict[str, list[Record]]:
-    """The SQNRs by scheme and tensor, of the last step in which each was taken."""
+    """The SQNRs by scheme and tensor, each the worst of all steps."""
     found: dict[str, dict[str, Record]] = {}
     for record in inspection.records:
         if record.stat.endswith("sqnr") and record.tensor in ("activation", "weight"):
             name = f"{scheme_of(inspection, record)} {record.tensor}".strip()
-            found.setdefault(name, {})[record.layer] = record
+            layers = found.setdefault(name, {})
+            if record.layer not in layers or badness(record, True) > badness(layers[record.layer], True):
+                layers[record.layer] = record
     return {name: list(records.values()) for name, records in found.items()}
 
 
@@ -35,7 +35,7 @@ def worst_of(inspection: Inspection, n: int) -> list[Record]:
         by_scheme.setdefault(scheme_of(inspection, records[0]), []).extend(records)
     found: list[Record] = []
     for records in by_scheme.values():
-        records.sort(key=lambda r: (-math.inf if r.value is None else r.value, r.layer, r.tensor))
+        records.sort(key=lambda record: (-badness(record, True), record.layer, record.tensor))
         found += records[: max(1, n // len(by_scheme))]
     return found
 
