@@ -15,16 +15,17 @@ from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import not_listed, unwrapped
-from bridge.workflows.inspect.config.resolve import Routing
+from bridge.workflows.inspect.config.resolve import Route, Routing
 from bridge.workflows.inspect.experts import ExpertsWatch
 from bridge.workflows.inspect.features.classes import FeatureClass, unnamed
 from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.features.own import OwnFeatures
+from bridge.workflows.inspect.masks import Mask, mask_of
 from bridge.workflows.inspect.ranks import Ranks, own_part
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
 from bridge.workflows.inspect.tracked import told
-from bridge.workflows.inspect.watch import BACKWARD, Watch
+from bridge.workflows.inspect.watch import BACKWARD, Watch, in_backward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,9 +47,13 @@ WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row 
 
 
 class _Forward(threading.local):
-    """The mask of the forward that runs in this thread: replicas of a model may run side by side."""
+    """The mask of the forward that runs in this thread: replicas of a model may run side by side.
 
-    mask: Tensor | None = None
+    `last`: that of the one that ended, whose backward repeats parts of it for checkpointing.
+    """
+
+    mask: Mask | None = None
+    last: Mask | None = None
 
 
 class Session:
@@ -79,13 +84,15 @@ class Session:
         self._own = OwnFeatures(own, routing, frozenset(simulated))
         self._changes = Changes(self._inner, schemes, simulated, self._own.change)
         self._mask_at = positions_of(model, "attention_mask")
+        self._batch_first = type(self._inner).__module__.startswith("transformers.")
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
         self.current = 0
         self._watches: list[Watch | ExpertsWatch] = []
         self._forward = _Forward()
         self._eager = ExitStack()
-        self._mask_hook: Any = None
+        self._mask_hooks: list[Any] = []
+        self._bad: list[str] = []
         self._collector = Collector({}, schemes)
         for name in not_listed(model):
             self.schemes.note(GROUPED, Layer(name))
@@ -106,17 +113,20 @@ class Session:
             self.schemes.note(f"{tensor} was due and not seen: {why}", layer)
         for layer in self._changes.unused:
             self.schemes.note(f"was to be changed and was not: {UNSEEN[0]}", layer)
+        self._bad = self._bad or self._collector.not_finite(self.current)
         self.records += found
         self.magnitudes += self._collector.magnitudes(self.current)
-        for record in found if self._sink else ():
+        try:
+            if self._steps:
+                self._steps.add(found)
+            if self._dumps:
+                self._dumps.end(self.current)
+        finally:
+            self.current += 1
+            self._arm()
+        for record in found if self._sink else ():  # last: a step that it breaks has ended
             if record.value is not None and self._sink:
-                self._sink(f"{record.layer}_{record.tensor}_{record.stat}", record.value, self.current)
-        if self._steps:
-            self._steps.add(found)
-        if self._dumps:
-            self._dumps.end(self.current)
-        self.current += 1
-        self._arm()
+                self._sink(f"{record.layer}_{record.tensor}_{record.stat}", record.value, record.step)
         return found
 
     @property
@@ -135,9 +145,9 @@ class Session:
             watch.detach()
         self._watches.clear()
         self._eager.close()
-        if self._mask_hook is not None:
-            self._mask_hook.remove()
-            self._mask_hook = None
+        for hook in self._mask_hooks:
+            hook.remove()
+        self._mask_hooks.clear()
         self._collector, self._forward = Collector({}, self.schemes), _Forward()
         if self._dumps:
             self._dumps.drop()
@@ -148,7 +158,8 @@ class Session:
         nothing = told(self._finder.first, self.current) if self._finder else []
         roles = without_roles([routes[0].layer.role for routes in self.routing.layers.values()])
         idle = unnamed(self._own.classes, (route.feature for route in self.routing.routes))
-        return [*self.schemes.told(), *idle, *nothing, *roles, *(self._dumps.notes if self._dumps else ())]
+        dumps = self._dumps.notes if self._dumps else ()
+        return [*self._bad, *self.schemes.told(), *idle, *nothing, *roles, *dumps]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""
@@ -158,14 +169,18 @@ class Session:
         self._own.step(self.current)
         here = {name: routes for name, routes in due.items() if not self._ranks or name in self._ranks.here}
         self._changes.attach(here)
-        if due or self._changes.some:
+        if due:
+            self._next = self.routing.next_due(self.current)
+            self._collector = Collector(due, self.schemes, self._dumps)
+            self._watch(here)
+        if self._watches or self._changes.some:
             run_eagerly(self._eager)
-        if not due:
-            return
-        self._next = self.routing.next_due(self.current)
-        self._collector = Collector(due, self.schemes, self._dumps)
+
+    def _watch(self, here: Mapping[str, Sequence[Route]]) -> None:
+        """Put hooks on the layers of routes that are due."""
         if self._collector.sums:
-            self._mask_hook = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
+            before = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
+            self._mask_hooks += [before, self.model.register_forward_hook(self._end_forward, always_call=True)]
         experts: dict[str, dict[Layer, frozenset[str]]] = {}
         for name, routes in here.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name) | self._own.wanted(name)
@@ -173,27 +188,37 @@ class Session:
                 experts.setdefault(layer.module, {})[layer] = wanted
             elif wanted:
                 module = self._inner.get_submodule(layer.module)
-                self._watches.append(Watch(module, wanted, partial(self._see, layer), lambda: self._forward.mask))
+                self._watches.append(Watch(module, wanted, partial(self._see, layer), self._mask))
         for place, layers in experts.items():
             self._watches.append(ExpertsWatch(self._inner.get_submodule(place), layers, self._see_expert))
 
     def _keep_mask(self, _: Any, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
         at = self._mask_at
         mask = inputs[at] if at is not None and at < len(inputs) else keywords.get("attention_mask")
-        own = mask is not None and getattr(mask, "ndim", 0) == 2 and not bool(mask.all())
-        self._forward.mask = mask if own else None
+        self._forward.mask = self._forward.last = mask_of(mask, self._batch_first)
 
-    def _see(self, layer: Layer, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+    def _end_forward(self, *_: Any) -> None:
+        self._forward.mask = None
+
+    def _mask(self) -> Mask | None:
+        return self._forward.last if in_backward() else self._forward.mask
+
+    def _see(self, layer: Layer, name: str, tensor: Tensor, mask: Mask | None) -> None:
         """`mask`: that of the forward in which the tensor was made, or whose backward runs."""
         tensor = own_part(name, tensor)
-        fits = mask is not None and name in WITH_ROWS and tensor.ndim > 2 and tensor.shape[:2] == mask.shape
-        self._collector.see(layer, name, tensor, mask if fits else None)
+        kept = why = None
+        if mask is not None and name in WITH_ROWS:
+            kept, why = mask.rows_of(tensor)
+        if why:
+            self.schemes.note(f"{why}, so padding counts in {name}", layer)
+        self._collector.see(layer, name, tensor, kept)
         self._own.see(layer, name, tensor)
 
     def _see_expert(self, layer: Layer, name: str, tensor: Tensor) -> None:
-        if self._forward.mask is not None and name in WITH_ROWS:
+        if self._mask() is not None and name in WITH_ROWS:
             self.schemes.note(f"{PADDED_EXPERTS} {name}", layer)
         self._collector.see(layer, name, tensor, None)
+        self._own.see(layer, name, tensor)
 
 
 def without_roles(roles: Sequence[str]) -> list[str]:

@@ -295,7 +295,7 @@ def _unwritten(out: Path, steps: int) -> str:
 
 
 def _predicts(source: Source) -> bool:
-    name = str(source.config.get("architectures", [""])[0])
+    name = str((source.config.get("architectures") or [""])[0])
     return "ForCausalLM" in name or name.endswith("LMHeadModel")
 
 

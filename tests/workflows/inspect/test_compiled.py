@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +68,22 @@ def test_a_compiled_model_is_seen_when_due_and_runs_compiled_otherwise(in_place:
         (step, layer, tensor) for step in (0, 2) for layer in "ab" for tensor in ("output", "wgrad")
     ]
     assert session.inspection.notes == ()
+
+
+def test_a_class_that_wants_nothing_leaves_a_model_compiled(tmp_path: Path) -> None:
+    text = "class Never:\n    def inspect_tensor_enabled(self, config, layer, **_):\n        return False, None\n"
+    text += "    def inspect_tensor(self, config, layer, **_): ...\n"
+    (tmp_path / "never.py").write_text(text)
+    runs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *inputs: runs.append(1) or graph.forward(*inputs)
+
+    model: Any = torch.compile(Small(), backend=backend)
+    words = {"Never": {"enabled": True, "tensors": ["output"]}}
+    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": words}}
+    with bridge.inspecting(model, config, feature_dirs=tmp_path) as session:
+        for _ in range(2):
+            model(torch.randn(3, 4))
+            session.step()
+    assert len(runs) == 2

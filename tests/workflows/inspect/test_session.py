@@ -20,6 +20,7 @@ from bridge.quant.codec.encode import encode  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.checkpoint import HfSource  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
+from bridge.workflows.inspect import verbs  # noqa: E402
 
 LLAMA, GPT2 = "examples/models/tiny-llama", "examples/models/tiny-gpt2"
 SIX = ["activation", "weight", "output", "gradient", "dgrad", "wgrad"]
@@ -223,6 +224,21 @@ def test_a_sink_gets_each_value() -> None:
     assert told == [("0_output_rms", record.value, 0)]
 
 
+def test_a_step_that_a_sink_breaks_has_ended() -> None:
+    def sink(*_: Any) -> None:
+        if session.current == 1:
+            raise OSError("no connection")
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with bridge.inspecting(model, config(tensors=["output"], stats=["rms"]), sink=sink) as session:
+        model(torch.ones(1, 4))
+        with pytest.raises(OSError, match="no connection"):
+            session.step()
+        model(torch.ones(1, 4))
+        session.step()
+    assert [record.step for record in session.inspection.records] == [0, 1]
+
+
 def test_the_verb_runs_batches_and_gradients(tmp_path: Path) -> None:
     few: dict[str, Any] = {"samples": 16, "sequence": 32, "progress": False}
     seen = bridge.inspect(LLAMA, config(tensors=["activation", "wgrad"], stats=["rms"]), steps=2, gradients=True, **few)
@@ -316,6 +332,13 @@ def test_a_tensor_that_loses_nothing_is_the_best() -> None:
     seen = session.inspection
     assert [record.layer for record in seen.worst("sqnr")] == ["1", "0"]
     assert seen.worst("sqnr")[-1].value == 200.0 and "0" not in seen.recipe(base="int8_wo").partition("modules")[2]
+
+
+@pytest.mark.parametrize("architectures", [None, []])
+def test_gradients_of_a_model_of_no_architecture_are_refused(architectures: Any) -> None:
+    source = open_source(LLAMA)
+    source.config["architectures"] = architectures
+    assert not verbs._predicts(source)
 
 
 def test_what_was_due_and_not_seen_is_noted() -> None:

@@ -14,6 +14,7 @@ from bridge import dlfw as debug_api  # noqa: E402
 from bridge.core.errors import BridgeWarning, InspectError, UsageError  # noqa: E402
 from bridge.workflows.inspect.features.classes import load_features  # noqa: E402
 from tests.cli.test_cli import run as command  # noqa: E402
+from tests.models.calibrated_models import built  # noqa: E402
 from tests.workflows.inspect.test_session import LLAMA, SIX, batch, config  # noqa: E402
 
 HEAD = "import builtins\nTOLD = builtins.bridge_told\n"  # the list of the test
@@ -97,6 +98,17 @@ def test_a_class_sees_tensors_at_the_steps_that_it_names(tmp_path: Path, told: l
         and torch.equal(seen["activation", 0][5], inputs[0])
         and seen["weight", 0][6] is None
     )
+
+
+def test_a_class_sees_experts_inside_one_module(tmp_path: Path, told: list[Any]) -> None:
+    model = built("mixtral").float()
+    words = config("Sees", tensors=["activation", "weight"], layers={"layer_types": ["experts.*"]})
+    with bridge.inspecting(model, words, feature_dirs=folder(tmp_path / "mine", SEES)) as session, torch.no_grad():
+        model(input_ids=torch.arange(3, 21).reshape(2, 9))
+        session.step()
+    shapes = {row[1]: row[4].shape for row in told if row[0] == "see" and row[2] == "weight"}
+    assert shapes and {row[2] for row in told if row[0] == "see"} == {"activation", "weight"}
+    assert all(len(shape) == 2 for shape in shapes.values())
 
 
 def test_between_those_steps_there_is_no_hook(tmp_path: Path, told: list[Any]) -> None:
