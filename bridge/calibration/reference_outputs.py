@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.calibration.data import Data
-from bridge.core.errors import CalibrationError
+from bridge.core.errors import CalibrationError, VerifyError
 from bridge.quant.calibration import HeldOut
 from bridge.sources.source import Source
 
@@ -110,6 +110,22 @@ def blaming(run: Run, plain: Any) -> Run:
             if why := why_failed(plain, batch):
                 raise CalibrationError(why) from error
             raise
+
+    return step
+
+
+def proving(model: Any) -> Run:
+    """Return what `runner` does, with a VerifyError that names the module which cannot run, or makes a NaN."""
+    run = runner(model)
+
+    def step(batch: Mapping[str, Any]) -> Any:
+        try:
+            output = run(batch)
+        except Exception as error:
+            raise VerifyError(refused(model, batch, error)) from error
+        if bool(output.isnan().any()) and (why := why_failed(model, batch)):
+            raise VerifyError(why)
+        return output
 
     return step
 

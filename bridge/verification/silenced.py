@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bridge.calibration.reference_outputs import runner
+from bridge.calibration.reference_outputs import proving
 from bridge.core.text import layer_of
 from bridge.sources.pruned.silenced import silenced
 from bridge.sources.pruned.source import PrunedSource
@@ -35,5 +35,5 @@ def _outputs(source: Source, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
     import torch
 
     model = source.load_model().float()
-    output: np.ndarray = runner(model)({name: torch.from_numpy(rows[:1]) for name, rows in inputs.items()}).numpy()
+    output: np.ndarray = proving(model)({name: torch.from_numpy(rows[:1]) for name, rows in inputs.items()}).numpy()
     return output

@@ -80,12 +80,12 @@ class Runtime:
         self.outputs = ["output 0"]
         plan = load_manifest(directory).plan
         try:
-            from bridge.calibration.reference_outputs import runner
+            from bridge.calibration.reference_outputs import proving
             from bridge.sources.live_models.loading import load_model
 
             rebuilt: Any = Rebuilt(directory, plan)  # all of a Source that loading reads
             self.model = load_model(rebuilt)
-            self._run = runner(self.model)
+            self._run = proving(self.model)
         except ImportError as error:
             raise CannotRun(f"running a checkpoint needs torch and transformers: {error}") from error
         except BridgeError as error:
