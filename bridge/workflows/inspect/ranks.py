@@ -109,10 +109,8 @@ def own_part(name: str, tensor: Tensor) -> Tensor:
 
 def _vector(sums: Sums) -> Array:
     """Everything as float64; blocks that did not divide are NaN."""
-    at = sums.total.blocks.index
-    widest = [sums.total.widest[at(sums.blocks[stat])] if stat in sums.blocks else np.nan for stat in sums.asked]
-    total = [sums.total.totals, np.array(widest, np.float64), sums.total.bins]
-    return np.concatenate([*total, *(lost.vector() for lost in sums.lost.values())], dtype=np.float64)
+    asked = [sums.blocks.get(stat) for stat in sums.asked]
+    return np.concatenate([sums.total.vector(asked), *(lost.vector() for lost in sums.lost.values())])
 
 
 def _take(sums: Sums, vectors: Sequence[Array], first: bool) -> None:

@@ -126,7 +126,7 @@ class Inspection(Displayed):
         if stat is None:
             has = any(base_of(record.stat) == "sqnr" for record in self.records)
             found = self.worst(n=n) if has else list(self.records[:n])
-            return COLUMNS, [(str(r.step), r.layer, r.role, r.tensor, r.stat, _said(r.value)) for r in found]
+            return COLUMNS, [(str(r.step), r.layer, r.role, r.tensor, r.stat, _value(r.value)) for r in found]
         rows: dict[tuple[str, str, str], dict[int, float | None]] = {}
         for record in self._of(stat):
             if tensor in (None, record.tensor):
@@ -134,7 +134,7 @@ class Inspection(Displayed):
         steps = sorted({step for values in rows.values() for step in values})
         columns = ("layer", "tensor", "statistic", *(f"step {step}" for step in steps))
         return columns, [
-            (*key, *(_said(values[step]) if step in values else "" for step in steps)) for key, values in rows.items()
+            (*key, *(_value(values[step]) if step in values else "" for step in steps)) for key, values in rows.items()
         ]
 
     def recipe(self, stat: str = "sqnr", below: float = BELOW, base: str | None = None) -> str:
@@ -283,7 +283,7 @@ def _cells(row: Compared) -> tuple[str, ...]:
     return row.module, said(row.alone), said(row.accumulated), f"{ratio:.4f}"
 
 
-def _said(value: float | None) -> str:
+def _value(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 

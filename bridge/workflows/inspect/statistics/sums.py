@@ -1,6 +1,6 @@
 """Sums of a tensor over microbatches and ranks.
 
-`statistics.py` makes every statistic of them. NaN and infinities are counted, never added nor compared.
+`values.py` makes every statistic of them. NaN and infinities are counted, never added nor compared.
 """
 
 from __future__ import annotations
@@ -131,9 +131,14 @@ class TensorSums:
         out.totals, out.widest, out.bins = self.totals, self.widest[kept], self.bins
         return out
 
-    def vector(self) -> Array:
-        """All of it as float64, for another rank; counts are exact up to 2^53."""
-        return np.concatenate([self.totals, self.widest, self.bins.astype(np.float64)])
+    def vector(self, asked: Sequence[Blocks | None] | None = None) -> Array:
+        """All of it as float64, for another rank; counts are exact up to 2^53.
+
+        asked: those that have a place, NaN where these sums are without one; None takes the sums' own.
+        """
+        every = self.blocks if asked is None else asked
+        widest = [self.widest[self.blocks.index(each)] if each in self.blocks else np.nan for each in every]
+        return np.concatenate([self.totals, widest, self.bins], dtype=np.float64)
 
     @classmethod
     def from_vector(cls, vector: Array, blocks: Sequence[Blocks] = ()) -> TensorSums:
