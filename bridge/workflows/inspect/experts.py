@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from bridge.workflows.inspect.config.layers import Layer
-from bridge.workflows.inspect.watch import in_backward, needs_gradient
+from bridge.workflows.inspect.watch import Forward, in_backward, needs_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,18 +39,14 @@ class ExpertsWatch:
             stack = module._parameters[name]
             if stack.requires_grad and any("wgrad" in names for layer, names in wanted.items()):
                 self._handles.append(stack.register_hook(partial(self._tell_all, name, "wgrad")))
-        self._own = vars(module).get("forward")
-        module.forward = partial(self._forward, module.forward)
+        self._forward = Forward(module, self._run)
 
     def detach(self) -> None:
         """Give the module its own forward back, and take the hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if "forward" in vars(self._module):
-            del self._module.forward
-        if self._own is not None:
-            self._module.forward = self._own
+        self._forward.remove()
         if self._config is not None:
             self._config._experts_implementation = self._ran_as
             self._config = None
@@ -71,14 +67,14 @@ class ExpertsWatch:
             self._handles.append(result.register_hook(partial(told, "gradient")))
         return result
 
-    def _forward(self, own: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    def _run(self, *inputs: Any, **keywords: Any) -> Any:
         if not self._weights_seen and not in_backward():
             self._weights_seen = True
             for name in dict.fromkeys(parameter for parameter, _ in self._wanted):
                 self._tell_all(name, "weight", self._module._parameters[name])
         stacks = {name: self._module._parameters[name] for name, _ in self._wanted}
         with _mode()(self, stacks):
-            return own(*inputs, **keywords)
+            return self._forward.own(*inputs, **keywords)
 
     def _names(self, parameter: str, expert: int) -> frozenset[str]:
         return self._wanted.get((parameter, expert), (None, frozenset()))[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,12 +18,12 @@ from bridge.workflows.inspect.experts import ExpertsWatch
 from bridge.workflows.inspect.features.classes import FeatureClass, unnamed
 from bridge.workflows.inspect.features.dumps import Dumps
 from bridge.workflows.inspect.features.own import OwnFeatures
-from bridge.workflows.inspect.masks import Mask, mask_of
+from bridge.workflows.inspect.masks import Mask, Masks
 from bridge.workflows.inspect.ranks import Ranks, own_part
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
 from bridge.workflows.inspect.save import StepsFile
 from bridge.workflows.inspect.tracked import told
-from bridge.workflows.inspect.watch import BACKWARD, Watch, in_backward
+from bridge.workflows.inspect.watch import BACKWARD, Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,16 +42,6 @@ UNSEEN_EXPERT = "no token came to the expert, or its module multiplies in a way 
 GROUPED = "experts of a grouped module of Megatron-Core are not seen; build it with moe_grouped_gemm=False"
 PADDED_EXPERTS = "experts get tokens without their places, so padding counts in"
 WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
-
-
-class _Forward(threading.local):
-    """The mask of the forward that runs in this thread: replicas of a model may run side by side.
-
-    `last`: that of the one that ended, whose backward repeats parts of it for checkpointing.
-    """
-
-    mask: Mask | None = None
-    last: Mask | None = None
 
 
 class Session:
@@ -83,15 +71,12 @@ class Session:
         self._inner = unwrapped(model)
         self._own = OwnFeatures(own, routing, frozenset(simulated))
         self._changes = Changes(self._inner, schemes, simulated, self._own.change)
-        self._mask_at = positions_of(model, "attention_mask")
-        self._batch_first = type(self._inner).__module__.startswith("transformers.")
+        self._masks = Masks(model)
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
         self.current = 0
         self._watches: list[Watch | ExpertsWatch] = []
-        self._forward = _Forward()
         self._eager = ExitStack()
-        self._mask_hooks: list[Any] = []
         self._bad: list[str] = []
         self._collector = Collector({}, schemes)
         for name in not_listed(model):
@@ -145,10 +130,8 @@ class Session:
             watch.detach()
         self._watches.clear()
         self._eager.close()
-        for hook in self._mask_hooks:
-            hook.remove()
-        self._mask_hooks.clear()
-        self._collector, self._forward = Collector({}, self.schemes), _Forward()
+        self._masks.detach()
+        self._collector = Collector({}, self.schemes)
         if self._dumps:
             self._dumps.drop()
 
@@ -179,8 +162,7 @@ class Session:
     def _watch(self, here: Mapping[str, Sequence[Route]]) -> None:
         """Put hooks on the layers of routes that are due."""
         if self._collector.sums:
-            before = self.model.register_forward_pre_hook(self._keep_mask, with_kwargs=True)
-            self._mask_hooks += [before, self.model.register_forward_hook(self._end_forward, always_call=True)]
+            self._masks.attach()
         experts: dict[str, dict[Layer, frozenset[str]]] = {}
         for name, routes in here.items():
             layer, wanted = routes[0].layer, self._collector.wanted(name) | self._own.wanted(name)
@@ -188,20 +170,9 @@ class Session:
                 experts.setdefault(layer.module, {})[layer] = wanted
             elif wanted:
                 module = self._inner.get_submodule(layer.module)
-                self._watches.append(Watch(module, wanted, partial(self._see, layer), self._mask))
+                self._watches.append(Watch(module, wanted, partial(self._see, layer), self._masks.current))
         for place, layers in experts.items():
             self._watches.append(ExpertsWatch(self._inner.get_submodule(place), layers, self._see_expert))
-
-    def _keep_mask(self, _: Any, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
-        at = self._mask_at
-        mask = inputs[at] if at is not None and at < len(inputs) else keywords.get("attention_mask")
-        self._forward.mask = self._forward.last = mask_of(mask, self._batch_first)
-
-    def _end_forward(self, *_: Any) -> None:
-        self._forward.mask = None
-
-    def _mask(self) -> Mask | None:
-        return self._forward.last if in_backward() else self._forward.mask
 
     def _see(self, layer: Layer, name: str, tensor: Tensor, mask: Mask | None) -> None:
         """`mask`: that of the forward in which the tensor was made, or whose backward runs."""
@@ -215,7 +186,7 @@ class Session:
         self._own.see(layer, name, tensor)
 
     def _see_expert(self, layer: Layer, name: str, tensor: Tensor) -> None:
-        if self._mask() is not None and name in WITH_ROWS:
+        if self._masks.current() is not None and name in WITH_ROWS:
             self.schemes.note(f"{PADDED_EXPERTS} {name}", layer)
         self._collector.see(layer, name, tensor, None)
         self._own.see(layer, name, tensor)
@@ -227,9 +198,3 @@ def without_roles(roles: Sequence[str]) -> list[str]:
     return (
         ["layers have no roles: no table has this architecture, so that names alone tell their kinds"] if none else []
     )
-
-
-def positions_of(model: Any, argument: str) -> int | None:
-    """The place of an argument of a model's forward; None if it has none of that name."""
-    names = list(inspect.signature(unwrapped(model).forward).parameters)
-    return names.index(argument) if argument in names else None

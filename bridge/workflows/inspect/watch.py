@@ -13,8 +13,52 @@ BACKWARD = ("gradient", "dgrad", "wgrad")
 See = Callable[[str, "Tensor", Any], None]
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     """No note."""
+
+
+class Forward:
+    """Stands for the forward of a module until `remove`. A copy of the module, deep or pickled, has the module's own.
+
+    What was put in its place meanwhile stays, and may call it: then it is the module's own.
+    """
+
+    def __init__(self, module: Any, run: Callable[..., Any]) -> None:
+        self._module, self._run = module, run
+        self._before = vars(module).get("forward")
+        module.forward = self
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._run(*inputs, **keywords)
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self._module, "forward")) if self._before is None else (_given, (self._before,))
+
+    def own(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run what it stands for."""
+        if self._before is not None:
+            return self._before(*inputs, **keywords)
+        return type(self._module).forward(self._module, *inputs, **keywords)
+
+    def remove(self) -> None:
+        self._run = self.own
+        while isinstance(self._before, Forward) and self._before._run == self._before.own:
+            self._before = self._before._before
+        if vars(self._module).get("forward") is not self:
+            return
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+
+def _given(forward: Any) -> Any:
+    return forward
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether a module does not compute as its class does."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 class Watch:
@@ -38,6 +82,9 @@ class Watch:
         if "wgrad" in wanted and weight is not None and weight.requires_grad:
             turned = is_turned(module)
             self._handles.append(weight.register_hook(lambda g: self._tell("wgrad", g.t() if turned else g, None)))
+
+    def __reduce__(self) -> Any:
+        return Watch, (None, frozenset(), _nothing)  # of a copy of the module: it sees nothing
 
     def detach(self) -> None:
         """Take the hooks away, also those that wait for a gradient."""

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import InspectError
-from bridge.workflows.inspect.watch import is_turned
+from bridge.workflows.inspect.watch import Forward, has_own_forward, is_turned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,8 @@ class ChangedGemms:
     """
 
     def __init__(self, module: Any, change: Change) -> None:
-        self._module = module
+        if has_own_forward(module):
+            raise InspectError(f"{type(module).__name__}: another session changes it, or a forward of yours; {INSTEAD}")
         function = _function()
         turned = is_turned(module)
 
@@ -43,11 +44,11 @@ class ChangedGemms:
             result: Tensor = function.apply(x, weight, bias, change)
             return result
 
-        module.forward = forward
+        self._forward = Forward(module, forward)
 
     def detach(self) -> None:
         """Give the module its own forward back."""
-        vars(self._module).pop("forward", None)
+        self._forward.remove()
 
 
 def why_fixed(module: Any) -> str:
@@ -58,7 +59,7 @@ def why_fixed(module: Any) -> str:
         return "a convolution"
     if not (type(module).forward is nn.Linear.forward or is_turned(module)):
         return f"{type(module).__name__}, which computes in its own way"
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return f"{type(module).__name__} with a forward of its own"
     mesh = getattr(module.weight, "device_mesh", None)
     if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):

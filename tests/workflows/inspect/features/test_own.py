@@ -102,7 +102,7 @@ def test_a_class_sees_tensors_at_the_steps_that_it_names(tmp_path: Path, told: l
 
 def test_a_class_sees_experts_inside_one_module(tmp_path: Path, told: list[Any]) -> None:
     model = built("mixtral").float()
-    words = config("Sees", tensors=["activation", "weight"], layers={"layer_types": ["experts.*"]})
+    words = config("Sees", tensors=["activation", "weight"], layers={"modules": ["*.experts.*"]})
     with bridge.inspecting(model, words, feature_dirs=folder(tmp_path / "mine", SEES)) as session, torch.no_grad():
         model(input_ids=torch.arange(3, 21).reshape(2, 9))
         session.step()
