@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.tracker.eager import run_eagerly
 from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
+from bridge.workflows.inspect.changes.simulation import PLAIN_KV
 from bridge.workflows.inspect.collect import Collector, Schemes
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import not_listed, unwrapped
@@ -140,9 +141,10 @@ class Session:
         """What was not seen, and why."""
         nothing = told(self._finder.first, self.current) if self._finder else []
         roles = without_roles([routes[0].layer.role for routes in self.routing.layers.values()])
+        kv = [PLAIN_KV] if self.schemes.session and self.schemes.session.kv else []
         idle = unnamed(self._own.classes, (route.feature for route in self.routing.routes))
         dumps = self._dumps.notes if self._dumps else ()
-        return [*self._bad, *self.schemes.told(), *idle, *nothing, *roles, *dumps]
+        return [*self._bad, *self.schemes.told(), *kv, *idle, *nothing, *roles, *dumps]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SchemeError, UsageError, VerifyError
-from bridge.core.output.names import CALIBRATION
+from bridge.core.output.names import CALIBRATION, MANIFEST
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.catalog import named_scheme, scheme_names
+from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 from bridge.targets.manifest import load_manifest
 from bridge.verification.simulated.inputs import FakeInputs, input_codes
+from bridge.workflows.inspect.changes.simulation import PLAIN_KV
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,22 @@ def plan_of_output(directory: Path, source: Source) -> Plan:
     return plan
 
 
+def scheme_of_output(model: Any) -> tuple[Scheme | None, Calibration | None]:
+    """The scheme that bridge wrote a directory of target hf under, and its static scales; None for other models.
+
+    A scheme with rules of a recipe has no name by which it is read again.
+    """
+    directory = Path(model) if isinstance(model, str | Path) else None
+    if directory is None or not (directory / MANIFEST).is_file():
+        return None, None
+    plan, saved = load_manifest(directory).plan, directory / CALIBRATION
+    if plan.target != "hf" or not plan.quantized or plan.scheme not in scheme_names():
+        return None, None
+    kv = next((step.kv for step in plan.steps if step.kv), None)
+    scheme = replace(named_scheme(plan.scheme), kv=kv)
+    return scheme, Calibration.load(saved) if saved.is_file() else None
+
+
 def twin_of(directory: Path, source: Source) -> Twin:
     """Load the model of an output of target hf. CannotRun if transformers cannot."""
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
@@ -57,5 +76,5 @@ def twin_of(directory: Path, source: Source) -> Twin:
     else:
         FakeInputs(model, codes)
     if any(step.kv for step in plan.steps):
-        notes.append("the KV cache runs unquantized")
+        notes.append(PLAIN_KV)
     return Twin(model, plan, tuple(notes))

@@ -29,7 +29,7 @@ from bridge.reporting.inspection import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
-from bridge.workflows.inspect.changes.simulation import formats_by_role, formats_of, simulated
+from bridge.workflows.inspect.changes.simulation import as_written, formats_by_role, formats_of, simulated
 from bridge.workflows.inspect.collect import Schemes
 from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
 from bridge.workflows.inspect.config.listing import layers_of
@@ -42,6 +42,7 @@ from bridge.workflows.inspect.run import run_batches
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink, without_roles
 from bridge.workflows.inspect.tracked import finder_of, first_bad, told
+from bridge.workflows.inspect.twin import scheme_of_output
 from bridge.workflows.inspect.watch import BACKWARD
 
 Config = str | Path | Mapping[str, Any] | None
@@ -85,7 +86,8 @@ def inspect(
     input. A matrix that is bad alone makes an error; one that is bad accumulated only, passes it on.
 
     Args:
-        model: what `convert` takes.
+        model: what `convert` takes. A directory that `convert` wrote for target "hf" is dequantized, and its scheme and
+            static scales are those of the run: its inputs are quantized.
         config: a config.yaml of TransformerEngine's debug features, or its content; None looks at activation and weight
             of every matrix under `quant`, else under fp8, int8, nvfp4 and mxfp8.
         against: what `convert` wrote of the model for target "hf"; of what follows only nan, data and out with it.
@@ -136,7 +138,8 @@ def inspect(
             raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
         source = open_source(model, tokenizer=tokenizer)
         structure = structure_of(source)
-        scheme = scheme_of(quant, None, structure)
+        wrote, saved = scheme_of_output(model) if quant is None else (None, None)
+        scheme = scheme_of(wrote or quant, None, structure)
         classes = load_features(feature_dirs)
         skeleton = source.load_skeleton()
         layers = layers_of(skeleton, source)
@@ -153,9 +156,11 @@ def inspect(
             )
         made = _data_of(source, data, sampling)
         formats = formats_of(scheme, structure.sites, skeleton, source.specs) if scheme else None
-        calibration = _calibration(calib)
+        calibration = _calibration(calib) or saved
         schemes = Schemes(scheme, formats, _static(calibration, layers, scheme))
         quantized = simulated(layers, formats, calibration, schemes) if formats else {}
+        if wrote and scheme:
+            quantized = as_written(quantized, scheme, schemes)
         count = len((*made.batches, *made.held_out)[:steps])
         if not any(routing.due(step) for step in range(count)):
             raise InspectError(

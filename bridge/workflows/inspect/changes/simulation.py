@@ -32,6 +32,11 @@ from bridge.workflows.inspect.statistics.quantization import Quantization, of_nu
 if TYPE_CHECKING:
     from torch import Tensor
 
+PLAIN_KV = "the KV cache runs unquantized"
+AS_WRITTEN = (
+    "a written model: its weights run as they are, and have losses of a second quantization; its inputs run under"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class CalibratedWeight:
@@ -113,6 +118,17 @@ def simulated(
             quantized["activation"] = _input(layer, form, how, own, schemes)
         found[layer.name] = Simulated(layer, quantized)
     return found
+
+
+def as_written(found: Mapping[str, Simulated], scheme: Scheme, schemes: Schemes) -> dict[str, Simulated]:
+    """The same of a model whose weights are those of a directory that was written under the scheme."""
+    kept = {}
+    for name, own in found.items():
+        inputs = {tensor: make for tensor, make in own.quantized.items() if tensor != "weight"}
+        if inputs:
+            schemes.note(f"{AS_WRITTEN} {scheme.name}", own.layer)
+            kept[name] = replace(own, quantized=inputs)
+    return kept
 
 
 def _calibrated(
