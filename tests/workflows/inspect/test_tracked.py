@@ -171,7 +171,7 @@ def test_the_data_are_named(llama: Any) -> None:
 
 @pytest.mark.parametrize(("stat", "value", "finite"), [
     ("nan%", 0.0, True), ("nan%", 0.1, False), ("inf%", 3.0, False), ("cur_amax", None, False),
-    ("fp8_sqnr", None, True), ("kurtosis", None, True),
+    ("fp8_sqnr", None, False), ("mxfp8_scale_min", None, True), ("kurtosis", None, True),
 ])  # fmt: skip
 def test_values_that_are_not_finite_are_seen_in_statistics(stat: str, value: float | None, finite: bool) -> None:
     assert Inspection({}, (Record(0, "a", "", "weight", stat, value),)).finite is finite
