@@ -57,7 +57,9 @@ def scheme_of_output(model: Any) -> tuple[Scheme | None, Calibration | None]:
         return None, None
     kv = next((step.kv for step in plan.steps if step.kv), None)
     scheme = replace(named_scheme(plan.scheme), kv=kv)
-    return scheme, Calibration.load(saved) if saved.is_file() else None
+    found = Calibration.load(saved) if saved.is_file() else None
+    of_inputs = found and (found.input_amax or found.smoothing_amax or found.awq_scale or found.pre_scale)
+    return scheme, found if of_inputs else None  # others chose codes of weights
 
 
 def twin_of(directory: Path, source: Source) -> Twin:
