@@ -20,9 +20,11 @@ from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.inspect.changes.layer_changes import Changes  # noqa: E402
 from bridge.workflows.inspect.changes.simulation import formats_of, simulated  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
+from bridge.workflows.inspect.config.layers import EXPERT  # noqa: E402
 from bridge.workflows.inspect.config.listing import layers_of  # noqa: E402
 from bridge.workflows.inspect.twin import twin_of  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
+from tests.models.decoder_families import build  # noqa: E402
 from tests.workflows.inspect.formats_in_torch import config, disable, stats  # noqa: E402
 
 LLAMA, GPT2 = "examples/models/tiny-llama", "examples/models/tiny-gpt2"
@@ -119,12 +121,32 @@ def test_a_live_model_keeps_its_head_and_what_cannot_be_changed() -> None:
     model = built("mixtral")
     ids = torch.randint(0, 90, (2, 16), generator=torch.Generator().manual_seed(0))
     with bridge.inspecting(model, config(stats("output")), quant="int4_wo") as session, torch.no_grad():
-        changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
+        changed = {
+            name for name, module in model.named_modules() if "forward" in vars(module) and "experts" not in name
+        }
         model(input_ids=ids)
         session.step()
     watched = {f"model.layers.{n}.mlp.experts" for n in range(2)}
     assert changed - watched == {f"model.layers.{n}.self_attn.{kind}_proj" for n in range(2) for kind in "qkvo"}
     assert any(note.startswith("runs unquantized: an expert inside one module") for note in session.notes)
+
+
+@pytest.mark.parametrize("family", ["GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+def test_experts_in_stacks_have_the_formats_of_the_checkpoints_matrices(family: str) -> None:
+    source, own = open_source(build(family)), load_scheme("fp8")
+    skeleton = source.load_skeleton()
+    experts = [layer.name for layer in layers_of(skeleton, source) if layer.kind == EXPERT]
+    formats = formats_of(own, structure_of(source).sites, skeleton, source.specs)
+    assert experts and {formats.get(name) for name in experts} == {own.format}
+
+
+def test_experts_have_statistics_under_the_scheme_and_a_note_that_they_run_as_they_are() -> None:
+    data = [{"input_ids": torch.randint(0, 90, (2, 16), generator=torch.Generator().manual_seed(0))}]
+    seen = bridge.inspect(built("mixtral"), quant="fp8", data=data, progress=False)
+    names = {record.layer for record in seen.records if record.stat == "sqnr" and record.tensor == "weight"}
+    assert "model.layers.1.mlp.experts.3.gate_up_proj" in names and "lm_head" not in names
+    (note,) = [note for note in seen.notes if note.startswith("runs unquantized: an expert inside one module")]
+    assert "20 layers" in note
 
 
 def test_training_under_a_scheme_moves_the_weights_and_quantizes_them_anew() -> None:

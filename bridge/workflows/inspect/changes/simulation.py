@@ -7,7 +7,7 @@ the quantized weight, wgrad the quantized activation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,14 @@ from bridge.tables.architectures.roles import load_roles
 from bridge.workflows.inspect.changes.layer_changes import Make, Simulated
 from bridge.workflows.inspect.changes.quantizer import Quantizer, as_tensor
 from bridge.workflows.inspect.collect import UNCALIBRATED, Schemes, chosen_note, storage
-from bridge.workflows.inspect.config.layers import Layer, clean
+from bridge.workflows.inspect.config.layers import Layer, clean, expert_name
 from bridge.workflows.inspect.statistics.coding import fake_quantized
 from bridge.workflows.inspect.statistics.quantization import Quantization, of_numerics
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bridge.sources.live_models.checkpoint_names import LiveSlice
 
 PLAIN_KV = "the KV cache runs unquantized"
 AS_WRITTEN = (
@@ -72,14 +74,25 @@ def formats_of(
     from bridge.sources.live_models.checkpoint_names import live_names
 
     origins, found = live_names(model, specs), dict[str, Format | str]()
+    stacks = {name: len(tensor) for name, tensor in model.named_parameters() if tensor.ndim == 3}
     for site in sites:
         form = scheme.format_of(site)
-        parts = origins[site.weight].parts if site.weight in origins else ()
-        for name in {site.module, *(clean(part.live.rpartition(".")[0]) for part in parts if not site.keep)}:
+        parts = origins[site.weight].parts if site.weight in origins and not site.keep else ()
+        for name in {site.module, *(name for part in parts for name in _layer_names(part, stacks))}:
             before = found.setdefault(name, form)
             if before != form:
                 found[name] = "its parts have several formats"
     return found
+
+
+def _layer_names(part: LiveSlice, stacks: Mapping[str, int]) -> Iterator[str]:
+    """The layers that have a part of a live tensor.  stacks: experts of each tensor that holds several."""
+    module, _, parameter = clean(part.live).rpartition(".")
+    if part.live not in stacks:
+        yield module
+        return
+    for expert in range(stacks[part.live]) if part.expert is None else (part.expert,):
+        yield expert_name(module, expert, parameter)
 
 
 def formats_by_role(scheme: Scheme, layers: Iterable[Layer]) -> dict[str, Format | str]:

@@ -53,6 +53,15 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def expert_name(module: str, expert: int, parameter: str) -> str:
+    """The name of a layer that is one expert of a stack.
+
+    >>> expert_name("layers.0.mlp.experts", 3, "gate_up_proj")
+    'layers.0.mlp.experts.3.gate_up_proj'
+    """
+    return f"{module}.{expert}.{parameter}"
+
+
 def number_in(name: str) -> int | None:
     """The first number of a name, which is its layer's where no table says so.
 

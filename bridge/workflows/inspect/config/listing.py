@@ -18,7 +18,17 @@ from bridge.tables.architectures.match import architecture_of
 from bridge.tables.architectures.roles import load_roles
 from bridge.workflows.inspect.changes.gemms import why_fixed
 from bridge.workflows.inspect.config.dialect_roles import dialect_meanings
-from bridge.workflows.inspect.config.layers import CONV, CONV1D, EXPERT, LINEAR, Layer, Meaning, clean, number_in
+from bridge.workflows.inspect.config.layers import (
+    CONV,
+    CONV1D,
+    EXPERT,
+    LINEAR,
+    Layer,
+    Meaning,
+    clean,
+    expert_name,
+    number_in,
+)
 
 if TYPE_CHECKING:
     from bridge.sources.source import Source
@@ -75,7 +85,7 @@ def _layers(name: str, module: Any, meanings: Meanings) -> Iterator[Layer]:
                 meaning = meanings.get((key, expert)) or meanings.get((key, None))
                 if meaning is None and getattr(module, "is_transposed", False):
                     meaning = Meaning((), None, turned=True)
-                yield _layer(f"{shown}.{expert}.{parameter}", meaning, EXPERT, name, parameter, expert, INSIDE)
+                yield _layer(expert_name(shown, expert, parameter), meaning, EXPERT, name, parameter, expert, INSIDE)
 
 
 def _layer(
