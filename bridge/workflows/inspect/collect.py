@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.core.text import number
+from bridge.core.text import first_of, fold_layers, natural, number
 from bridge.core.values import Format
 from bridge.quant.codec.arrays import Array
 from bridge.quant.schemes.catalog import named_scheme
@@ -31,6 +31,7 @@ FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are summed and quanti
 UNCALIBRATED = "static scales without a calibration (calib=) are those of each tensor"
 LARGEST = 3.4028234663852886e38  # of float32
 EQUAL = 200.0  # dB of a tensor that loses nothing, and at most
+NAMED = 4  # names of layers, folded, in a note
 LOGS = ("LogTensorStats", "LogFp8TensorStats", "LogNvfp4TensorStats", "LogQuantizedTensorStats")
 
 
@@ -82,8 +83,16 @@ class Schemes:
         self.notes.setdefault(what, set()).add(layer.name)
 
     def told(self) -> list[str]:
-        """The notes in words."""
-        return [f"{what}: {number(len(layers), 'layer')}" for what, layers in self.notes.items()]
+        """The notes in words, with the first layers of each."""
+        return [
+            f"{what}: {number(len(layers), 'layer')} ({first_of(fold_layers(sorted(layers, key=natural)), NAMED)})"
+            for what, layers in self.notes.items()
+        ]
+
+    @property
+    def noted(self) -> dict[str, tuple[str, ...]]:
+        """The notes with all their layers."""
+        return {what: tuple(sorted(layers, key=natural)) for what, layers in self.notes.items()}
 
     def _quantization(self, name: str, layer: Layer, tensor: str) -> Quantization | None:
         if name in RECIPES:

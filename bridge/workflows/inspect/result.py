@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from bridge.core.display import Displayed, Table
@@ -81,7 +81,8 @@ class Inspection(Displayed):
     `compared`: modules beside those of the source, with `against=`. `notes`: what was not seen, and why. `modules`: the
     layers, in the model's order. `magnitudes`: where the config asks for `histogram`, as the default one does.
     `first_bad`: the module that made the first NaN or infinity, with `nan=True`. `costs`: time and kept bytes of each
-    module over all batches, with `cost=True`. `dumps`: files of tensors, in the directory that was written.
+    module over all batches, with `cost=True`. `dumps`: files of tensors, in the directory that was written. `noted`:
+    of each note about layers, the names of all of them.
     """
 
     about: Mapping[str, str]
@@ -93,6 +94,7 @@ class Inspection(Displayed):
     first_bad: NotFinite | None = None
     costs: tuple[Cost, ...] = ()
     dumps: tuple[str, ...] = ()
+    noted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -191,6 +193,7 @@ class Inspection(Displayed):
             "magnitudes": [{**asdict(row), "counts": dict(row.counts)} for row in self.magnitudes],
             "first_bad": asdict(self.first_bad) if self.first_bad else None,
             "costs": [asdict(cost) for cost in self.costs], "notes": list(self.notes), "dumps": list(self.dumps),
+            "noted": {what: list(layers) for what, layers in self.noted.items()},
         }  # fmt: skip
         return json.dumps(told, indent=1, allow_nan=False)
 

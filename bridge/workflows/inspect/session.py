@@ -36,7 +36,7 @@ NOTHING: Mapping[str, Simulated] = MappingProxyType({})
 OWN: Mapping[str, FeatureClass] = MappingProxyType({})
 Sink = Callable[[str, float, int], None]
 UNSEEN = (
-    "the layer did not run, or inside compiled code",
+    "its module was not called (another one may use its weight), or inside compiled code",
     "no backward came through, its weight is frozen, or inside compiled code",
 )
 UNSEEN_EXPERT = "no token came to the expert, or its module multiplies in a way that is not known"
@@ -122,7 +122,7 @@ class Session:
         first = self._finder.first if self._finder else None
         dumps = tuple(self._dumps.files) if self._dumps else ()
         seen = tuple(self.records), (), tuple(self.notes), modules, tuple(self.magnitudes)
-        return Inspection(self.about, *seen, first_bad=first, dumps=dumps)
+        return Inspection(self.about, *seen, first_bad=first, dumps=dumps, noted=self.schemes.noted)
 
     def detach(self) -> None:
         """Take everything off the model; what an unfinished step told is dropped."""

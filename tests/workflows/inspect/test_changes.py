@@ -167,7 +167,9 @@ def test_a_layer_that_is_disabled_has_its_own_forward() -> None:
     with bridge.inspecting(model, config(disable("fprop"))) as session:
         assert "forward" not in vars(model["layer"]) and equal(run(model, x, gradient), plain)
         session.step()
-    assert session.notes[:-1] == ["DisableQuantizationGEMM has no effect: nothing is quantized there (quant=): 1 layer"]
+    assert session.schemes.told() == [
+        "DisableQuantizationGEMM has no effect: nothing is quantized there (quant=): 1 layer (layer)"
+    ]
 
 
 def test_fake_quant_takes_its_gemm_out_of_the_scheme_and_says_so_where_one_operand_is_named() -> None:
@@ -183,8 +185,9 @@ def test_fake_quant_takes_its_gemm_out_of_the_scheme_and_says_so_where_one_opera
         found = run(model, x, gradient)
         session.step()
     assert equal(found, wanted(model, x, gradient, quantize))
-    told = "FakeQuant changes weight of fprop alone, and the other operand is not quantized: 1 layer"
-    assert session.notes[:-1] == [told]  # the last is that no layer has a role
+    assert session.schemes.told() == [
+        "FakeQuant changes weight of fprop alone, and the other operand is not quantized: 1 layer (layer)"
+    ]
 
 
 def test_per_tensor_scaling_replaces_a_static_amax() -> None:
@@ -218,5 +221,5 @@ def test_per_tensor_scaling_leaves_a_layer_that_the_scheme_leaves() -> None:
     add_features(changes, routing.routes, schemes)
     assert not changes.needed
     assert schemes.told() == [
-        "PerTensorScaling replaces no static scale: quant= leaves the inputs as they are: 1 layer"
+        "PerTensorScaling replaces no static scale: quant= leaves the inputs as they are: 1 layer (lm_head)"
     ]

@@ -182,7 +182,7 @@ def test_layers_that_cannot_be_changed_are_told_at_load() -> None:
     assert "a convolution: conv" in str(caught.value) and "a forward of its own: own" in str(caught.value)
     with bridge.inspecting(model, config(disable() | stats("weight")), quant="mxfp8") as session:
         session.step()
-    assert "runs unquantized: a convolution: 1 layer" in session.notes
+    assert "runs unquantized: a convolution: 1 layer (conv)" in session.notes
 
 
 def test_a_layer_that_did_not_run_is_noted() -> None:
@@ -190,8 +190,8 @@ def test_a_layer_that_did_not_run_is_noted() -> None:
     with bridge.inspecting(model, config(HALF)) as session:
         model[0](torch.randn(2, 64))
         session.step()
-    told = "was to be changed and was not: the layer did not run, or inside compiled code: 1 layer"
-    assert session.notes[:-1] == [told]  # the last is that no layer has a role
+    (note,) = session.schemes.told()
+    assert note.startswith("was to be changed and was not: its module was not called") and note.endswith("1 layer (2)")
 
 
 def test_a_matrix_that_is_split_over_ranks_is_not_changed() -> None:

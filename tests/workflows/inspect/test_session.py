@@ -355,8 +355,31 @@ def test_what_was_due_and_not_seen_is_noted() -> None:
         model(torch.ones(1, 4))
         session.step()
     notes = session.inspection.notes
-    assert any(note.startswith("output was due and not seen") and note.endswith("1 layer") for note in notes)
-    assert any(note.startswith("wgrad was due and not seen") and note.endswith("2 layers") for note in notes)
+    assert any(note.startswith("output was due and not seen") and note.endswith("1 layer (idle)") for note in notes)
+    assert any(
+        note.startswith("wgrad was due and not seen") and note.endswith("2 layers (idle, used)") for note in notes
+    )
+    (what,) = [what for what in session.inspection.noted if what.startswith("wgrad")]
+    assert json.loads(session.inspection.to_json())["noted"][what] == ["idle", "used"]
+
+
+def test_a_module_whose_weight_another_uses_is_said_not_to_be_called() -> None:
+    class Mixer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dt_proj = torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return x @ self.dt_proj.weight.T
+
+    model = torch.nn.ModuleDict({f"{at}": Mixer() for at in range(9)})
+    model.forward = lambda x: [mixer(x) for mixer in model.values()]
+    with bridge.inspecting(model, config(tensors=["activation"], stats=["rms"])) as session:
+        model(torch.ones(1, 4))
+        session.step()
+    (note,) = session.schemes.told()
+    assert "its module was not called (another one may use its weight)" in note
+    assert note.endswith(": 9 layers ({0..8}.dt_proj)")
 
 
 def test_a_wrapped_model_and_tensors_of_inference_are_seen() -> None:
@@ -402,7 +425,7 @@ def test_rows_without_whole_blocks_of_a_scheme_are_noted() -> None:
     assert [(record.layer, record.stat) for record in session.inspection.records] == [
         ("0", "int8_wo_sqnr"), ("1", "q4_k_sqnr"), ("1", "int8_wo_sqnr"),
     ]  # fmt: skip
-    assert "weight has no rows of whole blocks of 256, which a scheme needs: 1 layer" in session.inspection.notes
+    assert "weight has no rows of whole blocks of 256, which a scheme needs: 1 layer (0)" in session.inspection.notes
 
 
 def test_blocks_that_do_not_divide_are_noted() -> None:
