@@ -31,7 +31,7 @@ def inspect(
     gradients: Annotated[bool, typer.Option("--gradients", help="also run the next-token loss backward")] = False,
     nan: Annotated[bool, typer.Option("--nan", help="name the module that makes the first NaN or infinity")] = False,
     cost: Annotated[bool, typer.Option("--cost", help="also measure time and memory of each module")] = False,
-    worst: Annotated[int, typer.Option(min=1, help="number of lines to print; default: 10")] = 10,
+    worst: Annotated[int, typer.Option(min=1, help="lines to print, shared by the schemes; default: 10")] = 10,
     samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 32")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")] = None,
     field: Field = None,

@@ -122,12 +122,15 @@ class Inspection(Displayed):
         return sorted(worst.values(), key=lambda record: -badness(record, rising))[:n]
 
     def table(self, stat: str | None = None, tensor: str | None = None, n: int = 10) -> Table:
-        """Columns and rows of one statistic, a row a layer and a column a step; of the `n` worst SQNRs without one."""
+        """Columns and rows of one statistic, a row a layer and a column a step.
+
+        Without one, the worst SQNRs: `n` in all, as many of each scheme and at least one; without any SQNR, the first
+        `n` records.
+        """
         if stat is None and self.compared and not self.records:
             return COMPARED, [_cells(row) for row in self.most_alone(len(self.compared))]
         if stat is None:
-            has = any(base_of(record.stat) == "sqnr" for record in self.records)
-            found = self.worst(n=n) if has else list(self.records[:n])
+            found = self._worst_by_scheme(n) or list(self.records[:n])
             return COLUMNS, [(str(r.step), r.layer, r.role, r.tensor, r.stat, _value(r.value)) for r in found]
         rows: dict[tuple[str, str, str], dict[int, float | None]] = {}
         for record in self._of(stat):
@@ -177,7 +180,14 @@ class Inspection(Displayed):
                 f"{len(self.compared):,} modules compared; the largest error is that of {loudest.module}, "
                 f"{said(loudest.accumulated)}"
             ]
-        text += [f"first not finite: {self.first_bad}"] if self.first_bad else []
+        if self.first_bad:
+            text += [f"first not finite: {self.first_bad}"]
+        elif bad := next(filter(is_bad, self.records), None):
+            value = f"{bad.stat} = {_said(bad.value)}"
+            text += [
+                f"not finite: {bad.tensor} of {bad.layer} at step {bad.step} ({value}) is the first; nan=True (--nan) "
+                "names the module that makes it"
+            ]
         return [*text, *self.notes]
 
     def most_alone(self, n: int = 10) -> list[Compared]:
@@ -205,6 +215,13 @@ class Inspection(Displayed):
         for r in self.records:
             writer.writerow((r.step, r.layer, r.role, r.tensor, r.stat, "" if r.value is None else repr(r.value)))
         return text.getvalue()
+
+    def _worst_by_scheme(self, n: int) -> list[Record]:
+        """The worst SQNRs, as many of each statistic that is one, the worst first; none where no config asks for it."""
+        stats = dict.fromkeys(record.stat for record in self.records if base_of(record.stat) == "sqnr")
+        found = self.worst(n=len(self.records)) if stats else []
+        each = max(1, n // max(1, len(stats)))
+        return [record for stat in stats for record in [r for r in found if r.stat == stat][:each]]
 
     def _of(self, stat: str) -> Iterable[Record]:
         """The records of a statistic, under any scheme if it names none; UsageError if there are none."""
@@ -253,7 +270,10 @@ def inspection_table(seen: Inspection, worst: int, out: str | None) -> Renderabl
     if seen.compared:
         table = [Columns(COMPARED, [_cells(row) for row in seen.most_alone(worst)], right=(1, 2, 3)), ""]
     elif seen.records:
-        table = [Columns(*seen.table(n=worst), right=(0, 5)), ""]
+        columns, rows = seen.table(n=worst)
+        what = "worst SQNRs, as many of each scheme" if rows[0][4].endswith("sqnr") else "first values (no SQNR)"
+        shown = f"shown: {len(rows):,} of {len(seen.records):,}, the {what}; more: --worst N, all: --out DIR or --json"
+        table = [Columns(columns, rows, right=(0, 5)), "", shown]
     if seen.costs:
         table += [
             Columns(COSTS, [cost_cells(cost, seen.costs) for cost in seen.costliest(worst)], right=range(1, 6)),

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
 from bridge.core.errors import UsageError, VerifyError, WriteError  # noqa: E402
 from bridge.workflows.inspect.page import page_of, render  # noqa: E402
-from bridge.workflows.inspect.result import Inspection, Record  # noqa: E402
+from bridge.workflows.inspect.result import Inspection, Record, inspection_table  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 LLAMA, GPT2 = "examples/models/tiny-llama", "examples/models/tiny-gpt2"
@@ -139,6 +140,31 @@ def test_worst_values_come_first_by_the_direction_of_the_statistic() -> None:
         seen.worst("int8_sqnr")
     columns, rows = seen.table("fp8_sqnr")
     assert columns[-2:] == ("step 0", "step 1") and rows[2][-1] == "not finite"
+
+
+def printed(seen: Inspection, worst: int = 4) -> str:
+    console = Console(file=io.StringIO(), width=150)
+    console.print(inspection_table(seen, worst, None))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_has_the_worst_of_each_scheme_and_says_what_it_is() -> None:
+    values = {"nvfp4_sqnr": 18.0, "fp8_sqnr": 30.0}
+    rows = [Record(0, f"a.{at}", "", "weight", s, value + at) for at in range(9) for s, value in values.items()]
+    seen = Inspection({}, tuple(rows))
+    assert [(row[1], row[4]) for row in seen.table(n=4)[1]] == [
+        ("a.0", "nvfp4_sqnr"), ("a.1", "nvfp4_sqnr"), ("a.0", "fp8_sqnr"), ("a.1", "fp8_sqnr"),
+    ]  # fmt: skip
+    assert "shown: 4 of 18, the worst SQNRs, as many of each scheme" in printed(seen)
+    plain = Inspection({}, tuple(Record(0, f"a.{at}", "", "weight", "rms", 1.0) for at in range(9)))
+    assert "shown: 4 of 9, the first values (no SQNR); more: --worst N, all: --out DIR or --json" in printed(plain)
+
+
+def test_the_first_tensor_that_is_not_finite_is_named() -> None:
+    rows = Record(0, "a.0", "", "weight", "nan%", 0.0), Record(0, "a.1", "", "weight", "nan%", 3.125)
+    text = printed(Inspection({}, rows))
+    assert "not finite: weight of a.1 at step 0 (nan% = 3.125) is the first; nan=True (--nan) names" in text
+    assert "not finite" not in printed(Inspection({}, rows[:1]))
 
 
 def test_a_recipe_keeps_the_layers_below_a_value(tmp_path: Path) -> None:
