@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.core.text import first_of, fold_layers, natural, number
+from bridge.core.text import named, natural, number
 from bridge.core.values import Format
 from bridge.quant.codec.arrays import Array
 from bridge.quant.schemes.catalog import named_scheme
@@ -31,7 +31,6 @@ FLOATS = ("float32", "float16", "bfloat16")  # dtypes that are summed and quanti
 UNCALIBRATED = "static scales without a calibration (calib=) are those of each tensor"
 LARGEST = 3.4028234663852886e38  # of float32
 EQUAL = 200.0  # dB of a tensor that loses nothing, and at most
-NAMED = 4  # names of layers, folded, in a note
 LOGS = ("LogTensorStats", "LogFp8TensorStats", "LogNvfp4TensorStats", "LogQuantizedTensorStats")
 
 
@@ -84,10 +83,7 @@ class Schemes:
 
     def told(self) -> list[str]:
         """The notes in words, with the first layers of each."""
-        return [
-            f"{what}: {number(len(layers), 'layer')} ({first_of(fold_layers(sorted(layers, key=natural)), NAMED)})"
-            for what, layers in self.notes.items()
-        ]
+        return [f"{what}: {number(len(layers), 'layer')} ({named(layers)})" for what, layers in self.notes.items()]
 
     @property
     def noted(self) -> dict[str, tuple[str, ...]]:
