@@ -336,6 +336,14 @@ def test_a_tensor_that_a_gemm_does_not_take_is_passed_over() -> None:
     assert feature.uses[1].options.quant_format == ""  # dgrad is not quantized; nothing of it is fake-quantized
 
 
+@pytest.mark.parametrize("name", ["FakeQuant", "PerTensorScaling"])
+def test_a_feature_whose_gemms_take_none_of_its_tensors_is_an_error(name: str) -> None:
+    words = {**FAKE} if name == "FakeQuant" else {"enabled": True}
+    config = {"s": section(**{name: {**words, "gemms": ["fprop"], "tensors": ["gradient"]}})}
+    text = "none of its GEMMs takes a tensor that it names; fprop takes activation, weight, output"
+    assert text in refusal(config, session=load_scheme("fp8"))
+
+
 def test_features_in_the_section_answer_explicit_calls_only() -> None:
     words = {"enabled": True, "tensors": ["mine"], "stats": ["MIN", "l2_norm"], "start_end_list": [[2, 4]]}
     config = {"s": {"enabled": True, "layers": {"layer_types": ["no layer of the model"]}, "LogTensorStats": words}}

@@ -168,6 +168,10 @@ def parse_feature(name: str, words: Any, where: str, problems: Problems, known: 
             return None
         uses = [_use(kind, words, tensor, gemm, where, problems, known) for tensor, gemm in _places(kind, words)]
         changes = kind.changes
+        if "gemms" in kind.keys and "tensors" in kind.keys and not known.called and not any(use.tensor for use in uses):
+            gemms = names_of(words, "gemms")
+            taken = ", ".join(f"{gemm} takes {', '.join(TAKES[gemm])}" for gemm in gemms)
+            problems.add(f"{where}: changes nothing: none of its GEMMs takes a tensor that it names; {taken}")
     if problems.places > before:
         return None
     return Feature(MODERN.get(name, name), tuple(uses), changes, own is not None)
