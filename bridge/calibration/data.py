@@ -271,7 +271,7 @@ def _batch(item: Any, where: str, torch: Any) -> dict[str, Any]:
     if isinstance(item, Mapping):
         inputs = {str(k): v for k, v in item.items() if v is not None and k not in ("labels", "label")}
         if not inputs:
-            raise CalibrationError(f"{where}: has only labels; give batches with inputs")
+            raise CalibrationError(f"{where}: {'has only labels' if item else 'is empty'}; give batches with inputs")
         batch = {key: _tensor(value, f"{where}, {key}", torch) for key, value in inputs.items()}
         if single := [key for key, tensor in batch.items() if not tensor.ndim]:
             raise CalibrationError(

@@ -39,7 +39,7 @@ from bridge.calibration.statistics import (
 from bridge.calibration.walk.toggles import own_weights
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import fold_layers
+from bridge.core.text import fold_layers, number
 from bridge.core.values import Structure
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
@@ -142,6 +142,22 @@ def check_device_name(device: str | None) -> None:
     """UsageError for a device that is neither the CPU nor CUDA."""
     if str(device or "cpu").partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"device {device!r} is unknown; known: cpu, cuda, cuda:0 ...")
+
+
+def check_device_here(device: str | None) -> None:
+    """UsageError for a device that is unknown or not here; a CPU loads nothing."""
+    check_device_name(device)
+    name, _, index = str(device or "cpu").partition(":")
+    if name != "cuda":
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count or (index and not (index.isdecimal() and int(index) < count)):
+        raise UsageError(
+            f"device={device!r} (--device): {number(count, 'CUDA device')} here; "
+            + (f"known: cuda:0 to cuda:{count - 1}" if count else "leave it out, to run on the CPU")
+        )
 
 
 def check_data(scheme: Scheme, data: Data) -> None:

@@ -27,7 +27,9 @@ def inspect(
     features: Annotated[
         list[str] | None, typer.Option(metavar="DIR", help="folder of Python files with feature classes; repeat it")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="batches to run; default: all")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="batches of at most 8 rows to run, held-out ones too; default: all")
+    ] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="also run the next-token loss backward")] = False,
     nan: Annotated[bool, typer.Option("--nan", help="name the module that makes the first NaN or infinity")] = False,
     cost: Annotated[bool, typer.Option("--cost", help="also measure time and memory of each module")] = False,

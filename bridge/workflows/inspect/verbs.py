@@ -5,16 +5,17 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bridge.api.request import scheme_of, unwarned_data_of, warn_of
 from bridge.api.words import SchemeName
-from bridge.calibration.data import Data, Sampling
+from bridge.calibration.data import BATCH, Data, Sampling
+from bridge.calibration.modelopt import check_device_here
 from bridge.calibration.reference_outputs import runner
 from bridge.core.errors import InspectError, UsageError, warn
-from bridge.core.output.replace import check_free
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -31,13 +32,14 @@ from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
 from bridge.workflows.inspect.changes.simulation import as_written, formats_by_role, formats_of, simulated
 from bridge.workflows.inspect.collect import Schemes
+from bridge.workflows.inspect.config.arguments import check_arguments, check_live, check_out
 from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
 from bridge.workflows.inspect.config.listing import layers_of
 from bridge.workflows.inspect.config.resolve import Routing, load_routing
 from bridge.workflows.inspect.features.classes import declared, load_features
 from bridge.workflows.inspect.features.dumps import check_place, dumps_of
 from bridge.workflows.inspect.ranks import ranks_of, together
-from bridge.workflows.inspect.result import MARK, Inspection
+from bridge.workflows.inspect.result import Inspection
 from bridge.workflows.inspect.run import run_batches
 from bridge.workflows.inspect.save import StepsFile, save
 from bridge.workflows.inspect.session import Session, Sink, without_roles
@@ -96,7 +98,7 @@ def inspect(
         calib: a calibration, whose amax of inputs are the static scales; SmoothQuant and AWQ take their pre-scales and
             clips of it. Without one, static scales are those of each tensor, and a note says so.
         data: what `calibrate` takes; None takes the embedded text.
-        steps: batches to run at most.
+        steps: batches to run at most; one has at most 8 rows of text, and held-out rows run as well.
         gradients: also run the next-token loss backward, for `gradient`, `dgrad` and `wgrad`.
         nan: look for the module that makes the first NaN or infinity, which reads every value; with `against` in what
             was written.
@@ -121,9 +123,11 @@ def inspect(
     ('weight', True)
     """
     callback = callback_of(progress)
+    check_arguments(out, sink, feature_dirs)
+    check_device_here(device)
     place = None if out is None else Path(out)
     if place is not None:
-        check_free(place, overwrite, MARK)
+        check_out(place, overwrite)
     sampling = Sampling(samples, sequence, field)
     if against is not None:
         own = {
@@ -161,11 +165,12 @@ def inspect(
         quantized = simulated(layers, formats, calibration, schemes) if formats else {}
         if wrote and scheme:
             quantized = as_written(quantized, scheme, schemes)
-        count = len((*made.batches, *made.held_out)[:steps])
+        whole = len((*made.batches, *made.held_out))
+        count = min(whole, steps or whole)
         if not any(routing.due(step) for step in range(count)):
             raise InspectError(
-                f"nothing is due in the {number(count, 'step')} that the data make, of 8 rows each; give more samples= "
-                "(--samples), or an earlier start_step or freq"
+                f"nothing is due in the {number(count, 'step')} that run: a step is a batch of data=, or of at most "
+                f"{BATCH} rows of text; give more rows (samples=, --samples), or an earlier start_step or freq"
             )
         dumps = dumps_of(routing, place, overwrite)
         about = {"model": source.name, **_about_data(made), **_about(routing, scheme)}
@@ -175,6 +180,9 @@ def inspect(
         )  # fmt: skip
         try:
             found = run_batches(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
+            if steps and steps > whole:
+                few = f"steps={steps} (--steps): the data make {number(whole, 'step')}; give more rows (--samples)"
+                found = replace(found, notes=(*found.notes, few))
             if place is not None:
                 save(found, place, overwrite, dumps)
         finally:
@@ -237,12 +245,14 @@ def inspecting(
     >>> [record.layer for record in session.inspection.records]
     ['0', '1', '0', '1']
     """
+    check_live(model)
+    check_arguments(out, sink, feature_dirs)
     ranks = ranks_of(group)
     directory = None if out is None else Path(out)
     place = None if ranks and ranks.rank else directory
     with together(ranks):
         if place is not None:
-            check_free(place, overwrite, MARK)
+            check_out(place, overwrite)
         scheme = None if quant is None else load_scheme(quant)
         classes = load_features(feature_dirs)
         calibration = _calibration(calib)

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
-from bridge.core.errors import BridgeWarning, InspectError, UsageError, WriteError  # noqa: E402
+from bridge.core.errors import BridgeWarning, CalibrationError, InspectError, UsageError, WriteError  # noqa: E402
 from bridge.quant.codec.decode import decode  # noqa: E402
 from bridge.quant.codec.encode import encode  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -22,6 +22,7 @@ from bridge.sources.checkpoint import HfSource  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.inspect import verbs  # noqa: E402
 
+IDS = torch.arange(3, 35).reshape(2, 16)
 LLAMA, GPT2 = "examples/models/tiny-llama", "examples/models/tiny-gpt2"
 SIX = ["activation", "weight", "output", "gradient", "dgrad", "wgrad"]
 
@@ -495,7 +496,18 @@ def test_what_has_no_value_is_noted() -> None:
         ({"steps": 0}, UsageError, "steps=0"),
         ({"config": config(tensors=["output"], stats=["rms"], start_step=50)}, InspectError, "nothing is due"),
         ({"config": config(tensors=["wgrad"], stats=["rms"])}, InspectError, "pass gradients=True"),
+        ({"config": config(tensors=["output"], stats=["rms"], start_step=50), "data": [{"input_ids": IDS}]},
+         InspectError, "in the 2 steps that run: a step is a batch of data=, or of at most 8 rows"),
         ({"data": lambda model: None}, UsageError, "bridge.inspecting"),
+        ({"data": {}}, CalibrationError, "is empty; give batches"),
+        ({"data": [{}]}, CalibrationError, "is empty; give batches"),
+        ({"data": [{"labels": IDS}]}, CalibrationError, "has only labels"),
+        ({"device": "gpu"}, UsageError, "device 'gpu' is unknown"),
+        ({"device": "cuda:99"}, UsageError, "CUDA devices here"),
+        ({"out": 5}, UsageError, "out=5"),
+        ({"out": "pyproject.toml/a/seen"}, WriteError, "cannot be written: .*pyproject.toml: Not a directory"),
+        ({"sink": 3}, UsageError, "sink=3"),
+        ({"feature_dirs": [3]}, UsageError, "feature_dirs=3"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_a_model_is_loaded(
@@ -516,3 +528,25 @@ def test_a_loop_that_told_nothing_warns_that_nothing_is_written(tmp_path: Path) 
             for _ in range(steps):
                 session.step()
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({}, UsageError, "expected a torch module; bridge.inspect takes the path"),
+        ({"model": torch.nn.Linear(2, 2), "out": "pyproject.toml/seen"}, WriteError, "cannot be written"),
+        ({"model": torch.nn.Linear(2, 2), "sink": 3}, UsageError, "sink=3"),
+    ],
+)
+def test_a_loop_is_refused_what_is_no_argument(given: dict[str, Any], error: Any, said: str) -> None:
+    with pytest.raises(error, match=said), bridge.inspecting(given.pop("model", "x"), None, quant="fp8", **given):
+        pytest.fail("the loop began")
+
+
+def test_fewer_steps_than_were_asked_for_are_noted() -> None:
+    settings = config(tensors=["output"], stats=["rms"])
+    seen = bridge.inspect(LLAMA, settings, data=[{"input_ids": IDS}], steps=5, progress=False)
+    assert {record.step for record in seen.records} == {0, 1}
+    assert any(note.startswith("steps=5 (--steps): the data make 2 steps") for note in seen.notes)
+    exact = bridge.inspect(LLAMA, settings, data=[{"input_ids": IDS}], steps=2, progress=False)
+    assert not any("--steps" in note for note in exact.notes)
