@@ -183,7 +183,7 @@ class Inspection(Displayed):
         if self.first_bad:
             text += [f"first not finite: {self.first_bad}"]
         elif bad := next(filter(is_bad, self.records), None):
-            value = f"{bad.stat} = {_said(bad.value)}"
+            value = f"{bad.stat} = {_value(bad.value)}"
             text += [
                 f"not finite: {bad.tensor} of {bad.layer} at step {bad.step} ({value}) is the first; nan=True (--nan) "
                 "names the module that makes it"

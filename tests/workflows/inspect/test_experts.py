@@ -173,7 +173,8 @@ def test_grouped_modules_of_megatron_are_noted() -> None:
         model["a"](torch.ones(2, 3))
         session.step()
     assert [record.layer for record in session.inspection.records] == ["a"]
-    note, _ = session.inspection.notes  # the other is that no layer has a role
+    (note,) = session.schemes.told()
     assert note == (
-        "experts of a grouped module of Megatron-Core are not seen; build it with moe_grouped_gemm=False: 1 layer"
+        "experts of a grouped module of Megatron-Core are not seen; build it with moe_grouped_gemm=False: 1 layer "
+        "(linear_fc1)"
     )
