@@ -315,7 +315,7 @@ def _fake_quant(given: Mapping[str, Any], where: str, problems: Problems) -> Opt
         return Options()
     if "scheme" in given:
         return Options(scheme=check_scheme(given["scheme"], where, problems))
-    if given["quant_format"] not in FORMATS:
+    if given["quant_format"] not in tuple(FORMATS):  # a list or a mapping has no hash
         text = described(given["quant_format"])
         problems.add(f"{where}: quant_format {text} is unknown; {nearest(str(given['quant_format']), tuple(FORMATS))}")
     return Options(quant_format=str(given["quant_format"]))
