@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.core.text import named, natural, number
@@ -19,7 +20,9 @@ from bridge.workflows.inspect.config.layers import CONV, Layer
 from bridge.workflows.inspect.config.resolve import Route
 from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
 from bridge.workflows.inspect.result import CodeRange, Magnitudes, Record
+from bridge.workflows.inspect.statistics import on_device
 from bridge.workflows.inspect.statistics.losses import LossSums, loss, losses
+from bridge.workflows.inspect.statistics.on_device import DeviceSums
 from bridge.workflows.inspect.statistics.quantization import RECIPES, Quantization, of_numerics, of_recipe
 from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
 from bridge.workflows.inspect.statistics.values import HISTOGRAM, needs_magnitudes, octaves, statistic
@@ -126,7 +129,8 @@ class Sums:
         self.blocks = {s: Blocks(s.block_size, s.dims, both) for s in self.plain if s.dims}
         self.asked = tuple(self.blocks)
         self.magnitudes = any(needs_magnitudes(stat.name) for stat in self.plain)
-        self.total = TensorSums([*self.blocks.values()], magnitudes=self.magnitudes)
+        self._total = TensorSums([*self.blocks.values()], magnitudes=self.magnitudes)
+        self.there: DeviceSums | None = None  # what a GPU holds, `_total` lacks and `gather` brings
         self._schemes, self._lock = schemes, threading.Lock()
         found = ((stat, schemes.of(stat, layer, tensor)) for stat in every if isinstance(stat, QuantStat))
         self.quantized = [(stat, under) for stat, under in found if under is not None]
@@ -140,7 +144,11 @@ class Sums:
                     self._schemes.note(f"{stat.label(self.tensor)}: a block does not divide {self.tensor}", self.layer)
                     self.leave_out(stat)
             if self.plain:
-                self.total = self.total.merged(seen.sums(self.total.blocks, self.magnitudes))
+                made = seen.sums(self._total.blocks, self.magnitudes)
+                if isinstance(made, TensorSums):
+                    self._total = self._total.merged(made)
+                else:
+                    self.there = self.there.merged(made) if self.there else made
             if seen.beyond:
                 self._schemes.note(f"numbers of {self.tensor} beyond float32 are taken as its largest", self.layer)
             for under in self.lost:
@@ -152,9 +160,19 @@ class Sums:
                 else:
                     self.lost[under] = self.lost[under].merged(seen.losses(under))
 
+    @property
+    def total(self) -> TensorSums:
+        """All of it, on the host."""
+        gather([self])
+        return self._total
+
+    @total.setter
+    def total(self, total: TensorSums) -> None:
+        self._total, self.there = total, None
+
     def leave_out(self, stat: TensorStat) -> None:
         """Do without a statistic whose blocks do not divide a tensor."""
-        self.total = self.total.without(self.blocks.pop(stat))
+        self._total = self._total.without(self.blocks.pop(stat))
 
     @property
     def seen(self) -> bool:
@@ -197,17 +215,36 @@ class Sums:
         return Record(step, self.layer.name, self.layer.role, self.tensor, label, told)
 
 
+def gather(every: Iterable[Sums]) -> None:
+    """Bring what GPUs hold of all these to the host, in one copy for each GPU."""
+    waiting = [(sums, sums.there) for sums in every if sums.there]
+    brought = on_device.to_host([there for _, there in waiting])
+    for (sums, _), made in zip(waiting, brought, strict=True):
+        sums.total = sums._total.merged(made)
+
+
 class Seen:
     """One tensor and what was computed of it, for all layers that read it. `mask`: rows that count."""
 
     def __init__(self, tensor: Tensor, mask: Tensor | None, conv: bool) -> None:
         self.tensor, self.mask, self.conv = tensor, mask, conv
         self.version = version_of(tensor)
-        values = tensor if mask is None else tensor[mask.to(tensor.device) != 0]
-        values = values.flatten(1) if conv and values.ndim > 2 else values
-        self.bits, self.dtype = storage(values)
-        self.beyond = values.dtype.itemsize > 4 and bool((values.abs() > LARGEST).logical_and(values.isfinite()).any())
+        own = str(tensor.dtype).removeprefix("torch.")
+        self.dtype = own if own in FLOATS else "float32"
         self._made: dict[Any, Any] = {}
+
+    @cached_property
+    def bits(self) -> Array:
+        """The values that count, copied to the host where something is computed there."""
+        values = self.tensor if self.mask is None else self.tensor[self.mask.to(self.tensor.device) != 0]
+        values = values.flatten(1) if self.conv and values.ndim > 2 else values
+        return storage(values)[0]
+
+    @cached_property
+    def beyond(self) -> bool:
+        """Whether a finite number does not fit float32."""
+        values = self.tensor
+        return values.dtype.itemsize > 4 and bool((values.abs() > LARGEST).logical_and(values.isfinite()).any())
 
     def is_of(self, tensor: Tensor, mask: Tensor | None, conv: bool) -> bool:
         """Whether this is the same tensor with the same values; its memory is held, so that no other has it."""
@@ -221,12 +258,18 @@ class Seen:
         across = self.bits.shape[-1] if self.bits.ndim else 1
         return self.bits.size // across if columnwise else across
 
-    def sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums:
+    def sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums | DeviceSums:
         if (blocks, magnitudes) not in self._made:
-            made = self._made[blocks, magnitudes] = TensorSums(blocks, magnitudes=magnitudes)
-            made.add(self.bits, self.dtype)
-        found: TensorSums = self._made[blocks, magnitudes]
+            self._made[blocks, magnitudes] = self._sums(blocks, magnitudes)
+        found: TensorSums | DeviceSums = self._made[blocks, magnitudes]
         return found
+
+    def _sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums | DeviceSums:
+        if not blocks and on_device.on_device(self.tensor):
+            return DeviceSums.of(summed(self.tensor), self.mask, magnitudes)
+        made = TensorSums(blocks, magnitudes=magnitudes)
+        made.add(self.bits, self.dtype)
+        return made
 
     def losses(self, under: Under) -> LossSums:
         if under not in self._made:
@@ -237,15 +280,22 @@ class Seen:
 
 
 def storage(tensor: Tensor) -> tuple[Array, str]:
-    """The bits of a tensor on the CPU, and their dtype: its own, else float32, whose largest is for all beyond it."""
-    plain, own = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
+    """The bits of a tensor on the CPU, and their dtype, that of `summed`."""
+    own = summed(tensor.detach())
+    dtype = str(own.dtype).removeprefix("torch.")
+    return bits_of(own, dtype), dtype
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """A tensor in a dtype that is summed: its own, else float32, whose largest is for all beyond it."""
+    own = str(tensor.dtype).removeprefix("torch.")
     if own in FLOATS:
-        return bits_of(plain, own), own
-    narrow = plain.float()
+        return tensor
+    narrow = tensor.float()
     if own == "float64":
-        beyond = narrow.isinf() & plain.isfinite()
-        narrow = narrow.where(~beyond, LARGEST * plain.sign().float())
-    return bits_of(narrow, "float32"), "float32"
+        beyond = narrow.isinf() & tensor.isfinite()
+        narrow = narrow.where(~beyond, LARGEST * tensor.sign().float())
+    return narrow
 
 
 def version_of(tensor: Tensor) -> int | None:

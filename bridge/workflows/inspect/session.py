@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.tracker.eager import run_eagerly
 from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.changes.simulation import PLAIN_KV
-from bridge.workflows.inspect.collect import Collector, Schemes
+from bridge.workflows.inspect.collect import Collector, Schemes, gather
 from bridge.workflows.inspect.config.layers import EXPERT, Layer
 from bridge.workflows.inspect.config.listing import not_listed, unwrapped
 from bridge.workflows.inspect.config.resolve import Route, Routing
@@ -91,6 +91,7 @@ class Session:
 
     def step(self) -> list[Record]:
         """End a step and go to the next; returns what it told, the same in all processes of a group."""
+        gather(self._collector.sums.values())
         if self._ranks and self._collector.sums:
             self._ranks.add_up(self._collector.sums)
         found = self._collector.records(self.current)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge.workflows.inspect.changes.layer_changes import CHANGING, DISABLING, LayerChanges, add_features
-from bridge.workflows.inspect.collect import LOGS, Seen, Sums
+from bridge.workflows.inspect.collect import LOGS, Seen, Sums, gather
 from bridge.workflows.inspect.config.features import CALLS
 from bridge.workflows.inspect.config.merging import GEMMS_OF
 from bridge.workflows.inspect.config.read import InspectConfig
@@ -170,6 +170,7 @@ class Engine:
     def records(self, step: int) -> list[Record]:
         """What the step told; the next step begins empty. A step at which statistics are due is one for all ranks."""
         sums = self.taken()
+        gather(own for own, _ in sums.values())
         logs = (feature for section in self.config.sections for feature in section.features if feature.name in LOGS)
         if any(use.schedule.due(step) for feature in logs for use in feature.uses):
             every = added_up(sums, self.group, self._schemes)

@@ -1,0 +1,1 @@
+"""Kernels for a GPU, written for Triton; the rows of `kernels/` are for the CPU."""
