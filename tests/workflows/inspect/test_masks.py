@@ -49,7 +49,7 @@ def test_a_matrix_of_all_tokens_is_masked_where_their_order_is_certain(turns: bo
     told, notes = numels(Masked(turns), (X, MASK))
     assert told["flat_activation"] == told["flat_gradient"] == 36 and told["pooled_activation"] == 12
     assert [note for note in notes if "attention_mask" in note] == [
-        f"its rows are not certainly the tokens of attention_mask, so padding counts in {name}: 1 layer"
+        f"its rows are not certainly the tokens of attention_mask, so padding counts in {name}: 1 layer (flat)"
         for name in ("activation", "gradient")
     ]
     told, notes = numels(Masked(turns), (X[:1], MASK[:1]))

@@ -1,4 +1,7 @@
-"""Add up the sums of a step over processes whose layers become known by their calls."""
+"""Add up the sums of a step over processes.
+
+Their layers become known by their calls.
+"""
 
 from __future__ import annotations
 
