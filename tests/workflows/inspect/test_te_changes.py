@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bridge.core.dtypes import from_float32, to_float32  # noqa: E402
+from bridge.core.errors import InspectError  # noqa: E402
 from bridge.workflows.inspect.changes.layer_changes import Simulated  # noqa: E402
 from bridge.workflows.inspect.changes.quantizer import Quantizer  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
@@ -127,12 +128,13 @@ def test_a_layer_computes_what_te_linear_computes(theirs: dict[str, Any], name: 
     )
 
 
-def test_what_fake_quant_leaves_unquantized_stays_so(theirs: dict[str, Any]) -> None:
-    """A GEMM that FakeQuant names leaves the recipe, also where it takes none of the tensors. Transformer Engine
-    forgets it after the first step: its FakeQuant answers that nothing is to be asked again.
+def test_fake_quant_of_no_tensor_is_refused(theirs: dict[str, Any]) -> None:
+    """Where the GEMM takes none of the tensors. In Transformer Engine it leaves the recipe then, and that is forgotten
+    after the first step: its FakeQuant answers that nothing is to be asked again.
     """
-    us, them = changed(IDLE_CASE), theirs[IDLE]
-    assert np.array_equal(us.outputs[0], them.outputs[0]) and not np.array_equal(us.outputs[1], them.outputs[1])
+    with pytest.raises(InspectError, match="FakeQuant: changes nothing"):
+        changed(IDLE_CASE)
+    them = theirs[IDLE]
     plain = changed(replace(IDLE_CASE, features=CASES["disabled nothing"].features))
     assert np.array_equal(plain.outputs[1], them.outputs[1]) and not np.array_equal(plain.outputs[0], them.outputs[0])
 

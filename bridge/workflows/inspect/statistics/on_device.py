@@ -24,7 +24,7 @@ def on_device(tensor: Tensor) -> bool:
     """Whether sums of this tensor are made where it is; classes of others may have no plain memory."""
     import torch
 
-    if not tensor.is_cuda or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if tensor.device.type != "cuda" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     return find_spec("triton") is not None and torch.cuda.get_device_capability(tensor.device) >= OLDEST
 
