@@ -80,7 +80,8 @@ def test_the_installed_command_plans(installed: Path) -> None:
     assert "35 of 36 matrices quantized" in said
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_sdist_builds_the_same_wheel_without_machine_code(wheel: Path, tmp_path: Path) -> None:
+    """Object files are of a machine, an sdist of none: what it builds compiles the kernels at the first conversion."""
     from hatchling.build import build_sdist
 
     before = Path.cwd()
@@ -92,4 +93,4 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*build, "--wheel-dir", tmp_path, archive], check=True, capture_output=True, timeout=300)
     again = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
-    assert sorted(again.namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+    assert set(again.namelist()) == {n for n in zipfile.ZipFile(wheel).namelist() if "/objects/" not in n}
