@@ -42,7 +42,7 @@ print()
 
 
 def test_importing_bridge_loads_no_framework_and_no_numpy() -> None:
-    assert not loaded("import bridge") & (FRAMEWORKS | {"numpy", "rich", "typer"})
+    assert not loaded("import bridge") & (FRAMEWORKS | {"numpy", "rich", "click"})
 
 
 def test_nothing_is_loaded_before_signals_are_handled() -> None:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from bridge.cli.main import app
 from bridge.quant.schemes.catalog import scheme_names

@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_type_hints
 
-import typer
-from typer.core import TyperCommand
+import click
 
 from bridge.cli.terminal import Terminal
+from bridge.cli.verb import Argument, Option, verb
+from bridge.core.errors import UsageError
 
 
 def complete_target(begin: str) -> list[str]:
@@ -41,51 +42,54 @@ def _complete_kv(begin: str) -> list[str]:
     return [name for name in kv_names() if name.startswith(begin)]
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="a directory, a hub id or an address")]
-Written = Annotated[str, typer.Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")]
-Target = Annotated[
-    str, typer.Option(help="the format to write: see `qbridge show targets`", autocompletion=complete_target)
-]
+Model = Annotated[str, Argument(metavar="MODEL", help="a directory, a hub id or an address")]
+Written = Annotated[str, Argument(metavar="OUT", help="a directory that `convert` wrote, or its address")]
+Target = Annotated[str, Option(help="the format to write: see `qbridge show targets`", complete=complete_target)]
 Runtime = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--for",
         help="the program that will load it: vllm, sglang ... (`qbridge show runtimes`)",
-        autocompletion=_complete_runtime,
+        complete=_complete_runtime,
     ),
 ]
 Quant = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="scheme name (`qbridge show schemes`), recipe file, or auto:4.8bits (chosen per layer); default: none",
-        autocompletion=complete_scheme,
+        complete=complete_scheme,
     ),
 ]
 Planned = Annotated[
     str | None,
-    typer.Option(
-        help="scheme name (`qbridge show schemes`) or recipe file; default: none", autocompletion=complete_scheme
+    Option(help="scheme name (`qbridge show schemes`) or recipe file; default: none", complete=complete_scheme),
+]
+Scheme = Annotated[str, Option(help="scheme name (`qbridge show schemes`) or recipe file", complete=complete_scheme)]
+Kv = Annotated[str | None, Option(help="the KV cache: fp8, int8 or nvfp4", complete=_complete_kv)]
+Config = Annotated[str | None, Option(help="JSON file; its entries replace those of config.json")]
+Tokenizer = Annotated[str | None, Option(help="directory or hub id of the tokenizer; default: the model's")]
+Memory = Annotated[str | None, Option(help="bytes that the run may take, without those of imports: 2GB, 512MiB")]
+Device = Annotated[str | None, Option(help="where calibration runs: cpu, cuda, cuda:1")]
+Compute = Annotated[str | None, Option(help="fp32: calibrate in float32; default: the model's dtype")]
+Data = Annotated[str | None, Option(help="text or JSONL file, dataset id; default: the embedded text")]
+Samples = Annotated[
+    str | None, Option(metavar="N|auto", help="number of calibration sequences; default: 32, 128 for SmoothQuant")
+]
+Sequence = Annotated[int | None, Option(min=1, help="tokens per sequence; default: 128")]
+Field = Annotated[str | None, Option(help="key of a JSONL record that holds its text or chat")]
+Keep = Annotated[
+    list[str] | None,
+    Option(
+        metavar="DIM=SIZE",
+        help="size of a dim: ffn=75%, heads=24, hidden, kv_heads, layers, experts, moe_ffn, shared_ffn, vocab",
     ),
 ]
-Scheme = Annotated[
-    str, typer.Option(help="scheme name (`qbridge show schemes`) or recipe file", autocompletion=complete_scheme)
-]
-Kv = Annotated[str | None, typer.Option(help="the KV cache: fp8, int8 or nvfp4", autocompletion=_complete_kv)]
-Config = Annotated[str | None, typer.Option(help="JSON file; its entries replace those of config.json")]
-Tokenizer = Annotated[str | None, typer.Option(help="directory or hub id of the tokenizer; default: the model's")]
-Memory = Annotated[str | None, typer.Option(help="bytes that the run may take, without those of imports: 2GB, 512MiB")]
-Device = Annotated[str | None, typer.Option(help="where calibration runs: cpu, cuda, cuda:1")]
-Compute = Annotated[str | None, typer.Option(help="fp32: calibrate in float32; default: the model's dtype")]
-Data = Annotated[str | None, typer.Option(help="text or JSONL file, dataset id; default: the embedded text")]
-Samples = Annotated[
-    str | None, typer.Option(metavar="N|auto", help="number of calibration sequences; default: 32, 128 for SmoothQuant")
-]
-Sequence = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 128")]
-Field = Annotated[str | None, typer.Option(help="key of a JSONL record that holds its text or chat")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON on stdout instead of tables")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no result")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="every table of the report, not the verdict alone")]
-Debug = Annotated[bool, typer.Option("--debug", help="show tracebacks and framework output")]
+DropLayers = Annotated[str | None, Option(metavar="N,N", help="numbers of layers to leave out, from 0")]
+Sparse = Annotated[str | None, Option(metavar="2:4", help="set two of every four weights to zero; all sizes stay")]
+Json = Annotated[bool, Option("--json", help="print JSON on stdout instead of tables")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="no progress, no result")]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="every table of the report, not the verdict alone")]
+Debug = Annotated[bool, Option("--debug", help="show tracebacks and framework output")]
 
 
 # The sections of the help of `convert` and `plan`; what is in none of them comes last.
@@ -101,9 +105,27 @@ def count_or_auto(samples: str | None) -> Any:
     return int(samples) if samples and samples.isdecimal() else samples
 
 
-def epilog(example: str, exits: str = "") -> str:
-    """The end of a verb's help: its exit codes, then an example."""
-    return "\n\n".join([*([exits] if exits else []), f"Example: {example}"])
+def sizes_of(keep: list[str] | None) -> dict[str, int | str] | None:
+    """The dims and sizes of `--keep`; None without it."""
+    sizes: dict[str, int | str] = {}
+    for text in keep or []:
+        dim, equals, size = text.partition("=")
+        if not equals or not dim.strip() or not size.strip():
+            raise UsageError(f"--keep {text}: give a dim and its size, as in ffn=75%")
+        if dim.strip() in sizes:
+            raise UsageError(f"--keep {text}: {dim.strip()} is given twice")
+        sizes[dim.strip()] = size.strip()
+    return sizes or None
+
+
+def numbers_of(text: str | None) -> list[int] | None:
+    """The layers of `--drop-layers`; None without it."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--drop-layers {text}: give numbers with commas between them, as in 3,4") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,30 +166,29 @@ def target_flags() -> dict[str, inspect.Parameter]:
     flags, kind = {}, inspect.Parameter.KEYWORD_ONLY
     for option in target_options():
         # hidden: the help lists it under a heading for each target
-        typed = Annotated[option.kind | None, typer.Option(option.names, hidden=True)]  # type: ignore[name-defined]
+        typed = Annotated[option.kind | None, Option(option.names, hidden=True)]  # type: ignore[name-defined]
         flags[option.name] = inspect.Parameter(option.name, kind, default=None, annotation=typed)
     return flags
 
 
-class TargetCommand(TyperCommand):
+class TargetCommand(click.Command):
     """A verb whose help has sections, the options of each target under a heading of their own."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        shown = {name: param for param in self.get_params(ctx) if (name := param.name) and not _is_hidden(param)}
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Arguments stand in the sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = {param.name: param for param in self.get_params(ctx)}
+        shown = {name: param for name, param in params.items() if not getattr(param, "hidden", False)}
         for title, names in SECTIONS.items():
-            params = [shown.pop(name) for name in names if name in shown]
-            _section(ctx, formatter, title, params)
+            _section(ctx, formatter, title, [shown.pop(name) for name in names if name in shown])
         _section(ctx, formatter, "Run and print", list(shown.values()))
         for target, options in itertools.groupby(target_options(), lambda option: option.target):
             with formatter.section(f"Options of --target {target}"):
                 formatter.write_dl([(_usage(option), option.help) for option in options])
 
 
-def _is_hidden(param: Any) -> bool:
-    return bool(getattr(param, "hidden", False))
-
-
-def _section(ctx: Any, formatter: Any, title: str, params: list[Any]) -> None:
+def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, params: list[click.Parameter]) -> None:
     if records := [record for param in params if (record := param.get_help_record(ctx))]:
         with formatter.section(title):
             formatter.write_dl(records)
@@ -180,21 +201,24 @@ def _usage(option: TargetOption) -> str:
     return f"{option.names} <{option.kind.__name__}>"
 
 
-def takes_target_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `options` of a verb by the flags of all targets."""
-    flags = target_flags()
-    own = inspect.signature(verb, eval_str=True)
+def target_verb(example: str, exits: str = "") -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function whose parameter `options` takes the flags of all targets."""
 
-    def run(**given: Any) -> None:
-        options = {name: given.pop(name) for name in flags}
-        verb(**given, options={name: value for name, value in options.items() if value is not None})
+    def make(function: Callable[..., None]) -> click.Command:
+        flags = target_flags()
+        own = inspect.signature(function, eval_str=True)
 
-    others = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "options"]
-    signature = own.replace(parameters=[*others, *flags.values()])
-    run.__name__, run.__doc__ = verb.__name__, verb.__doc__
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    return run
+        def run(**given: Any) -> None:
+            options = {name: given.pop(name) for name in flags}
+            function(**given, options={name: value for name, value in options.items() if value is not None})
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        named = [entry.replace(kind=keyword) for name, entry in own.parameters.items() if name != "options"]
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = own.replace(parameters=[*named, *flags.values()])  # type: ignore[attr-defined]
+        return verb(example, exits, TargetCommand)(run)
+
+    return make
 
 
 def print_json(terminal: Terminal, data: Any) -> None:

@@ -6,29 +6,26 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from bridge.cli.arguments import Debug, Json, Quiet, epilog
+from bridge.cli.arguments import Debug, Json, Quiet
 from bridge.cli.terminal import BELOW, FAILED, Exit, Terminal, session
+from bridge.cli.verb import Argument, Option, verb
 from bridge.core.errors import BatchError
 from bridge.core.progress import no_progress
 from bridge.core.text import byte_count, number
 
 EXITS = "Exit codes: 0 every row done, 1 a row failed, 2 usage, 3 all written but a row failed parity."
-EPILOG = epilog("qbridge batch models.toml --workers 4 --memory 32GB", EXITS)
 
 
+@verb("qbridge batch models.toml --workers 4 --memory 32GB", EXITS)
 def batch(
-    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="TOML with [[row]] and [[matrix]] tables")],
-    only: Annotated[list[str] | None, typer.Option(help="name of a row, or a glob; may be repeated")] = None,
-    engine: Annotated[str | None, typer.Option(help="local, or ray for a cluster; default: the manifest's")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="rows at the same time; default: one per core")] = None,
-    memory: Annotated[str | None, typer.Option(help="for all rows together: 16GB; default: free memory")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="plan every row, write nothing")] = False,
-    strict: Annotated[
-        bool | None, typer.Option("--strict/--no-strict", help="run no row if one of them cannot run")
-    ] = None,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="run finished rows again, discard leftovers")] = False,
+    manifest: Annotated[Path, Argument(metavar="MANIFEST", help="TOML with [[row]] and [[matrix]] tables")],
+    only: Annotated[list[str] | None, Option(help="name of a row, or a glob; may be repeated")] = None,
+    engine: Annotated[str | None, Option(help="local, or ray for a cluster; default: the manifest's")] = None,
+    workers: Annotated[int | None, Option(min=1, help="rows at the same time; default: one per core")] = None,
+    memory: Annotated[str | None, Option(help="for all rows together: 16GB; default: free memory")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="plan every row, write nothing")] = False,
+    strict: Annotated[bool | None, Option("--strict/--no-strict", help="run no row if one of them cannot run")] = None,
+    no_resume: Annotated[bool, Option("--no-resume", help="run finished rows again, discard leftovers")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

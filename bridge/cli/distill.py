@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from bridge.calibration.walk.workers.processes import launched
 from bridge.cli.arguments import (
     Data,
@@ -19,45 +17,41 @@ from bridge.cli.arguments import (
     Quiet,
     Verbose,
     complete_target,
-    epilog,
+    target_verb,
 )
 from bridge.cli.terminal import session
+from bridge.cli.verb import Argument, Option
 from bridge.core.errors import UsageError
 
-EPILOG = epilog("qbridge distill small MODEL --data corpus.txt --out trained")
 
-
+@target_verb("qbridge distill small MODEL --data corpus.txt --out trained")
 def distill(
     model: Model,
-    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="a model with the same vocabulary")],
+    teacher: Annotated[str, Argument(metavar="TEACHER", help="a model with the same vocabulary")],
     options: dict[str, Any],
     data: Data = None,
-    out: Annotated[str | None, typer.Option(help="directory to write; default: MODEL-distilled")] = None,
-    target: Annotated[str, typer.Option(help="what to write; default: hf", autocompletion=complete_target)] = "hf",
+    out: Annotated[str | None, Option(help="directory to write; default: MODEL-distilled")] = None,
+    target: Annotated[str, Option(help="what to write; default: hf", complete=complete_target)] = "hf",
     quant: Planned = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps of training; default: 1000")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="rows in a step; default: 8")] = 8,
-    sequence: Annotated[int, typer.Option(min=2, help="tokens in a row; default: 512")] = 512,
-    lr: Annotated[float, typer.Option(help="the largest learning rate; default: 1e-4")] = 1e-4,
-    temperature: Annotated[float, typer.Option(help="softens the probabilities of both; default: 1")] = 1.0,
-    pairs: Annotated[
-        str, typer.Option(metavar="S:T,S:T", help="hidden states: norm, none, or pairs of layers")
-    ] = "norm",
-    top_k: Annotated[int | None, typer.Option(min=1, help="the teacher's likeliest ids; default: all")] = None,
-    teacher_cache: Annotated[str | None, typer.Option(help="directory of the teacher's answers: it runs once")] = None,
-    calib: Annotated[str | None, typer.Option(help="saved calibration of the student, for --quant")] = None,
+    steps: Annotated[int, Option(min=1, help="steps of training; default: 1000")] = 1000,
+    batch: Annotated[int, Option(min=1, help="rows in a step; default: 8")] = 8,
+    sequence: Annotated[int, Option(min=2, help="tokens in a row; default: 512")] = 512,
+    lr: Annotated[float, Option(help="the largest learning rate; default: 1e-4")] = 1e-4,
+    temperature: Annotated[float, Option(help="softens the probabilities of both; default: 1")] = 1.0,
+    pairs: Annotated[str, Option(metavar="S:T,S:T", help="hidden states: norm, none, or pairs of layers")] = "norm",
+    top_k: Annotated[int | None, Option(min=1, help="the teacher's likeliest ids; default: all")] = None,
+    teacher_cache: Annotated[str | None, Option(help="directory of the teacher's answers: it runs once")] = None,
+    calib: Annotated[str | None, Option(help="saved calibration of the student, for --quant")] = None,
     field: Field = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the order of rows; default: 0")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="steps between saved states; default: 100")] = 100,
-    eval_every: Annotated[int, typer.Option(min=1, help="steps between evaluations; default: 100")] = 100,
+    seed: Annotated[int, Option(min=0, help="of the order of rows; default: 0")] = 0,
+    save_every: Annotated[int, Option(min=1, help="steps between saved states; default: 100")] = 100,
+    eval_every: Annotated[int, Option(min=1, help="steps between evaluations; default: 100")] = 100,
     device: Device = None,
     memory: Memory = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="processes that share a batch, as torchrun starts them")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="discard what an unfinished run left")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not re-read and run the output")] = False,
+    workers: Annotated[int | None, Option(min=1, help="processes that share a batch, as torchrun starts them")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
+    no_resume: Annotated[bool, Option("--no-resume", help="discard what an unfinished run left")] = False,
+    no_verify: Annotated[bool, Option("--no-verify", help="do not re-read and run the output")] = False,
     verbose: Verbose = False,
     as_json: Json = False,
     quiet: Quiet = False,

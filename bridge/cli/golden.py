@@ -6,30 +6,27 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 import bridge
-from bridge.cli.arguments import Config, Debug, Json, Quiet, Tokenizer, Written, epilog, print_json
+from bridge.cli.arguments import Config, Debug, Json, Quiet, Tokenizer, Written, print_json
 from bridge.cli.terminal import FAILED, session
+from bridge.cli.verb import Argument, Group, Option, verb
 from bridge.core.text import first_of
 
 MAX_NAMES = 3  # tensors that a note names
 EXITS = "Exit codes: 0 nothing moved, 1 something moved or failed, 2 usage."
 
-app = typer.Typer(help="Record and check regression snapshots.", no_args_is_help=True, rich_markup_mode=None)
-
-GoldenPath = Annotated[Path, typer.Argument(metavar="GOLDEN", help="the golden: a small directory for version control")]
+GoldenPath = Annotated[Path, Argument(metavar="GOLDEN", help="the golden: a small directory for version control")]
 
 
-@app.command(epilog=epilog("qbridge golden record llama-fp8 goldens/llama-fp8"))
+@verb("qbridge golden record llama-fp8 goldens/llama-fp8")
 def record(
     out: Written,
     golden: GoldenPath,
-    reason: Annotated[str, typer.Option(help="why an existing golden changes; saved in its history")] = "",
-    against: Annotated[str | None, typer.Option(help="verify OUT against this model first")] = None,
-    quant: Annotated[str | None, typer.Option(help="the recipe that OUT was converted with, if any")] = None,
-    tolerance: Annotated[float | None, typer.Option(help="allowed difference of later outputs, relative L2")] = None,
-    no_run: Annotated[bool, typer.Option("--no-run", help="record bytes only, run nothing")] = False,
+    reason: Annotated[str, Option(help="why an existing golden changes; saved in its history")] = "",
+    against: Annotated[str | None, Option(help="verify OUT against this model first")] = None,
+    quant: Annotated[str | None, Option(help="the recipe that OUT was converted with, if any")] = None,
+    tolerance: Annotated[float | None, Option(help="allowed difference of later outputs, relative L2")] = None,
+    no_run: Annotated[bool, Option("--no-run", help="record bytes only, run nothing")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -57,19 +54,17 @@ def record(
                 terminal.print(f"note: {len(bad):,} {hold} values that are not finite: {names}")
 
 
-@app.command(epilog=epilog("qbridge golden check goldens/llama-fp8 llama-fp8", EXITS))
+@verb("qbridge golden check goldens/llama-fp8 llama-fp8", EXITS)
 def check(
     golden: GoldenPath,
     out: Annotated[
-        str | None, typer.Argument(metavar="[OUT]", help="a directory that `convert` wrote, or its address")
+        str | None, Argument(metavar="[OUT]", help="a directory that `convert` wrote, or its address")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="instead of OUT: convert this model again")] = None,
-    calib: Annotated[str | None, typer.Option(help="with --model: another calibration than the golden's")] = None,
-    run: Annotated[
-        bool | None, typer.Option("--run/--no-run", help="run the model; default: only if a byte moved")
-    ] = None,
+    model: Annotated[str | None, Option(help="instead of OUT: convert this model again")] = None,
+    calib: Annotated[str | None, Option(help="with --model: another calibration than the golden's")] = None,
+    run: Annotated[bool | None, Option("--run/--no-run", help="run the model; default: only if a byte moved")] = None,
     work: Annotated[
-        Path | None, typer.Option(help="with --model: where to convert; default: the system's temporary directory")
+        Path | None, Option(help="with --model: where to convert; default: the system's temporary directory")
     ] = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
@@ -86,12 +81,10 @@ def check(
         terminal.finish(moved, str(moved), as_json, quiet, FAILED)
 
 
-@app.command(epilog=epilog("qbridge golden diff goldens/llama-fp8 llama-fp8", EXITS))
+@verb("qbridge golden diff goldens/llama-fp8 llama-fp8", EXITS)
 def diff(
-    a: Annotated[
-        str, typer.Argument(metavar="A", help="a golden, or a directory that `convert` wrote, or its address")
-    ],
-    b: Annotated[str, typer.Argument(metavar="B", help="another one")],
+    a: Annotated[str, Argument(metavar="A", help="a golden, or a directory that `convert` wrote, or its address")],
+    b: Annotated[str, Argument(metavar="B", help="another one")],
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -100,3 +93,6 @@ def diff(
     with session(debug=debug, quiet=quiet) as terminal:
         moved = bridge.golden.diff(a, b, progress=terminal.progress)
         terminal.finish(moved, str(moved), as_json, quiet, FAILED)
+
+
+golden = Group("golden", help="Record and check regression snapshots.", commands=[record, check, diff])

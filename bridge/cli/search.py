@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from bridge.cli.arguments import (
     Config,
     Data,
@@ -18,44 +16,43 @@ from bridge.cli.arguments import (
     Planned,
     Quiet,
     Tokenizer,
-    epilog,
 )
 from bridge.cli.terminal import session
+from bridge.cli.verb import Option, verb
 from bridge.core.errors import UsageError
 
-EPILOG = epilog("qbridge search MODEL --parameters 60% --dims ffn,heads,layers")
 
-
+@verb("qbridge search MODEL --parameters 60% --dims ffn,heads,layers")
 def search(
     model: Model,
     parameters: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="budget: a share of all values, 60%, or a number of them")
+        str | None, Option(metavar="SIZE", help="budget: a share of all values, 60%, or a number of them")
     ] = None,
     bytes_: Annotated[
-        str | None, typer.Option("--bytes", metavar="SIZE", help="budget: tensors as written with --quant: 3GB, 50%")
+        str | None, Option("--bytes", metavar="SIZE", help="budget: tensors as written with --quant: 3GB, 50%")
     ] = None,
     latency: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="budget: bytes of weights that one decoded token reads: 70%")
+        str | None, Option(metavar="SHARE", help="budget: bytes of weights that one decoded token reads: 70%")
     ] = None,
-    dims: Annotated[str | None, typer.Option(metavar="DIM,DIM", help="dims that may change; default: all")] = None,
+    dims: Annotated[str | None, Option(metavar="DIM,DIM", help="dims that may change; default: all")] = None,
     quant: Planned = None,
     data: Data = None,
     importance: Annotated[
-        str, typer.Option(help="output, minitron (ModelOpt's), weights (without a run), or a file of scores")
+        str, Option(help="output, minitron (ModelOpt's), weights (without a run), or a file of scores")
     ] = "output",
     repair: Annotated[
-        bool, typer.Option("--repair", help="repair each candidate by least squares before it is measured")
+        bool, Option("--repair", help="repair each candidate by least squares before it is measured")
     ] = False,
     scores: Annotated[
-        Path | None, typer.Option(help="file to write scores to, so that prune keeps the same parts: NAME.safetensors")
+        Path | None, Option(help="file to write scores to, so that prune keeps the same parts: NAME.safetensors")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="number of sequences to run; default: 64")] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; default: 256")] = None,
+    samples: Annotated[int | None, Option(min=1, help="number of sequences to run; default: 64")] = None,
+    sequence: Annotated[int | None, Option(min=1, help="tokens per sequence; default: 256")] = None,
     field: Field = None,
     device: Device = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file of --scores")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="replace the file of --scores")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

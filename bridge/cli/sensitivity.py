@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from bridge.cli.arguments import (
     Config,
     Data,
@@ -23,43 +21,38 @@ from bridge.cli.arguments import (
     Tokenizer,
     complete_scheme,
     complete_target,
-    epilog,
 )
 from bridge.cli.terminal import session
+from bridge.cli.verb import Option, verb
 from bridge.core.errors import UsageError
 
-EPILOG = epilog("qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits")
 
-
+@verb("qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits")
 def sensitivity(
     model: Model,
     quant: Annotated[
         str,
-        typer.Option(
-            help="scheme name, recipe file, or schemes to choose from: int4_awq,fp8", autocompletion=complete_scheme
-        ),
+        Option(help="scheme name, recipe file, or schemes to choose from: int4_awq,fp8", complete=complete_scheme),
     ],
     data: Data = None,
-    target: Annotated[
-        str | None, typer.Option(help="what the recipe is for; default: hf", autocompletion=complete_target)
-    ] = None,
+    target: Annotated[str | None, Option(help="what the recipe is for; default: hf", complete=complete_target)] = None,
     runtime: Runtime = None,
     budget: Annotated[
-        str | None, typer.Option(help="6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token")
+        str | None, Option(help="6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token")
     ] = None,
     fallback: Annotated[
         str | None,
-        typer.Option(help="scheme of excluded layers; default: unquantized", autocompletion=complete_scheme),
+        Option(help="scheme of excluded layers; default: unquantized", complete=complete_scheme),
     ] = None,
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             help="kl: one run per layer; modelopt: ModelOpt's gradient scores, in one run; block: errors of blocks, "
             "with one block in memory"
         ),
     ] = "kl",
-    out: Annotated[Path | None, typer.Option(help="recipe to write: NAME.toml, for --quant of the other verbs")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="number of calibration sequences; default: 32")] = None,
+    out: Annotated[Path | None, Option(help="recipe to write: NAME.toml, for --quant of the other verbs")] = None,
+    samples: Annotated[int | None, Option(min=1, help="number of calibration sequences; default: 32")] = None,
     sequence: Sequence = None,
     field: Field = None,
     kv: Kv = None,
@@ -67,7 +60,7 @@ def sensitivity(
     memory: Memory = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="replace OUT")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
 
+from bridge.cli.arguments import Debug, Json, print_json
+from bridge.cli.terminal import session
+from bridge.cli.verb import Argument, Option, verb
 from bridge.core.errors import UsageError, VerifyError
 from bridge.core.mappings import read_table, table_files
 from bridge.core.parsing import MAX_WRITTEN_VALUES, parse_json
@@ -221,3 +224,28 @@ def calibration_table(calibration: Calibration) -> RenderableType:
     if policies:
         parts += ["", Columns(("module", "statistic", "case", "policy", "value"), policies, right=(4,))]
     return Group(*parts)
+
+
+@verb("qbridge show schemes")
+def show(
+    what: Annotated[
+        str,
+        Argument(
+            metavar="WHAT",
+            help="schemes, targets, architectures, runtimes; a scheme, table, output or calibration",
+        ),
+    ],
+    every: Annotated[bool, Option("--all", help="one line per tensor; every spelling of a dialect")] = False,
+    dialect: Annotated[
+        str | None, Option(help="a dialect, such as megatron, to show next to an architecture's table")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a scheme, table, written model or calibration."""
+    with session(debug=debug, quiet=True) as terminal:
+        data, tables = describe(what, every, dialect)
+        if as_json:
+            print_json(terminal, data)
+        else:
+            terminal.print(*tables)

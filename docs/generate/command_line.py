@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from typer.main import get_command
+import click
 
 from bridge.cli.main import app
 from docs.generate.matrix import table
@@ -14,13 +14,15 @@ from docs.generate.matrix import table
 
 def reference() -> str:
     """A section a verb, in the order of `qbridge --help`."""
-    return "\n\n".join(_section(path, command) for path, command in verbs(get_command(app), ("qbridge",)))
+    return "\n\n".join(_section(path, command) for path, command in verbs(app, ("qbridge",)))
 
 
 def verbs(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(words, command) of every verb below a group of verbs."""
-    for name, found in command.commands.items():
-        if hasattr(found, "commands"):
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        if isinstance(found, click.Group):
             yield from verbs(found, (*path, name))
         else:
             yield (*path, name), found

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 import bridge
 from bridge.api.run import Generation

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import bridge
-from bridge.cli.main import app
+from bridge.cli.main import VERBS, app
 from bridge.core.errors import PlanError
 from bridge.reporting.report import Report
 from bridge.verification.parity import OutputParity, Parity
@@ -215,7 +215,7 @@ def test_an_unexpected_error_comes_with_what_was_printed_before_it(monkeypatch: 
 def test_a_signal_unwinds_and_removes_what_is_half_written(number: int, code: int, tmp_path: Path) -> None:
     script = f"""
 import time, bridge
-from bridge.cli.main import app
+from bridge.cli.main import VERBS, app
 from bridge.core.output.directory import output_directory
 from pathlib import Path
 def convert(*args, **kwargs):
@@ -237,7 +237,7 @@ app({CONVERT!r})
     assert [path.name for path in tmp_path.iterdir()] == ["ready"]
 
 
-@pytest.mark.parametrize("module", ["bridge.cli.main", "typing", "typer", "bridge.cli.terminal"])
+@pytest.mark.parametrize("module", ["bridge.cli.main", "typing", "click", "bridge.cli.terminal"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_while_the_command_is_imported_is_one_line(module: str, number: signal.Signals, code: int) -> None:
     script = f"""
@@ -393,15 +393,18 @@ COMMANDS = (
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_the_help_of_a_verb_ends_with_an_example_that_parses(verb: str) -> None:
-    from typer.main import get_command
-
     last = run(*verb.split(), "--help").stdout.rstrip().splitlines()[-1]
     example = re.fullmatch(rf"  Example: qbridge {verb} (.+)", last)
     assert example, last
-    command: Any = get_command(app)
+    command: Any = app
     for word in verb.split():
-        command = command.commands[word]
+        command = command.get_command(None, word)
     assert command.make_context(verb, shlex.split(example[1])).params
+
+
+def test_the_list_of_verbs_has_the_first_sentence_of_each() -> None:
+    found = {name: app.get_command(None, name).help.partition("\n\n")[0] for name in VERBS}
+    assert {name: " ".join(text.split()) for name, text in found.items()} == VERBS
 
 
 def test_help_names_the_verbs_of_the_package() -> None:

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 import bridge
 from bridge.api import conversion
@@ -238,18 +238,18 @@ NVFP4 = [
 )
 def test_targets_schemes_and_caches_complete(asked: str, names: list[str]) -> None:
     words = f"qbridge {asked}"
-    bash = {"_QBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    bash = {"_QBRIDGE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     done = CliRunner().invoke(app, [], env=bash, prog_name="qbridge")
-    assert sorted(done.stdout.split()) == sorted(names)
+    assert sorted(done.stdout.split()) == sorted(f"plain,{name}" for name in names)
 
 
 @pytest.mark.slow
 def test_the_shell_completes_a_target() -> None:
-    """As bash asks after `qbridge --install-completion`."""
+    """As bash asks after `eval "$(_QBRIDGE_COMPLETE=bash_source qbridge)"`."""
     code = "import sys; sys.argv = ['qbridge']; from bridge.__main__ import main; main()"
-    asked = {"_QBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": "qbridge convert --target v", "COMP_CWORD": "3"}
+    asked = {"_QBRIDGE_COMPLETE": "bash_complete", "COMP_WORDS": "qbridge convert --target v", "COMP_CWORD": "3"}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
-    assert done.stdout.split() == ["vllm"], done.stderr
+    assert done.stdout.split() == ["plain,vllm"], done.stderr
 
 
 def test_the_help_of_plan_offers_no_mix_that_plan_refuses() -> None:

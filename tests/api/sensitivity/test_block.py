@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
+from click.testing import CliRunner  # noqa: E402
 from scipy.stats import spearmanr  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.api.request import Request  # noqa: E402

@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 mtq = pytest.importorskip("modelopt.torch.quantization")
 
+from click.testing import CliRunner  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
 )
-from typer.testing import CliRunner  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.api import request as opening  # noqa: E402

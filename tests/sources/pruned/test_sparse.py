@@ -123,7 +123,7 @@ def test_a_plan_names_the_programs_that_are_faster() -> None:
 
 
 def test_a_plan_of_zeros_takes_the_whole_model() -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from bridge.cli.main import app
 

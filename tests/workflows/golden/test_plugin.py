@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import bridge
 from bridge.cli.main import app
@@ -147,7 +147,7 @@ def test_the_fixture_fails_with_the_text_of_check(golden: Path, tmp_path: Path, 
 def test_the_plugin_is_registered_and_loads_nothing() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"qbridge": "bridge.workflows.golden.pytest_plugin"}
-    assert not loaded("import bridge.workflows.golden.pytest_plugin") & (FRAMEWORKS | {"numpy", "rich", "typer"})
+    assert not loaded("import bridge.workflows.golden.pytest_plugin") & (FRAMEWORKS | {"numpy", "rich", "click"})
 
 
 def test_a_check_where_nothing_moved_loads_no_framework(golden: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--repair"], ["--importance", "weights"], ["--scores", "SCORES"]])
 def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Path) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from bridge.cli.main import app
 
@@ -260,7 +260,7 @@ def test_too_few_rows_for_a_repair_are_refused_before_a_run(monkeypatch: pytest.
 def test_a_file_of_scores_that_cannot_be_written_is_refused_before_work(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from bridge.cli.main import app
 
@@ -293,7 +293,7 @@ def test_each_candidate_is_repaired_if_asked() -> None:
 
 
 def test_the_command_prints_a_table_and_the_next_command(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from bridge.cli.main import app
 
