@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HOME = {
     "__version__": "bridge.core.version",
     "convert": "bridge.api.verbs",
-    "plan": "bridge.api.verbs",
+    "plan": "bridge.api.plans",
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from bridge import targets as targets
     from bridge import tracker as tracker
     from bridge.api.nemo import Quantizer
+    from bridge.api.plans import plan
     from bridge.api.run import run
     from bridge.api.sensitivity.result import Sensitivity
     from bridge.api.sensitivity.run import sensitivity
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
         load_weights_from_hf,
         modelopt_quantize,
     )
-    from bridge.api.verbs import calibrate, check, convert, plan, verify
+    from bridge.api.verbs import calibrate, check, convert, verify
     from bridge.core.errors import BridgeError
     from bridge.planning.plan import Plan
     from bridge.quant.calibration import Calibration

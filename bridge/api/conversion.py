@@ -190,7 +190,6 @@ class _Prepared:
 def _run(request: Request, options: RunOptions) -> Report:
     from bridge.reporting.make import make_report, save
     from bridge.targets.write import write
-    from bridge.verification.verify import prove
 
     clock, outgoing = Clock(), options.outgoing
     with clock.stage("plan"):
@@ -216,6 +215,8 @@ def _run(request: Request, options: RunOptions) -> Report:
                 (work.directory / RECIPE).write_text(prepared.recipe, encoding="utf-8")
         proof = None
         if request.verify:
+            from bridge.verification.verify import prove
+
             with clock.stage("verify"):
                 proof = prove(
                     work.directory, manifest, resolved.source, calibration, prepared.data, request.progress,
@@ -240,9 +241,6 @@ def _tell_resumed(work: Work, resolved: ResolvedRequest) -> None:
 
 def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     """Plan, and run every check that comes before writing."""
-    from bridge.calibration.calibrate import way_of
-    from bridge.calibration.modelopt import check_device, import_frameworks
-
     source = open_source(request.model, request.config, request.tokenizer)
     request, recipe = _chosen(source, request, clock)
     resolved = resolve(source, request)
@@ -256,17 +254,23 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
     compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
+        from bridge.calibration.modelopt import check_device
+
         assert resolved.scheme
         check_device(resolved.scheme, request.device)
     elif not recipe:
         _warn_of_unused(request, compared)
     if resolved.uncalibrated or compared:
+        from bridge.calibration.modelopt import import_frameworks
+
         with clock.stage("imports"):
             import_frameworks(with_modelopt=resolved.uncalibrated and resolved.needs_modelopt)
         own = request.calib if given is None and request.data is None else request.data
         if resolved.uncalibrated:
             assert resolved.scheme
             data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
+            from bridge.calibration.calibrate import way_of
+
             run_as = source_for(source, request.compute)
             way = way_of(run_as, resolved.structure, resolved.scheme, data, request.memory, request.device)
             runs, free = runs and not way.blocks, way.free  # the written model would be run whole

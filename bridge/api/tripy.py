@@ -235,7 +235,8 @@ def load_quant_weights_from_hf(model: Any, model_type: Any, dtype: Any, quant_mo
 
 def _load(module: Any, model: Any, dtype: Any, quant: str | Scheme, *, linear: bool = False, calib: Any = None) -> None:
     """Convert to target `tripy` in a temporary directory and load it, after a check that the module fits."""
-    from bridge.api.verbs import convert, plan
+    from bridge.api.plans import plan
+    from bridge.api.verbs import convert
     from bridge.sources.opening import open_source
     from bridge.targets.tripy.loading import StateDictFiles, fit, load
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api import conversion
-from bridge.api.request import Request, data_of, data_to_compare, need_of, passthrough_of, plan_of, scheme_of
+from bridge.api.plans import scheme_of
+from bridge.api.request import Request, data_of, data_to_compare
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling, check_compute
-from bridge.calibration.walk.budget import choice
 from bridge.calibration.walk.workers.processes import joined
 from bridge.core.errors import TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
@@ -21,67 +21,17 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
 from bridge.core.text import byte_count
-from bridge.planning.memory import stream_memory
-from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
-from bridge.sources.pruned.opening import plan_cut, plan_sparse, pruned_again
-from bridge.sources.pruned.sparse import METHODS, check_sparse
 from bridge.targets.contracts import check_contracts
 from bridge.targets.manifest import load_manifest
 
 if TYPE_CHECKING:
     from bridge.calibration.modelopt import FakeQuantized
-
-
-def plan(
-    model: Any,
-    target: TargetName | str,
-    quant: SchemeName | str | Path | Scheme | None = None,
-    *,
-    kv: KvName | str | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
-    runtime: str | None = None,
-    memory: int | str | None = None,
-    keep: Mapping[str, int | str] | None = None,
-    drop_layers: Sequence[int] | None = None,
-    sparse: str | None = None,
-    **options: Unpack[TargetOptions],
-) -> Plan:
-    """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
-
-    Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
-    `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
-    does not fit into; with `keep`, `drop_layers` or `sparse` what `prune` would write.
-
-    Raises:
-        BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
-
-    >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
-    >>> len(plan.outputs), plan.disk < 3_000_000  # bytes
-    (83, True)
-    """
-    source = open_source(model, config)
-    if sparse is not None:
-        check_sparse(sparse, METHODS[0], keep is not None or drop_layers is not None)
-        cut, zeros = plan_sparse(source, METHODS[0])
-        source = cut.pruned({}, sparse=zeros)
-    elif keep is not None or drop_layers is not None:
-        source = plan_cut(source, keep, drop_layers).outline()
-    structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)
-    made = plan_of(source, structure, target, scheme, dict(options), runtime)
-    if memory is None:
-        return made
-    limit = byte_count(memory, "memory=")
-    stream_memory(made, limit)
-    if scheme is None or not made.calibration:
-        return made
-    return replace(made, calibration=choice(need_of(source, structure, scheme), limit))
 
 
 @shows_progress
@@ -267,6 +217,7 @@ def verify(
     True
     """
     from bridge.reporting.make import make_report
+    from bridge.sources.pruned.opening import pruned_again
     from bridge.verification.verify import prove
 
     clock, directory = conversion.Clock(), written_at(out)

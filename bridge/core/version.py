@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import re
 from functools import cache
 
 __version__ = "0.1.0"
@@ -19,7 +19,12 @@ def versions() -> dict[str, str]:
 @cache  # a look takes a millisecond, and packages do not change while a process runs
 def installed(package: str) -> str:
     """Return the version of an installed package; "" if it is absent."""
+    from importlib.metadata import PackageNotFoundError, distribution  # 20 ms, which `qbridge --help` does not need
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        text = distribution(package).read_text("METADATA") or ""
+    except PackageNotFoundError:
         return ""
+    # `importlib.metadata.version` parses every field of the file, with the description: 5 ms for each package
+    found = re.search(r"^Version: *(\S+)", text.partition("\n\n")[0], re.MULTILINE)
+    return found[1] if found else ""

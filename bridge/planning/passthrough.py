@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bridge.core.text import fold_layers
 from bridge.core.values import Format, LazyTensor, Site, Slice, Structure
@@ -17,8 +18,10 @@ from bridge.planning.plan import PASSTHROUGH, Layout, Output, Step
 from bridge.quant.codec.blocks import grid, packing
 from bridge.quant.schemes.grammar import Gate, Gates
 from bridge.quant.schemes.scheme import Rule, Scheme, has_tensor_scale
-from bridge.sources.quantized.checkpoint import Quantized
-from bridge.sources.quantized.parts import QuantizedWeight
+
+if TYPE_CHECKING:
+    from bridge.sources.quantized.checkpoint import Quantized
+    from bridge.sources.quantized.parts import QuantizedWeight
 
 # Codes are copied unchanged. The weights that they are compared with were rounded to the model's dtype: by 2^-9 at most
 # in bfloat16, all in one direction if a weight has few values, and twice if there is a pre_quant_scale.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge.core.version import versions
 from bridge.quant.calibration import Calibration
@@ -17,7 +18,9 @@ from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
 from bridge.verification.parity import Parity
-from bridge.verification.verify import Proof
+
+if TYPE_CHECKING:
+    from bridge.verification.verify import Proof
 
 
 def make_report(

@@ -16,12 +16,13 @@ from bridge.core.remote.path import remote
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import config_file
 from bridge.sources.live_models import loading
-from bridge.sources.quantized.checkpoint import MODELOPT_FILE, Quantized
+from bridge.sources.quantized.fields import MODELOPT_FILE
 from bridge.sources.side_files import Beside, plain_side_files
 from bridge.sources.weights.shards import Weights
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
+    from bridge.sources.quantized.checkpoint import Quantized
     from bridge.sources.quantized.megatron import Statistics
 
 

@@ -15,7 +15,7 @@ from bridge.sources import hub
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import config_file, settle_config
 from bridge.sources.dialects.hf_names import dialect_files, respelled
-from bridge.sources.quantized.checkpoint import dequantized
+from bridge.sources.quantized.fields import MODELOPT_FILE, sections
 from bridge.sources.unsupported import diffusers_directory, other_dialect, quantized
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights, find_weights
@@ -78,8 +78,11 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
         raise listed(where, _nothing_here(root, problems))
     problems += weights.problems
     stored = None
-    with collected(problems, where):
-        stored = dequantized(root, settled, weights)
+    if any(sections(settled)) or (root / MODELOPT_FILE).is_file():
+        from bridge.sources.quantized.checkpoint import dequantized  # loads a reader for each writer
+
+        with collected(problems, where):
+            stored = dequantized(root, settled, weights)
     if problems and stored is None:
         raise listed(where, problems)
     if stored is None:

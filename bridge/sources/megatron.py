@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import SourceError, located
 from bridge.core.files.span import Folder
-from bridge.core.formats.inert_pickle import inert
-from bridge.core.formats.torch_file import open_saved
 from bridge.core.remote.path import as_path
 from bridge.core.values import Program
 from bridge.sources.checkpoint import HfSource
@@ -193,6 +191,9 @@ def _states(folder: Folder) -> Iterator[tuple[str, Any]]:
     for span in rank_files(folder).values():
         if span.path.name == RUN:
             with located(span.name):
+                from bridge.core.formats.inert_pickle import inert
+                from bridge.core.formats.torch_file import open_saved
+
                 state = open_saved(span, inert()).value
             yield RUN, state
             return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
 from typing import Any, cast
 
+from bridge.core.added import added
 from bridge.core.errors import SourceError, UsageError
 from bridge.core.places import check_here, check_length, is_remote
 from bridge.sources.source import Source, SourceKind
@@ -36,7 +36,7 @@ def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source
         raise UsageError("model is an empty string; give a directory or a hub id")
     check_length(model)
     check_here(config=config, tokenizer=tokenizer)
-    for entry in sorted(entry_points(group="bridge.sources"), key=lambda entry: entry.name):
+    for entry in added("bridge.sources"):
         kind = cast(SourceKind, entry.load())  # these come first and can so replace a built-in one
         if kind.recognizes(model):
             return kind.open_model(model, config, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from bridge.core.values import LazyTensor, Program, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
+    from bridge.sources.pruned.source import PrunedSource
     from bridge.sources.quantized.checkpoint import Quantized
 
 
@@ -92,6 +93,11 @@ class SourceKind(Protocol):
 
     def open_model(self, model: Any, config: Any, tokenizer: Any) -> Source:
         """Open it, or raise one SourceError with all its problems."""
+
+
+def is_pruned(source: Source) -> TypeGuard[PrunedSource]:
+    """Whether it is a `PrunedSource`; imports none of its modules, which most conversions do not need."""
+    return hasattr(source, "kept")
 
 
 def lazy(source: Source, name: str) -> LazyTensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.added import added
 from bridge.core.dtypes import dtype_word
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
@@ -42,8 +43,8 @@ def target_names() -> list[str]:
 
 @cache
 def _added() -> dict[str, EntryPoint]:
-    """Targets of third parties. Cached, since the lookup reads the metadata of every installed package (8 ms)."""
-    return {point.name: point for point in entry_points(group="bridge.targets")}
+    """Targets of third parties."""
+    return {point.name: point for point in added("bridge.targets")}
 
 
 def program_of(name: str) -> Runtime | None:

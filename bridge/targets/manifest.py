@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from typing import Any
 from bridge.core.errors import VerifyError
 from bridge.core.output.names import MANIFEST
 from bridge.core.parsing import MAX_WRITTEN_VALUES, parse_json
-from bridge.core.typed_json import typed
+from bridge.core.typed_json import by_line, typed
 from bridge.core.version import __version__
 from bridge.planning.plan import Plan
 from bridge.quant.schemes.grammar import Gate
@@ -46,7 +45,7 @@ class Manifest:
             "files": self.files,
             "plan": self.plan.to_dict(),
         }
-        (directory / MANIFEST).write_text(json.dumps(data, indent=1) + "\n")
+        (directory / MANIFEST).write_text(by_line(data, levels=3) + "\n")
 
 
 def load_manifest(directory: Path) -> Manifest:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,14 +19,15 @@ from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, HeldOut
-from bridge.sources.pruned.source import PrunedSource
-from bridge.sources.source import Source
+from bridge.sources.source import Source, is_pruned
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
 from bridge.verification.outputs import apart, float_error, output_parity
 from bridge.verification.parity import OutputParity, Parity
-from bridge.verification.silenced import most_of, silenced_error
 from bridge.verification.tensors import tensor_parity
+
+if TYPE_CHECKING:
+    from bridge.sources.pruned.source import PrunedSource
 
 # Values held at once when a model runs: its weights in float32, and the runtime's own copy.
 RUN_BYTES_PER_VALUE = 8
@@ -80,7 +82,7 @@ def prove(
         substitute = runtime.substitute
         layers = target.layer_errors(directory, plan, source, references.inputs[0]) if plan.quantized else ()
         not_run += _reservations(outputs, bool(plan.quantized), substitute)
-        if isinstance(source, PrunedSource) and not plan.quantized:
+        if is_pruned(source) and not plan.quantized:
             findings += _against_whole(source, references.inputs[0])
     except CannotRun as error:
         not_run.append(f"outputs were not compared: {error}")
@@ -92,6 +94,8 @@ def prove(
 
 def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> list[str]:
     """What is wrong with the outputs of a pruned model, by those of the whole one; CannotRun if that does not fit."""
+    from bridge.verification.silenced import most_of, silenced_error
+
     check_values(sum(spec.size for spec in source.whole.specs.values()), "verify on a larger machine")
     error = silenced_error(source, inputs)
     if error is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.api import request
+from bridge.api import plans
 from bridge.api.sensitivity.units import Unit, globs, units_of, with_format
 from bridge.api.sensitivity.written import counted, written_bytes
 from bridge.core.errors import BridgeError, PlanError, SchemeError
@@ -81,7 +81,7 @@ def one_scheme(
     """
     units = units_of(structure, scheme, source.specs)
     first, options = destination.target or FIRST, destination.options
-    problems = request.incompatibilities_of(source, structure, first, scheme, options)
+    problems = plans.incompatibilities_of(source, structure, first, scheme, options)
     kept: tuple[Unit, ...] = ()
     others = [] if destination.target else (name for name in target_names() if name != FIRST)
     if problems and (other := next((t for t in others if _supports(t, source, structure, scheme)), "")):
@@ -115,9 +115,9 @@ def several_schemes(
 ) -> Candidates:
     """Schemes without rules, and none, for each unit; SchemeError if a scheme fits nowhere, unless `optional`."""
     where = replace(destination, target=destination.target or FIRST)
-    program, contracts = request.contracts_of(where.target, where.options, where.runtime)
+    program, contracts = plans.contracts_of(where.target, where.options, where.runtime)
     if program and not contracts:  # it loads nothing of that target and those options: raises
-        request.plan_of(source, structure, where.target, schemes[0], dict(where.options), where.runtime)
+        plans.plan_of(source, structure, where.target, schemes[0], dict(where.options), where.runtime)
     units = units_of(structure, schemes[0], source.specs)
     menus: list[Menu] = []
     problems: dict[int, list[tuple[str, str]]] = {}
@@ -163,7 +163,7 @@ def check_recipe(source: Source, structure: Structure, destination: Destination,
         path = Path(directory) / "recipe.toml"
         path.write_text(text, encoding="utf-8")
         scheme = load_scheme(path).bound(structure.sites)
-    request.plan_of(source, structure, destination.target, scheme, dict(destination.options), destination.runtime)
+    plans.plan_of(source, structure, destination.target, scheme, dict(destination.options), destination.runtime)
 
 
 def restricted(structure: Structure, units: Iterable[Unit]) -> Structure:
@@ -189,11 +189,11 @@ def _fitting(
         if why := contract.lacks([scheme.format], structure.architecture):
             return frozenset(), [("", why)]
     try:
-        problems = request.incompatibilities_of(source, structure, target, scheme, options)
+        problems = plans.incompatibilities_of(source, structure, target, scheme, options)
         fits, others = _without(units, problems)
         if program and contract and fits and not others:
             part = restricted(structure, fits)
-            plan = request.plan_of(source, part, target, scheme, dict(options))
+            plan = plans.plan_of(source, part, target, scheme, dict(options))
             fits, others = _without(fits, refused := misfits(program, contract, plan))
             problems += refused
     except (PlanError, SchemeError) as error:
@@ -242,7 +242,7 @@ def _written(
     options: Mapping[str, Any],
 ) -> dict[str, int]:
     """Bytes that a target writes for units in a scheme."""
-    return written_bytes(request.plan_of(source, structure, target, scheme, dict(options)), structure, units)
+    return written_bytes(plans.plan_of(source, structure, target, scheme, dict(options)), structure, units)
 
 
 def _plain_bytes(
@@ -325,14 +325,14 @@ def _check_fallback(
     """SchemeError if a unit does not fit the fallback scheme."""
     sites = tuple(replace(site, keep="") for unit in units for site in unit.sites)
     bound = fallback.bound(sites)
-    if problems := request.incompatibilities_of(source, replace(structure, sites=sites), target, bound, options):
+    if problems := plans.incompatibilities_of(source, replace(structure, sites=sites), target, bound, options):
         lines = "".join(f"\n  {line}" for line in fold_problems(problems))
         raise SchemeError(f"fallback {fallback.name} does not fit target {target}; choose another:{lines}")
 
 
 def _supports(target: str, source: Source, structure: Structure, scheme: Scheme) -> bool:
     try:
-        return not request.incompatibilities_of(source, structure, target, scheme)
+        return not plans.incompatibilities_of(source, structure, target, scheme)
     except BridgeError:  # the target does not support the architecture
         return False
 

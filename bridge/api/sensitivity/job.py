@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.api import request
+from bridge.api import plans
 from bridge.api.sensitivity.budget import Budget, parse_budget
 from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, check_recipe, one_scheme, several_schemes
 from bridge.api.sensitivity.recipe import recipe, recipe_base
@@ -112,7 +112,7 @@ def make_job(
     source = open_source(model, config, tokenizer)
     structure = structure_of(source)
     words = tuple(quant) if several else (quant,)
-    schemes = [request.scheme_of(word, kv if at == 0 else None, structure) for at, word in enumerate(words)]
+    schemes = [plans.scheme_of(word, kv if at == 0 else None, structure) for at, word in enumerate(words)]
     named = [scheme for scheme in schemes if scheme]
     if len(named) < len(words):
         raise UsageError("sensitivity needs a scheme; pass quant='int4_wo', for example")

@@ -21,6 +21,7 @@ from bridge.core.errors import SourceError, located
 from bridge.core.files.handles import HEAD, opened, read_at, read_into, refuse_pointer, size_of
 from bridge.core.files.matrices import FileMatrix, Matrix
 from bridge.core.files.span import Extent, row_order, span_of
+from bridge.core.formats.weight_file import WeightFile
 from bridge.core.pages import paged
 from bridge.core.parsing import parse_json
 from bridge.core.text import described, first_of
@@ -200,7 +201,7 @@ def stored_shape(spec: TensorSpec) -> tuple[int, ...]:
     return (*spec.shape[:-1], spec.shape[-1] // 2)
 
 
-class SafetensorsFile:
+class SafetensorsFile(WeightFile):
     """One safetensors file: its header, and tensors read on request; safe to read from several threads.
 
     It keeps no file open: a checkpoint has hundreds of shards, and opening costs microseconds.

@@ -22,6 +22,7 @@ from bridge.core.files.span import Extent, Span, span_of
 from bridge.core.formats.inert_pickle import WEIGHTS_AND_EXTRA, Record, inert
 from bridge.core.formats.torch_pickle import WEIGHTS, StoredTensor
 from bridge.core.formats.unpickle import MAX_PICKLE, Bounded, Storage, Table, load_bytes, load_stream, shown
+from bridge.core.formats.weight_file import WeightFile
 from bridge.core.formats.zip_directory import LOCAL, Ends, Member, read_directory
 from bridge.core.pages import paged
 from bridge.core.values import TensorSpec
@@ -62,7 +63,7 @@ def open_saved(span: Span, table: Table = WEIGHTS, known: Known | None = None) -
     return _open_legacy(span, ends.head, table)
 
 
-class TorchFile:
+class TorchFile(WeightFile):
     """One file of `torch.save`: a flat dict of tensors. Opening reads the pickle, not the tensors.
 
     `extra`: entries named `_extra_state` may be other objects than tensors; their names are in `extras`. `within`: the

@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.formats.weight_file import WeightFile
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.sources.weights.containers import Container, Files
-from bridge.sources.weights.shards import WeightFile, Weights
+from bridge.sources.weights.shards import Weights
 from bridge.tables.architectures.arch import arch_file, row_names
 from bridge.tables.architectures.match import architecture_of
 

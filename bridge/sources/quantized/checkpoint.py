@@ -19,12 +19,10 @@ from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
 from bridge.sources.quantized import modelopt, words
+from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, sections
 from bridge.sources.quantized.parts import Array, QuantizedTensors, QuantizedWeight, Reader, take
 from bridge.sources.weights.shards import Shard, Weights
 from bridge.tables.architectures.structure import turned_weights
-
-CONFIGS = ("quantization_config", "compression_config")
-MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,7 @@ def _dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:
 
 def _take(root: Path, config: Mapping[str, Any], weights: Weights) -> tuple[QuantizedTensors, Numeric | None] | None:
     """Read what the config's writer stored, and its numeric for K and V; None for an unknown writer."""
-    holders = (holder for holder in (config, *config.values()) if isinstance(holder, Mapping))
-    sections = (holder.get(key) for holder in holders for key in CONFIGS)
-    section = next((part for part in sections if isinstance(part, Mapping)), {})
+    section = next(sections(config), {})
     own = _modelopt_file(root)
     method = str(section.get("quant_method", "modelopt" if own else ""))
     dtype = _dtype(config, weights.specs)

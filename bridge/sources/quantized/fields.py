@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bridge.core.errors import SourceError
@@ -13,6 +13,15 @@ MAX_NUMBER = 1 << 31  # values of a block
 MAX_PATTERN = 512  # characters of a pattern, and of a name that it is matched with
 MAX_REPEATS = 4  # unbounded repeats in a pattern: matching takes the length of the name to this power
 _UNBOUNDED = 64
+CONFIGS = ("quantization_config", "compression_config")
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a config says of quantization, for the model or for a part of it."""
+    holders = (holder for holder in (config, *config.values()) if isinstance(holder, Mapping))
+    found = (holder.get(key) for holder in holders for key in CONFIGS)
+    return (part for part in found if isinstance(part, Mapping))
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:

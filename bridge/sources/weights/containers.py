@@ -18,10 +18,10 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.span import Extent, Span
 from bridge.core.formats.safetensors import SafetensorsFile
-from bridge.core.formats.torch_file import TorchFile
+from bridge.core.formats.weight_file import WeightFile
 from bridge.core.text import listed, named, natural
 from bridge.core.values import TensorSpec
-from bridge.sources.weights.shards import WeightFile, held_twice
+from bridge.sources.weights.shards import held_twice
 
 # First word of training state that is saved with the model; Megatron's chained optimizers are `chained_0.optimizer`.
 TRAINING = (
@@ -264,7 +264,7 @@ class Files:
                 raise SourceError(f"{file.path}: {twice}")
             self._holder.update((name, file) for name in file.specs)
         self.files = tuple(file.span for file in every)
-        self.objects = tuple(name for file in every if isinstance(file, TorchFile) for name in file.extras)
+        self.objects = tuple(name for file in every for name in file.extras)
         self.skipped: Mapping[str, int] = {}
         self.specs: Mapping[str, TensorSpec] = {name: file.specs[name] for name, file in self._holder.items()}
         self._extents: dict[str, Extent] = {}

@@ -16,7 +16,6 @@ import numpy as np
 
 from bridge.core.errors import SourceError, collected
 from bridge.core.files.span import Folder, Span
-from bridge.core.formats.torch_file import TorchFile
 from bridge.core.text import listed, named
 from bridge.core.values import TensorSpec
 from bridge.sources.weights.containers import Container, Files, Tile, TiledTensor, TiledTensors
@@ -87,6 +86,8 @@ def _of_layout(folder: Folder, pattern: re.Pattern[str]) -> dict[Rank, str]:
 
 def open_ranks(folder: Folder) -> dict[Rank, Container]:
     """Open every rank's file; one SourceError lists the problems of all."""
+    from bridge.core.formats.torch_file import TorchFile
+
     opened: dict[Rank, Container] = {}
     problems: list[str] = []
     for rank, span in rank_files(folder).items():

@@ -15,12 +15,11 @@ import numpy as np
 
 from bridge.core.errors import collected
 from bridge.core.formats.safetensors import SafetensorsFile
-from bridge.core.formats.torch_file import TorchFile
+from bridge.core.formats.weight_file import WeightFile
 from bridge.core.parsing import load_json
 from bridge.core.text import named, natural
 from bridge.core.values import LazyTensor, TensorSpec
 
-WeightFile = SafetensorsFile | TorchFile
 MAX_NAME = 255  # of a file name, on every system
 
 
@@ -85,7 +84,7 @@ def find_weights(root: Path, others: Container[str] = ()) -> Weights | None:
             problems.append(f"{name}: missing, though the index names it; download it again")
             continue
         with collected(problems, str(root)):
-            shards.append(SafetensorsFile(root / name) if name.endswith(".safetensors") else TorchFile(root / name))
+            shards.append(_open(root / name))
     holder: dict[str, WeightFile] = {}
     for shard in shards:
         if twice := held_twice(shard, holder):
@@ -97,6 +96,14 @@ def find_weights(root: Path, others: Container[str] = ()) -> Weights | None:
     specs = {name: holder[name].specs[name] for name in ordered}
     files = tuple(root / name for name in choice.files)
     return Weights(specs, {name: holder[name] for name in ordered}, files, tuple(problems))
+
+
+def _open(path: Path) -> WeightFile:
+    if path.name.endswith(".safetensors"):
+        return SafetensorsFile(path)
+    from bridge.core.formats.torch_file import TorchFile  # its readers of pickles are not needed for safetensors
+
+    return TorchFile(path)
 
 
 def held_twice(file: WeightFile, holder: Mapping[str, WeightFile]) -> str:

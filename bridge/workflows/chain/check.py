@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge.api.plans import plan
 from bridge.api.request import Request, resolve, unwarned_data_of
 from bridge.api.sensitivity.budget import is_automatic, parse_automatic
-from bridge.api.verbs import plan
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling
 from bridge.calibration.modelopt import check_device, check_device_name

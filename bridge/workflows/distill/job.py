@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.api.request import given_calibration, scheme_of
+from bridge.api.plans import plan, scheme_of
+from bridge.api.request import given_calibration
 from bridge.api.sensitivity.budget import is_automatic
-from bridge.api.verbs import plan
 from bridge.core.errors import BridgeError, TrainingError, UsageError
 from bridge.core.machine import available_memory
 from bridge.core.output.replace import check_free

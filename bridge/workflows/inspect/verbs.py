@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge.api.request import scheme_of, unwarned_data_of, warn_of
+from bridge.api.plans import scheme_of
+from bridge.api.request import unwarned_data_of, warn_of
 from bridge.api.words import SchemeName
 from bridge.calibration.data import BATCH, Data, Sampling
 from bridge.calibration.modelopt import check_device_here

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from bridge.api.verbs import plan
+from bridge.api.plans import plan
 from bridge.core.errors import UsageError
 from bridge.core.text import byte_count, nearest, size
 from bridge.sources.pruned.config import pruned_config

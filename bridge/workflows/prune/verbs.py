@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from bridge.api.plans import plan
 from bridge.api.request import data_of
 from bridge.api.sensitivity.budget import is_automatic
-from bridge.api.verbs import convert, plan
+from bridge.api.verbs import convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Sampling
 from bridge.core.errors import UsageError, warn

@@ -188,7 +188,7 @@ def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is
         name = "model.layers.1.self_attn.k_proj"
         return [(name, "is odd")] if name in {site.module for site in structure.sites} else []
 
-    monkeypatch.setattr("bridge.api.request.incompatibilities_of", incompatibilities_of)
+    monkeypatch.setattr("bridge.api.plans.incompatibilities_of", incompatibilities_of)
     job = make_job(MODEL, "int4_wo", "6bits", "fp8", "kl", None, None, None)
     assert [unit.name for unit in job.candidates.kept] == ["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"]
     why = "model.layers.1.self_attn.q_proj, model.layers.1.self_attn.v_proj: has the same format as "
@@ -204,11 +204,11 @@ def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is
 
 def test_what_hf_refuses_and_another_target_takes_is_planned_for_that_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "bridge.api.request.incompatibilities_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt")
+        "bridge.api.plans.incompatibilities_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt")
     )
     job = make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
     assert (job.candidates.destination.target, job.candidates.kept) == ("trt", ())
-    monkeypatch.setattr("bridge.api.request.incompatibilities_of", lambda *_: [("KV cache", "no")])
+    monkeypatch.setattr("bridge.api.plans.incompatibilities_of", lambda *_: [("KV cache", "no")])
     with pytest.raises(SchemeError, match=r"hf:\n  KV cache: no"):
         make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
 

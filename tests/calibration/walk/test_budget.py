@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
-from bridge.api.request import Request, need_of, resolve  # noqa: E402
+from bridge.api.plans import need_of  # noqa: E402
+from bridge.api.request import Request, resolve  # noqa: E402
 from bridge.calibration.algorithms.sizes import hessian_sizes, matrices_of  # noqa: E402
 from bridge.calibration.amount import sampling_for  # noqa: E402
 from bridge.calibration.calibrate import way_of  # noqa: E402

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors import safe_open
 
-from bridge.api.request import plan_of
+from bridge.api.plans import plan_of
 from bridge.core.errors import UsageError
 from bridge.core.formats.safetensors import file_bytes
 from bridge.sources.opening import open_source

@@ -1,0 +1,35 @@
+"""What files of weights have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.core.values import TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bridge.core.files.span import Extent, Span
+
+
+class WeightFile:
+    """One file of tensors: opening it reads its header, a tensor is read on request."""
+
+    path: Path
+    span: Span
+    specs: Mapping[str, TensorSpec]
+    extras: tuple[str, ...] = ()  # names of entries that are no tensors
+
+    def extent(self, name: str) -> Extent:
+        raise NotImplementedError
+
+    def read(self, name: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        raise NotImplementedError
+
+    def offset(self, name: str) -> int:
+        raise NotImplementedError
