@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
@@ -36,15 +40,33 @@ def build(module: str, level: str, directory: Path) -> Path:
             names[" ".join((function.__qualname__, *words))] = symbol
             parts.append(code)
     link(module, names, parts)  # fails here, and not where it is used, if the code needs numba's runtime
+    library = shared(names, parts)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / objects.file_name(module, level)
+    path = directory / f"{objects.file_name(module, level)}{objects.LINKED if library else ''}"
     part = directory / f".{path.name}.{os.getpid()}"
-    part.write_bytes(objects.packed(names, parts))
+    part.write_bytes(objects.sealed(library or objects.packed(names, parts)))
     part.replace(path)
     if directory == objects.HERE / "objects":  # of this source alone; others may share a user's cache
-        for old in {*directory.glob(f"{module}-*.{sys.platform}-{level}")} - {path}:
+        for old in {*directory.glob(f"{module}-*.{sys.platform}-{level}*")} - {path}:
             old.unlink(missing_ok=True)
     return path
+
+
+def shared(names: dict[str, str], parts: list[bytes]) -> bytes | None:
+    """A shared library of object files and the names of their symbols; None without a compiler of C."""
+    tool = shutil.which("cc") if sys.platform == "linux" else None
+    if tool is None:
+        return None
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        told = json.dumps(json.dumps(names, sort_keys=True))  # the quotes and backslashes of JSON are those of C
+        (place / "names.c").write_text(f"const char {objects.NAMES}[] = {told};\n")
+        files = [place / f"{at}.o" for at in range(len(parts))]
+        for file, part in zip(files, parts, strict=True):
+            file.write_bytes(part)
+        command = [tool, "-shared", "-s", "-Wl,-z,defs", "-o", place / "out", place / "names.c", *files]
+        run = subprocess.run(command, capture_output=True, cwd=place)
+        return (place / "out").read_bytes() if run.returncode == 0 else None
 
 
 def compiled(function: Any, words: tuple[str, ...]) -> tuple[str, bytes]:

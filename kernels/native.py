@@ -6,15 +6,17 @@ An array goes as its address and its lengths.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, update_wrapper
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bridge._kernels.objects import digest, stored
+from bridge._kernels.objects import LINKED, NAMES, digest, opened, stored, unpacked
 
 POINTER, WORD = ctypes.c_void_p, ctypes.c_ssize_t
 NUMBERS = {
@@ -99,11 +101,21 @@ class _Overload:
 
 @cache
 def _addresses(module: str) -> dict[str, int]:
-    return link(module, *stored(module))
+    path = stored(module)
+    if path.suffix == LINKED:
+        return load(path)
+    return link(module, *unpacked(opened(path.read_bytes()) or b""))
+
+
+def load(path: Path) -> dict[str, int]:
+    """Load a shared library; returns where its kernels lie in memory, by name and signature."""
+    library = ctypes.CDLL(str(path))
+    names = json.loads(ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, NAMES))))
+    return {name: ctypes.cast(library[symbol], POINTER).value or 0 for name, symbol in names.items()}
 
 
 def link(module: str, names: dict[str, str], parts: list[bytes]) -> dict[str, int]:
-    """Load machine code; returns where its kernels lie in memory, by name and signature."""
+    """Link and load object files, as `load`."""
     import llvmlite.binding as llvm
 
     builder = llvm.JITLibraryBuilder()

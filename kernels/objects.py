@@ -1,7 +1,9 @@
 """Find the machine code of a kernel file: beside it, else in the user's cache; compile it where neither has it.
 
 A file of machine code is for one source, one system and one level of processors. It needs nothing of numba or of
-Python, so it serves every version of both; a wheel carries those of the common processors.
+Python, so it serves every version of both; a wheel carries those of the common processors. It is a shared library if a
+linker was at hand when it was made, which loads in less than a millisecond; else it holds object files, which llvmlite
+links in every process, in 0.1 s.
 """
 
 from __future__ import annotations
@@ -20,32 +22,45 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMPILER = ("jit.py", "build.py")  # what else decides on the machine code
+OF_LINUX = {"abm": "lzcnt", "bmi1": "bmi"}  # features that have another name there
+LINKED = ".so"  # the end of a shared library's name
+NAMES = "kernel_symbols"  # its text of symbols by kernel and signature, in JSON
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
 LEVELS = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "x86-64-v3": ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"),
 }  # of which a wheel has the code
 
 
-def stored(module: str) -> tuple[dict[str, str], list[bytes]]:
-    """Names of symbols by kernel and signature, and object files.
-
-    CannotRun if this machine has none, and they cannot be compiled.
-    """
-    name = file_name(module, level())
+def stored(module: str) -> Path:
+    """The machine code of a kernel file; CannotRun if this machine has none, and it cannot be compiled."""
     for directory in _directories():
-        if (directory / name).is_file() and (found := unpacked((directory / name).read_bytes())):
+        if found := _found(module, directory):
             return found
     for directory in _directories():
         if _is_writable(directory):
             return _compiled(module, directory)
-    with tempfile.TemporaryDirectory() as directory:
-        warnings.warn(
-            "kernels are compiled again in every process, some seconds for each file: no directory for their machine "
-            "code can be written; set XDG_CACHE_HOME to one that can",
-            RuntimeWarning,
-            stacklevel=1,  # this line, so Python shows it once for all kernels
-        )
-        return _compiled(module, Path(directory))
+    warnings.warn(
+        "kernels are compiled again in every process, some seconds for each file: no directory for their machine "
+        "code can be written; set XDG_CACHE_HOME to one that can",
+        RuntimeWarning,
+        stacklevel=1,  # this line, so Python shows it once for all kernels
+    )
+    return _compiled(module, _temporary())
+
+
+@cache
+def _temporary() -> Path:
+    """A directory that is removed when the process ends."""
+    _KEPT.append(made := tempfile.TemporaryDirectory())
+    return Path(made.name)
+
+
+def _found(module: str, directory: Path) -> Path | None:
+    """A whole file of machine code, the shared library before the other."""
+    name = file_name(module, level())
+    paths = (directory / f"{name}{LINKED}", directory / name)
+    return next((path for path in paths if path.is_file() and opened(path.read_bytes())), None)
 
 
 def file_name(module: str, level: str) -> str:
@@ -53,18 +68,24 @@ def file_name(module: str, level: str) -> str:
     return f"{module}-{digest(module)}.{sys.platform}-{level}"
 
 
+def sealed(data: bytes) -> bytes:
+    """A file's content, with a digest at its end; what loads a shared library does not look behind it."""
+    return data + hashlib.sha256(data).digest()
+
+
+def opened(data: bytes) -> bytes | None:
+    """Undo `sealed`; None if the file is damaged."""
+    return data[:-32] if hashlib.sha256(data[:-32]).digest() == data[-32:] else None
+
+
 def packed(names: dict[str, str], parts: list[bytes]) -> bytes:
-    """One file of what `stored` returns: a digest of the rest, a line of JSON, the object files."""
+    """Symbols by kernel and signature in a line of JSON, then object files."""
     head = json.dumps({"names": names, "sizes": [len(part) for part in parts]}, sort_keys=True)
-    body = b"\n".join((head.encode(), b"".join(parts)))
-    return hashlib.sha256(body).digest() + body
+    return b"\n".join((head.encode(), b"".join(parts)))
 
 
-def unpacked(data: bytes) -> tuple[dict[str, str], list[bytes]] | None:
-    """Undo `packed`; None if the file is damaged."""
-    body = data[32:]
-    if hashlib.sha256(body).digest() != data[:32]:
-        return None
+def unpacked(body: bytes) -> tuple[dict[str, str], list[bytes]]:
+    """Undo `packed`."""
     line, _, rest = body.partition(b"\n")
     head = json.loads(line)
     parts, at = [], 0
@@ -86,14 +107,26 @@ def digest(module: str) -> str:
 @cache
 def level() -> str:
     """The processors whose code this machine runs: a level of x86-64, else this kind alone."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        features = _features()
+        for name, needed in LEVELS.items():
+            if features.issuperset((*LEVELS["x86-64-v3"], *needed)):
+                return name
     import llvmlite.binding as llvm
 
-    features = llvm.get_host_cpu_features()
-    if platform.machine() in ("x86_64", "AMD64"):
-        for name, needed in LEVELS.items():
-            if all(features.get(feature) for feature in (*LEVELS["x86-64-v3"], *needed)):
-                return name
     return f"{platform.machine()}-{llvm.get_host_cpu_name()}"
+
+
+def _features() -> set[str]:
+    """What the processor has, in LLVM's words; Linux says it without LLVM, whose import takes 0.1 s."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:  # noqa: PTH123 -- the first alone
+            flags = next(line for line in file if line.startswith("flags")).split()
+        return {OF_LINUX.get(flag, flag) for flag in flags}
+    except (OSError, StopIteration):
+        import llvmlite.binding as llvm
+
+        return {name for name, has in llvm.get_host_cpu_features().items() if has}
 
 
 def _directories() -> Iterator[Path]:
@@ -114,7 +147,7 @@ def _is_writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK)
 
 
-def _compiled(module: str, directory: Path) -> tuple[dict[str, str], list[bytes]]:
+def _compiled(module: str, directory: Path) -> Path:
     """Compile a file in a process of its own, which imports what this one does, and nothing of its directory."""
     from bridge.core.errors import CannotRun
 
@@ -127,8 +160,7 @@ def _compiled(module: str, directory: Path) -> tuple[dict[str, str], list[bytes]
     run = subprocess.run(
         [*command, "--level", level(), "--out", str(directory)], capture_output=True, text=True, env=env
     )
-    path = directory / file_name(module, level())
-    made = unpacked(path.read_bytes()) if not run.returncode and path.is_file() else None
+    made = None if run.returncode else _found(module, directory)
     if made is None:
         last = run.stderr.strip().rpartition("\n")[2] or "its result is not there"
         raise CannotRun(f"{what}: {last}; try it yourself: {' '.join(command)}")
