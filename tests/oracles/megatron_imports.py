@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     import megatron.core.transformer.moe.moe_utils
     import megatron.core.transformer.multi_latent_attention
     import megatron.core.transformer.torch_norm  # noqa: F401
+    import modelopt.torch.quantization  # noqa: F401
     import transformers  # noqa: F401
 
     import tests.oracles.megatron_bridge_process

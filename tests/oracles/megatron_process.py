@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import queue
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,10 +58,13 @@ def start(rank: int, tp: int, pp: int, store: str) -> None:
     torch.ones = lambda *size, device=None, **more: ones(*size, device=None if device == "cuda" else device, **more)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp * pp)
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 
+    # writers beside a training hand their results to a process, which imports torch first; here nothing runs beside
+    filesystem_async._results_queue = queue.Queue()
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     multi_latent_attention.HAVE_TE = False  # it takes the empty names that stand for it for its classes
     moe_utils.te_general_gemm = None  # asked for without being defined where Transformer Engine is absent
