@@ -41,13 +41,15 @@ def no_idle_ranks() -> Iterator[None]:
         oracle.close()
 
 
-@pytest.fixture
-def graphs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The float graph of a config is exported once a worker: it depends on no weight, no scheme and no calibration."""
+@pytest.fixture(scope="session")
+def graphs_once(shared_directory: Path) -> Iterator[None]:
+    """The float graph of a config is exported once a run: it depends on no weight, no scheme and no calibration."""
     from bridge.targets.trt.graph import export
     from tests.models.graphs import export_once
 
-    monkeypatch.setattr(export, "export_graph", export_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "export_graph", export_once)
+        yield
 
 
 # Files that go to one worker, since they share what is costly to start or to make; every other file is its own group.

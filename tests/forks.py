@@ -24,6 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests import once
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -45,7 +47,8 @@ class _Server:
 
     def ask(self, asked: dict[str, Any]) -> tuple[int, str]:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(asked | {"environment": dict(os.environ)}) + "\n")
+        asked |= {"environment": dict(os.environ), "shared": once.ROOT and str(once.ROOT)}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         code, said = self._answer()
         return code, said
@@ -127,6 +130,7 @@ def _child(asked: dict[str, Any], said: int) -> None:
         os.environ.clear()
         os.environ.update(asked["environment"])
         tempfile.tempdir = None
+        once.ROOT = asked["shared"] and Path(asked["shared"])
         code = _run(asked)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -37,6 +37,7 @@ from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 LLAMA = MODELS / "tiny-llama"
+pytestmark = pytest.mark.usefixtures("graphs_once")
 # What a conversion writes whose bytes are a promise; reports hold seconds and memory.
 STABLE = (
     "model.onnx", "model.safetensors", "bridge.json", "bridge/calibration.safetensors", "config.json", "trtexec.txt",
@@ -50,7 +51,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> tuple[Path, Any]:
+def converted(tmp_path_factory: pytest.TempPathFactory, calibration: Path, graphs_once: None) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("converted") / "model"
     return out, bridge.convert(LLAMA, "trt", "fp8", out, calib=calibration, kv="fp8")
 
@@ -90,7 +91,6 @@ def test_the_layers_that_hurt_are_named(converted: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
 def test_the_written_model_generates_with_and_without_its_cache_alike(tmp_path: Path) -> None:
     ids = np.array([[5, 17, 300, 41, 9]])
     bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "cached", verify=False)
@@ -142,7 +142,6 @@ def test_verify_refuses_another_source_and_another_directory(converted: tuple[Pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
 def test_memory_and_directory_give_the_same_files(
     converted: tuple[Path, Any], calibration: Path, tmp_path: Path
 ) -> None:
@@ -181,7 +180,6 @@ def test_weight_only_int8_hurts_no_layer_of_a_model_with_biases(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
 def test_an_unquantized_conversion_is_proved_too(tmp_path: Path) -> None:
     report = bridge.convert(LLAMA, "trt", None, tmp_path / "out")
     (source,) = report.parity.outputs
@@ -189,7 +187,6 @@ def test_an_unquantized_conversion_is_proved_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
 @pytest.mark.parametrize(("differ", "refused"), [(False, False), (True, True)])
 def test_a_tie_stored_twice_must_be_one_tensor(differ: bool, refused: bool, tmp_path: Path) -> None:
     source = made_llama()
@@ -274,7 +271,6 @@ def test_a_graph_that_cannot_be_exported_leaves_nothing(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
 def test_an_interrupt_keeps_what_is_done_and_the_same_call_goes_on(
     converted: tuple[Path, Any], calibration: Path, tmp_path: Path
 ) -> None:
@@ -293,7 +289,6 @@ def test_an_interrupt_keeps_what_is_done_and_the_same_call_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
 def test_a_killed_run_is_continued_and_gives_the_same_bytes(
     converted: tuple[Path, Any], calibration: Path, tmp_path: Path
 ) -> None:

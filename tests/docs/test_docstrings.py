@@ -25,6 +25,7 @@ WITH = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_once")
 @pytest.mark.parametrize("name", WITH)
 def test_the_examples_of_a_module_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
