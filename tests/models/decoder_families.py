@@ -127,6 +127,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "MambaForCausalLM": {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "state_size": 8},
 }  # fmt: skip
+# Whose blocks are, module by module, of a kind that another family above has: grids leave them to `product`.
+ALIKE = {
+    "ArceeForCausalLM", "BioGptForCausalLM", "CodeGenForCausalLM", "Cohere2ForCausalLM", "DeepseekV2ForCausalLM",
+    "Dots1ForCausalLM", "Ernie4_5ForCausalLM", "GPTBigCodeForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM", "GlmForCausalLM", "GraniteForCausalLM", "HeliumForCausalLM", "HunYuanDenseV1ForCausalLM",
+    "MiniMaxM2ForCausalLM", "MistralForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "PersimmonForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
+    "Starcoder2ForCausalLM", "XGLMForCausalLM",
+}  # fmt: skip
 STACKED = {"GptOssForCausalLM": _TEXT | {"num_local_experts": 5, "num_experts_per_tok": 3}}  # experts in one tensor
 
 

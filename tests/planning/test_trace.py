@@ -23,7 +23,7 @@ from bridge.planning.trace import NEVER_RUN, trace_structure
 from bridge.sources.live_models.checkpoint_names import live_modules, live_names
 from bridge.sources.opening import open_source
 from bridge.targets.hf.steps import MIXED
-from tests.models.decoder_families import DECODERS, OTHERS, build
+from tests.models.decoder_families import ALIKE, DECODERS, OTHERS, build
 
 # One of each kind: parallel attention, norms of 1 + w, post-norm, MLA with shared experts, stacked experts, Conv1D.
 _KINDS = {
@@ -31,7 +31,8 @@ _KINDS = {
     "MixtralForCausalLM", "Olmo2ForCausalLM", "Qwen2MoeForCausalLM", "T5ForConditionalGeneration",
 }  # fmt: skip
 FAMILIES = [
-    pytest.param(name, marks=[] if name in _KINDS else [pytest.mark.slow]) for name in sorted(DECODERS | OTHERS)
+    pytest.param(name, marks=[] if name in _KINDS else [pytest.mark.slow, *[pytest.mark.product] * (name in ALIKE)])
+    for name in sorted(DECODERS | OTHERS)
 ]
 
 
@@ -83,6 +84,7 @@ def exported(name: str) -> tuple[list[tuple[tuple[str, ...], str]], set[str], li
     return list(groups), seen, looked_up, written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_groups_and_their_norms_are_modelopts(name: str) -> None:
     want, seen, _, _ = exported(name)
@@ -218,6 +220,7 @@ READ_NUMBERS = {  # off tensors, while they are built: how likely a layer is dro
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(READ_NUMBERS))
 def test_classes_may_read_numbers_off_tensors_while_they_are_built(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(**READ_NUMBERS[name])
@@ -245,6 +248,7 @@ def caching(name: str, **more: Any) -> Any:
     return cls(cls.config_class(**(KEEP_TENSORS | KEEP_THE_LAST)[name], **more)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEEP_TENSORS)
 def test_the_callers_model_answers_with_values_after_a_trace(name: str) -> None:
     model = caching(name, image_size=40)
@@ -291,6 +295,7 @@ def test_models_of_bfloat16_are_given_pixels_of_it(name: str) -> None:
     assert structure.ungrouped == ""
 
 
+@pytest.mark.slow
 def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     fields = {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}
     model = transformers.JetMoeForCausalLM(
@@ -302,6 +307,7 @@ def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[s
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept", "told"),
     [

@@ -29,7 +29,7 @@ from bridge.sources.opening import open_source  # noqa: E402
 from bridge.sources.source import Source  # noqa: E402
 from tests.calibration.walk.walked_models import batches  # noqa: E402
 from tests.covering import grid  # noqa: E402
-from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
+from tests.models.decoder_families import ALIKE, DECODERS, OTHERS, build  # noqa: E402
 
 KILLED = """
 import os, signal, sys
@@ -99,6 +99,7 @@ REFUSED = {
     pairs=[("scheme", "after")],
     valid=lambda family, scheme, _: family not in REFUSED.get(scheme[0], ()),
     cost=lambda _, scheme, __: scheme[0].startswith("int4"),  # what searches takes three times as long
+    later=lambda family, *_: family in ALIKE,
 )
 def test_a_run_that_ends_after_any_block_goes_on_to_the_same_bytes(
     family: str, scheme: tuple[str, str | None], after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

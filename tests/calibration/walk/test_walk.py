@@ -30,7 +30,7 @@ from bridge.sources.source import Source  # noqa: E402
 from tests.calibration.walk.walked_models import batches  # noqa: E402
 from tests.covering import grid  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
-from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
+from tests.models.decoder_families import ALIKE, DECODERS, OTHERS, build  # noqa: E402
 
 SCHEMES = {
     "fp8 + kv": ("fp8", "fp8"),
@@ -102,6 +102,7 @@ def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | typ
     {"family": [*DECODERS, *OTHERS], "scheme": list(SCHEMES), "dtype": ["float32", "bfloat16"]},
     valid=lambda family, _, dtype: dtype == "float32" or not any(part in family for part in EXPERTS),
     cost=lambda _, scheme, __: any(part in scheme for part in SEARCHES),
+    later=lambda family, *_: family in ALIKE,
 )
 def test_statistics_are_those_of_the_whole_model(family: str, scheme: str, dtype: str, tmp_path: Path) -> None:
     build(family, getattr(torch, dtype)).save_pretrained(tmp_path)
@@ -245,9 +246,12 @@ class CountedReads:
         return rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"])
+@grid(
+    {
+        "family": ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"],
+        "ahead": [False, True],
+    }
+)
 def test_each_weight_is_read_once(family: str, ahead: bool, tmp_path: Path) -> None:
     build(family, torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path)
     source = CountedReads(open_source(tmp_path))
