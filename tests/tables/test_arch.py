@@ -114,7 +114,9 @@ def _renamed(row: Row, names: Mapping[str, str]) -> str:
 
 
 @pytest.mark.slow  # a second each, 50 to 200 tables
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.product] * (case in VARIANTS)) for case in CASES]
+)
 def test_every_exchange_of_two_roles_is_noticed(make: Make, case: str) -> None:
     model = make(case)
     table = _table(case)
