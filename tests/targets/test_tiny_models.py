@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
     return directory, Calibration(Provenance("", "", "", "", "", "", 0, 0), **found)
 
 
+@cache
+def _chosen(directory: Path, scheme: str) -> Calibration:
+    return bridge.calibrate(directory, scheme, samples=4, sequence=64)
+
+
 DIRECTORIES = ["tiny-llama", "tiny-gpt2"]
 DESIGN = covering(
     {"model": DIRECTORIES, "spelled": SPELLED, "scheme": scheme_names()},
@@ -102,7 +108,7 @@ def test_every_scheme_is_written_and_proved_or_refused_in_words(
     if scheme not in PRESCALED:  # amax of a smoothed input serves no other scheme
         calibration = replace(calibration, smoothing_amax={}, awq_scale={})
     if any(format_.chosen for format_ in load_scheme(scheme).formats):  # no statistic says which codes GPTQ chooses
-        calibration = bridge.calibrate(directory, scheme, samples=8, sequence=64)
+        calibration = _chosen(directory, scheme)
     report = bridge.convert(directory, target, scheme, tmp_path / "out", calib=calibration, **options)
     assert report.passed and not report.findings
     assert report.parity and len(report.parity.tensors) >= (2 * 4 if load_scheme(scheme).only else 4 * 4)

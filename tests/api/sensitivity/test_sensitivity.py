@@ -89,7 +89,7 @@ def test_a_layer_costs_what_a_copy_says_in_which_modelopt_quantized_it_alone(sch
     ("family", "scheme", "kv"),
     [
         ("llama", "int4_awq", "fp8"), ("gpt2", "int8_sq", None), ("mixtral", "fp8", None), ("phi", "int8", None),
-        ("llama", "int4_gptq", None), ("gpt2", "int4_gptq", None),
+        pytest.param("llama", "int4_gptq", None, marks=pytest.mark.product), ("gpt2", "int4_gptq", None),
     ],
 )  # fmt: skip
 def test_with_every_unit_off_the_twin_is_the_model_and_with_all_on_what_modelopt_made(
@@ -140,7 +140,7 @@ def test_a_fallback_takes_the_place_of_what_costs_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["kl", "block"])
+@pytest.mark.parametrize("method", ["kl", pytest.param("block", marks=pytest.mark.product)])
 def test_codes_that_gptq_chose_cost_something_in_every_layer(method: str) -> None:
     found = bridge.sensitivity(MODEL, "int4_gptq", method=method, **SMALL)
     assert len(found.layers) == 20 and all(layer.cost > 0 for layer in found.layers)
