@@ -13,8 +13,9 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 96,
 }  # fmt: skip
 _SQUARE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"hidden_size": 256}
-_GEMMA = {"sliding_window": 7, "num_hidden_layers": 4, "hidden_activation": "gelu_pytorch_tanh"}
-_MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+# Layers of two kinds, one of each: exporting takes seconds a layer.
+_GEMMA = {"sliding_window": 7, "num_hidden_layers": 2, "hidden_activation": "gelu_pytorch_tanh"}
+_MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 _BERT = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 96, "type_vocab_size": 3,
@@ -34,7 +35,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _SQUARE),
     "qwen3": ("Qwen3", _LLAMA | {"tie_word_embeddings": True}),
     "gemma2": ("Gemma2", _LLAMA | _GEMMA),
-    "gemma3": ("Gemma3", _LLAMA | _GEMMA | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma3": ("Gemma3", _LLAMA | _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3", _SQUARE | {"pad_token_id": 0}),
     "gpt2": (
         "GPT2",

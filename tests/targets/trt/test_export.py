@@ -21,11 +21,11 @@ from bridge.core.errors import ExportError, UsageError
 from bridge.targets.trt.graph.export import Graph, export_graph
 from tests.models.graphs import export_once
 from tests.targets.trt import onnx_parity as parity
-from tests.targets.trt.architectures import CORE, DECODERS, bert, dinov3, gpt2, llama, mixtral, resnet, vit
+from tests.targets.trt.architectures import CORE, DECODERS, bert, dinov3, gemma3, gpt2, llama, mixtral, resnet, vit
 
 # float32 in another order of additions; a wrong mask or a swapped weight reads 1e-1 and more.
 TOLERANCE = 2e-5
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DECODERS if name not in CORE]
+_LATER = [pytest.param(name, marks=pytest.mark.product) for name in DECODERS if name not in CORE]
 
 
 def _weights_of(model: Any) -> set[str]:
@@ -40,7 +40,7 @@ def exported() -> Callable[[str], Graph]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CORE, *_SLOW])
+@pytest.mark.parametrize("name", [*CORE, *_LATER])
 def test_one_pass_chunks_and_single_tokens_with_left_padding_give_torchs_logits(
     name: str, exported: Callable[[str], Graph], tmp_path: Path
 ) -> None:
@@ -60,7 +60,7 @@ def test_one_pass_chunks_and_single_tokens_with_left_padding_give_torchs_logits(
 @pytest.mark.parametrize("opset", [21, 23])
 def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_it(opset: int, tmp_path: Path) -> None:
     config = llama(num_hidden_layers=3, tie_word_embeddings=True)
-    graph = export_graph(config, cache=False, opset=opset)
+    graph = export_once(config, cache=False, opset=opset)
     assert [v.name for v in graph.model.graph.inputs] == ["input_ids", "attention_mask", "position_ids"]
     assert [v.name for v in graph.model.graph.outputs] == ["logits"]
     model = parity.live_model(config)
@@ -74,7 +74,7 @@ def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", pytest.param("mixtral", marks=pytest.mark.product)])
 def test_opset_23_gives_the_same_logits_through_attention_nodes(name: str, tmp_path: Path) -> None:
-    config = DECODERS[name]()
+    config = gemma3(2) if name == "gemma3" else DECODERS[name]()
     graph = export_graph(config, opset=23)
     assert graph.note == ""
     assert any(node.op_type == "Attention" for node in graph.model.graph)
@@ -106,7 +106,7 @@ ENCODERS = {
 @pytest.mark.parametrize("architecture", ENCODERS)
 def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp_path: Path) -> None:
     config = bert(architecture)
-    graph = export_graph(config)
+    graph = export_once(config)
     assert graph.note == ""
     assert [v.name for v in graph.model.graph.outputs] == ENCODERS[architecture]
     model = parity.live_model(config)
@@ -121,7 +121,7 @@ def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [vit(), resnet()], ids=["vit", "resnet"])
 def test_image_classifiers_equal_torch_at_another_batch_size(config: Any, tmp_path: Path) -> None:
-    graph = export_graph(config)
+    graph = export_once(config)
     model = parity.live_model(config)
     assert {n for n, t in model.state_dict().items() if t.is_floating_point()} == set(graph.weights)
     size = getattr(config, "image_size", 224)
@@ -151,23 +151,18 @@ def _saved(graph: Graph) -> bytes:
 
 @pytest.mark.slow
 def test_same_config_gives_the_same_bytes_and_no_local_path() -> None:
-    saved = _saved(export_once(DECODERS["llama"]()))
-    assert saved == _saved(export_graph(DECODERS["llama"]().to_dict()))
-    for word in (b"site-packages", b".py", b"_Flat", b"bridge.module"):
-        assert word not in saved
-
-
-@pytest.mark.slow
-def test_same_bytes_in_processes_that_hash_differently() -> None:
+    """In another process, which hashes differently, and from the config's content."""
     script = (
         "import hashlib; from tests.targets.trt import test_export as t; "
-        "print(hashlib.sha256(t._saved(t.export_graph(t.DECODERS['gemma3']()))).hexdigest())"
+        "print(hashlib.sha256(t._saved(t.export_graph(t.gemma3().to_dict()))).hexdigest())"
     )
-    here = hashlib.sha256(_saved(export_once(DECODERS["gemma3"]()))).hexdigest()
+    saved = _saved(export_once(gemma3()))
+    for word in (b"site-packages", b".py", b"_Flat", b"bridge.module"):
+        assert word not in saved
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == here
+    assert done.stdout.split()[-1] == hashlib.sha256(saved).hexdigest()
 
 
 @pytest.mark.slow
@@ -223,6 +218,7 @@ def test_wrong_options_name_the_right_ones(options: dict[str, Any], says: str) -
         export_graph(llama(), **options)
 
 
+@pytest.mark.slow
 def test_an_architecture_without_keys_and_values_is_refused_with_its_reason() -> None:
     config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 48, "num_hidden_layers": 2}
     with pytest.raises(ExportError, match=r"MambaForCausalLM: .*keys and values per layer[\s\S]*hint .*target `hf`"):
