@@ -104,6 +104,7 @@ def test_where_nothing_can_be_sent_only_that_row_fails(s3: S3Client) -> None:
     assert "secret" not in Path("nightly.batch.json").read_text()
 
 
+@pytest.mark.slow
 def test_ray_refuses_in_words(s3: S3Client) -> None:
     pytest.importorskip("ray")
     report = bridge.batch(manifest(), engine="ray", dry_run=True)
@@ -111,20 +112,15 @@ def test_ray_refuses_in_words(s3: S3Client) -> None:
 
 
 @pytest.mark.slow
-def test_a_calibrated_row_is_found_finished_without_a_summary(s3: S3Client) -> None:
-    bridge.batch(manifest(CALIBRATED), workers=1, only="fp8")
-    Path("nightly.batch.json").unlink()
-    assert bridge.batch("nightly.toml", workers=1, only="fp8").outcomes["fp8"].kept
-
-
-@pytest.mark.slow
-def test_a_new_row_takes_the_calibration_of_one_that_was_sent(s3: S3Client) -> None:
+def test_a_calibrated_row_is_found_finished_and_a_new_row_takes_its_calibration(s3: S3Client) -> None:
     assert bridge.batch(manifest(CALIBRATED), workers=1, only="fp8").passed
     manifest(CALIBRATED + CALIBRATED.replace('"fp8"', '"again"', 1))
     report = bridge.batch("nightly.toml", workers=1, only=("fp8", "again"))
     assert report.outcomes["fp8"].kept and report.outcomes["again"].status == DONE and not report.calibrations
     far = [there(s3, name)[CALIBRATION] for name in ("fp8", "again")]
     assert far[0] == far[1]
+    Path("nightly.batch.json").unlink()  # the summary
+    assert bridge.batch("nightly.toml", workers=1, only="fp8").outcomes["fp8"].kept
 
 
 @pytest.mark.slow
@@ -232,6 +228,7 @@ def test_a_server_that_is_dead_is_waited_for_once(tmp_path: Path, opened: list[s
     assert opened == [f"{dead}/a", f"{alive}/a", f"{alive}/b", str(TINY)]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_dead_is_waited_for_once_a_bucket(
     s3: S3Client, monkeypatch: pytest.MonkeyPatch, opened: list[str]
 ) -> None:
