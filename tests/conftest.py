@@ -54,7 +54,10 @@ def graphs_once(shared_directory: Path) -> Iterator[None]:
 
 # Files that go to one worker, since they share what is costly to start or to make; every other file is its own group.
 GROUPS = {
-    "examples": ("tests/docs/test_examples.py", "tests/test_readme.py", "tests/test_forks.py"),
+    "examples": (
+        "tests/docs/test_examples.py", "tests/docs/test_site.py", "tests/browser/test_site.py", "tests/test_readme.py",
+        "tests/test_forks.py",
+    ),
     "graphs": (
         "tests/targets/trt/test_export.py", "tests/targets/trt/test_sites.py", "tests/targets/trt/test_trt_oracle.py",
     ),

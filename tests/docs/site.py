@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.blocks import ROOT
 
 PAGES = ROOT / "docs" / "pages"
@@ -27,9 +26,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+BUILD = """
+import os
+os.environ["NO_MKDOCS_2_WARNING"] = "1"
+from mkdocs.__main__ import cli
+cli(["build", "--quiet", "--strict", "--site-dir", {site!r}])
+"""
+
+
 def build(site: Path) -> None:
-    """What `make docs` runs, into another directory."""
-    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """What `make docs` runs, into another directory; in a fork, since pages hold what conversions and errors say."""
+    code, said = forks.python(BUILD.format(site=str(site)), ROOT, 600)
+    assert code == 0, said
