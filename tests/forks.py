@@ -92,15 +92,11 @@ def _warm() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from bridge.sources.opening import open_source
-    from bridge.targets.trt.graph import export
-    from tests.models.graphs import export_once
+    from tests.models.graphs import use_once
 
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
     # nearly every page writes the tiny Llama as ONNX; its float graph depends on no weight and no scheme
-    export.export_graph = export_once
-    config = open_source(str(ROOT / "examples/models/tiny-llama")).config
-    export_once(dict(config), task="causal-lm", dtype="float32", opset=21, cache=True, stamp=True)
+    use_once(str(ROOT / "examples/models/tiny-llama"))
 
 
 def _served(asked: dict[str, Any]) -> tuple[int, str]:

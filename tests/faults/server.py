@@ -63,7 +63,11 @@ def _warm() -> None:
     import bridge.workflows.golden.verbs
 
     bridge.core.remote.objects.PART = PART
+    from tests.faults.commands import TINY
+    from tests.models.graphs import use_once
+
     torch.set_num_threads(1)  # before any of its threads exists, in every fork
+    use_once(str(TINY))  # a graph is made in memory: a kill during it is one before the next call that changes the disk
 
 
 def _warmed(asked: dict[str, Any]) -> dict[str, Any]:

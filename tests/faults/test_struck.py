@@ -22,7 +22,7 @@ from tests.faults.stand import Stand
 from tests.faults.struck import complaints, contents, differing, left_over
 
 SEED = 6
-POINTS = {"kill": 40, "kill a worker": 2, "signal": 15, "full disk": 10, "read error": 10}  # of all commands together
+POINTS = {"kill": 30, "kill a worker": 2, "signal": 10, "full disk": 10, "read error": 10}  # of all commands together
 
 
 @grid(

@@ -12,6 +12,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from bridge.sources.opening import open_source
+from bridge.targets.trt.graph import export
 from bridge.targets.trt.graph.export import Graph, export_graph
 from tests import once
 
@@ -32,6 +34,13 @@ def export_once(config: Any, *, progress: Callable[[str], None] | None = None, *
         name = f"graph-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         _MADE[key] = once.value(name, make) if once.ROOT else make()
     return _whole(*_MADE[key])
+
+
+def use_once(model: str) -> None:
+    """Let conversions in this process and in its forks export once, and make the graph of `model` now."""
+    export.export_graph = export_once
+    config = open_source(model).config
+    export_once(dict(config), task="causal-lm", dtype="float32", opset=21, cache=True, stamp=True)
 
 
 def _apart(graph: Graph) -> tuple[Graph, bytes]:
