@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge.api import request as opening
+from bridge.api import plans as opening
 from bridge.core.errors import PlanError, SchemeError, UsageError
 from bridge.core.typed_json import typed
 from bridge.planning.plan import Plan

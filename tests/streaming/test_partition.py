@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.api import request as opening
+from bridge.api import plans as opening
 from bridge.core.errors import SourceError, WriteError
 from bridge.core.formats.safetensors import read_header
 from bridge.core.output.directory import Work, output_directory

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.api import request as opening
+from bridge.api import plans as opening
 from bridge.api import verbs as api
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
