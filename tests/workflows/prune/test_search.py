@@ -38,6 +38,7 @@ def found() -> Searched:
     return bridge.search(LLAMA, {"parameters": "70%"}, dims=["ffn", "heads", "kv_heads", "layers"], **FEW)
 
 
+@pytest.mark.slow  # as are the others that search
 def test_the_budget_is_kept_by_the_tensors_of_the_smaller_model(found: Searched) -> None:
     values = sum(spec.size for spec in found.pruned.specs.values())
     whole = sum(spec.size for spec in open_source(LLAMA).specs.values())
@@ -48,6 +49,7 @@ def test_the_budget_is_kept_by_the_tensors_of_the_smaller_model(found: Searched)
                found.keep else found.scores).specs.values()) == values  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_best_is_the_least_measured_cost_of_what_fits(found: Searched) -> None:
     fitting = [one for one in found.tried if one.fits]
     assert found.cost == min(one.cost for one in fitting)
@@ -58,6 +60,7 @@ def test_the_best_is_the_least_measured_cost_of_what_fits(found: Searched) -> No
     assert math.isclose(math.log(after / before), found.cost, abs_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_same_parts_are_kept_again_with_the_scores(found: Searched, tmp_path: Path) -> None:
     assert found.scores
     path = found.scores.save(tmp_path / "scores.safetensors")
@@ -68,6 +71,7 @@ def test_the_same_parts_are_kept_again_with_the_scores(found: Searched, tmp_path
         bridge.search(LLAMA, {"parameters": "70%"}, dims=["hidden"], importance=path)
 
 
+@pytest.mark.slow
 def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
     """The loss of transformers' own model on the rows that measured."""
     from bridge.api.request import data_of
@@ -90,6 +94,7 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
     assert found.tokens == sum(b["input_ids"][:, 1:].numel() for b in measuring)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--repair"], ["--importance", "weights"], ["--scores", "SCORES"]])
 def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Path) -> None:
     from click.testing import CliRunner
@@ -116,11 +121,12 @@ def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Pa
     assert made["keep"] == found.keep
 
 
+@pytest.mark.slow
 def test_what_lies_in_memory_has_no_command(tmp_path: Path) -> None:
     source = bridge.pruned(LLAMA, {"ffn": 256}, importance="weights")
     words: dict[str, Any] = {"dims": ["ffn"], "progress": False}
-    rows = [{"input_ids": torch.arange(64 * n, 64 * n + 64)[None]} for n in range(8)]
-    of_pruned = bridge.search(source, {"parameters": "90%"}, samples=8, sequence=64, **words)
+    rows = [{"input_ids": torch.arange(32 * n, 32 * n + 32)[None]} for n in range(8)]
+    of_pruned = bridge.search(source, {"parameters": "90%"}, samples=8, sequence=32, **words)
     own_rows = bridge.search(LLAMA, {"parameters": "90%"}, data=rows, **words)
     for found in (of_pruned, own_rows):
         assert found.command() == ""
@@ -129,11 +135,13 @@ def test_what_lies_in_memory_has_no_command(tmp_path: Path) -> None:
     assert own_rows.command("scores.safetensors").endswith("--importance scores.safetensors")
 
 
-def test_bytes_are_those_that_are_written(tmp_path: Path) -> None:
-    found = bridge.search(LLAMA, {"bytes": "75%"}, dims=["ffn", "layers"], quant="int8_wo", **FEW)
+@pytest.mark.slow
+def test_bytes_are_those_that_are_written() -> None:
+    words: dict[str, Any] = {"dims": ["ffn", "layers"], "quant": "int8_wo", **FEW, "samples": 8, "sequence": 32}
+    found = bridge.search(LLAMA, {"bytes": "75%"}, **words)
     plan = bridge.plan(LLAMA, "hf", "int8_wo", keep=found.keep)
     assert found.size == sum(output.spec.nbytes for output in plan.outputs) <= found.limit
-    number = bridge.search(LLAMA, {"bytes": found.limit}, dims=["ffn", "layers"], quant="int8_wo", **FEW)
+    number = bridge.search(LLAMA, {"bytes": found.limit}, **words)
     assert number.keep == found.keep
 
 
@@ -151,6 +159,7 @@ def test_latency_counts_the_experts_of_one_token() -> None:
     assert sizer.whole - fewer == router * (1 - config.num_experts_per_tok / config.num_local_experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parameters", "bytes", "latency"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 def test_the_estimate_of_a_size_is_close_to_it(name: str, kind: str) -> None:
@@ -229,6 +238,7 @@ def test_sizes_that_the_scheme_cannot_have_are_left_out_of_every_budget(monkeypa
         sizer.exact(whole.to({"ffn": 192}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "few"), [(16, True), (64, False)])
 def test_few_tokens_to_judge_by_are_told_of(samples: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "prepare", lambda *_: (_ for _ in ()).throw(InterruptedError))
@@ -241,6 +251,7 @@ def test_few_tokens_to_judge_by_are_told_of(samples: int, few: bool, monkeypatch
     assert not any("calibrat" in text or "scales" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_too_few_rows_for_a_repair_are_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     words: dict[str, Any] = {"dims": ["ffn"], "repair": True, "sequence": 64}
     with monkeypatch.context() as patched:
@@ -282,22 +293,24 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
         bridge.search(tmp_path / "out", {"parameters": "70%"})
 
 
+@pytest.mark.slow
 def test_each_candidate_is_repaired_if_asked() -> None:
-    words = {"dims": ["ffn"], "samples": 64, "sequence": 128, "progress": False}
+    words = {"dims": ["ffn"], "samples": 64, "sequence": 64, "progress": False}
     repaired = bridge.search(LLAMA, {"parameters": "80%"}, repair=True, **words)
     plain = bridge.search(LLAMA, {"parameters": "80%"}, **words)
     assert repaired.cost < plain.cost
     assert len(repaired.pruned.repaired) == 5
     assert repaired.scores is None
-    assert "--repair --samples 64 --sequence 128" in repaired.command()
+    assert "--repair --samples 64 --sequence 64" in repaired.command()
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_the_next_command(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from bridge.cli.main import app
 
-    words = ["search", LLAMA, "--parameters", "80%", "--dims", "ffn", "--samples", "8", "--sequence", "64"]
+    words = ["search", LLAMA, "--parameters", "80%", "--dims", "ffn", "--samples", "8", "--sequence", "32"]
     path = tmp_path / "scores.safetensors"
     shown = CliRunner().invoke(app, [*words, "--scores", str(path)])
     assert shown.exit_code == 0, shown.output
