@@ -51,16 +51,19 @@ def test_nothing_is_loaded_before_signals_are_handled() -> None:
     assert done.stdout.split() == ["__future__", "bridge", "bridge.__main__"], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["convert", "--help"]])
 def test_help_loads_no_framework_and_no_numpy(words: list[str]) -> None:
     assert not loaded(command(*words)) & (FRAMEWORKS | {"numpy", "rich"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["schemes", "targets", "architectures", "fp8"])
 def test_show_loads_no_framework(what: str) -> None:
     assert not loaded(command("show", what)) & FRAMEWORKS
 
 
+@pytest.mark.slow
 def test_a_plan_of_an_architecture_with_a_table_loads_no_framework() -> None:
     words = ("plan", str(MODEL), "--target", "trt", "--quant", "fp8", "--kv", "fp8")
     assert not loaded(command(*words)) & FRAMEWORKS
@@ -71,15 +74,18 @@ def test_the_loader_of_target_tripy_is_there_without_an_import_of_its_own() -> N
     assert not loaded(code) & (FRAMEWORKS | {"nvtripy"})
 
 
+@pytest.mark.slow
 def test_the_tracker_is_there_without_an_import_of_its_own_and_loads_torch_when_it_is_used() -> None:
     assert not loaded("import bridge; assert 'ModTracker' in bridge.tracker.__all__") & FRAMEWORKS
     assert "torch" in loaded("import bridge; bridge.tracker.ModTracker()")
 
 
+@pytest.mark.slow
 def test_check_of_the_tables_loads_no_framework() -> None:
     assert not loaded("import bridge; bridge.check()") & FRAMEWORKS
 
 
+@pytest.mark.slow
 def test_a_config_of_inspect_is_read_without_a_framework() -> None:
     code = "from bridge.workflows.inspect.config import listing, resolve"
     read = "from bridge.workflows.inspect.config.read import read_config; read_config(None)"

@@ -40,6 +40,7 @@ def _make(root: Path) -> int:
     return int(once.value("number", lambda: (root / "calls").open("a").write("x")))
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_wait_for_the_first(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:  # a fork of this process may inherit a taken lock
         assert pool.map(_make, [tmp_path] * 8) == [1] * 8

@@ -160,6 +160,7 @@ def test_a_second_run_gives_the_same_bytes(converted: tuple[Path, Any], calibrat
         assert (tmp_path / "again" / name).read_bytes() == (converted[0] / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_a_calibration_that_lacks_what_the_plan_needs_is_refused(calibration: Path, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"layers\.\{0\.\.4\}"):
         bridge.convert(LLAMA, "trt", "int4_awq", tmp_path / "out", calib=calibration)

@@ -131,6 +131,7 @@ def test_what_is_exported_equals_a_conversion_with_the_same_calibration(form: st
     assert report.passed and report.out == str(tmp_path / "door")
 
 
+@pytest.mark.slow
 def test_the_same_configs_may_come_from_omegaconf_or_as_objects(tmp_path: Path) -> None:
     omegaconf = pytest.importorskip("omegaconf")
     quantization, export = one("fp8", tmp_path / "out")
@@ -261,6 +262,7 @@ def test_a_null_algorithm_exports_the_model_as_it_is(configs: Callable[..., Any]
     assert contents(tmp_path / "door") == contents(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_compress_writes_one_plain_tar(tmp_path: Path) -> None:
     model = built("llama", torch.bfloat16)
     for path, compress in (("model.qnemo", True), ("directory", False)):
@@ -276,6 +278,7 @@ def test_compress_writes_one_plain_tar(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "unpacked/report.json").read_text())["out"] == str(tmp_path / "new/model.qnemo")
 
 
+@pytest.mark.slow
 def test_a_tar_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = Quantizer(*one("fp8", tmp_path / "model.qnemo", compress=True))
     model = quantizer.quantize(built("llama", torch.bfloat16), loop)
@@ -294,6 +297,7 @@ def test_a_tar_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch
         quantizer.export(model)
 
 
+@pytest.mark.slow
 def test_without_a_loop_the_configs_text_calibrates_and_the_tokenizer_goes_along(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The bridge spans the river, and many people cross it. " * 200)

@@ -79,6 +79,7 @@ def test_the_fused_graph_of_ort_says_what_transformers_says() -> None:
     assert result.runs.startswith("the file itself in ONNX Runtime")
 
 
+@pytest.mark.slow
 def test_llama_cpp_says_what_transformers_says() -> None:
     pytest.importorskip("xllamacpp")
     pieces: list[str] = []
@@ -87,6 +88,7 @@ def test_llama_cpp_says_what_transformers_says() -> None:
     assert "".join(pieces) == result.text and result.runs.startswith("the file itself in llama.cpp")
 
 
+@pytest.mark.slow
 def test_quantized_tokens_of_llama_cpp_are_the_most_likely_of_each_position() -> None:
     """llama.cpp rounds activations to 8 bits where weights are quantized: its own probabilities are the reference."""
     pytest.importorskip("xllamacpp")
@@ -102,6 +104,7 @@ def test_quantized_tokens_of_llama_cpp_are_the_most_likely_of_each_position() ->
         ids.append(token)
 
 
+@pytest.mark.slow
 def test_drawn_tokens_of_llama_cpp_repeat_with_their_seed() -> None:
     pytest.importorskip("xllamacpp")
     first, again, other = (
@@ -110,6 +113,7 @@ def test_drawn_tokens_of_llama_cpp_repeat_with_their_seed() -> None:
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_llama_cpp_loses_no_token_that_ends_inside_of_a_character() -> None:
     """At this temperature tokens are bytes of unfinished characters, which its stream leaves out."""
     pytest.importorskip("xllamacpp")
@@ -154,6 +158,7 @@ def test_quantized_activations_and_caches_say_what_the_fake_quantized_model_says
     assert (logits.argmax(-1) == new).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_text_comes_in_pieces_and_is_counted(output: Path) -> None:
     pieces: list[str] = []
     result = bridge.run(output, TEXT, tokens=12, stream=pieces.append)
@@ -195,6 +200,7 @@ def test_a_full_context_ends_the_text_and_a_longer_prompt_is_refused(output: Pat
         bridge.run(output, TEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["hf", pytest.param("trt", marks=pytest.mark.slow)])
 def test_a_seed_draws_the_same_tokens_and_another_seed_others(target: str) -> None:
     out = written(target, "none")
@@ -297,6 +303,7 @@ def test_a_wrong_number_is_a_usage_error(given: dict[str, Any], words: str) -> N
         bridge.run(MODEL, "")
 
 
+@pytest.mark.slow
 def test_the_command_streams_text_then_one_line(output: Path) -> None:
     result = bridge.run(output, TEXT, tokens=8)
     done = CliRunner().invoke(app, ["run", str(output), TEXT, "--tokens", "8"])

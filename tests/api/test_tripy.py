@@ -297,6 +297,7 @@ def test_a_scale_of_what_is_no_number_is_refused(amax: Any) -> None:
         convert_to_scale(amax, 127)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_tripy_is_told_its_way_to_a_scale(tp: Any) -> None:
     with pytest.raises(UsageError, match=r"amax is a Tensor; .*np\.from_dlpack"):
         convert_to_scale(tp.ones((2,)), 127)

@@ -90,6 +90,7 @@ def test_an_unquantized_module_answers_as_the_checkpoint_does(tp: Any, model: An
     assert apart(logits(tp, module), model(IDS).logits) < 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_are_the_checkpoints_in_the_modules_dtype(dtype: str, tp: Any, model: Any, checkpoint: Path) -> None:
     module = module_for(tp, model.config, None, getattr(tp, dtype))

@@ -85,6 +85,7 @@ def test_hours_are_told_and_what_float32_would_save() -> None:
     assert 'compute="fp32" (--compute fp32) would take about 67 min instead of about 5 h' in save
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bfloat16")
 def test_nothing_is_told_of_seconds_or_where_float32_is_no_faster() -> None:
     assert told({"bfloat16": 50, "float32": 10}) == []

@@ -22,6 +22,7 @@ def made(family: str) -> tuple[object, list[dict[str, torch.Tensor]]]:
     return model, [{"input_ids": torch.randint(3, 330, (2, 24))} for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "stack"),
     [

@@ -67,6 +67,7 @@ def test_a_loop_calibrates_and_text_is_held_out(name: str, tmp_path: Path) -> No
     assert {each.reference for each in report.parity.outputs} == {"source", "modelopt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ_MORE)
 def test_a_loop_calibrates_what_text_alone_does_not_run(name: str, tmp_path: Path) -> None:
     report = bridge.convert(built(name), "hf", "fp8", tmp_path / "out", calib=loop_of(name), tokenizer=LLAMA)
@@ -77,6 +78,7 @@ def test_a_loop_calibrates_what_text_alone_does_not_run(name: str, tmp_path: Pat
     assert why.endswith("give batches with the inputs it needs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ_TEXT)
 def test_text_calibrates_encoders_and_their_decoders(name: str) -> None:
     made = bridge.calibrate(built(name), "fp8", tokenizer=LLAMA, samples=4, sequence=40)

@@ -86,6 +86,7 @@ def test_kv_statistics_are_those_of_modelopts_preset(family: str) -> None:
         assert float(found.v_amax[name]) == float(theirs.get_submodule(f"{name}.v_bmm_quantizer").amax)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4_awq", "int8_sq"])
 def test_the_cache_is_calibrated_in_the_run_of_the_weights_as_modelopt_does(scheme: str) -> None:
     model, ids = built("llama", torch.bfloat16), torch.arange(2 * 64).reshape(2, 64) % 90
@@ -97,6 +98,7 @@ def test_the_cache_is_calibrated_in_the_run_of_the_weights_as_modelopt_does(sche
         assert all(np.array_equal(array, getattr(theirs, kind)[name]) for name, array in found.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_smoothquant_statistics_are_those_of_modelopts_preset(family: str) -> None:
     model = built(family, torch.bfloat16)
@@ -219,6 +221,7 @@ def test_norms_embeddings_and_heads_carry_no_enabled_quantizer() -> None:
     assert not any("LayerNorm" in name or "embeddings" in name for name in enabled)
 
 
+@pytest.mark.slow
 def test_a_mixed_recipe_calibrates_each_part_as_its_scheme_alone(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(
         'base = "fp8"\n[[rule]]\nmodules = ["*.o_proj"]\nquant = "int8_sq"\n[[rule]]\nlayers = [1]\n'
@@ -233,6 +236,7 @@ def test_a_mixed_recipe_calibrates_each_part_as_its_scheme_alone(tmp_path: Path)
         assert float(amax) == float(other.input_amax[name]), name
 
 
+@pytest.mark.slow
 def test_held_out_answers_are_those_of_both_models() -> None:
     model = built("llama")
     held = run(model, load_scheme("fp8")).held_out
@@ -280,6 +284,7 @@ def test_nvfp4_is_simulated_here_as_its_codes_say() -> None:
         assert torch.equal(fake(x), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "kv"), [("nvfp4_awq", None), ("w4a8_nvfp4_fp8", None), ("fp8", "nvfp4")])
 def test_more_of_nvfp4_is_simulated_here(scheme: str, kv: str | None) -> None:
     held = run(built("mixtral"), load_scheme(scheme, kv=kv)).held_out
@@ -363,6 +368,7 @@ def test_a_dead_input_gets_a_scale_of_one_and_is_told() -> None:
     assert float(found.input_amax["model.layers.1.mlp.down_proj"]) == 448.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_int8_smooths_beside_what_is_zero(family: str, dtype: str) -> None:

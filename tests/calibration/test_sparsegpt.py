@@ -47,6 +47,7 @@ def data_of(model: Any) -> list[dict[str, Any]]:
     return list(prepare(BATCHES, open_source(model)).batches)
 
 
+@pytest.mark.slow
 def test_a_whole_llama_gets_the_zeros_of_modelopt() -> None:
     import modelopt.torch.sparsity as mts
 

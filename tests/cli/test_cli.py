@@ -257,6 +257,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["show schemes", "show nothing-of-that-name"])
 def test_a_ctrl_c_after_the_verb_disturbs_no_callback_and_no_exit_code(verb: str) -> None:
     script = f"""
@@ -276,6 +277,7 @@ main()
     assert done.stderr.splitlines()[-2:] == ["struck", "last"] and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_sigterm_after_the_verb_ends_the_process_as_any_other() -> None:
     script = f"""
 import atexit, os, sys
@@ -288,6 +290,7 @@ main()
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "bridge", "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Usage: python -m bridge ")
@@ -328,6 +331,7 @@ def test_a_reader_that_is_gone_ends_a_verb_without_a_word(verb: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_without_a_stdout_no_file_takes_its_place() -> None:
     tell = "print(os.readlink('/proc/self/fd/1'), file=sys.stderr)"
     show = "from bridge.cli.main import main; sys.argv[1:] = ['show', 'schemes']; main()"

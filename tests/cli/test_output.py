@@ -40,6 +40,7 @@ def healthy() -> Any:
     return report(parity=parity, next="vllm serve {out}", made_from={"architecture": "LlamaForCausalLM"})
 
 
+@pytest.mark.slow
 def test_a_conversion_that_passed_prints_seven_lines_and_the_next_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run("convert", str(MODEL), "--target", "hf", "--quant", "fp8_pc_pt", "--out", str(out))

@@ -59,6 +59,7 @@ def test_a_layer_of_a_stack_is_named_and_found_again() -> None:
     assert slab_of("decoder.layers.3.mlp.linear_fc2.weight").of((7, 5)) == (7, 5)
 
 
+@pytest.mark.slow
 def test_an_index_of_many_chunks_stays_small(tmp_path: Path) -> None:
     """Words are said once: 0.15 kB a chunk, where torch's own pickle of the same takes as much."""
     tensors = {

@@ -84,6 +84,7 @@ def test_tensors_on_one_storage_stay_two_tensors(tmp_path: Path) -> None:
     assert np.array_equal(file.read("a"), file.read("b"))
 
 
+@pytest.mark.slow
 def test_directory_of_bin_shards_opens_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]

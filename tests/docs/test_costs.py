@@ -58,6 +58,7 @@ def test_what_is_picked_is_a_scheme_and_says_its_figures() -> None:
     assert f"| {read_costs()['int4_mse']['tiny-llama'].kl:.4f} |" in costs.picks()
 
 
+@pytest.mark.slow
 def test_the_best_of_a_program_is_loaded_by_it_and_has_the_least_divergence() -> None:
     by_name = {f"`{runtime.name}`": runtime for runtime in runtimes()}
     for line in costs.best().splitlines()[2:]:

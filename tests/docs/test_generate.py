@@ -70,6 +70,7 @@ def test_every_target_and_source_has_a_page_with_its_parts(kind: str, names: tup
         assert f"{kind}/{name}.md" in (ROOT / "mkdocs.yml").read_text()
 
 
+@pytest.mark.slow
 def test_every_scheme_has_a_page_and_a_test_that_names_it() -> None:
     named = schemes.tests()
     assert set(named) == set(scheme_names()) and all(named.values())
@@ -92,6 +93,7 @@ def test_options_are_those_of_the_target() -> None:
     assert "| `cache` | `--cache`, `--no-cache` | bool | `True` |" in targets.options("trt")
 
 
+@pytest.mark.slow
 def test_what_a_target_takes_is_what_the_matrix_says() -> None:
     head, _, *rows = (
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in matrix.schemes().splitlines()

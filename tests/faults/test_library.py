@@ -104,6 +104,7 @@ def test_a_resumed_run_does_not_write_again_what_was_finished(checkpoint: Path, 
     assert rest < whole / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "kept"), [(1, False), (2, False), (9, True), (40, True)])
 def test_a_full_disk_keeps_what_is_done_and_says_so(
     call: int, kept: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +226,7 @@ def busiest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_what_appears_at_the_output_meanwhile_is_not_touched(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 

@@ -79,6 +79,7 @@ def test_cage_notices_what_a_reader_must_not_do(what: str, tmp_path: Path) -> No
     assert done.stdout.startswith("noticed:"), done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_first_cases_are_held_as_all_others(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
@@ -97,6 +98,7 @@ def test_first_cases_are_held_as_all_others(tmp_path: Path) -> None:
     assert "did what reading never does" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_loose_cage_ends_what_computes_for_ever(tmp_path: Path) -> None:
     done = ran(caged(MISBEHAVING["computes for ever"], 0.1, loose=True), tmp_path)
     assert done.stdout.startswith("noticed: took more than"), done.stderr[-2000:]

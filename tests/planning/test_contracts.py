@@ -446,6 +446,7 @@ def test_own_scales_without_weights_that_it_changes_is_told() -> None:
     assert not any("own_scales" in note for note in bridge.plan(TINY, "hf", "fp8", own_scales=True).notes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_once")
 def test_every_file_beside_the_weights_that_changed_or_is_gone_is_found(tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -48,6 +48,7 @@ def test_the_second_plan_imports_no_torch(saved: Path, cache: Path) -> None:
     assert runs[0][0] == runs[1][0]
 
 
+@pytest.mark.slow
 def test_what_is_recalled_is_what_was_traced(saved: Path, cache: Path) -> None:
     source = open_source(saved)
     assert load(source) is None
@@ -65,6 +66,7 @@ def test_another_config_or_other_tensors_are_not_taken_for_it(saved: Path, cache
     assert load(open_source(build(FAMILY, torch.float16))) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "changed", "empty", "text", "foreign"])
 def test_a_damaged_file_is_traced_anew(saved: Path, cache: Path, damage: str) -> None:
     source = open_source(saved)
@@ -87,6 +89,7 @@ def test_a_damaged_file_is_traced_anew(saved: Path, cache: Path, damage: str) ->
     assert load(source) == traced
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_not_an_error(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +98,7 @@ def test_a_directory_that_cannot_be_written_is_not_an_error(
     assert bridge.plan(saved, target="trt", quant="int8_wo").traced
 
 
+@pytest.mark.slow
 def test_old_files_make_room(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.planning.trace_cache.MAX_FILES", 2)
     source = open_source(saved)
@@ -104,6 +108,7 @@ def test_old_files_make_room(saved: Path, cache: Path, monkeypatch: pytest.Monke
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_another_version_and_a_changed_checkout_are_traced_anew(
     saved: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

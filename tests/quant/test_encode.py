@@ -100,6 +100,7 @@ def test_encode_is_the_reference_in_every_layout(scheme: str, dtype: str) -> Non
         assert_same(encode(stored, dtype, numeric, layout="in_out", transpose=not transpose), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_coding_is_the_reference_and_decodes_to_it(scheme: str, dtype: str) -> None:

@@ -147,6 +147,7 @@ def test_float8_codes_that_float16_loses_are_a_rounding_away_at_most() -> None:
 # Scales
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.floats(2.0**-149, 2.0**100, width=32), st.sampled_from(list(TORCH)))
 def test_a_resolved_scale_is_never_zero_never_smaller_and_stays_what_it_is(scale: float, dtype: str) -> None:

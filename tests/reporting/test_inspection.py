@@ -24,6 +24,7 @@ def texts(report: bridge.Report) -> list[str]:
     return [section.text for section in page_of(report).sections if section.id == "inspection"]
 
 
+@pytest.mark.slow
 def test_the_report_links_the_inspection_of_its_output(tmp_path: Path) -> None:
     out, seen = tmp_path / "out", tmp_path / "a b.inspect"
     report = bridge.convert(LLAMA, "hf", "int8_wo", out, verify=False, progress=False)
@@ -38,6 +39,7 @@ def test_the_report_links_the_inspection_of_its_output(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir() if path.name.startswith("report")} == {"report.html", "report.json"}
 
 
+@pytest.mark.slow
 def test_an_inspection_of_nothing_written_leaves_the_report(tmp_path: Path) -> None:
     out = tmp_path / "out"
     bridge.convert(LLAMA, "hf", "int8_wo", out, verify=False, progress=False)
@@ -53,6 +55,7 @@ def test_a_live_model_is_inspected_in_python(tmp_path: Path) -> None:
     assert text == f'bridge.inspect(model, against="{out}", out="{out}.inspect")'
 
 
+@pytest.mark.slow
 def test_other_targets_are_inspected_under_their_scheme(tmp_path: Path) -> None:
     out = tmp_path / "it's"
     (text,) = texts(bridge.convert(LLAMA, "trtllm", "int8_wo", out, verify=False, progress=False))

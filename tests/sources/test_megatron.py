@@ -111,6 +111,7 @@ def assert_same(source: Any, hf: dict[str, torch.Tensor]) -> None:
     assert all(np.array_equal(source.read(name), tensor.numpy()) for name, tensor in hf.items())
 
 
+@pytest.mark.slow
 def test_a_run_an_iteration_and_a_bare_directory_are_one_model(tmp_path: Path) -> None:
     hf = llama()
     run = megatron_bridge(tmp_path / "run", stacked(spelled(hf, "megatron")))
@@ -156,6 +157,7 @@ def test_checkpoints_of_several_kinds_are_not_chosen_between(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_an_archive_is_read_in_place_and_unpacked_alike(tmp_path: Path) -> None:
     hf = llama()
     archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": spelled(hf, "megatron")})
@@ -204,6 +206,7 @@ def test_padding_of_the_vocabulary_is_cut_or_asked_about(tmp_path: Path) -> None
     assert "config=: vocab_size = 113, but the tensors have 112 rows" in message
 
 
+@pytest.mark.slow
 def test_tied_models_have_no_head(tmp_path: Path) -> None:
     state = spelled(llama(), "megatron")
     del state["output_layer.weight"]

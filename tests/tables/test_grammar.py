@@ -36,6 +36,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> Expr:
     return Call(op.name, args, tuple(counts))
 
 
+@pytest.mark.slow
 @given(expressions())
 def test_printing_and_parsing_are_inverse(expr: Expr) -> None:
     assert _parse(str(expr)) == expr

@@ -127,6 +127,7 @@ SWEPT = [("megatron", case) for case in CASES]
 SWEPT += [("torchtitan", case) for case in ("llama", "qwen3-moe", "gpt_oss", "deepseek")] + [("meta", "llama")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dialect", "case"), SWEPT)
 def test_every_role_in_the_place_of_another_is_noticed(dialect: str, case: str) -> None:
     hf = hugging_face(CONFIGS[case])

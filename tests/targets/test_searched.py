@@ -48,6 +48,7 @@ def test_searched_scales_are_proved_and_err_less_than_amax(
     assert errors[0] < 0.9 * errors[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", PLAIN)
 def test_an_output_has_the_tensors_and_config_of_the_plain_scheme(scheme: str, tmp_path: Path) -> None:
     for name in (scheme, PLAIN[scheme]):
@@ -67,6 +68,7 @@ def clipped() -> Calibration:
     return Calibration(Provenance("", "", "", "", "", "", 0, 0), weight_clip=clips)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", ["modelopt", "compressed-tensors", "awq", "gptq"])
 def test_clipped_scales_are_written_as_those_of_int4_wo(format_: str, clipped: Calibration, tmp_path: Path) -> None:
     bridge.convert(LLAMA, "hf", "int4_wo", tmp_path / "plain", verify=False, progress=False, format=format_)
@@ -78,6 +80,7 @@ def test_clipped_scales_are_written_as_those_of_int4_wo(format_: str, clipped: C
     )
 
 
+@pytest.mark.slow
 def test_clipped_scales_are_the_same_numbers_in_compressed_tensors_and_gptq(
     clipped: Calibration, tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ def test_clips_of_another_model_are_refused(clipped: Calibration, tmp_path: Path
         bridge.convert(LLAMA, "hf", "int4_awq_clip", tmp_path / "out", calib=lacking, progress=False)
 
 
+@pytest.mark.slow
 def test_codes_of_searched_scales_are_copied_and_decoded(tmp_path: Path) -> None:
     bridge.convert(LLAMA, "hf", "nvfp4_wo_mse", tmp_path / "first", verify=False, progress=False)
     report = bridge.convert(tmp_path / "first", "hf", None, tmp_path / "again", progress=False)

@@ -82,6 +82,7 @@ DESIGN = covering(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "spelled", "scheme"),
     [

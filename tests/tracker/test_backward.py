@@ -199,6 +199,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_it() -> None:
     assert seen == [{"Global", "Inner"}]
 
 
+@pytest.mark.slow
 def test_a_graph_is_freed_without_the_collector() -> None:
     """`register_multi_grad_hook` of torch makes a cycle through each graph."""
     model = nn.Bilinear(3, 3, 2)

@@ -68,6 +68,7 @@ def test_a_checkpoint_keeps_less_and_its_repeat_is_backward(reentrant: bool) -> 
     assert run(True)["inner"] == (1, 0)
 
 
+@pytest.mark.slow
 def test_results_have_the_same_bits_and_nothing_is_held() -> None:
     def run() -> list[torch.Tensor]:
         torch.manual_seed(5)

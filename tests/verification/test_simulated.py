@@ -150,6 +150,7 @@ def relative(one: Any, other: Any) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.slow
 def test_inputs_beyond_a_static_amax_have_no_gradient() -> None:
     source = open_source(LLAMA)
     plan, structure = bridge.plan(source, "hf", "fp8"), structure_of(source)
@@ -204,6 +205,7 @@ def test_a_student_runs_with_nearly_its_own_weights_for_each_target(target: str)
     assert relative(own, whole) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["trtllm", "ort"])
 def test_places_of_a_matrix_are_those_of_its_source(target: str) -> None:
     from bridge.verification.simulated.codes import _places

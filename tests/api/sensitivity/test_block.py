@@ -116,6 +116,7 @@ def test_the_kv_cache_is_in_the_errors_of_all_but_not_in_those_of_layers(tmp_pat
     assert plain.whole < cached.whole < 1.5 * (plain.whole + cached.cache)
 
 
+@pytest.mark.slow
 def test_methods_that_run_the_whole_model_are_refused_before_a_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

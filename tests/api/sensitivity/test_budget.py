@@ -268,6 +268,7 @@ def test_every_scheme_has_the_same_units_and_each_may_stay_unquantized() -> None
     assert len(names) == 20
 
 
+@pytest.mark.slow
 def test_a_program_that_reads_one_format_for_all_modules_gets_menus_of_one() -> None:
     menus = several(Destination("hf", {}, "vllm")).candidates.menus
     assert any(set(menu.fits) >= {0, 1} for menu in menus)  # compressed-tensors mixes
@@ -277,6 +278,7 @@ def test_a_program_that_reads_one_format_for_all_modules_gets_menus_of_one() -> 
     assert {menu.target for menu in job.candidates.menus} == {"hf"}
 
 
+@pytest.mark.slow
 def test_a_scheme_that_a_program_does_not_load_is_refused_by_name() -> None:
     with pytest.raises(SchemeError, match=r"(?s)llama\.cpp takes these schemes for no matrix.*\n  fp8: "):
         several(Destination("llama.cpp"), ["fp8", "q8_0"])

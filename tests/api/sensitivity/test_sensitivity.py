@@ -85,6 +85,7 @@ def test_a_layer_costs_what_a_copy_says_in_which_modelopt_quantized_it_alone(sch
         assert nats == pytest.approx(float(wanted), rel=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "kv"),
     [
@@ -108,6 +109,7 @@ def test_with_every_unit_off_the_twin_is_the_model_and_with_all_on_what_modelopt
     assert not torch.equal(logits(whole, batch), logits(model, batch))
 
 
+@pytest.mark.slow
 def test_a_recipe_made_for_a_divergence_has_it(int4: bridge.Sensitivity, tmp_path: Path) -> None:
     assert int4.choice
     assert 0 < int4.choice.measured <= 0.012 < int4.whole
@@ -215,6 +217,7 @@ def test_equal_runs_give_equal_results(int4: bridge.Sensitivity) -> None:
     assert again.to_json() == int4.to_json()
 
 
+@pytest.mark.slow
 def test_the_callers_model_stays_as_it_was() -> None:
     model = built("llama").train()
     before, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
@@ -226,6 +229,7 @@ def test_the_callers_model_stays_as_it_was() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "scheme"), [("mixtral", "int8_wo"), ("phi", "fp8"), ("llama-tied", "int4_wo")])
 def test_experts_untabled_architectures_and_tied_heads_are_measured(family: str, scheme: str, tmp_path: Path) -> None:
     quant: Any = scheme
@@ -251,6 +255,7 @@ def test_the_kv_cache_is_measured_apart_and_counts_against_the_budget() -> None:
         bridge.sensitivity(MODEL, "int8_wo", kv="fp8", budget=f"kl={made.cache / 2}", **SMALL)
 
 
+@pytest.mark.slow
 def test_runs_that_start_late_answer_what_whole_runs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench("fp8")
     names = [unit.name for unit in made.job.units]
@@ -292,6 +297,7 @@ def test_a_model_whose_layers_do_not_simply_follow_each_other_is_run_whole(secre
     assert prefix.nbytes == 0
 
 
+@pytest.mark.slow
 def test_what_a_switch_raises_leaves_every_unit_off() -> None:
     made = bench("int4_awq", fallback="int8_wo")
     (batch,) = made.data.held_out
@@ -369,6 +375,7 @@ def test_modelopts_scores_rank_much_as_divergences_do(int4: bridge.Sensitivity) 
     assert torch.corrcoef(ranks)[0, 1] > 0.8
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_recipe_once(tmp_path: Path) -> None:
     out = tmp_path / "recipe.toml"
     words = ["sensitivity", MODEL, "--quant", "int4_wo", "--samples", "4", "--sequence", "64", "--out", str(out)]
@@ -390,6 +397,7 @@ def narrow(n_inner: int) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_what_no_target_takes_is_told_and_kept_out_of_a_recipe_that_plans(tmp_path: Path) -> None:
     model = narrow(384)
     found = bridge.sensitivity(model, "int4_wo", tokens(), budget="kl=1")
@@ -411,6 +419,7 @@ def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -
         make_job(narrow(384), "int8_wo", None, "int4_wo", "kl", None, None, None)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -74,6 +74,7 @@ def test_no_other_choice_within_the_cost_takes_fewer_bytes(seed: int) -> None:
     assert total(found, chosen).bytes == min(option.bytes for option in every(found) if option.cost <= limit)
 
 
+@pytest.mark.slow
 def test_a_choice_by_worth_is_never_better_and_often_worse() -> None:
     ratios = []
     for seed in range(60):

@@ -286,6 +286,7 @@ def test_memory_decides_and_the_result_is_the_same(tmp_path: Path, monkeypatch: 
     assert small.digest == large.digest
 
 
+@pytest.mark.slow
 def test_memory_below_the_largest_block_is_refused_before_a_weight_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

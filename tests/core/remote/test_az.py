@@ -92,6 +92,7 @@ def az(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_is_read_and_written_there(az: Bucket, tmp_path: Path) -> None:
     for path in TINY.iterdir():
         az.put(f"src/{path.name}", path)
@@ -104,6 +105,7 @@ def test_a_model_is_read_and_written_there(az: Bucket, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["near"]
 
 
+@pytest.mark.slow
 def test_a_blob_in_parts_is_the_file_and_its_tag_that_of_the_listing(az: Bucket, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(os.urandom(40 << 20))
     az.put("big", tmp_path / "big")

@@ -38,6 +38,7 @@ def read(blocks: Blocks, begin: int, end: int) -> bytes:
     return bytes(out)
 
 
+@pytest.mark.slow
 def test_every_run_is_that_of_the_file() -> None:
     blocks, numbers = Blocks(Store().fetch, memory=4000, block=1000), np.random.default_rng(1)
     for _ in range(200):

@@ -94,6 +94,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Bucket]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_conversion_writes_the_bytes_of_a_local_one(bucket: type[Bucket], tmp_path: Path) -> None:
     bucket.objects |= {f"models/tiny/{path.name}": path.read_bytes() for path in TINY.iterdir()}
     bridge.convert("gs://bucket/models/tiny", "hf", "fp8_pc_pt", tmp_path / "far")
@@ -124,6 +125,7 @@ def test_an_object_that_changes_is_an_error(bucket: type[Bucket]) -> None:
         source.read("model.norm.weight")
 
 
+@pytest.mark.slow
 def test_an_output_is_sent_whole(bucket: type[Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bridge.convert(TINY, "hf", "int8_wo", "gs://bucket/out/tiny", verify=False)

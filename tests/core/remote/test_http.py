@@ -53,6 +53,7 @@ def weights(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_a_conversion_writes_the_bytes_of_a_local_one(
     served: tuple[str, Manners], sharded: Path, tmp_path: Path
 ) -> None:
@@ -288,6 +289,7 @@ def test_nothing_there_and_no_server_are_told(sharded: Path) -> None:
         HttpStore(url, Client(tries=2, pause=0.01))
 
 
+@pytest.mark.slow
 def test_passwords_and_signatures_are_used_and_never_shown(sharded: Path, tmp_path: Path) -> None:
     with serving(sharded, password="Basic bWU6c2VjcmV0", query="sig=veiled") as (url, manners):
         address = url.replace("http://", "http://me:secret@") + "?sig=veiled"

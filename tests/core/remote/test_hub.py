@@ -96,6 +96,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[lis
         HfFileSystem.clear_instance_cache()
 
 
+@pytest.mark.slow
 def test_a_conversion_writes_the_bytes_of_a_local_one(
     world: tuple[list[tuple[str, str]], Manners], tmp_path: Path
 ) -> None:

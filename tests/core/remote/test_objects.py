@@ -39,11 +39,13 @@ def test_a_conversion_writes_the_bytes_of_a_local_one(s3: S3Client, tmp_path: Pa
         assert (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_where_and_name_are_the_address(s3: S3Client) -> None:
     source = open_source(s3.put(TINY, "bucket/tiny"))
     assert (source.where, source.name) == ("s3://bucket/tiny", "tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bin", "legacy", "torchtitan", "megatron", "meta", "nemo"])
 def test_other_checkpoints_are_the_same_model_as_here(kind: str, s3: S3Client, tmp_path: Path) -> None:
     hf = llama()
@@ -72,6 +74,7 @@ def test_other_checkpoints_are_the_same_model_as_here(kind: str, s3: S3Client, t
         assert np.array_equal(far.read_rows(name, 1, 3), tensor.numpy()[1:3])
 
 
+@pytest.mark.slow
 def test_one_archive_is_an_address(s3: S3Client, tmp_path: Path) -> None:
     archive = nemo_archive(tmp_path / "a", {"model_weights.ckpt": spelled(llama(), "megatron")})
     s3.write("bucket/runs/a.nemo", archive.read_bytes())
@@ -130,6 +133,7 @@ def test_the_region_is_that_which_s3_names(status: int, unsigned: bool, monkeypa
     server.server_close()
 
 
+@pytest.mark.slow
 def test_an_object_that_changes_is_an_error_where_it_is_read(s3: S3Client) -> None:
     source = open_source(s3.put(TINY, "bucket/tiny"))
     data = bytearray((TINY / "model.safetensors").read_bytes())

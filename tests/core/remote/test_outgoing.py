@@ -39,6 +39,7 @@ def test_the_bytes_are_those_of_a_local_output_and_nothing_else_is_left(s3: S3Cl
     assert [path.name for path in tmp_path.iterdir()] == ["near"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_sending_tells_what_is_there(s3: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Bucket.put
 
@@ -163,6 +164,7 @@ def test_what_arrived_damaged_is_sent_again(s3: S3Client, monkeypatch: pytest.Mo
     assert "model.safetensors" in sent[before:]
 
 
+@pytest.mark.slow
 def test_a_conversion_that_fails_leaves_nothing(s3: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise WriteError("the disk is full")

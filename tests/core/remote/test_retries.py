@@ -60,6 +60,7 @@ class Stored(HubAddress):
         return self._told(self.asked)
 
 
+@pytest.mark.slow
 def test_the_hub_is_asked_by_one_of_those_whose_address_ran_out() -> None:
     with serving(TINY) as (store, manners):
 
@@ -111,6 +112,7 @@ def test_connections_that_the_server_closed_meanwhile_are_no_failures() -> None:
                 time.sleep(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop", "most"),
     [(1, 3), (HEADWAY - 1, 3 + (SIZE // HEADWAY)), (HEADWAY, MAX_FAILURES)],
@@ -220,6 +222,7 @@ def remote_threads() -> int:
     return sum(thread.name.startswith("remote_") for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_model_that_is_let_go_of_leaves_no_thread_and_no_connection() -> None:
     with serving(TINY) as (url, _):
         before, files = remote_threads(), open_files()

@@ -42,6 +42,7 @@ def test_two_runs_here_do_not_share_an_output(s3: S3Client, tmp_path: Path) -> N
     assert NOTE not in there(s3) and bridge.verify(OUT, TINY).passed and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_of_the_same_name_elsewhere_is_another(
     s3: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_what_another_changed_meanwhile_is_not_called_whole(s3: S3Client, monkey
     assert bridge.verify(OUT, TINY).passed
 
 
+@pytest.mark.slow
 def test_a_run_whose_place_is_taken_while_it_sends_stops_there(s3: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
     other = json.dumps({"run": "1", "sender": "elsewhere:/a", "sent": {}}).encode()
     sent = breaking(monkeypatch, "no such file")
@@ -103,6 +105,7 @@ def test_a_run_whose_place_is_taken_while_it_sends_stops_there(s3: S3Client, mon
     assert sent == ["model.safetensors"] and s3.read(f"bucket/out/tiny/{NOTE}") == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["_checksum", "_listing"])
 def test_a_run_whose_place_is_taken_unseen_leaves_note_and_uploads_of_the_other(
     at: str, s3: S3Client, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ def damaged(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "w"
 
 
+@pytest.mark.slow
 def test_weights_are_compared_and_outputs_are_said_not_to_be(written: Path) -> None:
     with serving(written) as (url, _):
         report = bridge.verify(url, TINY)
@@ -46,12 +47,14 @@ def test_weights_are_compared_and_outputs_are_said_not_to_be(written: Path) -> N
     assert report.parity.not_run[0].startswith("outputs were not compared: the model is remote")
 
 
+@pytest.mark.slow
 def test_a_damaged_weight_is_found(written: Path, tmp_path: Path) -> None:
     with serving(damaged(written, tmp_path)) as (url, _):
         report = bridge.verify(url, TINY)
     assert report.parity and not report.parity.passed
 
 
+@pytest.mark.slow
 def test_a_golden_is_checked_and_recorded_there(written: Path, tmp_path: Path) -> None:
     with serving(written) as (url, _):
         bridge.golden.record(url, tmp_path / "golden", run=False)
@@ -60,6 +63,7 @@ def test_a_golden_is_checked_and_recorded_there(written: Path, tmp_path: Path) -
         assert not bridge.golden.check(tmp_path / "golden", url).passed
 
 
+@pytest.mark.slow
 def test_a_golden_is_compared_with_what_lies_there(written: Path, tmp_path: Path) -> None:
     bridge.golden.record(written, tmp_path / "golden", run=False)
     with serving(damaged(written, tmp_path)) as (url, _):
@@ -112,6 +116,7 @@ def test_nothing_written_is_told(tmp_path: Path) -> None:
         bridge.verify(url, TINY)
 
 
+@pytest.mark.slow
 def test_what_lies_there_is_shown_as_what_lies_here(written: Path) -> None:
     with serving(written) as (url, _):
         far = CliRunner().invoke(app, ["show", url.replace("http://", "HTTP://me:secret@"), "--json"])

@@ -69,6 +69,7 @@ def kinds(specs: dict[str, TensorSpec]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_no_axis_can_differ_unseen(name: str) -> None:
     dialect, make, given = WHOLE[name]

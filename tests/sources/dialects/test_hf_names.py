@@ -119,6 +119,7 @@ def _config(family: str) -> dict[str, Any]:
     return {name: known[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_local_experts")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "target", "quant"),
     [
@@ -140,6 +141,7 @@ def test_conversions_write_the_bytes_that_the_saved_model_gives(
     assert written(outs[0]) == written(outs[1])
 
 
+@pytest.mark.slow
 def test_no_stack_of_experts_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config("mixtral") | {"hidden_size": 256, "intermediate_size": 1200, "num_attention_heads": 8}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config, num_key_value_heads=2)).float()

@@ -155,6 +155,7 @@ def test_ungated_rows_are_odd_in_a_rank(tmp_path: Path) -> None:
     assert all(np.array_equal(source.read(name), array) for name, array in hf.items())
 
 
+@pytest.mark.slow
 def test_copies_that_differ_are_named_when_they_are_read(tmp_path: Path) -> None:
     parts = shares({n: t[:96] if t.shape[0] == 112 else t for n, t in spelled(llama(), "megatron").items()})
     vocabulary = {"override_vocab_size": 96}

@@ -105,6 +105,7 @@ def gpt2(root: Path, config: dict[str, Any]) -> tuple[Path, dict[str, np.ndarray
     return save(root, state), hf
 
 
+@pytest.mark.slow
 def test_rows_of_what_is_stored_across_them_are_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "PIECE", 500)
     checkpoint, hf = gpt2(tmp_path / "c", GPT2)
@@ -134,6 +135,7 @@ def wide_gpt2(root: Path) -> tuple[Path, dict[str, Any]]:
     return save(root, {name: torch.randn(shape) for name, shape in shapes.items()}), config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", [None, "int8_wo"])
 def test_a_step_takes_no_more_memory_than_it_says(quant: str | None, tmp_path: Path) -> None:
     checkpoint, config = wide_gpt2(tmp_path / "c")
@@ -215,6 +217,7 @@ def test_stacked_strides_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
         assert count[0] < 1.5 * stored.nbytes
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_that_of_the_layout_too(tmp_path: Path) -> None:
     """The same tensors, the same config.json: a run that resumes must notice that they are made of others."""
     run = megatron_bridge(tmp_path / "run", spelled(llama(), "megatron"))

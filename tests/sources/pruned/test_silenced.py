@@ -53,6 +53,7 @@ def test_tokens_and_layers_are_cut_in_both(tmp_path: Path) -> None:
     assert error is not None and error <= MOST
 
 
+@pytest.mark.slow
 def test_what_answers_otherwise_is_not_compared() -> None:
     few: dict[str, Any] = {"samples": 20, "sequence": 64, "progress": False}
     assert silenced(bridge.pruned(LLAMA, {"hidden": 64}, **few)) is None
@@ -61,6 +62,7 @@ def test_what_answers_otherwise_is_not_compared() -> None:
     assert silenced(bridge.pruned(LLAMA, sparse="2:4", sparse_method="magnitude")) is None
 
 
+@pytest.mark.slow
 def test_the_report_has_the_distance_and_parts_that_do_not_belong_together_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def test_rows_are_the_same_in_every_piece(family: str, config: dict[str, Any], m
             assert np.array_equal(source.read_rows(name, begin, end), whole[begin:end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8", "int8_wo", "int4_wo"])
 def test_zeros_stay_zeros_when_quantized(scheme: str, tmp_path: Path) -> None:
     source = bridge.pruned("examples/models/tiny-llama", sparse="2:4", sparse_method="magnitude")
@@ -99,6 +100,7 @@ def test_zeros_stay_zeros_when_quantized(scheme: str, tmp_path: Path) -> None:
         assert two_of_four(values), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["magnitude", "wanda"])
 def test_an_output_is_compared_with_the_whole_model(method: str, tmp_path: Path) -> None:
     report = bridge.prune("examples/models/tiny-llama", out=tmp_path / "out", sparse="2:4", sparse_method=method)
@@ -106,6 +108,7 @@ def test_an_output_is_compared_with_the_whole_model(method: str, tmp_path: Path)
     assert bridge.verify(tmp_path / "out", against="examples/models/tiny-llama").passed
 
 
+@pytest.mark.slow
 def test_solved_weights_are_compared_with_their_source(tmp_path: Path) -> None:
     source = bridge.pruned("examples/models/tiny-llama", sparse="2:4", samples=4)
     assert bridge.convert(source, "hf", None, tmp_path / "out").passed

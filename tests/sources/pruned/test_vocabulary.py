@@ -118,6 +118,7 @@ def opened(made: Tokenizer, config: dict[str, Any] | None = None, **files: Any) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_kept_tokens_has_the_numbers_of_the_whole_tokenizer(kind: str) -> None:
     whole = Tokenizer.from_str(KINDS[kind]().to_str())  # its reader of JSON may change the last bit of a score

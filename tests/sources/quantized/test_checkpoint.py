@@ -182,6 +182,7 @@ def test_modelopt_tensors_are_dequantized_as_modelopt_does(tmp_path: Path, schem
         assert torch.equal(values(source, f"{module}.weight"), theirs.to(dtype)), module
 
 
+@pytest.mark.slow
 def test_kv_scales_belong_to_their_attention_module(tmp_path: Path) -> None:
     root = exported(modelopt(llama(torch.float32), "fp8", kv=True), tmp_path / "out")
     source, stored = open_source(root), torch_load(root / "model.safetensors")

@@ -65,6 +65,7 @@ def test_one_number_stands_for_all_that_read_the_input(tmp_path: Path) -> None:
     assert [float(calibration.v_amax[name]) for name in attention] == [5.125, 6.125, 7.125]
 
 
+@pytest.mark.slow
 def test_conversion_takes_the_numbers_and_runs_no_model(tmp_path: Path) -> None:
     source = opened(tmp_path)
     bridge.convert(source, "hf", "fp8", out=tmp_path / "out", kv="fp8", verify=False)
@@ -146,6 +147,7 @@ def test_smoothed_weights_whose_rows_are_in_another_order_are_read_as_they_were(
             assert np.array_equal(source.read_rows(name, begin, end), whole[begin:end]), (name, begin, end)
 
 
+@pytest.mark.slow
 def test_a_scheme_that_smooths_takes_the_scales_and_another_calibrates_anew(tmp_path: Path) -> None:
     state, scales = smoothed()
     source = open_source(megatron_bridge(tmp_path / "run", state))

@@ -143,6 +143,7 @@ def test_items_with_one_pickle_keep_their_own_bytes(tmp_path: Path, monkeypatch:
     assert len(loaded) == 2
 
 
+@pytest.mark.slow
 def test_reading_in_pieces_takes_the_memory_of_pieces(tmp_path: Path) -> None:
     shape = (64, 1024, 128)  # 32 MiB
     boxes = grid(shape, [[20], [], [50]])

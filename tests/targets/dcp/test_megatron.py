@@ -98,6 +98,7 @@ def test_every_tensor_is_what_megatron_documents(case: str, tmp_path: Path) -> N
     assert not report.findings and report.passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", foreign.CONFIGS)
 def test_run_config_alone_gives_the_model_back_to_the_bit(case: str, tmp_path: Path) -> None:
     source = made(config_of(case))
@@ -210,6 +211,7 @@ def _source(name: str) -> MadeSource:
     return of_hf(megatron_oracle.bridged(name), family.hf | {"hidden_act": activation})
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_written_one_by_one(tmp_path: Path) -> None:
     bridge.convert(made(config_of("deepseek")), "megatron", out=tmp_path / "out")
     described = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
@@ -221,6 +223,7 @@ def test_layers_that_differ_are_written_one_by_one(tmp_path: Path) -> None:
     assert section["moe_layer_freq"] == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_what_lies_beside_is_what_a_load_reads_first(tmp_path: Path) -> None:
     bridge.convert(made(config_of("llama")), "megatron", out=tmp_path / "out")
     assert json.loads((tmp_path / "out/metadata.json").read_text())["sharded_backend"] == "torch_dist"

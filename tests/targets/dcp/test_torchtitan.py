@@ -109,6 +109,7 @@ def test_every_tensor_is_what_torchtitan_documents(case: str, era: str, tmp_path
     assert len(noted) == (case in ("qwen3-moe", "gpt_oss"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_our_own_reader_gives_the_source_back_to_the_bit(dtype: str, tmp_path: Path) -> None:
     source = made(LLAMA, dtype)
@@ -126,6 +127,7 @@ def test_another_dtype_is_rounded_to_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["torchtitan", "megatron"])
 def test_what_balances_experts_is_float32_whatever_the_weights_are(target: str, tmp_path: Path) -> None:
     """As in transformers, torchtitan and Megatron-Core: a sum of steps of a thousandth."""

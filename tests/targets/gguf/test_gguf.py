@@ -36,6 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_gguf_py_reads_every_tensor_and_key(written: Path) -> None:
     theirs, ours = gguf.GGUFReader(written / "model.gguf"), GgufFile(written / "model.gguf")
     assert [tensor.name for tensor in theirs.tensors] == list(ours.specs)
@@ -88,6 +89,7 @@ def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(factors, (plain / rotary.inv_freq.double()).numpy(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
     source, copy = str(save("qwen2", tmp_path / "qwen2")), tmp_path / "copy"
     (tmp_path / "qwen2" / "tokenizer.json").unlink()  # so that tensors are compared, and llama.cpp does not run
@@ -148,6 +150,7 @@ def test_other_schemes_are_refused_with_the_nearest(quant: str, nearest: str, gi
         bridge.plan(str(LLAMA), quant=quant, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 def test_a_scheme_with_the_name_of_a_type_writes_the_bytes_of_gguf_py(quant: str, tmp_path: Path) -> None:
     source, kind = str(save("mixtral", tmp_path / "mixtral")), gguf.GGMLQuantizationType[quant.upper()]

@@ -178,6 +178,7 @@ def test_a_file_of_llama_imatrix_calibrates(mixtral: Path, calibration: Calibrat
         assert np.array_equal(_quantize_chunk(matrix, "q4_k", vector), ours)
 
 
+@pytest.mark.slow
 def test_an_expert_without_tokens_weighs_all_inputs_alike(
     mixtral: Path, calibration: Calibration, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_file_that_does_not_fit_is_refused_before_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_other_files_are_refused_in_words(mixtral: Path, tmp_path: Path) -> None:
     def convert(target: str, quant: str, calib: Path) -> None:
         bridge.convert(str(mixtral), target, quant, tmp_path / "out", calib=calib)
@@ -255,6 +257,7 @@ def test_a_calibration_that_does_not_fit_is_refused(
         )
 
 
+@pytest.mark.slow
 def test_a_scheme_without_importance_says_that_it_uses_none(
     mixtral: Path, calibration: Calibration, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         encode(weights, "float32", load_scheme("q6_k").weight, coding=Encoding(packed="q6_k"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_llama_cpp_computes_the_written_weights(llama: Path, scheme: str, tmp_path: Path) -> None:
     report = bridge.convert(str(llama), target="gguf", quant=scheme, out=tmp_path / "out")
@@ -109,6 +110,7 @@ def test_llama_cpp_computes_the_written_weights(llama: Path, scheme: str, tmp_pa
     assert divergence(llama, tmp_path / "out", tmp_path) <= ROUNDED
 
 
+@pytest.mark.slow
 def test_a_recipe_mixes_types_as_llama_quantize_does(llama: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mix.toml"
     rules = '[[rule]]\nroles = ["attn.v.weight", "mlp.down.weight", "head.weight"]\nquant = "q6_k"\noverride = true\n'

@@ -169,6 +169,7 @@ def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset:
             assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int4_awq", "int8", "int8_sq"])
 def test_logits_of_a_smoothed_model_in_transformers_are_those_of_our_weights(tmp_path: Path, quant: str) -> None:
     """Norms and previous matrices hold the pre-scales: transformers is told of none, and multiplies by none."""
@@ -185,6 +186,7 @@ def test_logits_of_a_smoothed_model_in_transformers_are_those_of_our_weights(tmp
             assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8", "int8_sq"])
 def test_activations_in_int8_run_in_transformers(tmp_path: Path, quant: str) -> None:
     """compressed-tensors quantizes the activations under our static scales; the weights alone must be nearer."""
@@ -211,6 +213,7 @@ def test_a_tied_head_is_none_of_the_quantized_modules(tmp_path: Path) -> None:
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_input_scales_are_those_of_a_calibration(tmp_path: Path, dtype: str) -> None:
     source, _ = source_model(tmp_path / "source", dtype)
@@ -246,6 +249,7 @@ def test_what_is_spelled_alike_is_one_group(tmp_path: Path) -> None:
     assert [group["targets"] for group in groups.values()] == [["Linear"]]
 
 
+@pytest.mark.slow
 def test_a_mixed_recipe_names_the_modules_of_each_group(tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.toml"
     recipe.write_text('base = "fp8_block"\n[[rule]]\nroles = ["mlp.down.weight"]\nquant = "int4_wo"\n')
@@ -306,6 +310,7 @@ def test_a_written_directory_that_lost_a_scale_is_found(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.up_proj.weight_global_scale: missing" in finding
 
 
+@pytest.mark.slow
 def test_the_report_of_a_conversion_passes(tmp_path: Path) -> None:
     source = llm_compressor_golden.write_source(tmp_path / "source")
     for preset in ("FP8", "NVFP4", "W8A16"):

@@ -156,6 +156,7 @@ def test_an_activation_between_two_matrices_is_refused_with_the_rule_that_helps(
         bridge.plan(source, target="hf", quant=AWQ, format="compressed-tensors")
 
 
+@pytest.mark.slow
 def test_an_architecture_without_table_is_refused_since_nothing_says_what_feeds_what(tmp_path: Path) -> None:
     source = source_of("Olmo2ForCausalLM", tmp_path)
     with pytest.raises(BridgeError, match="no table that says which matrix makes its input"):

@@ -298,6 +298,7 @@ def test_a_converted_model_is_proved_and_answers_like_its_source(scheme: str | N
     assert ("quantization_config" in said) == (scheme is not None)
 
 
+@pytest.mark.slow
 def test_nvfp4_has_the_weights_of_its_weight_only_scheme_and_scales_of_inputs(tmp_path: Path) -> None:
     directory = oracle.save(build("llama"), tmp_path / "source")
     answer = oracle.calibrated(directory, "fp8", None, tokens())  # the same statistics: NVFP4's need a GPU in ModelOpt

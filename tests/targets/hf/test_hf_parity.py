@@ -354,6 +354,7 @@ def test_a_conv1d_that_is_kept_stays_as_the_source_has_it(tmp_path: Path) -> Non
     assert np.array_equal(*(file.read("transformer.h.0.mlp.c_proj.weight") for file in (source, ours)))
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_is_quantized_is_untied_in_the_config(tmp_path: Path) -> None:
     directory = oracle.source("llama-tied", "bf16")
     recipe = tmp_path / "head.toml"
@@ -366,6 +367,7 @@ def test_a_tied_head_that_is_quantized_is_untied_in_the_config(tmp_path: Path) -
     assert found == ["config.json: tie_word_embeddings: False, theirs True"], EXCEPTIONS["untied-head"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_is_quantized_is_untied_where_the_checkpoint_stores_it_too(tmp_path: Path) -> None:
     directory = oracle.save(build("llama-tied"), tmp_path / "source")
     tensors = load_file(directory / "model.safetensors")

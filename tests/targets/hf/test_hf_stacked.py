@@ -53,6 +53,7 @@ def build(dtype: torch.dtype = torch.bfloat16, make: Callable[[], Any] = gpt_oss
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "dtypes", "shards"),
     [
@@ -83,6 +84,7 @@ def test_stacked_experts_without_a_table_equal_modelopts_export(scheme: str, tmp
     assert oracle.differences(ours, oracle.export(answer, tmp_path / "theirs", torch.bfloat16)) == []
 
 
+@pytest.mark.slow
 def test_stacks_that_modelopt_does_not_export_are_carried_or_refused(tmp_path: Path) -> None:
     directory = oracle.save(build(make=granite), tmp_path / "source")
     assert bridge.convert(directory, "hf", None, tmp_path / "out").passed
@@ -90,6 +92,7 @@ def test_stacks_that_modelopt_does_not_export_are_carried_or_refused(tmp_path: P
         bridge.plan(directory, "hf", "fp8")
 
 
+@pytest.mark.slow
 def test_calibrating_and_converting_in_one_call_equals_modelopts_export(tmp_path: Path) -> None:
     directory = oracle.save(build(), tmp_path / "source")
     options = {"calib": [*tokens(), tokens()[0]], "verify": False, "own_scales": True}
@@ -98,6 +101,7 @@ def test_calibrating_and_converting_in_one_call_equals_modelopts_export(tmp_path
     assert oracle.differences(tmp_path / "ours", oracle.export(answer, tmp_path / "theirs", torch.bfloat16)) == []
 
 
+@pytest.mark.slow
 def test_kept_experts_equal_those_that_modelopt_leaves_alone(tmp_path: Path) -> None:
     directory = oracle.save(build(), tmp_path / "source")
     (tmp_path / "keep.toml").write_text(KEEP.format("fp8"))
@@ -107,6 +111,7 @@ def test_kept_experts_equal_those_that_modelopt_leaves_alone(tmp_path: Path) -> 
     assert oracle.differences(tmp_path / "ours", oracle.export(answer, tmp_path / "theirs", torch.bfloat16)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4_wo", "fp8"])
 def test_the_report_measures_stacks(scheme: str, tmp_path: Path) -> None:
     directory = oracle.save(build(), tmp_path / "source")
@@ -141,6 +146,7 @@ def _spoil(root: Path, name: str) -> None:
     save_file(tensors, path, metadata)
 
 
+@pytest.mark.slow
 def test_an_expert_of_zeros_is_written_as_zeros(tmp_path: Path) -> None:
     model = build()
     with torch.no_grad():

@@ -67,6 +67,7 @@ def logits(directory: Path) -> Any:
         return open_source(directory).load_model()(IDS[0]).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", UNIFIED)
 def test_a_unified_checkpoint_is_carried_over_byte_for_byte(tmp_path: Path, scheme: str) -> None:
     source = exported(modelopt(llama(), scheme, kv=scheme == "fp8"), tmp_path / "source")
@@ -92,6 +93,7 @@ def test_rows_that_end_within_an_int32_are_carried_over_to_the_bit(tmp_path: Pat
     assert [name for name in before if not same(before[name], after[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8_wo", "int4_awq", "nvfp4_wo"])
 def test_a_unified_checkpoint_of_conv1d_is_carried_over_byte_for_byte(tmp_path: Path, scheme: str) -> None:
     source = exported(modelopt(gpt2(), scheme), tmp_path / "source")
@@ -118,6 +120,7 @@ def test_onnx_holds_the_codes_of_conv1d_turned_back(tmp_path: Path, scheme: str)
         assert torch.equal(after[f"{module}.weight_scale"], scale.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_wo", "int4_wo", "nvfp4_wo", "mxfp8"])
 def test_transformers_reads_a_unified_checkpoint_in_the_words_of_compressed_tensors(
@@ -202,6 +205,7 @@ def test_kv_scales_are_carried_over(tmp_path: Path) -> None:
             assert same(after[f"{at}.{letter}_scale"], scale.to(torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_none_writes_the_weights_that_the_codes_stand_for(tmp_path: Path) -> None:
     source = exported(modelopt(llama(), "nvfp4_wo"), tmp_path / "source")
     out = carry(source, tmp_path / "out", quant="none")
@@ -213,6 +217,7 @@ def test_none_writes_the_weights_that_the_codes_stand_for(tmp_path: Path) -> Non
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS[0]).logits, logits(source))
 
 
+@pytest.mark.slow
 def test_a_scheme_quantizes_the_dequantized_weights_anew(tmp_path: Path) -> None:
     source = exported(modelopt(llama(), "fp8"), tmp_path / "source")
     plain = carry(source, tmp_path / "plain", quant="none")
@@ -223,6 +228,7 @@ def test_a_scheme_quantizes_the_dequantized_weights_anew(tmp_path: Path) -> None
     assert "14 weights of the source are quantized: they are dequantized first" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "target", "options", "words"),
     [
@@ -294,6 +300,7 @@ def spoilt(source: Path, name: str, value: float) -> Path:
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "name", "value", "words"), BAD)
 def test_no_bad_number_of_the_source_leaves(tmp_path: Path, scheme: str, name: str, value: float, words: str) -> None:
     source = spoilt(exported(modelopt(llama(), scheme, kv=scheme == "fp8"), tmp_path / "source"), name, value)
@@ -308,6 +315,7 @@ def test_no_bad_number_of_the_source_leaves(tmp_path: Path, scheme: str, name: s
             carry(source, tmp_path / "out", quant="none")
 
 
+@pytest.mark.slow
 def test_a_block_of_zeros_keeps_its_zero_scale(tmp_path: Path) -> None:
     name = f"{MLP}.weight_scale"
     source = spoilt(exported(modelopt(llama(), "nvfp4_wo"), tmp_path / "source"), name, 0)
@@ -335,6 +343,7 @@ def test_the_plan_of_a_quantized_source_reads_no_weight(tmp_path: Path, monkeypa
     assert bridge.plan(source, target="hf").digest == plan.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("scheme", ["int8_wo", "fp8_pc_pt", "int8"])
 def test_ranks_of_tensorrt_llm_hold_what_modelopt_exports_to_them(tmp_path: Path, scheme: str, tp: int) -> None:
@@ -372,6 +381,7 @@ def test_carrying_imports_no_framework(tmp_path: Path) -> None:
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
+@pytest.mark.slow
 def test_experts_are_carried_over_byte_for_byte(tmp_path: Path) -> None:
     source = exported(modelopt(mixture(), "fp8"), tmp_path / "source")
     out = carry(source, tmp_path / "out")
@@ -379,6 +389,7 @@ def test_experts_are_carried_over_byte_for_byte(tmp_path: Path) -> None:
         assert content(out / name) == content(source / name)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_carried_over_byte_for_byte(tmp_path: Path) -> None:
     integers = [
         {"quantizer_name": "*down_proj.weight_quantizer", "cfg": {"num_bits": 8, "axis": 0}},

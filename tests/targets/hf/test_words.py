@@ -109,6 +109,7 @@ def test_blocks_of_deepseek_are_dequantized_by_transformers(tmp_path: Path) -> N
         assert torch.equal(theirs.to(torch.bfloat16).float(), ours)
 
 
+@pytest.mark.slow
 def test_configs_have_the_fields_that_loaders_read(tmp_path: Path) -> None:
     from transformers import AwqConfig, GPTQConfig
 

@@ -48,6 +48,7 @@ def test_blocks_must_divide_the_axis_that_they_lie_along() -> None:
     assert "block = 32" in problem
 
 
+@pytest.mark.slow
 def test_convolutions_stay_as_they_are_and_the_plan_says_why(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(

@@ -32,6 +32,7 @@ def test_written_module_answers_as_transformers(name: str, tp: Any, tmp_path: Pa
     assert relative(answer(module, tp, ids()), expected(source, ids())) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert-words", "bert-untied", "bert-pretraining"])
 def test_head_of_words_is_filled_whether_it_is_tied_or_not(name: str, tp: Any, tmp_path: Path) -> None:
     source = model(name)

@@ -63,6 +63,7 @@ def compared(out: Path, answer: Answer, model: Any, dtype: str) -> tuple[list[st
     return found, len(section["modules"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "dtypes"),
     [
@@ -126,6 +127,7 @@ def test_an_unquantized_model_is_its_state_dict_with_tied_tensors_twice(family: 
 # Quantized sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
@@ -157,6 +159,7 @@ def signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes.to(torch.int32) + half) % (2 * half) - half
 
 
+@pytest.mark.slow
 def test_scales_that_float16_does_not_resolve_are_an_error(tmp_path: Path) -> None:
     source = exported(modelopt(llama(torch.float32), "int8_wo"), tmp_path / "source")
     stored = load_file(source / "model.safetensors")

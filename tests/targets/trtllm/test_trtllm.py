@@ -171,6 +171,7 @@ def test_a_padded_head_cannot_be_quantized(tmp_path: Path) -> None:
         plan(LLAMA | {"vocab_size": 90}, quant)
 
 
+@pytest.mark.slow
 def test_a_plan_loads_no_framework() -> None:
     model = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
     assert not loaded(f"import bridge; bridge.plan({str(model)!r}, 'trtllm', 'fp8', tp=2)\nprint()") & FRAMEWORKS
@@ -196,6 +197,7 @@ def test_stages_count_their_layers_from_zero(tmp_path: Path) -> None:
     assert sum(len(stage) for stage in stages) == len(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("quant", ["fp8", "int8_wo", "int4_wo"])
 def test_experts_are_stacked_as_documented(quant: str, tp: int, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_every_file_equals_modelopts_export(
 # What stands for the exceptions in which ModelOpt raises: the same bytes where it does not.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-wide", "starcoder2"])
 @pytest.mark.parametrize("scheme", ["int8_sq", "fp8_pc_pt"])
 def test_scales_of_repeated_heads_are_those_of_one_rank(family: str, scheme: str, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def test_a_vocabulary_is_padded_with_zeros_and_nothing_else_changes(scheme: str,
     assert json.loads((found[1] / "config.json").read_text())["vocab_size"] == 320
 
 
+@pytest.mark.slow
 def test_tiles_of_conv1d_are_those_of_the_unified_checkpoint(tmp_path: Path) -> None:
     """Which ModelOpt does write."""
     directory = Case("gpt2", tmp_path).source("bf16")
@@ -162,6 +164,7 @@ def test_an_unquantized_checkpoint_equals_modelopts_export(tmp_path: Path) -> No
     assert oracle.compared(tmp_path / "ours", theirs) == ["config.json: rotary_base: 10000.0, theirs None"]
 
 
+@pytest.mark.slow
 def test_modules_that_a_recipe_keeps_are_excluded_under_the_names_of_the_layout(tmp_path: Path) -> None:
     case = Case("llama", tmp_path)
     directory = case.source("bf16")
@@ -177,6 +180,7 @@ def test_modules_that_a_recipe_keeps_are_excluded_under_the_names_of_the_layout(
     assert [line for line in found if not line.startswith("config.json: ")] == []
 
 
+@pytest.mark.slow
 def test_two_formats_in_one_model_are_told_layer_by_layer(tmp_path: Path) -> None:
     from modelopt.torch.export.quant_utils import process_layer_quant_config  # seconds to import
 

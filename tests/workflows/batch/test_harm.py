@@ -161,6 +161,7 @@ def test_a_summary_nested_without_end_is_no_summary(tmp_path: Path) -> None:
         result.read_earlier(tmp_path / "s.json")
 
 
+@pytest.mark.slow
 def test_a_calibration_of_another_version_of_torch_is_not_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_without_a_summary_the_calibration_in_the_output_decides(
     assert not finished._same_calibration(planned, {"k": "another"}, file)
 
 
+@pytest.mark.slow
 def test_data_and_how_rows_are_cut_from_it_reach_the_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

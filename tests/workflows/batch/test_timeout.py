@@ -171,6 +171,7 @@ def test_what_a_worker_started_ends_with_it() -> None:
     assert len(family) == 2 and psutil.wait_procs(family, timeout=20)[1] == []
 
 
+@pytest.mark.slow
 def test_a_shared_calibration_has_the_longest_timeout_of_its_rows(tmp_path: Path) -> None:
     def timeouts(*lines: str) -> list[float | None]:
         text = f'[defaults]\nmodel = "{TINY}"\nquant = "fp8"\nout = "{{name}}"\n'

@@ -197,6 +197,7 @@ def test_an_output_that_is_a_file_is_refused_before_work(name: str, tmp_path: Pa
     assert f"step one: {tmp_path / name}: is not a directory" in told and "set `out`" in told
 
 
+@pytest.mark.slow
 def test_an_output_of_something_else_is_refused_before_the_first_step(tmp_path: Path) -> None:
     bridge.convert(LLAMA, "hf", "int8_wo", tmp_path / "made/coded", verify=False)
     assert "step coded of this chain did not make it" in refused(tmp_path, CHAIN)

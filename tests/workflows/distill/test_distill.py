@@ -37,6 +37,7 @@ def weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_its_teacher(smaller: Any, tmp_path: Path) -> None:
     report = bridge.distill(smaller, LLAMA, out=tmp_path / "out", **SMALL | {"steps": 12})
     told = report.distillation
@@ -159,6 +160,7 @@ def test_stored_answers_are_those_of_a_teacher_that_runs(smaller: Any, tmp_path:
     assert live.teacher_perplexity == cached.teacher_perplexity
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_stays_as_it_is(tmp_path: Path) -> None:
     student, teacher = build("LlamaForCausalLM", torch.float32), build("LlamaForCausalLM", torch.float32)
     with torch.no_grad():
@@ -259,6 +261,7 @@ def test_a_cache_of_something_else_is_refused(smaller: Any, tmp_path: Path) -> N
         bridge.distill(smaller, LLAMA, out=tmp_path / "other", **SMALL, top_k=8, teacher_cache=tmp_path / "files")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_its_step(
     smaller: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +279,7 @@ def test_a_loss_that_is_not_finite_names_its_step(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_student_that_became_worse_is_not_written(tmp_path: Path) -> None:
     with (
         pytest.warns(UserWarning, match="rose from"),
@@ -297,6 +301,7 @@ def test_as_much_text_is_read_as_the_steps_take(tmp_path: Path, monkeypatch: pyt
     assert many.trained == 480
 
 
+@pytest.mark.slow
 def test_processes_without_a_common_disk_are_refused(tmp_path: Path) -> None:
     """The first keeps the states; the others would begin again where it goes on."""
     script = (

@@ -125,6 +125,7 @@ def test_files_beside_the_weights_are_held_too(out: Path, golden: Path, tmp_path
     assert found == [("file", "config.json"), ("file", "new.txt"), ("file", "tokenizer.json")]
 
 
+@pytest.mark.slow
 def test_one_changed_source_tensor_moves_what_is_made_of_it(tmp_path: Path) -> None:
     bridge.golden.record(converted_made(tmp_path / "out"), tmp_path / "golden", run=False)
     values = np.random.default_rng(5).standard_normal(llama_shapes()[Q], np.float32)
@@ -156,6 +157,7 @@ def test_converting_again_gives_the_same(golden: Path) -> None:
     assert moved.passed and moved.after == "a new conversion"
 
 
+@pytest.mark.slow
 def test_converting_again_takes_the_goldens_own_calibration(tmp_path: Path) -> None:
     bridge.convert(LLAMA, "hf", "fp8", tmp_path / "out", calib=calibration(), kv=None, verify=False)
     bridge.golden.record(tmp_path / "out", tmp_path / "golden", run=False)
@@ -166,6 +168,7 @@ def test_converting_again_takes_the_goldens_own_calibration(tmp_path: Path) -> N
     assert moved.moves and {move.kind for move in moved.moves} == {"scales"}
 
 
+@pytest.mark.slow
 def test_a_recipe_is_kept_to_convert_again(tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.toml"
     recipe.write_text('base = "int8_wo"\n[[rule]]\nlayers = [0]\nquant = "none"\n')
@@ -185,6 +188,7 @@ def test_check_takes_one_of_two_things(golden: Path, out: Path) -> None:
         bridge.golden.check(golden, out, model=LLAMA)
 
 
+@pytest.mark.slow
 def test_an_update_has_a_reason_that_is_kept(out: Path, tmp_path: Path) -> None:
     golden = tmp_path / "golden"
     first = bridge.golden.record(out, golden, run=False)
@@ -231,6 +235,7 @@ def test_rows_of_a_dialect_are_named(target: str, tmp_path: Path) -> None:
         assert all(row.startswith("mappings/arch/llama.toml: ") for row in origin.rows[1:]), origin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["megatron", "torchtitan"])
 def test_rows_that_read_another_dialect_are_named(dialect: str, tmp_path: Path) -> None:
     written(tmp_path / "source", dialect, None)
@@ -243,6 +248,7 @@ def test_rows_that_read_another_dialect_are_named(dialect: str, tmp_path: Path) 
     assert all("attn.q.weight" in row for row in q.rows), q
 
 
+@pytest.mark.slow
 def test_a_byte_of_a_distributed_checkpoint_is_found(tmp_path: Path) -> None:
     out = written(tmp_path / "out", "megatron", None)
     bridge.golden.record(out, tmp_path / "golden", run=False)

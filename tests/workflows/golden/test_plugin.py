@@ -40,6 +40,7 @@ def run(*words: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_exit_codes_and_words(golden: Path, tmp_path: Path) -> None:
     out = golden.parent / "out"
     other = changed(out, tmp_path / "other", Q)
@@ -57,6 +58,7 @@ def test_exit_codes_and_words(golden: Path, tmp_path: Path) -> None:
     assert run("check", tmp_path / "nowhere", out)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -150,6 +152,7 @@ def test_the_plugin_is_registered_and_loads_nothing() -> None:
     assert not loaded("import bridge.workflows.golden.pytest_plugin") & (FRAMEWORKS | {"numpy", "rich", "click"})
 
 
+@pytest.mark.slow
 def test_a_check_where_nothing_moved_loads_no_framework(golden: Path) -> None:
     code = f"import bridge; assert bridge.golden.check({str(golden)!r}, {str(golden.parent / 'out')!r}).passed"
     assert not {name.partition(".")[0] for name in modules(code)} & FRAMEWORKS

@@ -48,6 +48,7 @@ def test_weights_that_are_infinite_are_not_the_best() -> None:
         bridge.pruned(broken(UP, float("inf")), {"ffn": 256}, importance="weights")
 
 
+@pytest.mark.slow
 def test_a_search_names_a_tensor_behind_the_layers() -> None:
     source = bridge.pruned(broken("model.norm.weight"), {"ffn": 320}, importance="weights")
     with pytest.raises(BridgeError, match="holds NaN or infinity; repair the checkpoint"):

@@ -85,6 +85,7 @@ def test_every_family_loses_rows_alone(family: str) -> None:
     assert tokenizer.encode(f"w{kept[7]}. w{kept[39]}.").ids == [7, 39]
 
 
+@pytest.mark.slow
 def test_tokens_go_together_with_channels(tmp_path: Path) -> None:
     keep: dict[str, Any] = {"vocab": 640, "ffn": 128, "layers": 3}
     smaller = bridge.pruned(EXAMPLES / "tiny-llama", keep, data=[PAGES[:40_000]], samples=8, sequence=64)
@@ -93,6 +94,7 @@ def test_tokens_go_together_with_channels(tmp_path: Path) -> None:
     assert bridge.convert(smaller, "hf", "fp8", tmp_path / "hf", data=[PAGES[:40_000]], samples=4, sequence=64).passed
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer_takes_the_given_one(tmp_path: Path) -> None:
     bridge.convert(EXAMPLES / "tiny-llama", "megatron", None, tmp_path / "all", verify=False)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -150,6 +152,7 @@ def test_a_tokenizer_that_cannot_be_cut_is_named_with_the_reason(model: Any, sai
         bridge.plan(tmp_path, "hf", keep={"vocab": 640})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "model"),
     [

@@ -23,6 +23,7 @@ IDS = torch.randint(3, 90, (8, 24), generator=torch.Generator().manual_seed(0))
 DATA = [{"input_ids": IDS}]
 
 
+@pytest.mark.slow
 def test_a_pruned_model_is_returned_and_the_callers_stays() -> None:
     model = build("LlamaForCausalLM", torch.float32, num_hidden_layers=5)
     before = {name: param.clone() for name, param in model.state_dict().items()}

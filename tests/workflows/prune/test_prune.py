@@ -120,6 +120,7 @@ def test_a_pruned_model_converts_like_any_other(target: Any, quant: Any, tmp_pat
     assert any("pruned: ffn 384 -> 256, layers 5 -> 4, heads 8 -> 4" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_every_source_of_a_model_gives_the_same_bytes(tmp_path: Path) -> None:
     keep = {"ffn": 128, "layers": 4, "kv_heads": 1}
     scores = Scores(
@@ -139,6 +140,7 @@ def test_every_source_of_a_model_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_written_and_proves_the_output_against_the_whole_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = bridge.prune(LLAMA, {"ffn": 128, "kv_heads": 1}, out, importance="weights")
