@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from bridge.targets import target_names
 from docs.generate.code_map import KINDS as FOLDED
 from docs.generate.code_map import MAPPED, SUFFIXES, code_map, folders, layers
 from docs.generate.readme import README, ROOT, generate
+from tests import forks
 from tests.blocks import blocks, prepare, run
 
 TEXT = README.read_text(encoding="utf-8")
@@ -51,15 +51,15 @@ def test_folders_come_in_the_order_of_the_import_contract() -> None:
 
 @pytest.mark.slow
 def test_the_code_map_names_exactly_the_files_that_exist() -> None:
-    named: list[str] = []
-    for section in re.split(r"^## ", code_map(), flags=re.MULTILINE)[1:]:
+    named, told = list[str](), code_map()
+    for section in re.split(r"^## ", told, flags=re.MULTILINE)[1:]:
         folder = Path(section.partition("`")[2].partition("/`")[0])
         for pattern in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE):
             named += [str(path.relative_to(ROOT)) for path in (ROOT / folder).glob(pattern)]
     files = [p for directory in MAPPED for p in (ROOT / directory).rglob("*") if p.suffix in SUFFIXES]
     there = sorted(str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts)
     assert sorted(named) == there
-    assert all(f"| `*.toml` | {text} |" in code_map() for text in FOLDED.values())
+    assert all(f"| `*.toml` | {text} |" in told for text in FOLDED.values())
 
 
 def test_pip_comes_before_make() -> None:
@@ -78,6 +78,7 @@ def test_every_make_target_of_the_readme_exists() -> None:
     assert {"demo", "test"} <= named <= rules
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
     lines = [line for block in texts("sh") for line in block.splitlines() if line.startswith("qbridge ")]
     assert len(lines) >= 6
@@ -118,11 +119,10 @@ def test_the_python_examples_run(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_runs_and_speaks(tmp_path: Path) -> None:
-    import sys
-
-    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "parity   passed; outputs" in done.stdout
-    assert "perplexity" in done.stdout
-    assert done.stdout.count(" -> '") == 3
+    words = [str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path / "out")]
+    code = f"import runpy, sys\nsys.argv = {words}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    ended, said = forks.python(code, tmp_path, 300)
+    assert ended == 0, said
+    assert "parity   passed; outputs" in said
+    assert "perplexity" in said
+    assert said.count(" -> '") == 3
