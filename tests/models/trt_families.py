@@ -73,6 +73,8 @@ def decoder(family: str, seed: int = 0, width: float | None = None) -> Any:
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     torch.manual_seed(seed)
     model = getattr(transformers, head)(config_class(**fields)).eval()
+    for config in (model.config, model.generation_config):  # their defaults lie beyond this vocabulary
+        config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
     return randomize(model, seed, width or CALM.get(family, 1.5))
 
 
