@@ -115,6 +115,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek-v2": lambda: T.DeepseekV2ForCausalLM(T.DeepseekV2Config(**MLA)),
     "deepseek-v3": lambda: T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**MLA)),
 }  # fmt: skip
+# Whose matrices, norms and names are of a kind that another family above has: grids leave them to `product`.
+ALIKE = (
+    "arcee", "cohere2", "ernie4.5", "exaone4", "glm4", "gpt-bigcode", "granite", "helium", "hunyuan", "mistral",
+    "olmo3", "qwen2", "seed-oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 EXPERT_FAMILIES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek-v2", "deepseek-v3")
 
 
