@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -230,13 +231,27 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def alone(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """What converting it alone with a scheme writes."""
+
+    def made(quant: str) -> dict[str, bytes]:
+        out = tmp_path_factory.mktemp("alone") / quant
+        bridge.convert(slow_model, "hf", quant, out, verify=False)
+        return contents(out)
+
+    return functools.cache(made)
+
+
 def workers_of(process: int) -> list[psutil.Process]:
     children = psutil.Process(process).children()
     return [child for child in children if "bridge.workflows.batch.engines.worker" in " ".join(child.cmdline())]
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_one_failed_row_that_resumes(slow_model: Path, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_one_failed_row_that_resumes(
+    slow_model: Path, alone: Callable[[str], dict[str, bytes]], tmp_path: Path
+) -> None:
     row = f'[[row]]\nname = "dies"\nmodel = "{slow_model}"\nquant = "nvfp4_wo"\nverify = false\n'
     text = rows("int8_wo", "int4_wo") + row
     manifest = read_manifest(written(tmp_path, text))
@@ -251,14 +266,13 @@ def test_a_worker_that_dies_is_one_failed_row_that_resumes(slow_model: Path, tmp
     assert report.outcomes["dies"].kind == "Crash" and "SIGKILL" in report.outcomes["dies"].error
     assert leftovers(tmp_path) == [".dies.partial"]
     assert bridge.batch(tmp_path / "batch.toml").passed
-    bridge.convert(slow_model, "hf", "nvfp4_wo", tmp_path / "alone", verify=False)
-    assert contents(tmp_path / "dies") == contents(tmp_path / "alone") and leftovers(tmp_path) == []
+    assert contents(tmp_path / "dies") == alone("nvfp4_wo") and leftovers(tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_batch_that_is_stopped_leaves_no_worker_and_goes_on(
-    number: signal.Signals, slow_model: Path, tmp_path: Path
+    number: signal.Signals, slow_model: Path, alone: Callable[[str], dict[str, bytes]], tmp_path: Path
 ) -> None:
     text = f'[[matrix]]\nmodel = "{slow_model}"\ntarget = "hf"\nquant = ["nvfp4_wo", "int4_wo"]\nverify = false\n'
     manifest = written(tmp_path, text)
@@ -285,8 +299,7 @@ def test_a_batch_that_is_stopped_leaves_no_worker_and_goes_on(
         assert process.returncode == 128 + number and "the same command goes on from there" in said
     assert bridge.batch(manifest, workers=2).passed
     for quant in ("nvfp4_wo", "int4_wo"):
-        bridge.convert(slow_model, "hf", quant, tmp_path / "alone" / quant, verify=False)
-        assert contents(tmp_path / f"slow-{quant}-hf") == contents(tmp_path / "alone" / quant)
+        assert contents(tmp_path / f"slow-{quant}-hf") == alone(quant)
     assert leftovers(tmp_path) == []
 
 
