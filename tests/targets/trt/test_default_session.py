@@ -37,7 +37,7 @@ def first_output(opened: Any) -> np.ndarray:
 NEAR = 0.05
 
 
-@grid({"scheme": LOADED, "dtype": ["fp32", "fp16"], "family": FAMILIES}, pairs=[("scheme", "dtype")])
+@grid({"scheme": LOADED, "dtype": ["fp32", "fp16"], "family": FAMILIES}, pairs=[("dtype", "family")])
 def test_a_default_session_runs_every_scheme(scheme: str, dtype: str, family: str) -> None:
     directory = written(scheme, family, dtype)
     ours = first_output(session(directory))
