@@ -41,7 +41,7 @@ from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers, number
 from bridge.core.values import Structure
-from bridge.core.version import installed
+from bridge.core.version import installed, loads_transformers
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 from bridge.sources.source import Source
@@ -168,6 +168,7 @@ def check_data(scheme: Scheme, data: Data) -> None:
 
 def import_frameworks(with_modelopt: bool) -> None:
     """Import what running a model needs, so that its seconds are not those of a stage; CalibrationError if absent."""
+    loads_transformers()
     if with_modelopt:
         modelopt()
     with contextlib.suppress(ImportError):  # a scheme that needs it raises its own error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bridge.core.values import Structure
+from bridge.core.version import loads_transformers
 from bridge.planning import trace_cache
 from bridge.sources.source import Source
 from bridge.tables.architectures.arch import load_arch
@@ -16,6 +17,7 @@ def structure_of(source: Source) -> Structure:
         return structure(source.config, source.specs)
     kept = trace_cache.load(source)
     if kept is None:
+        loads_transformers()
         from bridge.planning.trace import trace_structure
 
         kept = trace_structure(source)

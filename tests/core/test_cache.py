@@ -1,0 +1,195 @@
+"""The user's cache: what is read is what was stored, one process makes an entry, and nothing of it fails a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from bridge.core.output import cache
+from bridge.core.version import changed
+
+KEY, OTHER = cache.digest_of("a"), cache.digest_of("b")
+# Waits until the test says so, appends a line for each time that it makes the entry, and prints the entry.
+MAKER = """
+import sys, time
+from pathlib import Path
+from bridge.core.output import cache
+folder = Path(sys.argv[1])
+def make():
+    with (folder / "made").open("a") as file:
+        file.write("made\\n")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    return "a model", b"content"
+print(cache.made_once("graphs", cache.digest_of("a"), make).decode())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "qbridge" / "graphs"
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", MAKER, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a process has written a line."""
+    done = threading.Event()
+    for _ in range(1200):
+        if path.exists() and path.read_text():
+            return
+        done.wait(0.05)
+    raise AssertionError(f"{path} was not written in a minute")
+
+
+def test_an_entry_is_what_was_stored_and_only_under_its_key(folder: Path) -> None:
+    assert cache.load("graphs", KEY) is None
+    cache.store("graphs", KEY, "a model", b"content\n\0")
+    assert cache.load("graphs", KEY) == b"content\n\0"
+    assert cache.load("graphs", OTHER) is None
+    assert cache.load("structures", KEY) is None
+    (path,) = folder.iterdir()
+    path.rename(path.with_name(f"{OTHER[:32]}.cached"))
+    assert cache.load("graphs", OTHER) is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "longer", "empty", "text", "list", "deep", "no line"])
+def test_a_damaged_file_is_no_entry(folder: Path, damage: str) -> None:
+    cache.store("graphs", KEY, "a model", b"content")
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    head = whole.partition(b"\n")[0]
+    damaged = {
+        "truncated": whole[:-1], "changed": whole.replace(b"content", b"contend"), "longer": whole + b"s",
+        "empty": b"", "text": b"\xff\xfe", "list": b"[1]\ncontent", "deep": b"[" * 100_000, "no line": head,
+    }  # fmt: skip
+    path.write_bytes(damaged[damage])
+    assert cache.load("graphs", KEY) is None
+    assert [entry.bytes for entry in cache.entries()] == [len(damaged[damage])]
+    assert cache.made_once("graphs", KEY, lambda: ("a model", b"content")) == b"content"
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("where", ["a file", "read-only", "no home"])
+def test_a_directory_that_cannot_be_written_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    base = tmp_path / "base"
+    base.touch() if where == "a file" else base.mkdir(mode=0o500)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    if where == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache.made_once("graphs", KEY, lambda: ("a model", b"content")) == b"content"
+    assert where == "read-only" or cache.entries() == []  # root writes everywhere
+
+
+def test_the_entry_that_was_not_used_for_longest_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_FILES", 2)
+    for number, name in enumerate("ab"):
+        cache.store("graphs", cache.digest_of(name), name, b"")
+        os.utime(folder / f"{cache.digest_of(name)[:32]}.cached", (number, number))
+    assert cache.load("graphs", cache.digest_of("a")) == b""  # used now
+    cache.store("graphs", cache.digest_of("c"), "c", b"")
+    assert {entry.what for entry in cache.entries()} == {"a", "c"}
+
+
+def test_processes_that_need_one_entry_make_it_once(folder: Path, tmp_path: Path) -> None:
+    waiting = [started(tmp_path) for _ in range(3)]
+    wait_for(tmp_path / "made")
+    (tmp_path / "go").touch()
+    assert [process.communicate(timeout=60)[0] for process in waiting] == ["content\n"] * 3
+    assert (tmp_path / "made").read_text() == "made\n"
+    assert [path.suffix for path in folder.iterdir()] == [".cached"]
+
+
+def test_threads_that_need_one_entry_make_it_once(folder: Path) -> None:
+    begun, go, made = threading.Event(), threading.Event(), []
+
+    def make() -> tuple[str, bytes]:
+        made.append(1)
+        begun.set()
+        assert go.wait(60)
+        return "a model", b"content"
+
+    threads = [threading.Thread(target=cache.made_once, args=("graphs", KEY, make)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert made == [1]
+
+
+def test_a_killed_process_leaves_the_entry_to_the_next(folder: Path, tmp_path: Path) -> None:
+    first = started(tmp_path)
+    wait_for(tmp_path / "made")
+    first.kill()
+    first.wait()
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    assert cache.made_once("graphs", KEY, lambda: ("a model", b"mine")) == b"mine"
+    assert [path.suffix for path in folder.iterdir()] == [".cached"]
+
+
+def test_nobody_waits_forever_for_a_stopped_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LONGEST", 0.2)
+    first = started(tmp_path)
+    wait_for(tmp_path / "made")
+    first.send_signal(signal.SIGSTOP)
+    try:
+        assert cache.made_once("graphs", KEY, lambda: ("a model", b"mine")) == b"mine"
+        assert cache.load("graphs", KEY) == b"mine"
+    finally:
+        first.send_signal(signal.SIGCONT)
+        first.kill()
+        first.wait()
+
+
+def test_what_fails_while_it_is_made_is_not_stored_and_is_made_by_the_next(folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        cache.made_once("graphs", KEY, lambda: ("a model", bytes(1 // 0)))
+    assert list(folder.iterdir()) == []
+    assert cache.made_once("graphs", KEY, lambda: ("a model", b"content")) == b"content"
+
+
+def test_clearing_removes_every_file_of_the_cache_and_no_other(folder: Path) -> None:
+    cache.store("graphs", KEY, "a model", b"content")
+    cache.store("structures", KEY, "another", b"")
+    kernels = folder.with_name("kernels")
+    kernels.mkdir()
+    (kernels / "fp8-0123.linux-x86-64-v3").write_bytes(b"code")
+    (kernels / "fp8.lock").touch()
+    (folder.parent / "mine").touch()
+    listed = cache.entries()
+    assert [(entry.kind, entry.what) for entry in listed] == [
+        ("graphs", "a model"), ("structures", "another"), ("kernels", "fp8"),
+    ]  # fmt: skip
+    assert cache.clear() == listed
+    assert cache.entries() == []
+    assert sorted(path.name for path in folder.parent.rglob("*") if path.is_file()) == ["fp8.lock", "mine"]
+
+
+def test_only_a_checkout_looks_at_the_times_of_its_files(tmp_path: Path) -> None:
+    package = tmp_path / "bridge"
+    package.mkdir()
+    (package / "trace.py").touch()
+    assert changed(package) == 0  # neither tables inside nor beside it
+    (tmp_path / "mappings").mkdir()
+    before = changed(package)
+    assert before
+    os.utime(package / "trace.py", ns=(0, before + 1))
+    assert changed(package) == before + 1
+    (package / "_mappings").mkdir()
+    assert changed(package) == 0
