@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from bridge.sources.opening import open_source
 from bridge.targets.trt.graph import export
-from bridge.targets.trt.graph.export import Graph, export_graph
+from bridge.targets.trt.graph.export import export_graph
+from bridge.targets.trt.graph.float_graph import Graph
 from tests import once
 
 _MADE: dict[str, tuple[Graph, bytes]] = {}  # the model apart, as ONNX

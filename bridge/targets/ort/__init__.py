@@ -132,9 +132,9 @@ class Ort(Trt):
         chosen = GraphOptions(
             "causal-lm", OrtOptions.dtype, OPSET, True, options["stamp"], rewrite=rewrite, join=join_products
         )
-        written = write_onnx(context, directory, chosen)
+        written, text = write_onnx(context, directory, chosen)
         session = FLOAT_ACTIVATIONS if options["exact"] else {}
-        why_not = write_genai_config(context.source, directory, session, shared=True)
+        why_not = write_genai_config(context.source, text, directory, session, shared=True)
         return dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
 
 

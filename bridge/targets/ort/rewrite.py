@@ -11,7 +11,7 @@ from bridge.targets.ort.norms import fuse_norms
 from bridge.targets.ort.packing import pack_slices
 from bridge.targets.ort.rotary import fuse_rotary
 from bridge.targets.ort.rotation import drop_positions, rotate_inside
-from bridge.targets.trt.graph.export import Graph
+from bridge.targets.trt.graph.float_graph import Graph
 from bridge.targets.trt.sites import find_kv
 
 

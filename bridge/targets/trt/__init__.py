@@ -285,9 +285,9 @@ class Trt(StreamedTarget):
 
         options = context.plan.options
         chosen = GraphOptions(**{key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")})
-        written = write_onnx(context, directory, chosen)
+        written, text = write_onnx(context, directory, chosen)
         if _generates(options):
-            why_not = write_genai_config(context.source, directory, FLOAT_ACTIVATIONS)
+            why_not = write_genai_config(context.source, text, directory, FLOAT_ACTIVATIONS)
             written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
         onnx = directory / "model.onnx"
         profile = profile_of(context.source.config, bool(options["cache"]))

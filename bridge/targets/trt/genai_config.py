@@ -26,11 +26,16 @@ _CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": 
 
 
 def write_genai_config(
-    source: Source, directory: Path, session: Mapping[str, str] | None = None, *, shared: bool = False
+    source: Source,
+    text: Mapping[str, Any],
+    directory: Path,
+    session: Mapping[str, str] | None = None,
+    *,
+    shared: bool = False,
 ) -> str:
     """Write the file beside `model.onnx`; return why onnxruntime-genai cannot run the graph ("" if it was written).
 
-    session: entries of ONNX Runtime's session. shared: past and present of the cache are one buffer.
+    text: `Graph.text`. session: entries of ONNX Runtime's session. shared: past and present are one buffer.
     """
     inputs = _inputs(directory / MODEL)
     caches = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
@@ -39,15 +44,14 @@ def write_genai_config(
         several = fold_layers([f"{name} {list(shape)}" for name, shape in caches.items()])
         return f"no {GENAI}: onnxruntime-genai takes caches of one shape, and the graph has {', '.join(several)}"
     heads, width = extents.pop()
-    text = _text_config(source)
-    context = getattr(text, "max_position_embeddings", None)
+    context = text.get("max_position_embeddings")
     if not isinstance(context, int):
         return f"no {GENAI}: onnxruntime-genai needs max_position_embeddings, which config.json does not have"
     decoder = {
         "filename": MODEL,
         "head_size": width,
-        "hidden_size": text.hidden_size,
-        "num_attention_heads": text.num_attention_heads,
+        "hidden_size": text["hidden_size"],
+        "num_attention_heads": text["num_attention_heads"],
         "num_hidden_layers": len(caches) // 2,
         "num_key_value_heads": heads,
         "inputs": {name: name for name in _INPUTS if name in inputs} | _CACHE_INPUTS,
@@ -55,7 +59,7 @@ def write_genai_config(
         "session_options": {**(session or {}), "provider_options": []},
     }
     settings = generation_settings(source.side_files)
-    model = {"type": _TYPE, **_token_ids(settings, text), "context_length": context, "vocab_size": text.vocab_size}
+    model = {"type": _TYPE, **_token_ids(settings, text), "context_length": context, "vocab_size": text["vocab_size"]}
     search = {key: settings[key] for key in _SEARCH if settings.get(key) is not None}
     search |= {"max_length": context, "past_present_share_buffer": shared}
     content = {"model": {**model, "decoder": decoder}, "search": search}
@@ -73,17 +77,10 @@ def _inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
     return {value.name: axes(value.type.tensor_type) or () for value in graph.input}
 
 
-def _text_config(source: Source) -> Any:
-    """The config with transformers' own names of its entries (`n_embd` is `hidden_size`) and its defaults."""
-    from bridge.sources.live_models.meta_device import resolve_config
-
-    return resolve_config(dict(source.config)).get_text_config()
-
-
-def _token_ids(settings: Mapping[str, Any], text: Any) -> dict[str, Any]:
+def _token_ids(settings: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """Ids that begin, end and fill a text; `eos_token_id` may be a list. The runtime needs one to fill with."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: settings.get(name, getattr(text, name, None)) for name in names}
+    ids = {name: settings.get(name, text.get(name)) for name in names}
     ends = ids["eos_token_id"]
     if ids["pad_token_id"] is None:
         ids["pad_token_id"] = ends[0] if isinstance(ends, list) and ends else ends

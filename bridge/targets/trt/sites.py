@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from bridge.core.errors import ExportError
 from bridge.core.text import fold_layers
-from bridge.targets.trt.graph.export import Graph
+from bridge.targets.trt.graph.float_graph import Graph
 from bridge.targets.trt.graph.stamp import KV, MODULE
 
 _COMPUTE = ("MatMul", "Gemm", "Conv")

@@ -13,7 +13,6 @@ from bridge.core.errors import ExportError
 from bridge.core.formats.safetensors import layout
 from bridge.core.machine import cores
 from bridge.core.remote.readers import readers
-from bridge.core.text import fold_layers
 from bridge.planning.plan import Plan, Step
 from bridge.quant.smoothing import pre_scale
 from bridge.streaming.context import ConversionContext, WriteResult
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from bridge.streaming.run import Summary
-    from bridge.targets.trt.graph.export import Graph
+    from bridge.targets.trt.graph.cached import GraphRequest
+    from bridge.targets.trt.graph.float_graph import Graph
 
 WEIGHTS = "model.safetensors"
 MODEL = "model.onnx"
@@ -47,12 +47,19 @@ class GraphOptions:
     join: Callable[[ir.Model, Plan, Mapping[str, str]], dict[str, str]] | None = None
 
 
-def write_onnx(context: ConversionContext, directory: Path, options: GraphOptions) -> WriteResult:
-    """Write both files into `directory`; if the graph or the stream fails, the other stops."""
+def write_onnx(
+    context: ConversionContext, directory: Path, options: GraphOptions
+) -> tuple[WriteResult, dict[str, Any]]:
+    """Write both files into `directory` and return also `Graph.text`; if graph or stream fails, the other stops."""
     from bridge.streaming.run import run
+    from bridge.targets.trt.graph.light_import import import_onnx_ir
 
-    stop = threading.Event()
-    spare = replace(context, workers=max(1, cores() - 1))  # one core makes the graph
+    import_onnx_ir()
+    from bridge.targets.trt.graph.cached import is_kept
+
+    stop, spare = threading.Event(), context
+    if not is_kept(_request(context, options)):
+        spare = replace(context, workers=max(1, cores() - 1))  # one core makes the graph
     with readers(1, context.source, name="weights") as pool:
         weights: Future[Summary] = pool.submit(run, spare, directory, stop)
         try:
@@ -64,30 +71,31 @@ def write_onnx(context: ConversionContext, directory: Path, options: GraphOption
     save(graph.model, directory / MODEL)
     notes = ((f"all layers were exported, none stamped: {graph.note}",) if graph.note else ()) + summary.notes()
     skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in unused}
-    return WriteResult(summary.policies, skipped, notes)
+    return WriteResult(summary.policies, skipped, notes), graph.text
+
+
+def _request(context: ConversionContext, options: GraphOptions) -> GraphRequest:
+    from bridge.targets.trt.graph.cached import GraphRequest
+
+    plan = context.plan
+    return GraphRequest(
+        dict(context.source.config), options.task, options.dtype, options.opset, options.cache, options.stamp,
+        tuple(sorted(plan.sources)), dict(plan.tied),
+    )  # fmt: skip
 
 
 def make_graph(context: ConversionContext, directory: Path, options: GraphOptions) -> tuple[Graph, list[str]]:
     """Export the float graph, insert Q/DQ, attach the weights; also return planned tensors that it does not read."""
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    from bridge.targets.trt.graph.export import export_graph
+    from bridge.targets.trt.graph.cached import float_graph
     from bridge.targets.trt.qdq import Inserter, WeightsFile, attach
     from bridge.targets.trt.sites import find_kv, find_sites
 
     plan = context.plan
-    graph = export_graph(
-        dict(context.source.config),
-        task=options.task,
-        dtype=options.dtype,
-        opset=options.opset,
-        cache=options.cache,
-        stamp=options.stamp,
-        progress=lambda text: context.progress(0, 0, text),
-    )
+    graph, names = float_graph(_request(context, options), lambda text: context.progress(0, 0, text))
     if options.rewrite:
         options.rewrite(graph)
-    names = _checkpoint_names(graph, context, options.task)
     if options.join:
         names = options.join(graph.model, plan, names)
     specs = {output.spec.name: output for output in plan.outputs}
@@ -160,47 +168,3 @@ def _constants(context: ConversionContext) -> dict[str, bytes]:
             elif output.part == "pre_quant_scale" and calibration:
                 constants[name] = pre_scale(calibration, module, step.format).tobytes()
     return constants
-
-
-def _checkpoint_names(graph: Graph, context: ConversionContext, task: str) -> dict[str, str]:
-    """Initializer -> checkpoint tensor; the model's own conversion is used only if live names differ."""
-    plan, source = context.plan, context.source
-    known = {*plan.sources, *plan.tied}
-    if all(live in known for live in graph.weights.values()):
-        return {initializer: plan.tied.get(live, live) for initializer, live in graph.weights.items()}
-    import torch
-
-    from bridge.sources.live_models.checkpoint_names import live_names, live_parts
-    from bridge.sources.live_models.meta_device import build_meta, resolve_config
-    from bridge.targets.trt.graph.tasks import model_class
-
-    config = resolve_config(dict(source.config))
-    parts = live_parts(live_names(build_meta(config, model_class(config, task), torch.float32), plan.sources))
-    names: dict[str, str] = {}
-    missing: list[str] = []
-    for initializer, live in graph.weights.items():
-        name = live if live in known else _part_name(live, parts)
-        if name is None:
-            missing.append(live)
-        else:
-            names[initializer] = plan.tied.get(name, name)
-    if missing:
-        raise ExportError(
-            f"the {task} graph of {plan.architecture} reads weights that the checkpoint lacks: "
-            f"{', '.join(fold_layers(sorted(missing)))}\n"
-            "  hint   use another task, or a checkpoint that was saved for this one"
-        )
-    return names
-
-
-def _part_name(live: str, parts: Mapping[str, Mapping[Any, str]]) -> str | None:
-    """Find the checkpoint tensor of `live`: a whole tensor, an expert `stack[3]`, or half of one, `stack[3, gate]`."""
-    stack, _, index = live.partition("[")
-    candidates = parts.get(stack, {})
-    if not index:
-        return next((name for ref, name in candidates.items() if not ref.index), None)
-    expert, _, half = index.rstrip("]").partition(", ")
-    refs = sorted((ref for ref in candidates if ref.expert == int(expert)), key=lambda ref: ref.rows or (0, 0))
-    if len(refs) != (2 if half else 1):
-        return None
-    return candidates[refs[1 if half == "up" else 0]]

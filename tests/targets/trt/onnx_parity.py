@@ -12,7 +12,7 @@ import onnxruntime as ort
 import torch
 import transformers
 
-from bridge.targets.trt.graph.export import Graph
+from bridge.targets.trt.graph.float_graph import Graph
 
 
 def live_model(config: Any, seed: int = 0) -> Any:

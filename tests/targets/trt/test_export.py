@@ -18,7 +18,8 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from bridge.core.errors import ExportError, UsageError
-from bridge.targets.trt.graph.export import Graph, export_graph
+from bridge.targets.trt.graph.export import export_graph
+from bridge.targets.trt.graph.float_graph import Graph
 from tests.models.graphs import export_once
 from tests.targets.trt import onnx_parity as parity
 from tests.targets.trt.architectures import CORE, DECODERS, bert, dinov3, gemma3, gpt2, llama, mixtral, resnet, vit

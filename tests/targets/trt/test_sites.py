@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 
 from bridge.core.errors import ExportError
-from bridge.targets.trt.graph.export import Graph
+from bridge.targets.trt.graph.float_graph import Graph
 from bridge.targets.trt.sites import find_kv, find_sites
 from tests.models.graphs import export_once as export_graph
 from tests.targets.trt.architectures import bert, gpt2, llama, qwen3_moe, resnet

@@ -23,6 +23,7 @@ from bridge.core.errors import BridgeError, ExportError, UsageError
 from bridge.core.text import grouped
 from bridge.sources.live_models import meta_device
 from bridge.sources.live_models.meta_device import resolve_config
+from bridge.targets.trt.graph.float_graph import TEXT, Graph
 from bridge.targets.trt.graph.layers import cut_layers, find_layers
 from bridge.targets.trt.graph.naming import name_by_structure
 from bridge.targets.trt.graph.stamp import KV, MODULE, Refused, stamp_layers
@@ -36,22 +37,6 @@ _PREFIX = "model."  # the wrapper's attribute
 # torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces; two traces at once put them
 # back in the wrong order.
 _TRACING = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A float graph. Weights (everything in a state dict) are initializers without data (`const_value` is None); other
-    buffers have data.
-
-    `weights`: initializer -> live parameter of the transformers model, or an expression over one for an expert
-    (`...experts.down_proj[3]`, `...experts.gate_up_proj[3, gate]`). `tied`: alias -> initializer. `note`: why no layer
-    was stamped, "" if layers were stamped or the model has at most two.
-    """
-
-    model: ir.Model
-    weights: dict[str, str]
-    note: str
-    tied: dict[str, str]
 
 
 def export_graph(
@@ -197,7 +182,9 @@ class _Run:
                 value.name = name
                 values[name] = value
         weights = {name: name for name, value in values.items() if value.const_value is None}
-        return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights})
+        text = self.config.get_text_config()
+        entries = {name: getattr(text, name) for name in TEXT if hasattr(text, name)}
+        return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights}, entries)
 
 
 def _trace(call: Any) -> Any:

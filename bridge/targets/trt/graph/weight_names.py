@@ -1,0 +1,58 @@
+"""Find the checkpoint tensor of each weight of a float graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from bridge.core.errors import ExportError
+from bridge.core.text import fold_layers
+from bridge.sources.live_models.checkpoint_names import live_names, live_parts
+from bridge.sources.live_models.meta_device import build_meta, resolve_config
+from bridge.targets.trt.graph.float_graph import Graph
+from bridge.targets.trt.graph.tasks import model_class
+
+
+def checkpoint_names(
+    graph: Graph, config: Mapping[str, Any], task: str, tensors: Collection[str], tied: Mapping[str, str]
+) -> dict[str, str]:
+    """Initializer -> checkpoint tensor; the model's own conversion is used only if live names differ.
+
+    `tensors`: the checkpoint's. `tied`: alias -> tensor. ExportError for a weight that the checkpoint lacks.
+    """
+    known = {*tensors, *tied}
+    if all(live in known for live in graph.weights.values()):
+        return {initializer: tied.get(live, live) for initializer, live in graph.weights.items()}
+    resolved = resolve_config(dict(config))
+    parts = live_parts(live_names(build_meta(resolved, model_class(resolved, task), torch.float32), tensors))
+    names: dict[str, str] = {}
+    missing: list[str] = []
+    for initializer, live in graph.weights.items():
+        name = live if live in known else _part_name(live, parts)
+        if name is None:
+            missing.append(live)
+        else:
+            names[initializer] = tied.get(name, name)
+    if missing:
+        architecture = (config.get("architectures") or ["the model"])[0]
+        raise ExportError(
+            f"the {task} graph of {architecture} reads weights that the checkpoint lacks: "
+            f"{', '.join(fold_layers(sorted(missing)))}\n"
+            "  hint   use another task, or a checkpoint that was saved for this one"
+        )
+    return names
+
+
+def _part_name(live: str, parts: Mapping[str, Mapping[Any, str]]) -> str | None:
+    """Find the checkpoint tensor of `live`: a whole tensor, an expert `stack[3]`, or half of one, `stack[3, gate]`."""
+    stack, _, index = live.partition("[")
+    candidates = parts.get(stack, {})
+    if not index:
+        return next((name for ref, name in candidates.items() if not ref.index), None)
+    expert, _, half = index.rstrip("]").partition(", ")
+    refs = sorted((ref for ref in candidates if ref.expert == int(expert)), key=lambda ref: ref.rows or (0, 0))
+    if len(refs) != (2 if half else 1):
+        return None
+    return candidates[refs[1 if half == "up" else 0]]

@@ -1,0 +1,272 @@
+"""Float graphs that are kept: made once for one config, never taken for another, and the same bytes from both ways."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+import bridge
+from bridge.core.errors import ExportError
+from bridge.core.output import cache
+from bridge.targets.trt.graph import cached
+from bridge.targets.trt.graph.cached import GraphRequest, float_graph, is_kept
+from bridge.targets.trt.graph.float_graph import from_bytes, to_bytes
+from tests.models.graphs import export_once
+from tests.targets.trt.architectures import DECODERS, bert, llama, vit
+
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
+FRAMEWORKS = ("torch", "transformers", "onnxscript", "sympy.core")
+# Converts to both targets, and prints which frameworks it holds and the digest of each file that was written.
+CONVERT = """
+import hashlib, json, sys
+from pathlib import Path
+import bridge
+model, calibration, out, frameworks = sys.argv[1:4] + [sys.argv[4].split()]
+bridge.convert(model, "trt", "fp8", out + "/trt", calib=calibration, progress=False)
+bridge.convert(model, "ort", "int8_wo", out + "/ort", verify=False, progress=False)
+names = ("model.onnx", "model.safetensors", "genai_config.json", "bridge.json", "tokenizer.json")
+paths = [Path(out) / target / name for target in ("trt", "ort") for name in names]
+files = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+print(json.dumps([[name for name in frameworks if name in sys.modules], files]))
+"""
+REQUEST = GraphRequest(
+    {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 1e4},
+    "causal-lm", "float32", 21, True, True, ("lm_head.weight", "model.norm.weight"), {},
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "qbridge" / "graphs"
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tasks that were exported, in a process whose transformers counts as loaded by bridge."""
+    from bridge.targets.trt.graph import export
+
+    made: list[str] = []
+
+    def counted(config: Any, *, task: str, **options: Any) -> Any:
+        made.append(task)
+        return export_once(config, task=task, **options)
+
+    monkeypatch.setattr(export, "export_graph", counted)
+    monkeypatch.setattr(cached, "transformers_is_as_installed", lambda: True)
+    return made
+
+
+def request_of(config: Any, task: str = "causal-lm", **options: Any) -> GraphRequest:
+    """A request for a config whose checkpoint has the names that the live model has."""
+    graph = export_once(config, task=task, **options)
+    fields = json.loads(config.to_json_string(use_diff=False))
+    given = {"dtype": "float32", "opset": 21, "cache": True, "stamp": True} | options
+    return GraphRequest(fields, task, **given, tensors=tuple(sorted(graph.weights.values())), tied={})
+
+
+@pytest.mark.slow
+def test_the_second_conversion_loads_no_framework_and_writes_the_same_bytes(tmp_path: Path) -> None:
+    calibration = tmp_path / "fp8.safetensors"
+    bridge.calibrate(MODEL, "fp8", samples=2, sequence=32, progress=False).save(calibration)
+    results = []
+    for run in ("first", "second"):
+        command = [sys.executable, "-c", CONVERT, MODEL, calibration, tmp_path / run, " ".join(FRAMEWORKS)]
+        env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    (first, files), (second, same) = results
+    assert first == list(FRAMEWORKS)
+    assert second == []
+    assert same == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "task", "options"),
+    [
+        (llama(num_hidden_layers=4), "causal-lm", {}),
+        (llama(num_hidden_layers=3, tie_word_embeddings=True), "causal-lm", {"dtype": "bfloat16", "opset": 23}),
+        (llama(num_hidden_layers=3), "causal-lm", {"cache": False}),
+        (DECODERS["mixtral"](), "causal-lm", {}),
+        (DECODERS["gemma3"](), "causal-lm", {}),
+        (bert(), "feature-extraction", {}),
+        (vit(), "image-classification", {}),
+    ],
+    ids=["llama", "half", "no cache", "mixtral", "gemma3", "bert", "vit"],
+)
+def test_a_graph_that_is_read_is_the_one_that_was_made(config: Any, task: str, options: dict[str, Any]) -> None:
+    graph = export_once(config, task=task, **options)
+    proto = ir.to_proto(graph.model).SerializeToString(deterministic=True)
+    data = to_bytes(graph, {"a": "b"})
+    assert ir.to_proto(graph.model).SerializeToString(deterministic=True) == proto  # its own weights have no data again
+    again, names = from_bytes(data)
+    assert names == {"a": "b"}
+    assert ir.to_proto(again.model).SerializeToString(deterministic=True) == proto
+    for key in ("weights", "note", "tied", "text"):
+        assert getattr(again, key) == getattr(graph, key)
+    assert {n for n, v in again.model.graph.initializers.items() if v.const_value is None} == set(graph.weights)
+    assert to_bytes(again, names) == data
+    assert len(data) < 100_000
+
+
+def test_equal_requests_are_exported_once_and_each_gets_its_own_graph(folder: Path, exports: list[str]) -> None:
+    request = request_of(llama(num_hidden_layers=3))
+    assert not is_kept(request)
+    first, names = float_graph(request, lambda _: None)
+    assert is_kept(request)
+    first.model.graph.inputs.clear()
+    second, same = float_graph(replace(request), lambda _: None)
+    assert exports == ["causal-lm"]
+    assert second.model.graph.inputs
+    assert names == same == {name: name for name in first.weights}
+    (path,) = folder.iterdir()
+    assert path.stat().st_size < 100_000
+    assert [entry.what for entry in cache.entries()] == ["LlamaForCausalLM, 3 layers, causal-lm, float32, opset 21"]
+
+
+CHANGES: dict[str, Callable[[GraphRequest], GraphRequest]] = {
+    "task": lambda r: replace(r, task="feature-extraction"),
+    "dtype": lambda r: replace(r, dtype="float16"),
+    "opset": lambda r: replace(r, opset=23),
+    "cache": lambda r: replace(r, cache=False),
+    "stamp": lambda r: replace(r, stamp=False),
+    "tensors": lambda r: replace(r, tensors=r.tensors[1:]),
+    "tied": lambda r: replace(r, tied={"lm_head.weight": "model.embed_tokens.weight"}),
+    "config": lambda r: replace(r, config={**r.config, "rope_theta": 1e5}),
+    "a new entry": lambda r: replace(r, config={**r.config, "sliding_window": 7}),
+    "attention": lambda r: replace(r, config={**r.config, "_attn_implementation": "eager"}),
+    "architecture": lambda r: replace(r, config={**r.config, "architectures": ["MistralForCausalLM"]}),
+    "a nested entry": lambda r: replace(r, config={**r.config, "rope_parameters": {"factor": 2.0}}),
+    "whether transformers wrote it": lambda r: replace(r, config={**r.config, "transformers_version": "5.23.0"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_part_of_a_request_decides_on_its_key(change: str) -> None:
+    assert CHANGES[change](REQUEST).key != REQUEST.key
+
+
+@pytest.mark.parametrize("name", [*cached.MADE_BY, *cached.NOTICED])
+def test_the_version_of_each_package_that_makes_a_graph_decides_on_its_key(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, installed = REQUEST.key, cached.installed
+    monkeypatch.setattr(cached, "installed", lambda package: "9" if package == name else installed(package))
+    assert REQUEST.key != before
+
+
+def test_code_and_environment_decide_on_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {REQUEST.key}
+    for name, value in {"__version__": "9", "changed": lambda: 1}.items():
+        with monkeypatch.context() as other:
+            other.setattr(cached, name, value)
+            keys.add(REQUEST.key)
+    with monkeypatch.context() as other:
+        other.setattr("platform.machine", lambda: "aarch64")
+        keys.add(REQUEST.key)
+    with monkeypatch.context() as other:
+        other.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+        keys.add(REQUEST.key)
+    assert len(keys) == 5
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "debug")
+    assert REQUEST.key in keys
+
+
+@pytest.mark.slow
+def test_where_a_config_came_from_changes_no_graph_and_no_key() -> None:
+    config = llama(num_hidden_layers=3)
+    fields = json.loads(config.to_json_string(use_diff=False))
+    origins = [
+        {"_name_or_path": "a", "transformers_version": "5.0.0"},
+        {"_name_or_path": "b", "transformers_version": "4.1"},
+    ]
+    graphs = [to_bytes(export_once({**fields, **origin}), {}) for origin in origins]
+    assert graphs[0] == graphs[1]
+    assert len({replace(REQUEST, config={**REQUEST.config, **origin}).key for origin in origins}) == 1
+
+
+def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:
+    request = request_of(llama(num_hidden_layers=3))
+    made, _ = float_graph(request, lambda _: None)
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    again, _ = float_graph(request, lambda _: None)
+    assert exports == ["causal-lm"] * 2
+    assert ir.to_proto(again.model) == ir.to_proto(made.model)
+    cache.store("graphs", request.key, "", b"undamaged, and no graph")
+    again, _ = float_graph(request, lambda _: None)
+    assert ir.to_proto(again.model) == ir.to_proto(made.model)
+
+
+def test_a_graph_that_names_a_file_is_refused() -> None:
+    graph = export_once(llama(num_hidden_layers=3))
+    for location, name in (("/etc/passwd", "lm_head.weight"), ("weights", "model.rotary_emb.inv_freq")):
+        copy = replace(graph, model=graph.model.clone())
+        value = copy.model.graph.initializers[name]
+        value.const_value = ir.ExternalTensor(location, 0, 4, ir.DataType.FLOAT, shape=ir.Shape([1]), name=name)
+        few = {name: live for name, live in graph.weights.items() if name != value.name}
+        with pytest.raises(ValueError, match="data in a file"):
+            from_bytes(to_bytes(replace(copy, weights=few), {}))
+
+
+def test_code_that_others_may_have_changed_makes_no_entry_and_reads_none(
+    folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(llama(num_hidden_layers=3))
+    with monkeypatch.context() as patched:
+        patched.setattr(cached, "transformers_is_as_installed", lambda: False)
+        float_graph(request, lambda _: None)
+        assert not folder.exists()
+        float_graph(request, lambda _: None)
+    float_graph(request, lambda _: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(cached, "transformers_is_as_installed", lambda: False)
+        assert not is_kept(request)
+        float_graph(request, lambda _: None)
+    assert exports == ["causal-lm"] * 4
+    float_graph(request, lambda _: None)
+    assert exports == ["causal-lm"] * 4
+
+
+def test_a_class_that_was_registered_since_is_not_cached(
+    folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "__module__", "somebody.models")
+    float_graph(request_of(llama(num_hidden_layers=3)), lambda _: None)
+    assert not folder.exists()
+
+
+def test_who_loads_transformers_first_is_known() -> None:
+    code = (
+        "from bridge.core.version import loads_transformers, transformers_is_as_installed as clean\n"
+        "import sys, types\n"
+        "before = clean()\n"
+        "if {ours}: loads_transformers()\n"
+        "sys.modules['transformers'] = types.ModuleType('transformers')\n"
+        "loads_transformers()\n"
+        "print(before, clean())"
+    )
+    for ours in (True, False):
+        run = subprocess.run([sys.executable, "-c", code.format(ours=ours)], capture_output=True, text=True)
+        assert run.stdout.split() == ["True", str(ours)], run.stderr
+
+
+def test_what_cannot_be_exported_is_not_kept(folder: Path, exports: list[str]) -> None:
+    request = replace(request_of(llama(num_hidden_layers=3)), tensors=("model.norm.weight",))
+    for _ in range(2):
+        with pytest.raises(ExportError, match="the checkpoint lacks"):
+            float_graph(request, lambda _: None)
+    assert exports == ["causal-lm"] * 2
+    assert list(folder.iterdir()) == []
