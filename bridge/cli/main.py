@@ -30,6 +30,7 @@ VERBS = {
     "search": "Find the pruned sizes that cost least within a budget.",
     "distill": "Train a model to answer as another one does.",
     "batch": "Convert every row of a manifest, several at once.",
+    "cache": "List the graphs, structures and kernels that are kept.",
     "golden": "Record and check regression snapshots.",
 }
 

@@ -390,7 +390,7 @@ def test_defaults_are_printed_as_written() -> None:
 COMMANDS = (
     "convert", "plan", "calibrate", "verify", "run", "check", "show", "sensitivity", "inspect", "prune", "search",
     "distill",
-    "batch",
+    "batch", "cache",
     "golden record", "golden check", "golden diff",
 )  # fmt: skip
 
@@ -416,5 +416,5 @@ def test_help_names_the_verbs_of_the_package() -> None:
     assert "..." not in text.partition("Commands:")[2], "a verb's line is cut off"
     assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
         "convert", "plan", "calibrate", "verify", "run", "check", "show", "sensitivity", "inspect", "prune", "search",
-        "distill", "batch", "golden",
+        "distill", "batch", "cache", "golden",
     ]  # fmt: skip

@@ -1,0 +1,61 @@
+"""`qbridge cache`: what is kept in the user's cache directory, so that it is made once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from bridge.cli.arguments import Debug, Json, print_json
+from bridge.cli.terminal import session
+from bridge.cli.verb import Option, verb
+
+AGES = ((86400, "day"), (3600, "hour"), (60, "minute"))  # seconds of each
+
+
+@verb("qbridge cache --clear")
+def cache(
+    clear: Annotated[bool, Option("--clear", help="remove all of it; it is made again if needed")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the graphs, structures and kernels that are kept.
+
+    They lie in $XDG_CACHE_HOME/qbridge, or ~/.cache/qbridge, and depend on no weight. A file is used only if the same
+    versions made it for the same config; the directory may be copied to other machines.
+    """
+    with session(debug=debug, quiet=True) as terminal:
+        from bridge.core.output import cache
+        from bridge.core.text import number, size
+        from bridge.reporting.columns import Columns
+
+        found = cache.clear() if clear else cache.entries()
+        where = cache.directory("")
+        if as_json:
+            keys = ("kind", "what", "bytes", "used", "path")
+            print_json(terminal, [{key: _plain(getattr(entry, key)) for key in keys} for entry in found])
+            return
+        if found and not clear:
+            now = time.time()
+            rows = [(cache.KINDS[e.kind], e.what, size(e.bytes), age(now - e.used)) for e in found]
+            terminal.print(Columns(("kept", "of", "size", "last used"), rows, (2,), wrap=False), "")
+        total = f"{number(len(found), 'file')}, {size(sum(entry.bytes for entry in found))}"
+        terminal.print(f"{where}: {'removed ' if clear else ''}{total}")
+
+
+def age(seconds: float) -> str:
+    """How long ago something was: the largest unit that fits.
+
+    >>> age(59), age(60), age(200_000)
+    ('now', '1 minute ago', '2 days ago')
+    """
+    from bridge.core.text import number
+
+    for unit, word in AGES:
+        if seconds >= unit:
+            return f"{number(int(seconds // unit), word)} ago"
+    return "now"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
