@@ -1,15 +1,18 @@
 """A 1.1 B-parameter Llama to FP8 ONNX: time, memory and size, against ModelOpt with torch.onnx and against `cp`.
 
-    python benchmarks/trt.py            both sides, in turn, in this order: cp, bridge, peer
+    python benchmarks/trt.py            both sides, in turn, in this order: cp, bridge twice, peer
     python benchmarks/trt.py --no-peer  without the peer, which needs 8 GB and a minute
 
-Whole processes, start included; peak memory is the process's largest resident set. The checkpoint has random weights
+"first" has an empty cache and makes the graph, "second" reads it. Whole processes, start included; processor time is
+user and system time of all their threads, peak memory their largest resident set. The checkpoint has random weights
 (bf16, 2.2 GB, two shards) and is made once in `--work`; the calibration is given, as in a batch conversion.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -58,20 +61,34 @@ def main() -> None:
     if not calibration.exists():
         make_calibration(checkpoint, calibration)
     ours, theirs, copy = args.work / "bridge", args.work / "peer", args.work / "copy"
+    cache = args.work / "cache"
+    os.environ["XDG_CACHE_HOME"] = str(cache.absolute())
     command = [sys.executable, "-m", "bridge", "convert", str(checkpoint), "--target", "trt", "--quant", "fp8"]
     command += ["--out", str(ours), "--calib", str(calibration), "--no-verify", "--quiet"]
     for _ in range(args.rounds):
         for path in (ours, theirs, copy):
             shutil.rmtree(path, ignore_errors=True)
         base, _, _ = run(["cp", "-r", str(checkpoint), str(copy)])
-        wall, peak, _ = run(command)
-        print(f"cp      {base:6.1f} s            {size(copy):.2f} GB")
-        print(f"bridge  {wall:6.1f} s  {peak:5.2f} GB  {size(ours):.2f} GB   {wall / base:.1f} x cp", flush=True)
+        print(f"cp      {base:6.1f} s                       {size(copy):.2f} GB")
+        shutil.rmtree(cache, ignore_errors=True)
+        for which in ("first", "second"):
+            shutil.rmtree(ours, ignore_errors=True)
+            before = processor()
+            wall, peak, _ = run(command)
+            row = f"{which:6}  {wall:6.1f} s  {processor() - before:6.1f} s CPU  {peak:5.2f} GB  {size(ours):.2f} GB"
+            print(f"{row}   {wall / base:.1f} x cp", flush=True)
         if not args.no_peer:
             theirs.mkdir()
+            before = processor()
             wall_peer, peak_peer, _ = run([sys.executable, "-c", PEER, str(checkpoint), str(theirs)])
-            row = f"peer    {wall_peer:6.1f} s  {peak_peer:5.2f} GB  {size(theirs):.2f} GB"
-            print(f"{row}   {wall_peer / wall:.1f} x bridge", flush=True)
+            row = f"peer    {wall_peer:6.1f} s  {processor() - before:6.1f} s CPU  {peak_peer:5.2f} GB"
+            print(f"{row}  {size(theirs):.2f} GB   {wall_peer / wall:.1f} x second", flush=True)
+
+
+def processor() -> float:
+    """Seconds of processor time of all processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from bridge.core.output import cache
 from bridge.core.version import __version__, changed, installed, loads_transformers, transformers_is_as_installed
 from bridge.targets.trt.graph.float_graph import Graph, from_bytes, to_bytes
-from bridge.targets.trt.graph.light_import import load_sympy
+from bridge.targets.trt.graph.light_import import load_sympy, without_collection
 
 KIND = "graphs"
 # Whose code makes the graph, and packages for which transformers has code of its own if they are there.
@@ -23,7 +23,15 @@ NOTICED = (
     "timm", "torchvision", "xlstm",
 )  # fmt: skip
 VARIABLES = ("ONNX", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_HUB_KERNELS", "USE_TORCH", "XLA_")  # of the environment
-UNREAD = ("CACHE", "HOME", "LOGS", "OFFLINE", "VERBOSITY", "WARNINGS")  # ends of variables that change no graph
+UNREAD = (
+    "CACHE",
+    "DIR",
+    "HOME",
+    "LOGS",
+    "OFFLINE",
+    "VERBOSITY",
+    "WARNINGS",
+)  # ends of variables that change no graph; torch sets one of them
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,21 @@ def is_kept(request: GraphRequest) -> bool:
 def _make(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
     loads_transformers()
     load_sympy()
-    from bridge.targets.trt.graph.export import export_graph
-    from bridge.targets.trt.graph.weight_names import checkpoint_names
+    with without_collection():
+        from bridge.targets.trt.graph.export import export_graph
+        from bridge.targets.trt.graph.weight_names import checkpoint_names
 
-    graph = export_graph(
-        dict(request.config),
-        task=request.task,
-        dtype=request.dtype,
-        opset=request.opset,
-        cache=request.cache,
-        stamp=request.stamp,
-        progress=progress,
-    )
-    names = checkpoint_names(graph, request.config, request.task, request.tensors, request.tied)
-    return to_bytes(graph, names)
+        graph = export_graph(
+            dict(request.config),
+            task=request.task,
+            dtype=request.dtype,
+            opset=request.opset,
+            cache=request.cache,
+            stamp=request.stamp,
+            progress=progress,
+        )
+        names = checkpoint_names(graph, request.config, request.task, request.tensors, request.tied)
+        return to_bytes(graph, names)
 
 
 def _as_installed(request: GraphRequest) -> bool:

@@ -7,11 +7,9 @@ layers are exported and the rest is stamped.
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +23,7 @@ from bridge.sources.live_models import meta_device
 from bridge.sources.live_models.meta_device import resolve_config
 from bridge.targets.trt.graph.float_graph import TEXT, Graph
 from bridge.targets.trt.graph.layers import cut_layers, find_layers
+from bridge.targets.trt.graph.light_import import without_collection
 from bridge.targets.trt.graph.naming import name_by_structure
 from bridge.targets.trt.graph.stamp import KV, MODULE, Refused, stamp_layers
 from bridge.targets.trt.graph.tasks import TASKS, choose_task, model_class
@@ -59,23 +58,11 @@ def export_graph(
     if row not in FLOATS:
         raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(FLOATS)}")
     tell = progress or (lambda _: None)
-    with meta_device.quiet(), _no_collection():
+    with meta_device.quiet(), without_collection():
         resolved = resolve_config(config)
         architecture = (getattr(resolved, "architectures", None) or ["a config without `architectures`"])[0]
         name = task if task in TASKS else choose_task(task, architecture)
         return _Run(resolved, name, row, opset, cache, tell).graph(stamp)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: tracing makes millions of small live objects, and collecting takes a fifth of it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)
