@@ -85,6 +85,9 @@ def main() -> None:
 
 
 def _warm() -> None:
+    from bridge.core.version import loads_transformers
+
+    loads_transformers()  # as if the command had: graphs are kept
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is not installed here, at length
         import modelopt.torch.quantization  # noqa: F401

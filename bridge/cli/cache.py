@@ -1,4 +1,4 @@
-"""`qbridge cache`: what is kept in the user's cache directory, so that it is made once."""
+"""`qbridge cache`: list and clear the user's cache."""
 
 from __future__ import annotations
 

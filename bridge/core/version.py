@@ -1,4 +1,4 @@
-"""Versions of this package and of those that it works with; whether their code is as it was installed."""
+"""Versions of packages, and whether their code is as it was installed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Small files in the user's cache directory: made once, checked when read; never fails who uses them.
+"""Keep small files in the user's cache, checked when they are read.
 
+Never fails who uses it.
 An entry is a line of JSON (the digest of everything that decides the content, the digest of the rest, what it is) and
 the content. A damaged, truncated or foreign file is no entry. Nothing of it is run, and it holds no path of a machine,
 so a directory of them may be copied and shared.

@@ -1,4 +1,7 @@
-"""Export each float graph once: later conversions read it from the user's cache, without torch and transformers."""
+"""Export each float graph once and read it from the cache.
+
+Later conversions with the same config need neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
