@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from bridge.cli.cache import age
 from bridge.cli.main import app
