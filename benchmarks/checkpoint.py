@@ -68,15 +68,15 @@ def make_checkpoint(directory: Path, config: dict[str, Any], shards: int = 2) ->
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def make_calibration(checkpoint: Path, path: Path) -> None:
-    """Write an FP8 calibration for every matrix of a checkpoint; its values do not matter for the time."""
+def make_calibration(checkpoint: Path, path: Path, scheme: str = "fp8") -> None:
+    """Write a calibration of inputs for every matrix of a checkpoint; its values do not matter for the time."""
     import numpy as np
 
     import bridge
     from bridge.quant.calibration import Calibration, Provenance
 
-    plan = bridge.plan(checkpoint, target="hf", quant="fp8")
-    provenance = Provenance("fp8", plan.scheme_digest, plan.architecture, "", "bfloat16", "", 0, 0)
+    plan = bridge.plan(checkpoint, target="hf", quant=scheme)
+    provenance = Provenance(scheme, plan.scheme_digest, plan.architecture, "", "bfloat16", "", 0, 0)
     amax = {step.site.module: np.array(8.0, np.float32) for step in plan.quantized if step.site}
     Calibration(provenance, input_amax=amax).save(path)
 

@@ -17,6 +17,7 @@ _HOME = {
     "__version__": "bridge.core.version",
     "convert": "bridge.api.verbs",
     "plan": "bridge.api.plans",
+    "estimate": "bridge.planning.estimate",
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
@@ -35,6 +36,7 @@ _HOME = {
     "Inspection": "bridge.workflows.inspect.result",
     "Sensitivity": "bridge.api.sensitivity.result",
     "Plan": "bridge.planning.plan",
+    "Estimate": "bridge.planning.estimate",
     "Report": "bridge.reporting.report",
     "Calibration": "bridge.quant.calibration",
     "Scheme": "bridge.quant.schemes.scheme",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     )
     from bridge.api.verbs import calibrate, check, convert, verify
     from bridge.core.errors import BridgeError
+    from bridge.planning.estimate import Estimate, estimate
     from bridge.planning.plan import Plan
     from bridge.quant.calibration import Calibration
     from bridge.quant.schemes.scheme import Scheme
@@ -95,6 +98,7 @@ __all__ = [
     "BatchReport",
     "BridgeError",
     "Calibration",
+    "Estimate",
     "Inspection",
     "Plan",
     "Quantizer",
@@ -111,6 +115,7 @@ __all__ = [
     "convert_to_scale",
     "create_forward_loop",
     "distill",
+    "estimate",
     "get_submodule",
     "inspect",
     "inspecting",

@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge.calibration.compute import has_bf16_instructions
 from bridge.calibration.data import FP32, Data
+from bridge.core.text import duration
 from bridge.core.values import Format, Structure, main_dtype
 from bridge.quant.schemes.scheme import Scheme, is_calibrated
 from bridge.sources.source import Source
@@ -89,18 +90,6 @@ def told(
             f"instead of {duration(seconds)}, and twice the memory"
         )
     return lines
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the unit that a user thinks in.
-
-    >>> duration(90), duration(5 * 3600), duration(12 * 86400)
-    ('about 2 min', 'about 5 h', 'about 12 days')
-    """
-    for most, unit, name in ((5400, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < most:
-            return f"about {max(1, round(seconds / unit))} {name}"
-    return f"about {round(seconds / 86400)} days"
 
 
 def measured_rate(dtype: str, device: str | None) -> float:

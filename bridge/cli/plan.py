@@ -47,7 +47,7 @@ def plan(
     """Print what `convert` would write, from headers alone.
 
     Each kind of weight, or with --all each tensor: its shape, dtype, bytes and expression; what stays unquantized and
-    why; memory and disk.
+    why; memory and disk; how long it would take on this machine, and what limits it.
     """
     with session(debug=debug) as terminal:
         terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
@@ -59,6 +59,7 @@ def plan(
         if as_json:
             print_json(terminal, {**result.to_dict(), "digest": result.digest})
             return
+        from bridge.reporting.columns import line
         from bridge.reporting.plan_table import plan_table
 
-        terminal.print(plan_table(result, every))
+        terminal.print(plan_table(result, every), line("here", str(bridge.estimate(result, model))))

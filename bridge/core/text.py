@@ -170,6 +170,18 @@ def size(nbytes: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that a user thinks in.
+
+    >>> duration(0.2), duration(40), duration(90), duration(5 * 3600), duration(12 * 86400)
+    ('about 1 s', 'about 40 s', 'about 2 min', 'about 5 h', 'about 12 days')
+    """
+    for most, unit, name in ((90, 1, "s"), (5400, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < most:
+            return f"about {max(1, round(seconds / unit))} {name}"
+    return f"about {round(seconds / 86400)} days"
+
+
 def byte_count(text: str | int, name: str = "--memory") -> int:
     """Parse a size: 2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes; `name` is for the error."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kmgt])(i?)b?|b)?", str(text).strip().lower())

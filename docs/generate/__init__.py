@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import api, code_map, command_line, costs, errors, limits, matrix, runtimes, schemes, targets
+from docs.generate import api, code_map, command_line, costs, errors, limits, matrix, runtimes, schemes, speed, targets
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,6 +21,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "schemes": matrix.schemes,
     "costs": costs.costs,
     "picks": costs.picks,
+    "speeds": speed.speeds,
     "best": costs.best,
     "caches": matrix.caches,
     "tables": matrix.tables,

@@ -14,6 +14,7 @@ SIGNATURES = {
         "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, keep=None, drop_layers=None, "
         "sparse=None, **options"
     ),
+    "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (
         "model, keep=None, *, drop_layers=None, data=None, importance='output', repair=False, order='source', "
         "sparse=None, sparse_method='sparsegpt', config=None, tokenizer=None, samples=None, sequence=None, field=None, "
@@ -85,8 +86,8 @@ REPORT = (
 
 
 def test_the_names_are_these_and_no_others() -> None:
-    values = {"BatchReport", "BridgeError", "Calibration", "Inspection", "Plan", "Report", "Scheme", "Searched"}
-    values |= {"Sensitivity", "__version__"}
+    values = {"BatchReport", "BridgeError", "Calibration", "Estimate", "Inspection", "Plan", "Report", "Scheme"}
+    values |= {"Searched", "Sensitivity", "__version__"}
     names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)

@@ -91,6 +91,7 @@ def test_a_plan_prints_every_tensor_once_and_ends_with_0() -> None:
     plan = bridge.plan(MODEL, "trt", "fp8")
     rows = [line[0] for line in lines if len(line) > 4 and line[2] in ("float32", "float8_e4m3fn")]
     assert rows == [output.spec.name for output in plan.outputs]
+    assert lines[-1][:2] == ["here", "about"]  # how long it would take
 
 
 def test_json_of_a_plan_is_the_plan() -> None:

@@ -11,10 +11,11 @@ import pytest
 
 import bridge
 from bridge.core.values import Program
+from bridge.planning.estimate import read_speeds
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.sources.opening import KINDS
 from bridge.targets import load_target, target_names
-from docs.generate import PARTS, api, errors, limits, make, matrix, schemes, targets
+from docs.generate import PARTS, api, errors, limits, make, matrix, schemes, speed, targets
 from docs.generate.doctests import Fenced
 from docs.hooks import MARK
 from tests.blocks import ROOT
@@ -149,3 +150,9 @@ def test_an_example_in_a_docstring_gets_a_fence_and_a_fenced_one_no_second() -> 
 
 def test_pages_are_generated_not_stored() -> None:
     assert not list(Path(PAGES / "schemes").glob("[!i]*.md")) and not (PAGES / "reference" / "verbs.md").exists()
+
+
+def test_a_row_says_what_an_operation_takes() -> None:
+    speeds = read_speeds()
+    row = f"| `fp8 channel` | {speeds.write['fp8 channel']:.1f} | {speeds.verify['fp8 channel']:.1f} |"
+    assert row in speed.speeds()

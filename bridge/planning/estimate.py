@@ -1,0 +1,183 @@
+"""Estimate how long a conversion takes, from its plan and a table of measured speeds."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bridge.core.errors import TableError
+from bridge.core.machine import available_memory, cached_share, cores
+from bridge.core.mappings import mappings, read_table
+from bridge.core.places import is_remote
+from bridge.core.text import duration, size
+from bridge.planning.plan import Plan
+from bridge.planning.work import Work, work_of
+
+DIRTY = 0.15  # of free memory: Linux lets a writer wait from halfway between its thresholds of 10 and 20 %
+PROBES = 40  # of 0.05 ms; the fastest counts, which other work delayed least
+MIN_FILE = 1 << 20  # bytes of a file that is asked whether it is in the page cache
+START, PROCESSOR, SOURCE, DISK = "start-up", "the processor", "reading the source", "the disk"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a conversion runs on.
+
+    `speed`: of one core, in multiples of that of the table. `source`, `disk`: bytes a second, of reading the source and
+    of reading and writing the output. `cache`: bytes of files that stay in memory; a writer waits from `DIRTY` of it.
+    """
+
+    cores: int
+    speed: float = 1.0
+    source: float = math.inf
+    disk: float = math.inf
+    cache: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a conversion takes: seconds of each stage, and of what it waits for most.
+
+    `error`: the share of the time that the estimate may be wrong by, unless what bounds it has a `rate` (bytes a
+    second, else 0) that is assumed. `without`: what the plan does not tell and comes on top.
+
+    >>> import bridge
+    >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
+    >>> str(bridge.estimate(plan, machine=Machine(cores=2)))
+    'about 1 s, limited by start-up; give or take 25 %'
+    """
+
+    stages: dict[str, float]
+    waits: dict[str, float]
+    error: float
+    rate: float = 0.0
+    without: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages.values())
+
+    @property
+    def bound(self) -> str:
+        """What most of the time is spent on: start-up, the processor, reading the source, or the disk."""
+        return max(self.waits, key=lambda name: self.waits[name])
+
+    def __str__(self) -> str:
+        assumed = f" at {size(round(self.rate))}/s, which is assumed" if self.rate else ""
+        text = f"{duration(self.seconds)}, limited by {self.bound}"
+        text += assumed or f"; give or take {self.error * 100:.0f} %"
+        return f"{text}, without {' and '.join(self.without)}" if self.without else text
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The table `mappings/speed.toml`, which `benchmarks/speed.py` writes.
+
+    `probe`: seconds of what `speed_here` measures. `start`, `write`, `verify`: processor seconds by operation: `once`,
+    `tensor`, or for each value. `disk`, `connection`: bytes a second. `error`: see `Estimate`.
+    """
+
+    probe: float
+    error: float
+    disk: float
+    remote: float
+    targets: tuple[str, ...]
+    start: dict[str, float]
+    write: dict[str, float]
+    verify: dict[str, float]
+
+
+def read_speeds() -> Speeds:
+    """Read the table; TableError for a key that it does not know."""
+    table = read_table(mappings() / "speed.toml")
+    try:
+        return Speeds(**{**table.data, "targets": tuple(table.data["targets"])})
+    except (KeyError, TypeError) as error:
+        raise TableError(f"{table.name}: {error}") from error
+
+
+def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Machine | None = None) -> Estimate:
+    """Estimate how long converting by `plan` takes here, or on `machine`; reads no weight.
+
+    Args:
+        model: what the plan was made of: from a server, from a disk, or in the page cache it is read at other speeds.
+        verify: with the comparison that `convert` makes unless it is told not to.
+        machine: None measures a core for some milliseconds, counts cores, and takes the table's disk.
+
+    >>> import bridge
+    >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
+    >>> bridge.estimate(plan).bound
+    'start-up'
+    """
+    speeds, work, given = read_speeds(), work_of(plan), machine
+    machine = machine or machine_here(model, speeds)
+    start = spent(speeds.start, work) / machine.speed
+    stages, waits = {"start": start}, {START: start, PROCESSOR: 0.0, SOURCE: 0.0, DISK: 0.0}
+    fits = work.read + work.written < machine.cache
+    for stage, table in {"write": speeds.write, **({"verify": speeds.verify} if verify else {})}.items():
+        seconds = stage_waits(stage, table, work, machine, fits)
+        stages[stage] = max(seconds.values())
+        waits = {name: waits[name] + seconds.get(name, 0.0) for name in waits}
+    without = ["the calibration"] if plan.calibration else []
+    without += [] if plan.target in speeds.targets else [f"what {plan.target} makes beside tensors"]
+    made = Estimate(stages, waits, speeds.error, without=tuple(without))
+    return made if given else replace(made, rate={SOURCE: machine.source, DISK: machine.disk}.get(made.bound, 0.0))
+
+
+def stage_waits(stage: str, table: dict[str, float], work: Work, machine: Machine, fits: bool) -> dict[str, float]:
+    """Seconds that a stage waits for each resource, which threads use at the same time: the longest wait counts.
+
+    `fits`: source and output stay in the page cache, so that verification reads no disk.
+    """
+    read = work.read / machine.source if stage == "write" or not fits else 0.0
+    waiting = max(work.written - DIRTY * machine.cache, 0) if stage == "write" else 0 if fits else work.written
+    processor = spent(table, work) / machine.speed / machine.cores
+    return {PROCESSOR: processor, SOURCE: read, DISK: waiting / machine.disk}
+
+
+def spent(table: dict[str, float], work: Work) -> float:
+    """Processor seconds of some work; an operation that was not measured costs as much as the dearest of its dtype."""
+    known = {name: seconds for name, seconds in table.items() if name not in ("once", "tensor")}
+    values = 0.0
+    for name, count in work.values.items():
+        same = [seconds for other, seconds in known.items() if other.split()[0] == name.split()[0]]
+        values += count * known.get(name, max(same or known.values(), default=0.0))
+    return table.get("once", 0.0) + work.tensors * table.get("tensor", 0.0) + values * 1e-9
+
+
+def machine_here(model: Any, speeds: Speeds) -> Machine:
+    """This machine, and how fast `model` is read on it."""
+    here = Machine(cores(), speed_here(speeds.probe), disk=speeds.disk, cache=available_memory())
+    if isinstance(model, str) and is_remote(model):
+        return replace(here, source=speeds.remote)
+    if not isinstance(model, str | Path):
+        return here  # in memory
+    if not Path(model).exists():  # at the hub
+        return replace(here, source=speeds.disk)
+    every = [Path(model)] if Path(model).is_file() else sorted(Path(model).rglob("*"))
+    missing = 1 - cached_share([path for path in every if path.is_file() and path.stat().st_size >= MIN_FILE])
+    return replace(here, source=speeds.disk / missing) if missing else here
+
+
+def speed_here(reference: float) -> float:
+    """How fast a core is in multiples of that of the table: quotients of 128 Ki floats, as kernels make them."""
+    return reference / probe()
+
+
+def probe() -> float:
+    """Seconds of the least of `PROBES` rounds."""
+    import numpy as np
+
+    values, divisor = np.full(1 << 17, 3, np.float32), np.full(1 << 17, 7, np.float32)
+    out = np.empty_like(values)
+    bits = out.view(np.uint32)
+    times = []
+    for _ in range(PROBES):
+        begin = time.perf_counter()
+        np.divide(values, divisor, out=out)
+        np.add(bits, 1, out=bits)
+        times.append(time.perf_counter() - begin)
+    return min(times)
