@@ -1,4 +1,4 @@
-"""Estimate how long a conversion takes, from its plan and a table of measured speeds."""
+"""Estimate how long a conversion takes, from its plan."""
 
 from __future__ import annotations
 

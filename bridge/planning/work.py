@@ -1,4 +1,4 @@
-"""Count what a plan does: bytes read and written, and values by operation."""
+"""Count what a plan does: bytes, and values by operation."""
 
 from __future__ import annotations
 
