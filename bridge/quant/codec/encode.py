@@ -23,6 +23,7 @@ from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import ONE, storage
 from bridge.quant.codec.fake_quant import fake_quantized
+from bridge.quant.codec.fused import fused
 from bridge.quant.codec.kernels import make_codes
 from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
@@ -91,6 +92,7 @@ class Encoder:
         self._cast, self._values = coding.cast or dtype, coding.values
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
         self._scales = Scales(numeric, dtype, coding, amax)
+        self._fused = fused(first, dtype, coding, self._blocks, self._packed, self._scales)
         self._own = ggml.own_rounding(first, self._packed)
         self._whole = amax
         self._search = first.search and amax != 0  # without a scale above it nothing can be searched: all is zero
@@ -122,6 +124,9 @@ class Encoder:
         """
         flat = arrays.matrix(bits)
         n, blocks = len(flat), self._blocks
+        if self._fused and largest is None and clip is None and chosen is None:
+            what = f"rows {first} to {first + n}"
+            return self._fused(arrays.words(flat, self._dtype), self._take, self._name, what)
         down = n if self._numeric.per == "tensor" else blocks.down
         own = arrays.amax(flat, self._dtype, down, blocks.across)
         arrays.check_finite(own, self._name, f"rows {first} to {first + n}")

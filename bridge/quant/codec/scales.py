@@ -38,12 +38,12 @@ class Scales:
         # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer clamps none.
         unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
         least = MIN_AMAX if coding.values else TINY["float32" if numeric[0].dtype == "int4" else dtype]
-        self._tiny = 0.0 if unclamped else least
+        self.tiny = 0.0 if unclamped else least
         self.constants: dict[str, Array] = {}
         self._divisor = np.ones((1, 1), np.float32)
         whole = np.full((1, 1), amax or 0, np.float32)
         if numeric[0].per == "tensor":
-            scale, self._divisor = self._single(whole, self._tiny)
+            scale, self._divisor = self._single(whole, self.tiny)
             self.constants["scale"] = scale.reshape(())
         if numeric[0].two_level:
             bound = numeric[0].maxbound * numeric[0].largest_scale
@@ -51,6 +51,11 @@ class Scales:
             self.constants["scale_2"] = self._divisor.reshape(())
         elif len(numeric) == 2:
             self.constants["scale_2"] = _scale(whole, numeric[1].maxbound, TINY[dtype]).reshape(())
+
+    @property
+    def divisor(self) -> np.float32:
+        """The scale that covers all rows, or all scales of blocks; 1 if there is none."""
+        return np.float32(self._divisor[0, 0])
 
     def of(self, largest: Array) -> tuple[dict[str, Array], Array]:
         """Return {"scale": a grid like `largest`}, empty if one scale covers all, and the float32 divisors.
@@ -61,7 +66,7 @@ class Scales:
         if numeric.per == "tensor":
             return {}, self._divisor
         if numeric.scale_dtype == "float32":
-            scale, divisor = self._single(largest, self._tiny)
+            scale, divisor = self._single(largest, self.tiny)
             return {"scale": scale}, divisor
         if self._reciprocal:
             return self._under_reciprocal(largest)
