@@ -46,9 +46,8 @@ def _unpack(line, odd, packing, flip, codes):
         for i in range(codes.size):
             codes[i] = np.uint8(line[i] ^ flip)
     elif packing == ROWS:
-        shift = np.uint8(4 * odd)
-        for i in range(codes.size):
-            codes[i] = np.uint8(np.uint8(line[i] >> shift) & np.uint8(15))
+        for i in range(codes.size):  # shifts are constant: a variable one is not vectorized
+            codes[i] = np.uint8(line[i] >> np.uint8(4)) if odd else np.uint8(line[i] & np.uint8(15))
     else:
         pairs = codes[: codes.size // 2 * 2].view(np.uint16)
         for i in range(pairs.size):
@@ -60,9 +59,22 @@ def _unpack(line, odd, packing, flip, codes):
 
 @inner
 def _factors(scale, block, power, factor):
-    """Write the scale of every value times `power`; if blocks are even, two at once: single stores stay scalar."""
+    """Write the scale of every value times `power`: 8 bytes at once, at constant distances if blocks allow it.
+
+    Single stores, and those of an inner loop, stay scalar.
+    """
     whole = factor.size // block
-    if block % 2 == 0:
+    if block % 8 == 0:
+        pairs, four = factor[: whole * block].view(np.uint64), block // 8
+        for b in range(whole):
+            bits = np.float32(scale[b] * power).view(np.uint32)
+            twice = np.uint64(np.uint64(bits) * np.uint64(0x100000001))
+            for i in range(b * four, (b + 1) * four):
+                pairs[4 * i] = twice
+                pairs[4 * i + 1] = twice
+                pairs[4 * i + 2] = twice
+                pairs[4 * i + 3] = twice
+    elif block % 2 == 0:
         pairs, half = factor[: whole * block].view(np.uint64), block // 2
         for b in range(whole):
             bits = np.float32(scale[b] * power).view(np.uint32)
@@ -179,40 +191,52 @@ def _value(word, shift, power):
 
 @inner
 def _beyond(error, weight, half, slack, least):
-    """1 if the error exceeds rounding, or is NaN; of a code that may saturate, see `_saturated`, only towards zero."""
+    """1 if the error exceeds rounding, or is NaN."""
+    bound = np.float32(np.float32(half + np.float32(np.abs(weight) * slack)) + least)
+    return np.uint32(0) if np.abs(error) <= bound else np.uint32(1)
+
+
+@inner
+def _beyond_inward(error, weight, half, slack, least):
+    """`_beyond`; of a code that may saturate, see `_saturated`, only if the error is towards zero."""
     bound = np.float32(np.float32(np.abs(half) + np.float32(np.abs(weight) * slack)) + least)
     inward = np.float32(-error if weight > error else error)  # weight - error is the value of the code
     off = np.float32(inward if half < np.float32(0) else np.abs(error))
     return np.uint32(0) if off <= bound else np.uint32(1)
 
 
-@inner
-def _products(source, value, half, runs, power, slack, least, sums):
-    """Write a * a, b * b and |a - b|^2 of runs, four values to a lane; return how many |a - b| exceed rounding.
+def _products(beyond_of):
+    @inner
+    def products(source, value, half, runs, power, slack, least, sums):
+        """Write a * a, b * b and |a - b|^2 of runs, four values to a lane; return how many |a - b| exceed rounding.
 
-    source, value, half: runs of RUN.  sums: three times LANES for each run.
-    """
-    shift, beyond = _shift(source), np.uint32(0)
-    for k in range(runs):
-        x, y, z = source[k * RUN : (k + 1) * RUN], value[k * RUN : (k + 1) * RUN], half[k * RUN : (k + 1) * RUN]
-        aa = sums[k * LANES : (k + 1) * LANES]
-        bb = sums[(runs + k) * LANES : (runs + k + 1) * LANES]
-        dd = sums[(2 * runs + k) * LANES : (2 * runs + k + 1) * LANES]
-        for i in range(LANES):
-            a, b = _value(x[i], shift, power), y[i]
-            c, d = _value(x[LANES + i], shift, power), y[LANES + i]
-            e, f = _value(x[2 * LANES + i], shift, power), y[2 * LANES + i]
-            g, h = _value(x[3 * LANES + i], shift, power), y[3 * LANES + i]
-            aa[i] = np.float32(np.float32(a * a + c * c) + np.float32(e * e + g * g))
-            bb[i] = np.float32(np.float32(b * b + d * d) + np.float32(f * f + h * h))
-            p, q, r, s = np.float32(a - b), np.float32(c - d), np.float32(e - f), np.float32(g - h)
-            dd[i] = np.float32(np.float32(p * p + q * q) + np.float32(r * r + s * s))
-            low = np.uint32(_beyond(p, a, z[i], slack, least) + _beyond(q, c, z[LANES + i], slack, least))
-            high = np.uint32(
-                _beyond(r, e, z[2 * LANES + i], slack, least) + _beyond(s, g, z[3 * LANES + i], slack, least)
-            )
-            beyond = np.uint32(beyond + np.uint32(low + high))
-    return beyond
+        source, value, half: runs of RUN.  sums: three times LANES for each run, at constant distances: else the loop
+        begins with a test whether its arrays overlap, which takes longer than the loop.
+        """
+        shift, beyond = _shift(source), np.uint32(0)
+        for k in range(runs):
+            x, y, z = source[k * RUN : (k + 1) * RUN], value[k * RUN : (k + 1) * RUN], half[k * RUN : (k + 1) * RUN]
+            of_run = sums[3 * k * LANES : 3 * (k + 1) * LANES]
+            for i in range(LANES):
+                a, b = _value(x[i], shift, power), y[i]
+                c, d = _value(x[LANES + i], shift, power), y[LANES + i]
+                e, f = _value(x[2 * LANES + i], shift, power), y[2 * LANES + i]
+                g, h = _value(x[3 * LANES + i], shift, power), y[3 * LANES + i]
+                of_run[i] = np.float32(np.float32(a * a + c * c) + np.float32(e * e + g * g))
+                of_run[LANES + i] = np.float32(np.float32(b * b + d * d) + np.float32(f * f + h * h))
+                p, q, r, s = np.float32(a - b), np.float32(c - d), np.float32(e - f), np.float32(g - h)
+                of_run[2 * LANES + i] = np.float32(np.float32(p * p + q * q) + np.float32(r * r + s * s))
+                low = np.uint32(beyond_of(p, a, z[i], slack, least) + beyond_of(q, c, z[LANES + i], slack, least))
+                high = np.uint32(
+                    beyond_of(r, e, z[2 * LANES + i], slack, least) + beyond_of(s, g, z[3 * LANES + i], slack, least)
+                )
+                beyond = np.uint32(beyond + np.uint32(low + high))
+        return beyond
+
+    return products
+
+
+_within, _clipped = _products(_beyond), _products(_beyond_inward)
 
 
 @inner
@@ -248,9 +272,9 @@ def _total(parts, runs, power, sums):
     """Add runs in float64; the fourth of `sums` is the largest error of a run relative to its source."""
     scale = 1.0 / np.float64(power)
     for k in range(runs):
-        source, error = np.float64(parts[k]), np.float64(parts[2 * runs + k])
+        source, error = np.float64(parts[3 * k]), np.float64(parts[3 * k + 2])
         sums[0] += source * scale * scale
-        sums[1] += np.float64(parts[runs + k]) * scale * scale
+        sums[1] += np.float64(parts[3 * k + 1]) * scale * scale
         sums[2] += error * scale * scale
         sums[3] = max(sums[3], error / source) if error > 0.0 else sums[3]
 
@@ -320,9 +344,11 @@ def compare(
                 tail[n:], value[n:], half[n:] = 0, 0, 0
                 source = tail[:whole]
             n = 3 * whole // 4
-            beyond = _products(
-                source, value[:whole], half[:whole], runs, power, slack, np.float32(least * power), lanes
-            )  # fmt: skip
+            own_least = np.float32(least * power)
+            if clips:
+                beyond = _clipped(source, value[:whole], half[:whole], runs, power, slack, own_least, lanes)
+            else:
+                beyond = _within(source, value[:whole], half[:whole], runs, power, slack, own_least, lanes)
             _halved(lanes[:n], other)
             _total(other, runs, power, sums[r])
             sums[r, 4] += beyond

@@ -95,7 +95,7 @@ fused.nvfp4_rows(brain, number, most, codes[:, :16].copy(), codes[:, :128].copy(
 for function in (
     fused.fp8_rows, fused.int8_rows, fused.int4_rows, fused.int4_row_pairs, fused.nvfp4_rows,
     fp8._uniform, fp8._varied, fp4._uniform, fp4._varied, integer._uniform, integer._varied, quotient._brain,
-    amax._fold, amax._halves, decode._floats, compare._products, compare._eights,
+    amax._fold, amax._halves, decode._floats, compare._within, compare._clipped, compare._eights,
     moments._widen, moments._extremes, moments._sums, moments._squares_about, ranges._fold, counts.nonzero,
     e5m2._codes, e5m2._values, compare._fives, compare._largest,
 ):
