@@ -29,6 +29,9 @@ from bridge.streaming.rows import Part, Rows, join
 from bridge.streaming.scales import clip_of, importance_of, row_factor_of, smoothing_of, write_constants, write_scales
 
 
+HELD = 1 << 18  # bytes of scales that are written together: a write takes longer than making those of a piece
+
+
 def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> float:
     """max |x| of a quantized step's weight as it will be coded, before it is cast; 0 if its codes are copied."""
     if context.plan.copies(step):
@@ -98,7 +101,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     )
     for part, value in encoder.constants().items():
         sink(outputs[part], value, 0)
-    written = dict.fromkeys(("codes", "scale"), 0)
+    written, scales = 0, Held(outputs.get("scale"), sink)
     nonzero, clip = False, clip_of(step, context.plan.sources, context.calibration)
     for first, parts in rows.pieces(encoder.unit):
         taken = chosen.rows(first, parts[-1].stop) if chosen else None
@@ -109,10 +112,33 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             nonzero = nonzero or bool(bits.any())
             importance = importance_of(step, same[0].slice, context.calibration)
             own = None if clip is None else clip.rows(first, first + len(bits))
-            for part, array in encoder.rows(bits, same[0].first, maxima, importance, own, taken).items():
-                sink(outputs["weight" if part == "codes" else part], array, written[part])
-                written[part] += array.nbytes
+            made = encoder.rows(bits, same[0].first, maxima, importance, own, taken)
+            sink(outputs["weight"], made["codes"], written)
+            written += made["codes"].nbytes
+            if "scale" in made:
+                scales.add(made["scale"])
+    scales.write()
     return not nonzero
+
+
+class Held:
+    """The scales of some pieces, written together."""
+
+    def __init__(self, output: Output | None, sink: Sink) -> None:
+        self._output, self._sink = output, sink
+        self._arrays: list[Array] = []
+        self._at = self._nbytes = 0
+
+    def add(self, array: Array) -> None:
+        self._arrays.append(array.reshape(-1).copy())
+        self._nbytes += array.nbytes
+        if self._nbytes >= HELD:
+            self.write()
+
+    def write(self) -> None:
+        if self._output and self._arrays:
+            self._sink(self._output, np.concatenate(self._arrays), self._at)
+        self._at, self._nbytes, self._arrays = self._at + self._nbytes, 0, []
 
 
 def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None, sink: Sink) -> bool:
