@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.core.errors import SourceError
+from bridge.core.output.names import GENERATION
 from bridge.core.remote.path import remote
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import config_file
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
     from bridge.sources.quantized.checkpoint import Quantized
     from bridge.sources.quantized.megatron import Statistics
+
+PLAIN = {"config.json", GENERATION}  # beside the weights; without more, transformers is imported only to fail
 
 
 class HfSource:
@@ -104,6 +108,13 @@ class HfSource:
         return load_skeleton(self)
 
     def load_tokenizer(self) -> Any:
+        if self._tokenizer is None and self.side_files.keys() <= PLAIN and not self._names_tokenizer():
+            why = f"no tokenizer could be loaded from {self.root}: there is no file of one"
+            raise SourceError(f"{self.where}: {why}; give tokenizer= (--tokenizer)")
         if self._tokenizer is None and (self._foreign or remote(self.root)):
             return loading.gathered_tokenizer(self.side_files, self.where)
         return loading.load_tokenizer(self._tokenizer, self.root, self.where)
+
+    def _names_tokenizer(self) -> bool:
+        """Whether transformers may make a tokenizer of the config alone: those of characters have no file."""
+        return "tokenizer_class" in self.config or self.config.get("model_type") in ("canine", "perceiver")

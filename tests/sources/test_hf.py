@@ -122,6 +122,20 @@ def test_opening_and_reading_import_no_framework(sharded: Path) -> None:
     assert done.stdout.strip() == ""
 
 
+def test_a_checkpoint_without_a_tokenizer_imports_nothing_to_say_so(
+    single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SourceError, match=r"no tokenizer could be loaded from .*: there is no file of one; give"):
+        open_source(single).load_tokenizer()
+    for config in {"tokenizer_class": "ByT5Tokenizer"}, {"model_type": "canine"}:  # these have no file
+        with pytest.raises(ImportError):
+            open_source(single, config=config).load_tokenizer()
+    (single / "tokenizer.json").write_text("{}")
+    with pytest.raises(ImportError):
+        open_source(single).load_tokenizer()
+
+
 def test_config_entries_of_the_caller_win_and_are_written(single: Path) -> None:
     source = open_source(single, config={"hidden_size": 7})
     assert source.config == {**CONFIG, "hidden_size": 7}
