@@ -1,9 +1,10 @@
 """Maxima, scales and codes of bfloat16 rows in one pass, each row while it is in the first-level cache.
 
-The bits are those of `amax.py`, `scales.py`, `fp8.py`, `fp4.py`, `integer.py` and `layout.py`, one after the other. Two
-values are read as one uint32, and their codes are put together in its lane: a row is never spread to bytes and packed
-again. Scales come from the maximum of their own values, so only e2m1 codes can saturate: the scale of their block is
-rounded, too. Rows with a NaN or an infinity get codes without a meaning; the caller looks at the maxima.
+The bits are those of `amax.py`, `scales.py`, `quotient.py`, `fp8.py`, `fp4.py`, `integer.py` and `layout.py`, one after
+the other. Two values are read as one uint32, and their codes are put together in its lane: a row is never spread to
+bytes and packed again. Codes saturate under a scale that is given, and under a scale of blocks that is rounded, too;
+else scales come from the maximum of their own values. Rows with a NaN or an infinity get codes without a meaning; the
+caller looks at the maxima.
 """
 
 from __future__ import annotations
@@ -102,6 +103,45 @@ def fp8_rows(bits, bound, tiny, largest, scale, codes):
         for i in range(row.size):
             low, high = _e4m3(_low(np.uint32(row[i])) / divisor), _e4m3(_high(np.uint32(row[i])) / divisor)
             out[i] = np.uint16(low | np.uint32(high << np.uint32(8)))
+
+
+@inner
+def _brain(quotient):
+    """Rounded to bfloat16; see `quotient.py`."""
+    u = np.float32(quotient).view(np.uint32)
+    odd = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(1))
+    return np.uint32(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@inner
+def _saturated(quotient):
+    """At most 448, at least -448."""
+    x = np.float32(quotient)
+    x = np.float32(np.float32(448) if x > np.float32(448) else x)
+    return np.float32(np.float32(-448) if x < np.float32(-448) else x)
+
+
+@kernel("uint16[:,:] float64 int64 uint16[:]= uint8[:,:]=")
+def fp8_under(bits, scale, rounded, largest, codes):
+    """e4m3 codes under one scale that is given, of quotients that are first `rounded` to bfloat16 or not.
+
+    bits: (rows, 2 n).  largest: (rows,), the maxima as bits.  codes: as `bits`.
+    """
+    divisor = np.float32(scale)
+    for r in range(bits.shape[0]):
+        largest[r] = _largest(bits[r])
+        row = bits[r].view(np.uint32)
+        out = codes[r].view(np.uint16)
+        if rounded:
+            for i in range(row.size):
+                a, b = _brain(_low(np.uint32(row[i])) / divisor), _brain(_high(np.uint32(row[i])) / divisor)
+                low, high = _e4m3(_saturated(a)), _e4m3(_saturated(b))
+                out[i] = np.uint16(low | np.uint32(high << np.uint32(8)))
+        else:
+            for i in range(row.size):
+                a, b = _low(np.uint32(row[i])) / divisor, _high(np.uint32(row[i])) / divisor
+                low, high = _e4m3(_saturated(a)), _e4m3(_saturated(b))
+                out[i] = np.uint16(low | np.uint32(high << np.uint32(8)))
 
 
 @kernel("uint16[:,:] float64 float64 uint16[:]= float32[:]= uint8[:,:]=")

@@ -28,7 +28,6 @@ from bridge.streaming.plain import finite_amax, write_plain
 from bridge.streaming.rows import Part, Rows, join
 from bridge.streaming.scales import clip_of, importance_of, row_factor_of, smoothing_of, write_constants, write_scales
 
-
 HELD = 1 << 18  # bytes of scales that are written together: a write takes longer than making those of a piece
 
 

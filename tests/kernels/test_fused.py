@@ -13,6 +13,8 @@ from tests.oracles import codec_oracle
 
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
 CASES = {
+    "fp8": ((Numeric(FP8, "tensor"),), Encoding()),
+    "fp8, 16-bit quotient": ((Numeric(FP8, "tensor"),), Encoding(quotient="weight")),
     "fp8_pc_pt": ((Numeric(FP8, "channel"),), Encoding()),
     "int8": ((Numeric("int8", "channel"),), Encoding()),
     "int4": ((Numeric("int4", "block", (128,)),), Encoding()),
@@ -80,8 +82,20 @@ def test_one_pass_refuses_rows_that_are_not_finite(case: str, bad: int) -> None:
     encoder = encoder_of(case, words)
     words[5, 255] = bad
     kind = "infinity" if bad & 0x7F == 0 else "NaN"
-    with pytest.raises(SourceError, match=rf"w: {kind} in 1 block of rows 8 to 14, .* the first is block \(5, "):
+    with pytest.raises(SourceError, match=rf"w: {kind} in 1 block of rows 8 to 14, .* the first is block \([05], "):
         encoder.rows(words, 8)
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_a_given_amax_below_the_weight_s_saturates(rounded: bool) -> None:
+    words = weights(np.random.default_rng(1))["normal"]
+    coding = Encoding(quotient="weight" if rounded else "float32")
+    encoder = Encoder((Numeric(FP8, "tensor"),), "bfloat16", words.shape, coding=coding, amax=0.01)
+    weight = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+    theirs = codec_oracle.encode(weight, (Numeric(FP8, "tensor"),), coding=coding, amax=0.01)["codes"]
+    codes = encoder.rows(words, 0)["codes"]
+    assert encoder._fused and {0x7E, 0xFE} <= set(codes.reshape(-1).tolist())
+    np.testing.assert_array_equal(codes, theirs.view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("case", OTHERS)

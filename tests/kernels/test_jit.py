@@ -88,12 +88,13 @@ call(e5m2, "values_e5m2", codes, blocks, 1, 16, single)
 call(counts, "nonzero", codes[0], np.uint8(127), np.empty(1, np.int64))
 most, number = np.empty((2, 16), np.uint16), 2.0**-126
 fused.fp8_rows(brain, 448.0, number, most[:, 0].copy(), rows[:, 0].copy(), codes)
+fused.fp8_under(brain, 1.0, 1, most[:, 0].copy(), codes)
 fused.int8_rows(brain, 127.0, number, most[:, 0].copy(), rows[:, 0].copy(), codes)
 fused.int4_rows(brain, 7.0, number, np.uint8(0), most, blocks, codes[:, :128].copy(), *fused._two_rows(brain))
 fused.int4_row_pairs(brain, 7.0, number, most, blocks, codes[:1], *fused._two_rows(brain))
 fused.nvfp4_rows(brain, number, most, codes[:, :16].copy(), codes[:, :128].copy(), *fused._one_row(brain))
 for function in (
-    fused.fp8_rows, fused.int8_rows, fused.int4_rows, fused.int4_row_pairs, fused.nvfp4_rows,
+    fused.fp8_rows, fused.fp8_under, fused.int8_rows, fused.int4_rows, fused.int4_row_pairs, fused.nvfp4_rows,
     fp8._uniform, fp8._varied, fp4._uniform, fp4._varied, integer._uniform, integer._varied, quotient._brain,
     amax._fold, amax._halves, decode._floats, compare._within, compare._clipped, compare._eights,
     moments._widen, moments._extremes, moments._sums, moments._squares_about, ranges._fold, counts.nonzero,
@@ -134,7 +135,9 @@ def python(script: str, **environment: str) -> str:
 def test_the_inner_loops_are_vectorised_in_32_bits() -> None:
     divide = {("fp8", "_uniform"), ("fp8", "_varied"), ("fp4", "_uniform"), ("fp4", "_varied")}
     divide |= {("integer", "_uniform"), ("integer", "_varied"), ("quotient", "_brain"), ("e5m2", "_codes")}
-    divide |= {("fused", name) for name in ("fp8_rows", "int8_rows", "int4_rows", "int4_row_pairs", "nvfp4_rows")}
+    divide |= {
+        ("fused", name) for name in ("fp8_rows", "fp8_under", "int8_rows", "int4_rows", "int4_row_pairs", "nvfp4_rows")
+    }
     for line in python(MACHINE).splitlines():
         module, name, vectors, division, *widened = line.split()
         assert vectors == "True", line

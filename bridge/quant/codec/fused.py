@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bridge._kernels.fused import fp8_rows, int4_row_pairs, int4_rows, int8_rows, nvfp4_rows
+from bridge._kernels.fused import fp8_rows, fp8_under, int4_row_pairs, int4_rows, int8_rows, nvfp4_rows
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.arrays import Array, check_finite
 from bridge.quant.codec.blocks import Grid
@@ -28,8 +28,12 @@ def fused(numeric: Numeric, dtype: str, coding: Encoding, blocks: Grid, packed: 
 
     packed: see `blocks.packing`.  scales: of the weight.
     """
-    plain = dtype == (coding.cast or dtype) == "bfloat16" and not coding.values and coding.quotient == "float32"
-    if not plain or numeric.search or scales.bound != numeric.maxbound:
+    if not dtype == (coding.cast or dtype) == "bfloat16" or coding.values or numeric.search:
+        return None
+    if numeric.per == "tensor":
+        same = numeric.dtype == "float8_e4m3fn" and not packed and blocks.cols % 2 == 0
+        return _under(scales, coding.quotient == "weight") if same else None
+    if coding.quotient != "float32" or scales.bound != numeric.maxbound:
         return None
     if numeric.per == "channel" and numeric.dtype in ("float8_e4m3fn", "int8"):
         same = numeric.scale_dtype == coding.scale_dtype == "float32" and not packed and blocks.cols % 2 == 0
@@ -42,6 +46,17 @@ def fused(numeric: Numeric, dtype: str, coding: Encoding, blocks: Grid, packed: 
         small = float(scales.divisor) < TINY["float32"]  # a product of the two scales may round to zero
         return None if small or blocks.across != 16 or numeric.largest_scale != 448 else _nvfp4(scales)
     return None
+
+
+def _under(scales: Scales, rounded: bool) -> Rows:
+    def rows(words: Array, take: Take, name: str, what: str) -> dict[str, Array]:
+        codes = take("codes", words.shape, np.uint8)
+        largest = np.empty(len(words), np.uint16)
+        fp8_under(words, float(scales.divisor), rounded, largest, codes)
+        _check(largest.max(initial=0).reshape(1, 1), name, what)
+        return {"codes": codes}
+
+    return rows
 
 
 def _by_row(numeric: Numeric, scales: Scales) -> Rows:
