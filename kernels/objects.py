@@ -12,20 +12,18 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 COMPILER = ("jit.py", "build.py")  # what else decides on the machine code
 OF_LINUX = {"abm": "lzcnt", "bmi1": "bmi"}  # features that have another name there
 LINKED = ".so"  # the end of a shared library's name
 NAMES = "kernel_symbols"  # its text of symbols by kernel and signature, in JSON
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+_KEPT: list[Any] = []
 LEVELS = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "x86-64-v3": ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"),
@@ -40,6 +38,8 @@ def stored(module: str) -> Path:
     for directory in _directories():
         if _is_writable(directory):
             return _compiled(module, directory)
+    import warnings
+
     warnings.warn(
         "kernels are compiled again in every process, some seconds for each file: no directory for their machine "
         "code can be written; set XDG_CACHE_HOME to one that can",
@@ -52,6 +52,8 @@ def stored(module: str) -> Path:
 @cache
 def _temporary() -> Path:
     """A directory that is removed when the process ends."""
+    import tempfile
+
     _KEPT.append(made := tempfile.TemporaryDirectory())
     return Path(made.name)
 
@@ -149,6 +151,8 @@ def _is_writable(directory: Path) -> bool:
 
 def _compiled(module: str, directory: Path) -> Path:
     """Compile a file in a process of its own, which imports what this one does, and nothing of its directory."""
+    import subprocess  # 7 ms with what it imports
+
     from bridge.core.errors import CannotRun
 
     what = f"the kernels of {module}.py cannot be compiled for this processor ({level()})"

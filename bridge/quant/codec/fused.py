@@ -1,4 +1,4 @@
-"""Encode bfloat16 rows of the common formats with one kernel, which reads them once.
+"""Encode bfloat16 rows with one kernel, which reads them once.
 
 Everything else passes through several kernels: `encode.py`. The bits are the same.
 """
