@@ -109,8 +109,7 @@ class HfSource:
 
     def load_tokenizer(self) -> Any:
         if self._tokenizer is None and self.side_files.keys() <= PLAIN and not self._names_tokenizer():
-            why = f"no tokenizer could be loaded from {self.root}: there is no file of one"
-            raise SourceError(f"{self.where}: {why}; give tokenizer= (--tokenizer)")
+            raise SourceError(f"{self.where}: the checkpoint has no tokenizer; give tokenizer= (--tokenizer)")
         if self._tokenizer is None and (self._foreign or remote(self.root)):
             return loading.gathered_tokenizer(self.side_files, self.where)
         return loading.load_tokenizer(self._tokenizer, self.root, self.where)

@@ -126,7 +126,7 @@ def test_a_checkpoint_without_a_tokenizer_imports_nothing_to_say_so(
     single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SourceError, match=r"no tokenizer could be loaded from .*: there is no file of one; give"):
+    with pytest.raises(SourceError, match=r"the checkpoint has no tokenizer; give"):
         open_source(single).load_tokenizer()
     for config in {"tokenizer_class": "ByT5Tokenizer"}, {"model_type": "canine"}:  # these have no file
         with pytest.raises(ImportError):
