@@ -16,6 +16,7 @@ from bridge.quant.codec.blocks import Grid
 from bridge.quant.codec.packing import HALF_RANGE, Take
 from bridge.quant.codec.scales import TINY, Scales
 
+CODES = ("float8_e4m3fn", "int8", "int4", "float4_e2m1fn")
 INFINITE = 0x7F80  # the bits of infinity; NaN has larger ones
 IN_ROW = {"in": 0, "int32": int(HALF_RANGE["int4"])}  # packing -> what is added to each byte of int4 codes
 
@@ -29,6 +30,8 @@ def fused(numeric: Numeric, dtype: str, coding: Encoding, blocks: Grid, packed: 
     packed: see `blocks.packing`.  scales: of the weight.
     """
     if not dtype == (coding.cast or dtype) == "bfloat16" or coding.values or numeric.search:
+        return None
+    if numeric.dtype not in CODES:  # those of GGML have no largest code
         return None
     if numeric.per == "tensor":
         same = numeric.dtype == "float8_e4m3fn" and not packed and blocks.cols % 2 == 0
