@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytest.importorskip("torch")
@@ -18,7 +17,7 @@ from bridge.workflows.batch.manifest.read import read_manifest
 from bridge.workflows.batch.run import Asked, run
 from bridge.workflows.batch.values import DONE, FAILED, PLANNED, Event
 from tests.workflows.batch.test_manifest import refused
-from tests.workflows.batch.test_run import Spectator
+from tests.workflows.batch.test_run import Spectator, workers_of
 from tests.workflows.batch.test_run import written as manifest
 from tests.workflows.chain.test_chain import CHAIN, LLAMA
 from tests.workflows.chain.test_chain import written as chain
@@ -35,8 +34,8 @@ def test_a_chain_that_was_killed_in_its_second_step_keeps_the_first(tmp_path: Pa
 
     def kill(event: Event) -> None:
         if event.name == "small" and event.stage == "trained: train" and event.done >= 4:
-            for child in psutil.Process(os.getpid()).children():
-                child.kill()
+            for worker in workers_of(os.getpid()):
+                worker.kill()
 
     first = run(read_manifest(path), Asked(workers=1), Spectator(kill))
     assert (first.outcomes["small"].status, first.outcomes["small"].kind) == (FAILED, CRASH)
