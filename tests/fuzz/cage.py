@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-SECONDS = 5.0  # of processor time for one case; they take some milliseconds
+# A case may take this much processor time, and this much for each byte of its files: the unpickler runs an instruction
+# a byte, some 0.3 us each, and several times that on a busy machine. Most cases take some milliseconds.
+SECONDS, SECONDS_PER_BYTE = 5.0, 2e-6
 # Seconds after which so many cases end the process, with its stacks: for what waits, and does not even compute.
 WALL, TOGETHER = 300.0, 50
 ROOM = 3 << 30  # bytes of addresses on top of what the process has: no bomb may take the machine down
@@ -52,6 +54,7 @@ class Cage:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         self._bound()
         faulthandler.enable()
+        sys.dont_write_bytecode = True  # of a module that is imported inside: the interpreter writes it, not the reader
         signal.signal(signal.SIGPROF, _too_slow)
         sys.addaudithook(self._audit)
 
@@ -77,13 +80,13 @@ class Cage:
         if self._count % TOGETHER == 0:
             faulthandler.dump_traceback_later(WALL, exit=True)
         self._count += 1
-        seconds = SECONDS * self._loose
+        seconds = (SECONDS + SECONDS_PER_BYTE * size) * self._loose
         signal.setitimer(signal.ITIMER_PROF, seconds)
         self._inside = True
         try:
             yield
         except TooSlow:
-            raise AssertionError(f"took more than {seconds} s of processor time") from None
+            raise AssertionError(f"took more than {seconds:g} s of processor time") from None
         finally:
             self._inside = False
             signal.setitimer(signal.ITIMER_PROF, 0)
