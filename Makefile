@@ -65,7 +65,7 @@ browser:
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 # Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
-oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te
+oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
@@ -86,6 +86,11 @@ oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te
 # tests/oracles/te_runtime stands in for what is compiled.
 .venv/te: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ transformer_engine==2.20.2 nvdlfw-inspect==0.2.2
+	touch $@
+
+# peft merges adapters; it imports accelerate.
+.venv/peft: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ peft==0.21.2 accelerate==1.15.0
 	touch $@
 
 lint: $(STAMP)

@@ -40,7 +40,6 @@ from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report, report_from_dict
-from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Executor
 from bridge.targets import file_settings, load_target
@@ -241,7 +240,7 @@ def _tell_resumed(work: Work, resolved: ResolvedRequest) -> None:
 
 def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     """Plan, and run every check that comes before writing."""
-    source = open_source(request.model, request.config, request.tokenizer)
+    source = request.source()
     request, recipe = _chosen(source, request, clock)
     resolved = resolve(source, request)
     if recipe:
@@ -344,7 +343,7 @@ def _decide(workers: Workers | None, calibrates: bool) -> None:
 
 def _assisted(request: Request, workers: Workers) -> Report:
     """Share the calibration of a conversion that the first process writes, and return its report."""
-    source = open_source(request.model, request.config, request.tokenizer)
+    source = request.source()
     resolved = resolve(source, request)
     calibrates, *_ = workers.agree(None)
     if calibrates:

@@ -22,7 +22,7 @@ from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
-from bridge.sources.source import Source, is_pruned
+from bridge.sources.source import Source, is_adapted, is_pruned
 from bridge.targets import load_target, make_options, program_of, target_names
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def plan(
     keep: Mapping[str, int | str] | None = None,
     drop_layers: Sequence[int] | None = None,
     sparse: str | None = None,
+    base: Any = None,
+    adapter: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
@@ -58,7 +60,7 @@ def plan(
     >>> len(plan.outputs), plan.disk < 3_000_000  # bytes
     (83, True)
     """
-    source = open_source(model, config)
+    source = open_source(model, config, base=base, adapter=adapter)
     if sparse is not None:
         from bridge.sources.pruned.opening import plan_sparse
         from bridge.sources.pruned.sparse import METHODS, check_sparse
@@ -157,6 +159,9 @@ def _planned(inputs: PlanInputs) -> Plan:
     plan = make_plan(inputs)
     if is_pruned(inputs.source):
         plan = replace(plan, notes=(*plan.notes, *_pruning_notes(inputs.source, plan)))
+    if is_adapted(inputs.source):
+        plan = replace(plan, notes=(*plan.notes, inputs.source.note))
+        _check_kept(inputs.source, plan)
     load_target(plan.target).file_metadata(plan, inputs.source)
     if inputs.scheme is None or not inputs.scheme.needs_calibration:
         return plan
@@ -177,6 +182,20 @@ def _pruning_notes(source: PrunedSource, plan: Plan) -> Iterator[str]:
         yield (
             f"sparse: 2:4 in {count}; files keep their size, and "
             + (f"{', '.join(faster)} can be faster" if faster else "no program that a contract is about is faster")
+        )
+
+
+def _check_kept(source: Source, plan: Plan) -> None:
+    """PlanError if an adapter beside this output would not be applied as it was trained."""
+    if not hasattr(source, "served"):
+        return
+    remedy = "merge it: adapter='merge' (--adapter merge)"
+    if plan.target != "hf":
+        raise PlanError(f"target {plan.target} has no place for an adapter beside it, target hf has; {remedy}")
+    if any(step.format and step.format.prescales for step in plan.quantized):
+        raise PlanError(
+            f"scheme {plan.scheme} scales the inputs of layers, part of it in the norms before them, and an adapter "
+            f"beside it would read scaled inputs; {remedy}, or use a scheme without pre-scales, such as fp8 or int4_wo"
         )
 
 

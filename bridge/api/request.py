@@ -20,6 +20,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
@@ -80,6 +81,12 @@ class Request:
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     compute: str | None = None
+    base: Any = None
+    adapter: str | None = None
+
+    def source(self) -> Source:
+        """Open the model."""
+        return open_source(self.model, self.config, self.tokenizer, self.base, self.adapter)
 
 
 @dataclass(frozen=True)

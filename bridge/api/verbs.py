@@ -44,6 +44,7 @@ def calibrate(
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
+    base: Any = None,
     samples: int | str | None = None,
     sequence: int | None = None,
     field: str | None = None,
@@ -63,6 +64,7 @@ def calibrate(
             `forward_loop(model)`. Batches are mappings of arrays, `input_ids` (batch, sequence) of integers first.
         kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache; the casts have none.
         device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
+        base: the model under a LoRA adapter, as `convert` takes it.
         samples: number of sequences; None takes 128 for SmoothQuant, which needs every channel's maximum, else 32.
             "auto" runs the model first and doubles the default, up to 512, until every expert has 64 tokens and the
             maxima of SmoothQuant's channels have settled.
@@ -92,7 +94,7 @@ def calibrate(
     with joined(workers) as group:
         callback = callback_of(progress) if group is None or group.first else no_progress
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
-        source = open_source(model, config, tokenizer)
+        source = open_source(model, config, tokenizer, base)
         structure = structure_of(source)
         scheme = scheme_of(quant, kv, structure)
         if scheme is None:
@@ -140,6 +142,8 @@ def convert(
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
+    base: Any = None,
+    adapter: str | None = None,
     verify: bool = True,
     overwrite: bool = False,
     resume: bool = True,
@@ -154,7 +158,7 @@ def convert(
 
     Args:
         model: a `transformers` model in memory (left as it is), a directory (local, or at https://, s3://, gs://, az://,
-            hf://), a hub id, or a `Source`.
+            hf://), a hub id, or a `Source`. Or a LoRA or DoRA adapter: its directory, or a `PeftModel`.
         target: "hf", "trt", "ort", "tripy", "trtllm", "megatron", "torchtitan", or a name that an entry point adds.
         quant: a scheme name, the path of a recipe, or a `Scheme`; None converts without quantizing. "auto:4.8bits",
             "auto:7GB" or "auto:kl=0.01" measures each layer in several schemes and chooses one for each (after another
@@ -168,6 +172,9 @@ def convert(
         device: where calibration runs: "cpu", "cuda", "cuda:1".
         config: entries that replace those of config.json, or a JSON file of them, for what a checkpoint leaves out.
         tokenizer: an object, a directory or a hub id, in place of the model's own.
+        base: the model under an adapter; None takes the one that its adapter_config.json names.
+        adapter: "merge" adds an adapter to its base while that is read, with the bytes of peft's `merge_and_unload`;
+            "keep" writes the base, and the adapter beside it in `adapter/` for a server. None merges.
         verify: re-read the output, compare it with the source, and run it if the target does.
         overwrite: replace `out`, if bridge wrote it.
         resume: continue an unfinished run of the same conversion; False discards what it left.
@@ -193,7 +200,7 @@ def convert(
         model, target, quant, out, calib=calib, data=data, sampling=Sampling(samples, sequence, field), kv=kv,
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
         progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
-        runtime=runtime, options=dict(options), compute=compute,
+        runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter,
     )  # fmt: skip
     with joined(workers) as group:
         return conversion.run(request, conversion.RunOptions(workers=group))
@@ -201,13 +208,20 @@ def convert(
 
 @shows_progress
 def verify(
-    out: str | Path, against: Any, *, data: Any = None, tokenizer: Any = None, progress: Progress | bool | None = None
+    out: str | Path,
+    against: Any,
+    *,
+    data: Any = None,
+    tokenizer: Any = None,
+    base: Any = None,
+    progress: Progress | bool | None = None,
 ) -> Report:
     """Re-read a written model, compare every weight with its source, and run it; returns a new report.
 
     Args:
         against: the source that it was made from: anything that `convert` takes as `model`.
         data: held-out text or batches; None takes those saved with the calibration, else the embedded text.
+        base: the model under an adapter, as `convert` takes it.
 
     Raises:
         VerifyError: bridge did not write `out`, or the tensors of `against` have other names or shapes.
@@ -221,7 +235,7 @@ def verify(
     from bridge.verification.verify import prove
 
     clock, directory = conversion.Clock(), written_at(out)
-    source = pruned_again(open_source(against, tokenizer=tokenizer), directory)
+    source = pruned_again(open_source(against, tokenizer=tokenizer, base=base), directory)
     manifest = load_manifest(directory)
     if dict(source.specs) != manifest.plan.sources:
         raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")

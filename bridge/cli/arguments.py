@@ -68,6 +68,14 @@ Scheme = Annotated[str, Option(help="scheme name (`qbridge show schemes`) or rec
 Kv = Annotated[str | None, Option(help="the KV cache: fp8, int8 or nvfp4", complete=_complete_kv)]
 Config = Annotated[str | None, Option(help="JSON file; its entries replace those of config.json")]
 Tokenizer = Annotated[str | None, Option(help="directory or hub id of the tokenizer; default: the model's")]
+Base = Annotated[str | None, Option(help="the model under a LoRA adapter; default: the one that the adapter names")]
+Adapter = Annotated[
+    str | None,
+    Option(
+        metavar="merge|keep",
+        help="MODEL is a LoRA adapter: merge it into its base (default), or write the base and keep it in OUT/adapter",
+    ),
+]
 Memory = Annotated[str | None, Option(help="bytes that the run may take, without those of imports: 2GB, 512MiB")]
 Device = Annotated[str | None, Option(help="where calibration runs: cpu, cuda, cuda:1")]
 Compute = Annotated[str | None, Option(help="fp32: calibrate in float32; default: the model's dtype")]
@@ -94,7 +102,7 @@ Debug = Annotated[bool, Option("--debug", help="show tracebacks and framework ou
 
 # The sections of the help of `convert` and `plan`; what is in none of them comes last.
 SECTIONS = {
-    "Model": ("model", "config", "tokenizer"),
+    "Model": ("model", "base", "adapter", "config", "tokenizer"),
     "Output": ("target", "runtime", "out", "overwrite", "no_resume"),
     "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device", "compute"),
 }

@@ -9,6 +9,7 @@ from typing import Annotated
 import bridge
 from bridge.calibration.walk.workers.processes import launched
 from bridge.cli.arguments import (
+    Base,
     Compute,
     Config,
     Data,
@@ -44,6 +45,7 @@ def calibrate(
     compute: Compute = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
+    base: Base = None,
     memory: Memory = None,
     overwrite: Annotated[bool, Option("--overwrite", help="replace OUT")] = False,
     verbose: Verbose = False,
@@ -62,7 +64,7 @@ def calibrate(
         if first:
             check_file_free(out, overwrite, "a calibration", ".safetensors")
         calibration = bridge.calibrate(
-            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer,
+            model, quant, data, kv=kv, device=device, config=config, tokenizer=tokenizer, base=base,
             samples=count_or_auto(samples), sequence=sequence, field=field, memory=memory,
             partial=out.with_name(f"{out.name}.partial"), progress=terminal.progress, compute=compute,
         )  # fmt: skip

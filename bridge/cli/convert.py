@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import bridge
 from bridge.calibration.walk.workers.processes import launched
 from bridge.cli.arguments import (
+    Adapter,
+    Base,
     Compute,
     Config,
     Data,
@@ -51,6 +53,8 @@ def convert(
     compute: Compute = None,
     config: Config = None,
     tokenizer: Tokenizer = None,
+    base: Base = None,
+    adapter: Adapter = None,
     overwrite: Annotated[bool, Option("--overwrite", help="replace OUT, if bridge wrote it")] = False,
     no_resume: Annotated[bool, Option("--no-resume", help="discard what an unfinished run left")] = False,
     verbose: Verbose = False,
@@ -72,6 +76,6 @@ def convert(
             sequence=sequence, field=field, kv=kv,
             device=device, config=config, tokenizer=tokenizer, verify=not no_verify, overwrite=overwrite,
             resume=not no_resume, progress=terminal.progress, memory=None if memory is None else byte_count(memory),
-            runtime=runtime, compute=compute, **options,
+            runtime=runtime, compute=compute, base=base, adapter=adapter, **options,
         )  # fmt: skip
         terminal.finish(report, report_table(report, verbose), as_json, quiet)

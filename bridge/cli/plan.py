@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import bridge
 from bridge.cli.arguments import (
+    Adapter,
+    Base,
     Config,
     Debug,
     DropLayers,
@@ -36,6 +38,8 @@ def plan(
     quant: Planned = None,
     kv: Kv = None,
     config: Config = None,
+    base: Base = None,
+    adapter: Adapter = None,
     memory: Memory = None,
     keep: Keep = None,
     drop_layers: DropLayers = None,
@@ -54,7 +58,7 @@ def plan(
         sizes, dropped = sizes_of(keep), numbers_of(drop_layers)
         result = bridge.plan(
             model, target, quant, kv=kv, config=config, runtime=runtime, memory=memory, keep=sizes, drop_layers=dropped,
-            sparse=sparse, **options,
+            sparse=sparse, base=base, adapter=adapter, **options,
         )  # fmt: skip
         if as_json:
             print_json(terminal, {**result.to_dict(), "digest": result.digest})

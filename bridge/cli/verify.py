@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import bridge
-from bridge.cli.arguments import Data, Debug, Json, Quiet, Tokenizer, Verbose, Written
+from bridge.cli.arguments import Base, Data, Debug, Json, Quiet, Tokenizer, Verbose, Written
 from bridge.cli.terminal import session
 from bridge.cli.verb import EXITS, Option, verb
 
@@ -16,6 +16,7 @@ def verify(
     against: Annotated[str, Option(help="the model it was made from: a directory, a hub id or an address")],
     data: Data = None,
     tokenizer: Tokenizer = None,
+    base: Base = None,
     as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -25,5 +26,5 @@ def verify(
     with session(debug=debug, quiet=quiet) as terminal:
         from bridge.reporting.report import report_table
 
-        report = bridge.verify(out, against, data=data, tokenizer=tokenizer, progress=terminal.progress)
+        report = bridge.verify(out, against, data=data, tokenizer=tokenizer, base=base, progress=terminal.progress)
         terminal.finish(report, report_table(report, verbose), as_json, quiet)

@@ -11,7 +11,7 @@ MAX_QUOTED = 200  # characters of a text that a message shows
 FILES = (".toml", ".nemo", ".txt", ".jsonl", ".json", ".md", ".csv", ".safetensors")  # suffixes that no hub id has
 # Arguments of verbs that may be a path; the first line's may also be an address, or the name of a model or data.
 PLACES = (
-    "model", "student", "teacher", "data", "calib", "tokenizer",
+    "model", "student", "teacher", "data", "calib", "tokenizer", "base",
     "quant", "importance", "config", "teacher_cache",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from bridge.planning.passthrough import REMEDY, PassthroughScheme, copied, passt
 from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
 from bridge.planning.target import Draft, Drafted, Planner
 from bridge.quant.schemes.scheme import Scheme
-from bridge.sources.source import Source
+from bridge.sources.source import Source, merge_memory
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
             *_expert_notes(scheme, steps),
             *passthrough_notes(source.quantized, scheme, steps),
         ),
-        memory=target.base_memory + sum(largest) + memory_ahead(source),
+        memory=target.base_memory + sum(largest) + memory_ahead(source) + merge_memory(source),
         disk=sum(step.nbytes for step in steps) + sum(side),
         traced=structure.traced,
         dialect=source.dialect,

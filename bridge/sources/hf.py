@@ -12,10 +12,12 @@ from bridge.core.remote.path import as_path, remote
 from bridge.core.text import listed
 from bridge.core.values import Program
 from bridge.sources import hub
+from bridge.sources.adapted.opening import is_adapter, open_adapted
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import config_file, settle_config
 from bridge.sources.dialects.hf_names import dialect_files, respelled
 from bridge.sources.quantized.fields import MODELOPT_FILE, sections
+from bridge.sources.source import Source
 from bridge.sources.unsupported import diffusers_directory, other_dialect, quantized
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights, find_weights
@@ -44,6 +46,12 @@ WRITTEN_BY = (
         ("tests/sources/quantized/test_checkpoint.py",),
     ),
     Program(
+        "peft (LoRA, rsLoRA and DoRA adapters)",
+        "0.21",
+        "merged tensors equal those of `merge_and_unload` and `save_pretrained` to the bit, from a directory or memory",
+        ("tests/sources/adapted/test_merged.py",),
+    ),
+    Program(
         "DeepSeek's FP8 blocks, gpt-oss' MXFP4",
         "as published",
         "dequantized as transformers dequantizes, on tiny models of these formats; the published ones were not tried",
@@ -57,11 +65,13 @@ def recognizes(model: object) -> bool:
     return as_path(model) is not None
 
 
-def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
+def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> Source:
     """Open a directory or a hub id; checks everything that headers and config can tell."""
     root = as_path(model)
     if not root.exists():
         root = hub.snapshot(model)
+        if is_adapter(root):
+            return open_adapted(model, config, tokenizer, root=root)
     if root.is_file():
         raise SourceError(f"{model}: a file; give the directory that holds it and config.json")
     if not remote(root) and not os.access(root, os.R_OK | os.X_OK):

@@ -174,7 +174,7 @@ def _why_wrapped(model: Any) -> str:
     """Say why this model has no plain weights (adapters, quantizers); "" if it has."""
     kinds = {type(module).__name__ for module in model.modules()}
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
-        return "has adapters; merge them first: model = model.merge_and_unload()"
+        return "has adapters; give peft's PeftModel, or the adapter's directory with base="
     if "TensorQuantizer" in kinds:
         return "is quantized by ModelOpt already; give the plain model, and the scheme to quant="
     known = {"Params4bit", "Int8Params", "QuantLinear", "WQLinear_GEMM", "Linear4bit", "Linear8bitLt"}

@@ -8,6 +8,7 @@ from typing import Any, cast
 from bridge.core.added import added
 from bridge.core.errors import SourceError, UsageError
 from bridge.core.places import check_here, check_length, is_remote
+from bridge.sources.adapted.opening import open_with
 from bridge.sources.source import Source, SourceKind
 from bridge.sources.unsupported import diffusers_model
 
@@ -16,13 +17,16 @@ from bridge.sources.unsupported import diffusers_model
 KINDS = ("memory", "megatron", "meta", "torchtitan", "hf")
 
 
-def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source:
+def open_source(
+    model: Any, config: Any = None, tokenizer: Any = None, base: Any = None, adapter: str | None = None
+) -> Source:
     """Open a `transformers` model in memory, a directory, a .nemo, a hub id (`org/name@revision`), or a Source.
 
     A directory at s3://, gs://, az://, https:// or hf:// is read there, by byte range.
 
     `config`: a dict whose entries replace those of config.json, a config object, or a path to a JSON file.
     `tokenizer`: an object, or a directory or hub id to load it from instead of the model's own.
+    `base`, `adapter`: of a LoRA adapter, the model under it, and whether it is merged ("merge") or kept apart ("keep").
 
     >>> source = open_source("examples/models/tiny-llama")
     >>> source.dialect, source.specs["model.norm.weight"].shape
@@ -31,6 +35,8 @@ def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source
     if all(hasattr(type(model), name) for name in ("read", "load_model", "load_tokenizer")):
         if config is not None or tokenizer is not None:
             raise UsageError("config= and tokenizer= go to the source itself when `model` is a Source already")
+        if base is not None or adapter is not None:
+            raise UsageError("base= and adapter= go to an adapter's directory, not to a Source")
         return cast(Source, model)
     if isinstance(model, str) and not model.strip():
         raise UsageError("model is an empty string; give a directory or a hub id")
@@ -44,6 +50,8 @@ def open_source(model: Any, config: Any = None, tokenizer: Any = None) -> Source
         from bridge.core.remote.opening import open_remote
 
         model = open_remote(model)
+    if adapted := open_with(model, config, tokenizer, base, adapter):
+        return adapted
     for name in KINDS:
         kind = cast(SourceKind, importlib.import_module(f"bridge.sources.{name}"))
         if kind.recognizes(model):

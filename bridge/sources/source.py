@@ -12,6 +12,8 @@ from bridge.core.values import LazyTensor, Program, TensorSpec
 
 if TYPE_CHECKING:
     from bridge.quant.calibration import Calibration
+    from bridge.sources.adapted.kept import KeptSource
+    from bridge.sources.adapted.source import AdaptedSource
     from bridge.sources.pruned.source import PrunedSource
     from bridge.sources.quantized.checkpoint import Quantized
 
@@ -98,6 +100,16 @@ class SourceKind(Protocol):
 def is_pruned(source: Source) -> TypeGuard[PrunedSource]:
     """Whether it is a `PrunedSource`; imports none of its modules, which most conversions do not need."""
     return hasattr(source, "kept")
+
+
+def is_adapted(source: Source) -> TypeGuard[AdaptedSource | KeptSource]:
+    """Whether it has an adapter, merged or kept; imports none of its modules."""
+    return hasattr(source, "adapter")
+
+
+def merge_memory(source: Source) -> int:
+    """Bytes that merging an adapter takes beside what is read; 0 without one."""
+    return int(getattr(source, "merge_memory", 0))
 
 
 def lazy(source: Source, name: str) -> LazyTensor:

@@ -137,7 +137,6 @@ _LAYOUTS = (
     ("*.nemo",),
 )
 _DIALECTS = (
-    ("an adapter without its base model; merge it: peft's merge_and_unload()", ("adapter_config.json",)),
     ("a TensorRT-LLM checkpoint: give the Hugging Face checkpoint it came from", ("rank0.safetensors",)),
     ("a GGUF model: give the Hugging Face checkpoint it came from", ("*.gguf",)),
     ("TensorFlow or Flax weights: save them as safetensors with transformers 4", ("tf_model*.h5", "flax_model*")),

@@ -317,7 +317,6 @@ def test_directory_with_config_alone(single: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (("adapter_config.json", "adapter_model.safetensors"), "an adapter without its base model"),
         (("model_index.json", "unet/config.json"), "a diffusers pipeline"),
         (("model-q4.gguf",), "a GGUF model"),
         (("config.json", "tf_model.h5"), "TensorFlow or Flax weights"),

@@ -75,7 +75,7 @@ def test_compiled_model_is_unwrapped() -> None:
 def test_model_with_adapters_is_refused() -> None:
     model = build("llama")
     model.peft_config = {"default": object()}
-    assert "has adapters; merge them first: model = model.merge_and_unload()" in refusal(model)
+    assert "has adapters; give peft's PeftModel, or the adapter's directory with base=" in refusal(model)
 
 
 def test_model_with_modelopt_quantizers_is_refused() -> None:

@@ -116,7 +116,7 @@ def request_of(row: Row, progress: Progress = no_progress) -> Request:
         row.model, row.target, row.quant, row.out, calib=row.calib, data=row.data, sampling=sampling_of(row), kv=row.kv,
         device=row.device, config=row.config, tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite,
         resume=row.resume, progress=progress, memory=row.memory, runtime=row.runtime,
-        options=row.options, compute=row.compute,
+        options=row.options, compute=row.compute, base=row.base, adapter=row.adapter,
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _calibrate(job: Job, progress: Progress) -> None:
     calibration = calibrate(
         row.model, row.quant, row.data or row.calib, kv=row.kv, device=row.device, config=row.config,
         tokenizer=row.tokenizer, samples=row.samples, sequence=row.sequence, field=row.field, progress=progress,
-        compute=row.compute, workers=1,
+        compute=row.compute, base=row.base, workers=1,
     )  # fmt: skip
     calibration.save(job.calibrates)
 

@@ -46,6 +46,8 @@ class Row:
     device: str | None = None
     config: Mapping[str, Any] | str | None = None
     tokenizer: str | None = None
+    base: str | None = None
+    adapter: str | None = None
     verify: bool = True
     overwrite: bool = False
     resume: bool = True

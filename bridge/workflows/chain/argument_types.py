@@ -10,7 +10,7 @@ from bridge.core.errors import UsageError
 from bridge.core.relative import MAX_QUOTED
 
 WORDS = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
-TEXTS = ("model", "student", "teacher", "calib", "tokenizer")  # in Python also objects; a file has only text
+TEXTS = ("model", "student", "teacher", "calib", "tokenizer", "base")  # in Python also objects; a file has only text
 
 
 def check_types(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ from bridge.workflows.prune.sampling import sampling_of
 from bridge.workflows.prune.verbs import check_choice
 
 MODELS = ("model", "student", "teacher")
+OPENING = ("config", "tokenizer", "base", "adapter")  # in the order of `open_source`
 STATE_BYTES = 24  # on disk for each value that is trained: a weight and two moments in float32, in the last two states
 
 Take = Callable[..., Any]  # calls a function, and notes its problem for the step
@@ -127,8 +128,8 @@ def _opened(
         if value in made:
             opened[key] = made[value].written
         else:
-            own = [step.arguments.get(name) if key == "model" else None for name in ("config", "tokenizer")]
-            opened[key] = None if {"config", "tokenizer"} & {*missing} else take(open_source, value, *own)
+            own = [step.arguments.get(name) if key == "model" else None for name in OPENING]
+            opened[key] = None if {*OPENING} & {*missing} else take(open_source, value, *own)
     return opened
 
 

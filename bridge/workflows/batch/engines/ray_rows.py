@@ -85,6 +85,8 @@ class Offer:
 
     model: str
     config: Any
+    base: str | None
+    adapter: str | None
     fingerprint: str
     plan: Plan
     calibration: Calibration | None
@@ -127,7 +129,7 @@ class Partitions:
     def _offer(self, context: ConversionContext) -> Offer:
         row, work = self._job.row, context.work
         return Offer(
-            row.model, row.config, context.source.fingerprint, context.plan, context.calibration,
+            row.model, row.config, row.base, row.adapter, context.source.fingerprint, context.plan, context.calibration,
             context.scheme, context.memory, self._cpus, work.directory, work.identity, __version__,
         )  # fmt: skip
 
@@ -165,7 +167,7 @@ def same_source(offer: Offer) -> Source:
             f"{node} has qbridge {__version__}, the row's node has {offer.version}; install the same version on all"
         )
     try:
-        source = open_source(offer.model, offer.config)
+        source = open_source(offer.model, offer.config, None, offer.base, offer.adapter)
     except BridgeError as error:
         raise SourceError(f"{model}: cannot be opened on {node}, unlike on the row's node: {error}") from error
     if source.fingerprint != offer.fingerprint:

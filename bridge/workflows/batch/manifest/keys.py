@@ -23,6 +23,8 @@ TEXTS = (
     "kv",
     "device",
     "tokenizer",
+    "base",
+    "adapter",
     "runtime",
     "compute",
     "chain",
@@ -30,7 +32,7 @@ TEXTS = (
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
-PLACES = ("model", "calib", "data", "tokenizer", "quant", "config")  # may be a path relative to the manifest
+PLACES = ("model", "base", "calib", "data", "tokenizer", "quant", "config")  # may be a path relative to the manifest
 OF_CHAINS = ("name", "chain", "out", "overwrite", "timeout")  # keys of a row that runs a chain
 UNCHANGED = (
     "kv",
@@ -40,6 +42,7 @@ UNCHANGED = (
     "field",
     "runtime",
     "compute",
+    "adapter",
     *COUNTS,
     "timeout",
 )  # copied to the row

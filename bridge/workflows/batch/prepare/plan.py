@@ -120,7 +120,7 @@ class _Opened:
                 raise self.failed[name]
             self.unreachable.check(row.model, SourceError)
             try:
-                self.sources[name] = open_source(row.model, row.config, row.tokenizer)
+                self.sources[name] = open_source(row.model, row.config, row.tokenizer, row.base, row.adapter)
             except BridgeError as error:
                 self.failed[name] = error
                 self.unreachable.note(row.model, error)
@@ -141,7 +141,7 @@ class _Opened:
 
 
 def _model_of(row: Row) -> str:
-    return json.dumps([row.model, row.config, row.tokenizer], sort_keys=True, default=str)
+    return json.dumps([row.model, row.config, row.tokenizer, row.base, row.adapter], sort_keys=True, default=str)
 
 
 def _data_of(row: Row) -> tuple[str | None, int | str | None, int | None, str | None]:

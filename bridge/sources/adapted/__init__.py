@@ -1,0 +1,1 @@
+"""Models with a LoRA adapter, merged or kept beside."""

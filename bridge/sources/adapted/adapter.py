@@ -1,0 +1,153 @@
+"""Tensors and settings of one adapter, from a directory or memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.core.dtypes import FLOATS
+from bridge.core.errors import collected
+from bridge.core.formats.safetensors import SafetensorsFile, layout
+from bridge.core.formats.weight_file import WeightFile
+from bridge.core.text import listed, named
+from bridge.core.values import TensorSpec
+from bridge.sources.adapted.settings import CONFIG, Settings, settings_of
+from bridge.sources.config_json import read_json
+from bridge.sources.side_files import TOKENIZER
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX = "base_model.model."
+_VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`specs` and `read` have names without peft's `base_model.model.`.
+
+    `half`: peft computes with factors of 16 bits as they are, as in memory; those of a file it widens first. `beside`:
+    its tokenizer, which goes before the base's.
+    """
+
+    where: str
+    name: str
+    settings: Settings
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], np.ndarray]
+    read_rows: Callable[[str, int, int], np.ndarray]
+    digest: str
+    half: bool = False
+    root: Path | None = None
+    beside: Mapping[str, Path | bytes] | None = None
+
+    def tensor(self, name: str) -> Any:
+        """A torch tensor; a factor is widened as peft widens it."""
+        import torch
+
+        from bridge.sources.live_models.loading import as_tensor
+
+        made = as_tensor(np.array(self.read(name)), self.specs[name].dtype)
+        narrow = made.dtype in (torch.float16, torch.bfloat16)
+        return made.float() if narrow and not self.half else made
+
+    def file(self) -> bytes:
+        """The content of adapter_model.safetensors."""
+        specs = [TensorSpec(_PREFIX + name, spec.shape, spec.dtype) for name, spec in self.specs.items()]
+        head, offsets, _ = layout(specs, {"format": "pt"})
+        names = sorted(self.specs, key=lambda name: offsets[_PREFIX + name])
+        return b"".join([head, *(np.ascontiguousarray(self.read(name)).tobytes() for name in names)])
+
+
+def open_adapter(root: Path, where: str) -> Adapter:
+    """Open a directory with adapter_config.json; SourceError lists all that is wrong with it."""
+    content = read_json(root / CONFIG, f"{where}/{CONFIG}")
+    settings, problems = settings_of(content)
+    name = next((name for name in WEIGHTS if (root / name).is_file()), "")
+    if not name:
+        problems.append(f"no weights: {' or '.join(WEIGHTS)} is missing; download or save the adapter again")
+    file = None
+    if name:
+        with collected(problems, where):
+            file = _file(root / name)
+    if problems or file is None or settings is None:
+        raise listed(where, problems)
+    specs, wrong = _plain_names(file.specs)
+    if wrong:
+        raise listed(where, wrong)
+    stat = (root / name).stat()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+    digest.update(repr((name, stat.st_size, stat.st_mtime_ns, sorted(file.specs))).encode())
+    stored = {plain: stored for stored, plain in zip(file.specs, specs, strict=True)}
+    tokenizer = {
+        name: root / name for name in TOKENIZER if (root / name).is_file() and name != "generation_config.json"
+    }
+    return Adapter(
+        where, _name(where), settings, specs, lambda name: file.read(stored[name]),
+        lambda name, begin, end: file.read_rows(stored[name], begin, end), digest.hexdigest(), root=root,
+        beside=tokenizer if _VOCABULARIES & tokenizer.keys() else {},
+    )  # fmt: skip
+
+
+def live_adapter(where: str, name: str, content: Mapping[str, Any], state: Mapping[str, Any]) -> Adapter:
+    """The adapter of a PeftModel, from peft's own state dict of it."""
+    from bridge.sources.memory import bits_of
+
+    settings, problems = settings_of(content)
+    dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in state.items()}
+    given = {key: TensorSpec(key, tuple(tensor.shape), dtypes[key]) for key, tensor in state.items()}
+    specs, wrong = _plain_names(given)
+    if problems or wrong or settings is None:
+        raise listed(where, [*problems, *wrong])
+    tensors = {plain: state[key] for key, plain in zip(given, specs, strict=True)}
+
+    def read(name: str) -> np.ndarray:
+        return bits_of(tensors[name].detach(), specs[name].dtype)
+
+    digest = hashlib.sha256(json.dumps(dict(content), sort_keys=True, default=str).encode())
+    for name_, spec in specs.items():
+        checksum = zlib.crc32(np.ascontiguousarray(read(name_)).reshape(-1).view(np.uint8).data)
+        digest.update(repr((name_, spec.shape, spec.dtype, checksum)).encode())
+    return Adapter(
+        where,
+        name,
+        settings,
+        specs,
+        read,
+        lambda name, begin, end: read(name)[begin:end],
+        digest.hexdigest(),
+        half=True,
+        beside={},
+    )
+
+
+def _name(where: str) -> str:
+    """A short name for an adapter: the last part of its path or hub id."""
+    here = Path(where)
+    return (here.resolve().name if here.exists() else where.rstrip("/").split("/")[-1]).split("@")[0]
+
+
+def _file(path: Path) -> WeightFile:
+    if path.name.endswith(".safetensors"):
+        return SafetensorsFile(path)
+    from bridge.core.formats.torch_file import TorchFile  # unpickles nothing but tensors
+
+    return TorchFile(path)
+
+
+def _plain_names(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], list[str]]:
+    """The specs without peft's prefix, in the same order, and what is wrong with them."""
+    problems = []
+    if others := [name for name in specs if not name.startswith(_PREFIX)]:
+        problems.append(f"{named(others)}: expected names that begin with {_PREFIX!r}, as peft writes them")
+    if wrong := [name for name, spec in specs.items() if spec.dtype not in FLOATS]:
+        problems.append(f"{named(wrong)}: dtype {specs[wrong[0]].dtype}; expected float32, float16 or bfloat16")
+    if not specs:
+        problems.append("its file of weights has no tensors; save the adapter again")
+    plain = {name.removeprefix(_PREFIX): spec for name, spec in specs.items()}
+    return plain, problems

@@ -1,0 +1,102 @@
+"""A base with an adapter kept beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.core.text import listed
+from bridge.core.values import TensorSpec
+from bridge.sources.adapted.adapter import Adapter
+from bridge.sources.adapted.settings import CONFIG
+from bridge.sources.source import Source
+
+FOLDER = "adapter"
+
+
+class KeptSource:
+    """`base` as it is, with the adapter's files in a folder of their own."""
+
+    def __init__(self, base: Source, adapter: Adapter) -> None:
+        self.base, self.adapter = base, adapter
+        self.dialect, self.can_run = base.dialect, base.can_run
+        self.where, self.name = base.where, f"{base.name}-{adapter.name}"
+        self.root = getattr(base, "root", None)
+        self.config: Mapping[str, Any] = base.config
+        self.specs: Mapping[str, TensorSpec] = base.specs
+        self.dropped: Mapping[str, str] = base.dropped
+        self.quantized, self.calibration = base.quantized, base.calibration
+
+    @property
+    def note(self) -> str:
+        """What a plan says of it."""
+        return f"adapter {self.adapter.where}: {self.adapter.settings.words}, kept in {FOLDER}/"
+
+    @cached_property
+    def side_files(self) -> dict[str, Path | bytes]:
+        """The base's, with the adapter over the directory that `adapter/` lies in."""
+        adapter = self.adapter
+        weights: Path | bytes = adapter.file()
+        if adapter.root and (stored := adapter.root / "adapter_model.safetensors").is_file():
+            weights = stored
+        own = {f"{FOLDER}/{name}": file for name, file in (adapter.beside or {}).items()}
+        files = {f"{FOLDER}/{CONFIG}": adapter.settings.over(".."), f"{FOLDER}/adapter_model.safetensors": weights}
+        return {**self.base.side_files, **files, **own}
+
+    def served(self, command: str) -> str:
+        """The command of a server with the adapter, "" if that server is not known to load one."""
+        rank, at = self.adapter.settings.largest_rank, f"{self.adapter.name}={{out}}/{FOLDER}"
+        if command.startswith("vllm serve"):
+            return f"{command} --enable-lora --max-lora-rank {_vllm_rank(rank)} --lora-modules {at}"
+        if "sglang" in command:
+            return f"{command} --enable-lora --max-lora-rank {rank} --lora-paths {at}"
+        return ""
+
+    def read(self, name: str) -> np.ndarray:
+        return self.base.read(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self.base.read_rows(name, begin, end, out)
+
+    def place(self, name: str) -> tuple[str, int]:
+        return self.base.place(name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the base's and of the adapter."""
+        return hashlib.sha256(f"{self.base.fingerprint} beside {self.adapter.digest}".encode()).hexdigest()
+
+    def load_model(self) -> Any:
+        return self.base.load_model()
+
+    def load_skeleton(self) -> Any:
+        return self.base.load_skeleton()
+
+    def load_tokenizer(self) -> Any:
+        return self.base.load_tokenizer()
+
+
+def check_kept(adapter: Adapter) -> None:
+    """SourceError for what vLLM 0.33, SGLang 0.5 and TensorRT-LLM do not apply beside a base."""
+    settings = adapter.settings
+    heads = {"classifier", "score"}
+    others = [name for name in settings.modules_to_save if name not in heads]
+    problems = []
+    if settings.dora:
+        problems.append("DoRA, which vLLM, SGLang and TensorRT-LLM do not apply")
+    if settings.lora_bias or settings.bias != "none":
+        problems.append("trained biases, which vLLM does not apply")
+    if others:
+        problems.append(f"modules_to_save={others}, which vLLM does not load beside a base")
+    if problems:
+        raise listed(adapter.where, [f"{problem}; merge it: adapter='merge' (--adapter merge)" for problem in problems])
+
+
+def _vllm_rank(rank: int) -> int:
+    """The least rank that vLLM has buffers for."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

@@ -1,0 +1,185 @@
+"""A model with an adapter as a Source, merged while read."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.core.text import number
+from bridge.core.values import TensorSpec
+from bridge.sources.adapted.adapter import Adapter
+from bridge.sources.adapted.blocks import BLOCK, LEAST, blocks, by_rows
+from bridge.sources.adapted.match import Change
+from bridge.sources.live_models import loading
+from bridge.sources.side_files import TOKENIZER
+from bridge.sources.source import Source
+
+_PIECE_BYTES = 16 << 20  # of a stack of experts that are multiplied at once, in float32
+
+
+class AdaptedSource:
+    """`base` with `changes` of its tensors, merged row by row; no weight of it is read before it is asked for.
+
+    `threads`: those that torch has in this process.
+    """
+
+    quantized = None
+    calibration = None
+
+    def __init__(self, base: Source, adapter: Adapter, changes: Mapping[str, Change], threads: int) -> None:
+        self.base, self.adapter, self.changes = base, adapter, changes
+        self._kept = threading.local()
+        self._threads = threads
+        self.dialect, self.can_run = base.dialect, base.can_run
+        self.where = f"{base.where} with {adapter.where}"
+        self.name = adapter.name
+        self.root = getattr(base, "root", None)
+        self.config: Mapping[str, Any] = base.config
+        self.specs: Mapping[str, TensorSpec] = base.specs
+        self.dropped: Mapping[str, str] = base.dropped
+
+    @property
+    def note(self) -> str:
+        """What a plan says of it."""
+        counts = [
+            (sum(1 for change in self.changes.values() if change.delta or change.bias), "merged into {}"),
+            (sum(1 for change in self.changes.values() if change.replaced and not change.delta), "{} replaced"),
+        ]
+        what = ", ".join(text.format(number(count, "tensor")) for count, text in counts if count)
+        return f"adapter {self.adapter.where}: {self.adapter.settings.words}, {what}"
+
+    @property
+    def merge_memory(self) -> int:
+        """Bytes of products in float32, their sums and rounded copies, of two tensors at a time."""
+        sizes = [0]
+        for delta in (change.delta for change in self.changes.values() if change.delta):
+            rows = min(delta.shape[0], BLOCK + LEAST) if by_rows(delta) else delta.shape[0]
+            one = rows * prod(delta.shape[1:])
+            sizes.append(12 * (min(one, one // delta.experts + _PIECE_BYTES // 4) if delta.experts > 1 else one))
+        return sum(sorted(sizes)[-2:])
+
+    @cached_property
+    def side_files(self) -> dict[str, Path | bytes]:
+        """The base's, but the adapter's tokenizer if it has one."""
+        files, own = dict(self.base.side_files), self.adapter.beside or {}
+        if own:
+            files = {name: file for name, file in files.items() if name not in TOKENIZER or name not in _REPLACED}
+        return {**files, **own}
+
+    def read(self, name: str) -> np.ndarray:
+        shape = self.specs[name].shape
+        if name not in self.changes or not shape:
+            return self.base.read(name)
+        return self.read_rows(name, 0, shape[0])
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Return merged rows; of a tensor whose rows do not stand for themselves all are merged for that."""
+        change = self.changes.get(name)
+        if change is None:
+            return self.base.read_rows(name, begin, end, out)
+        delta, spec = change.delta, self.specs[name]
+        if delta is None:
+            rows = self._rows(name, change, 0, spec.shape[0])[begin:end] if change.bias else None
+            rows = self._rows(name, change, begin, end) if rows is None else rows
+        elif delta.kind == "parameter" and len(delta.shape) == 3 and delta.part is None:
+            rows = self._experts(name, change, begin, end)
+        elif by_rows(delta):
+            rows = self._blocks(name, change, begin, end)
+        else:
+            rows = self._block(name, change, 0, spec.shape[0], whole=True)[begin:end]
+        if out is None:
+            return rows
+        out[...] = rows
+        return out
+
+    def _rows(self, name: str, change: Change, begin: int, end: int) -> np.ndarray:
+        """Rows before any product is added, as a copy; a bias is complete."""
+        import torch
+
+        from bridge.sources.memory import bits_of
+
+        spec = self.specs[name]
+        if change.replaced:
+            given = np.array(self.adapter.read_rows(change.replaced, begin, end))
+            value = loading.as_tensor(given, self.adapter.specs[change.replaced].dtype)
+            return np.array(bits_of(value.to(getattr(torch, spec.dtype)), spec.dtype))
+        rows = np.array(self.base.read_rows(name, begin, end))
+        if change.bias:
+            from bridge.sources.adapted.merge import merged_value
+
+            merged_value(self._tensor(rows, name), self.adapter, change)
+        return rows
+
+    def _tensor(self, rows: np.ndarray, name: str) -> Any:
+        return loading.as_tensor(rows, self.specs[name].dtype)
+
+    def _blocks(self, name: str, change: Change, begin: int, end: int) -> np.ndarray:
+        made = []
+        for first, last in blocks(self.specs[name].shape[0]):
+            if last <= begin or first >= end:
+                continue
+            rows = self._block(name, change, first, last)
+            made.append(rows[max(begin - first, 0) : end - first])
+        return made[0] if len(made) == 1 else np.concatenate(made) if made else self.base.read_rows(name, begin, end)
+
+    def _block(self, name: str, change: Change, first: int, last: int, whole: bool = False) -> np.ndarray:
+        """One block, or all rows; each thread keeps its last one, since rows are read a few at a time."""
+        from bridge.sources.adapted.merge import merge_rows, merge_whole, one_thread
+
+        kept: tuple[tuple[str, int], np.ndarray] | None = getattr(self._kept, "block", None)
+        if kept and kept[0] == (name, first):
+            return kept[1]
+        assert change.delta
+        rows = self._rows(name, change, first, last)
+        with one_thread(self._threads):
+            if whole:
+                merge_whole(self._tensor(rows, name), self.adapter, change.delta)
+            else:
+                merge_rows(self._tensor(rows, name), self.adapter, change.delta, first, last)
+        rows.flags.writeable = False
+        self._kept.block = ((name, first), rows)
+        return rows
+
+    def _experts(self, name: str, change: Change, begin: int, end: int) -> np.ndarray:
+        from bridge.sources.adapted.merge import merge_experts, one_thread
+
+        assert change.delta
+        rows = self._rows(name, change, begin, end)
+        whole = self._tensor(rows, name)
+        step = max(1, _PIECE_BYTES // max(1, 4 * int(np.prod(change.delta.shape[1:]))))
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            with one_thread(self._threads):
+                merge_experts(whole[first - begin : last - begin], self.adapter, change.delta, first, last)
+        return rows
+
+    def place(self, name: str) -> tuple[str, int]:
+        return self.base.place(name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the base's and of the adapter."""
+        return hashlib.sha256(f"{self.base.fingerprint} {self.adapter.digest}".encode()).hexdigest()
+
+    def load_model(self) -> Any:
+        """Build the merged `transformers` model from the same reads that are converted."""
+        return loading.load_model(self)
+
+    def load_skeleton(self) -> Any:
+        return self.base.load_skeleton()
+
+    def load_tokenizer(self) -> Any:
+        """The adapter's if it has one, else the base's."""
+        if self.adapter.beside and self.adapter.root:
+            return loading.gathered_tokenizer(self.side_files, self.where)
+        return self.base.load_tokenizer()
+
+
+_REPLACED = {name for name in TOKENIZER if name != "generation_config.json"}
