@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import api, code_map, command_line, costs, errors, limits, matrix, runtimes, schemes, speed, targets
+from docs.generate import (
+    api,
+    code_map,
+    command_line,
+    costs,
+    errors,
+    limits,
+    matrix,
+    runtimes,
+    schemes,
+    speed,
+    sweep,
+    targets,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,6 +45,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "runtimes": runtimes.schemes,
     "evidence": runtimes.evidence,
     "written": targets.written,
+    "families": sweep.families,
+    "refused-families": sweep.reasons,
     "errors": errors.catalogue,
     "file": file,
     "limits": limits.limits,

@@ -1,0 +1,161 @@
+"""One cell of the sweep: a family through a target and a scheme, held to ModelOpt's export or to transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bridge
+from bridge.core.errors import BridgeError
+from bridge.targets.trt.runtime import Runtime
+from bridge.verification.outputs import relative_l2
+from tests.oracles import export_oracle as oracle
+from tests.oracles.modelopt_oracle import ask
+from tests.sweep.build import build, feeds
+
+# target, scheme
+CELLS: dict[str, tuple[str, str | None]] = {
+    "hf fp8": ("hf", "fp8"),
+    "hf int4_awq": ("hf", "int4_awq"),
+    "hf nvfp4_wo": ("hf", "nvfp4_wo"),
+    "trt": ("trt", None),
+}
+ENDS = ("equal", "right", "differs", "refused", "wrong", "crashed")
+STEPS = 8
+FLOAT = 1e-4  # float32 sums in another order, blown up by two random layers
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a cell ended.
+
+    equal     every byte is ModelOpt's
+    right     proved by our own verification, or equal to transformers' logits; `words`: what ModelOpt does instead
+    differs   proved, but values of tensors are others than ModelOpt's
+    refused   with a message of ours
+    wrong     not proved, or other logits than transformers'
+    crashed   with anything else
+    """
+
+    end: str
+    words: str = ""
+
+
+def run(family: str, cell: str, work: Path) -> Ended:
+    """Convert the family in a directory that its cells share, and compare."""
+    target, scheme = CELLS[cell]
+    dtype = torch.float32 if target == "trt" else torch.bfloat16
+    directory, out = work / f"source-{dtype}", work / cell
+    if not directory.exists():
+        oracle.save(build(family, dtype), directory)
+    model = oracle.load(directory)
+    batches = [feeds(model, seed) for seed in range(3)]  # the last is held out
+    options: dict[str, Any] = {"own_scales": True, "dtype": "bf16"} if target == "hf" else {"verify": False}
+    data = {"calib": batches} if scheme in ("fp8", "int4_awq") else {}
+    try:
+        report = bridge.convert(directory, target, scheme, out, progress=False, **data, **options)
+    except BridgeError as error:
+        return Ended("refused", _shortened(str(error), work))
+    except Exception as error:
+        return Ended("crashed", _shortened(f"{type(error).__name__}: {error} ({_place(error)})", work))
+    if target == "trt":
+        return compare_logits(model, out)
+    if not report.passed:
+        failed = [one for one in (*report.parity.tensors, *report.parity.outputs) if not one.passed]
+        return Ended("wrong", "; ".join([*report.findings, *(one.why for one in failed)])[:300])
+    assert scheme
+    return compare_export(directory, scheme, batches[:2], out, work / f"{cell}-theirs")
+
+
+def compare_export(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs: Path) -> Ended:
+    """Hold a checkpoint to the one that ModelOpt exports after a calibration of its own."""
+
+    def loop(quantized: Any) -> None:
+        for batch in batches:
+            quantized(**batch)
+
+    try:
+        with oracle._quiet(), torch.no_grad():
+            answer = ask(oracle.load(directory), scheme, loop)
+        oracle.export(answer, theirs, torch.bfloat16)
+    except Exception as error:  # in many ways
+        return Ended("right", _shortened(f"ModelOpt raises {type(error).__name__}: {error}", directory.parent))
+    lines = oracle.differences(ours, theirs)
+    values = [line for line in lines if "values differ" in line]
+    return Ended("differs" if values else "right" if lines else "equal", " · ".join([*values, *lines][:2])[:300])
+
+
+def compare_logits(model: Any, out: Path) -> Ended:
+    """Hold a graph to transformers: decoders through the cache and left-padded, others by their first output."""
+    if not (out / "model.onnx").exists():
+        return Ended("right", f"not run: {', '.join(sorted(path.name for path in out.glob('*.onnx')))}")
+    runtime, given = Runtime(out), feeds(model, 7)
+    arrays = {
+        name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy() for name, tensor in given.items()
+    }
+    try:
+        with torch.no_grad():
+            theirs = model(**given)
+        first = (theirs if isinstance(theirs, torch.Tensor) else theirs[0]).float().numpy()
+        if not runtime.cached:
+            named = next((name for name in runtime.outputs if hasattr(theirs, name)), "")
+            wanted = getattr(theirs, named).float().numpy() if named else first
+            far = {"outputs": relative_l2(runtime.run(arrays)[named or runtime.outputs[0]], wanted)}
+        else:
+            far = _decoded(runtime, arrays["input_ids"], first)
+    except Exception as error:
+        return Ended("wrong", f"{type(error).__name__}: {error}"[:300])
+    words = ", ".join(f"{what} {error:.0e}" for what, error in far.items())
+    return Ended("right" if max(far.values()) < FLOAT else "wrong", words)
+
+
+def _decoded(runtime: Runtime, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+    """How far the logits are: of one pass, of steps through the cache, and of a batch that is padded on the left."""
+    length, pad = tokens.shape[1], 3
+    whole = _pieces(runtime, tokens, np.ones_like(tokens), [length])
+    steps = _pieces(runtime, tokens, np.ones_like(tokens), [*range(length - STEPS, length + 1)])
+    ids = np.concatenate([np.full((2, pad), 3), tokens], axis=1)
+    mask = np.concatenate([np.zeros((2, pad), np.int64), np.ones_like(tokens)], axis=1)
+    padded = _pieces(runtime, ids, mask, [length - STEPS, length + pad])[:, pad:]
+    return {what: relative_l2(got, wanted) for what, got in (("logits", whole), ("steps", steps), ("padded", padded))}
+
+
+def _pieces(runtime: Runtime, tokens: np.ndarray, mask: np.ndarray, cuts: list[int]) -> np.ndarray:
+    """Logits of tokens that are fed in pieces that end at `cuts`, the states handed on."""
+    past: dict[str, np.ndarray] = {}
+    made, begin = [], 0
+    for end in cuts:
+        out = runtime.run({"input_ids": tokens[:, begin:end], "attention_mask": mask[:, :end], **past})
+        past = {n.replace("present.", "past_key_values."): a for n, a in out.items() if n.startswith("present.")}
+        made.append(out["logits"])
+        begin = end
+    return np.concatenate(made, axis=1)
+
+
+def _shortened(text: str, work: Path) -> str:
+    return " ".join(text.replace(f"{work}/", "").split())[:400]
+
+
+def _place(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def main(family: str, cell: str, work: str) -> None:
+    """Print how the cell ended, as the last line."""
+    torch.set_num_threads(1)
+    try:
+        ended = run(family, cell, Path(work))
+    except Exception as error:  # of the model or of the comparison, not of ours
+        ended = Ended(
+            "crashed", _shortened(f"the sweep: {type(error).__name__}: {error} ({_place(error)})", Path(work))
+        )
+    print(json.dumps(asdict(ended)), flush=True)
+    os._exit(0)
