@@ -65,7 +65,7 @@ browser:
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 # Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
-oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft
+oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .venv/diffusers
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
@@ -91,6 +91,12 @@ oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft
 # peft merges adapters; it imports accelerate.
 .venv/peft: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ peft==0.21.2 accelerate==1.15.0
+	touch $@
+
+# diffusers, whose models are a source; accelerate is what its loaders of quantized weights ask for: 20 MB. Apart, because
+# transformers and ModelOpt change what they import if they find them.
+.venv/diffusers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ diffusers==0.42.1 accelerate==1.15.0
 	touch $@
 
 lint: $(STAMP)

@@ -13,6 +13,7 @@ import numpy as np
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, VerifyError
 from bridge.quant.calibration import HeldOut
+from bridge.sources.configs.diffusion import FLOAT32, is_diffusion_model, nested
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
@@ -72,8 +73,11 @@ def runner(model: Any, device: Any = None) -> Run:
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = getattr(model, "dtype", torch.float32)
 
-    def given(tensor: Any) -> Any:
-        return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+    diffuses = is_diffusion_model(model)
+
+    def given(name: str, tensor: Any) -> Any:
+        cast = tensor.is_floating_point() and not (diffuses and name in FLOAT32)
+        return tensor.to(device, dtype) if cast else tensor.to(device)
 
     def run(batch: Mapping[str, Any]) -> Any:
         training = [module for module in model.modules() if module.training]
@@ -81,7 +85,8 @@ def runner(model: Any, device: Any = None) -> Run:
             for module in training:
                 module.training = False
             with torch.no_grad():
-                output = model(**{name: given(tensor) for name, tensor in batch.items()}, **cache)
+                inputs = {name: given(name, tensor) for name, tensor in batch.items()}
+                output = model(**(nested(inputs) if diffuses else inputs), **cache)
         finally:
             for module in training:
                 module.training = True

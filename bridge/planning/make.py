@@ -77,7 +77,10 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     """The target's steps, which copy a quantized source if the scheme says so, and problems of tensors not written."""
     source, structure, target, scheme = inputs.source, inputs.structure, inputs.target, inputs.scheme
     dropped = {name: why for name, why in source.dropped.items() if name not in structure.tied} | structure.ignored
-    draft = Draft(source.specs, source.config, structure, scheme, formats, dropped, inputs.options, source.side_files)
+    draft = Draft(
+        source.specs, source.config, structure, scheme, formats, dropped, inputs.options, source.side_files,
+        getattr(source, "folder", ""),
+    )  # fmt: skip
     drafted = target.draft(draft)
     dropped |= drafted.dropped
     steps, not_copied = copied(drafted.steps, source.quantized, scheme)

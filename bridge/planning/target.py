@@ -17,7 +17,7 @@ class Draft:
     """What a target makes its steps from. `formats`: weight -> its format, or the reason why it is kept.
 
     `dropped`: source tensor -> why it is not copied, known before the target is asked. `side_files`: name -> file, or
-    its content.
+    its content. `folder`: the part of a pipeline that is converted, "" if the source is none.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -28,6 +28,7 @@ class Draft:
     dropped: Mapping[str, str]
     options: Any
     side_files: Mapping[str, Path | bytes]
+    folder: str = ""
 
     @property
     def sites(self) -> dict[str, Site]:

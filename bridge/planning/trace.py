@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import translate
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,10 @@ from transformers.pytorch_utils import Conv1D
 from bridge.core.errors import PlanError
 from bridge.core.text import fold_layers
 from bridge.core.values import InputGroup, Site, Structure
+from bridge.planning.diffusion import attention_groups
+from bridge.planning.diffusion import why_kept as diffusion_kept
 from bridge.planning.trace_inputs import input_reads
+from bridge.sources.configs.diffusion import is_diffusion_model
 from bridge.sources.live_models.checkpoint_names import Origin, live_names, tied_names
 from bridge.sources.live_models.meta_device import build_weightless, quiet
 from bridge.sources.source import Source
@@ -149,7 +153,7 @@ def _reads(
     model: Any, mode: Any, modules: Mapping[str, tuple[str, ...]], sites: set[str]
 ) -> tuple[tuple[InputGroup, ...], set[str], str]:
     """Groups that share an input and modules that never run, in checkpoint names; or why they are unknown."""
-    if model._can_set_experts_implementation():
+    if not is_diffusion_model(model) and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the others choose experts by values
     fake_tensor.log.disabled = True  # it prints a traceback of an error that is one line here
     try:
@@ -166,7 +170,7 @@ def _reads(
             norm = next(iter(modules.get(group.norm, ())), "")
             groups.append(InputGroup(readers, norm, group.alone and bool(norm), group.plus_one and bool(norm)))
     never_run = {name for live in reads.never_run for name in modules.get(live, (live,))}
-    return tuple(groups), never_run, ""
+    return tuple(attention_groups(groups) if is_diffusion_model(model) else groups), never_run, ""
 
 
 def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
@@ -180,8 +184,7 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             layouts[f"{name}.weight"] = "conv"
     layouts |= _stacks(model)
     heads = _heads(model)
-    kept = _KEPT | (_IMAGES if model.main_input_name == "input_ids" else {})
-    patterns = {why: re.compile("|".join(map(translate, globs))) for why, globs in kept.items()}
+    why_kept = _why_kept(model)
     sites = []
     for name, origin in origins.items():
         live = origin.parts[0]
@@ -192,10 +195,18 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
         if not name.endswith(".weight") and not layout.startswith("stack"):
             continue
         module = live.live.removesuffix(".weight")
-        names = (module, name.removesuffix(".weight"))
-        reasons = (why for why, pattern in patterns.items() if any(pattern.match(n) for n in names))
-        sites.append(_site(name, origin, layout, "output head" if module in heads else next(reasons, "")))
+        reason = why_kept(module) or why_kept(name.removesuffix(".weight"))
+        sites.append(_site(name, origin, layout, "output head" if module in heads else reason))
     return sites
+
+
+def _why_kept(model: Any) -> Callable[[str], str]:
+    """The function that gives the reason why a module of `model` is kept by its name; "" for none."""
+    if is_diffusion_model(model):
+        return partial(diffusion_kept, type(model).__name__)
+    kept = _KEPT | (_IMAGES if model.main_input_name == "input_ids" else {})
+    patterns = {why: re.compile("|".join(map(translate, globs))) for why, globs in kept.items()}
+    return lambda module: next((why for why, pattern in patterns.items() if pattern.match(module)), "")
 
 
 def _stacks(model: Any) -> dict[str, str]:
@@ -249,7 +260,7 @@ def _heads(model: Any) -> set[str]:
     """Output embeddings, and the last matrix of a classifier: outside the base model, with one row per label."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     labels = None if "ForCausalLM" in type(model).__name__ else getattr(model.config, "num_labels", None)
-    base = f"{model.base_model_prefix}."
+    base = f"{getattr(model, 'base_model_prefix', '')}."
 
     def is_head(name: str, module: Any) -> bool:
         scores = labels is not None and getattr(module, "out_features", None) == labels

@@ -35,5 +35,5 @@ def store(source: Source, structure: Structure) -> None:
 def _key(source: Source) -> str:
     """The digest of everything that decides the structure of a source."""
     specs = [(spec.name, spec.shape, spec.dtype) for spec in source.specs.values()]
-    made_by = [__version__, changed(), installed("transformers"), installed("torch")]
+    made_by = [__version__, changed(), installed("transformers"), installed("diffusers"), installed("torch")]
     return cache.digest_of([made_by, dict(source.config), specs])

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from bridge.core.values import InputGroup
+from bridge.sources.configs.diffusion import is_diffusion_model, nested
+from bridge.sources.live_models.diffusion_inputs import example_inputs
 from bridge.sources.live_models.own_caches import own_caches
 from bridge.tracker.tensors import tensors_in
 
@@ -41,7 +43,7 @@ def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
     """Run `model`, whose weights are fake tensors of `mode`; exceptions of its forward are raised."""
     known: dict[tuple[type, int], bool] = {}
     with own_caches(), mode, torch.no_grad(), _Watch(model) as watch:
-        out = model(**_example(model))
+        out = model(**(nested(example_inputs(model)) if is_diffusion_model(model) else _example(model)))
     watch.returned(out)
     groups = []
     for tensor, readers in watch.reads.values():

@@ -17,9 +17,10 @@ from bridge.core.output.names import GENERATION
 from bridge.core.remote.path import remote
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import config_file
+from bridge.sources.configs.diffusion import config_text, is_diffusion, without_architecture
 from bridge.sources.live_models import loading
 from bridge.sources.quantized.fields import MODELOPT_FILE
-from bridge.sources.side_files import Beside, plain_side_files
+from bridge.sources.side_files import Beside, pipeline_side_files, plain_side_files
 from bridge.sources.weights.shards import Weights
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class HfSource:
     """A directory with config.json and weights in the layout of `save_pretrained` or the hub.
 
     A checkpoint of another dialect is one too, with its tensors under these names. It gives `beside`, its side files,
-    and `statistics`, if ModelOpt's quantizers were saved.
+    and `statistics`, if ModelOpt's quantizers were saved. `folder`: the part of a pipeline that the tensors are of, of
+    which all other files are side files; "" if it is none.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class HfSource:
         quantized: Quantized | None = None,
         beside: Beside | None = None,
         statistics: Statistics | None = None,
+        folder: str = "",
     ) -> None:
         self.root = root
+        self.folder = folder
         self.where = where
         here = Path(where)
         self.name = (here.resolve().name if here.exists() else where.split("/")[-1]).split("@")[0].removesuffix(".nemo")
@@ -60,16 +64,19 @@ class HfSource:
         self.quantized = quantized
         self._statistics = statistics
         self._foreign = beside is not None
-        beside = beside or plain_side_files(root, weights)
+        beside = beside or (pipeline_side_files(root, folder) if folder else plain_side_files(root, weights))
         self.side_files, self.dropped = {**beside.files}, {**beside.dropped}
         if quantized and self.side_files.pop(MODELOPT_FILE, None):
             self.dropped[MODELOPT_FILE] = "says how the source is quantized, which the output says for itself"
-        if self._foreign or self.config != config_file(root):
-            self.side_files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        part = root / folder if folder else root
+        if self._foreign or without_architecture(config) != config_file(part):
+            name = f"{folder}/config.json" if folder else "config.json"
+            self.side_files[name] = config_text(config)
 
     @property
     def can_run(self) -> bool:
-        return find_spec("torch") is not None and find_spec("transformers") is not None
+        needed = ("torch", "transformers", *(("diffusers",) if is_diffusion(self.config) else ()))
+        return all(find_spec(name) is not None for name in needed)
 
     def read(self, name: str) -> np.ndarray:
         return self._weights.read(name)
@@ -98,7 +105,7 @@ class HfSource:
         return self._statistics.read() if self._statistics else None
 
     def load_model(self) -> Any:
-        """Build the `transformers` model with these weights, in their stored dtype and in eval mode."""
+        """Build the model with these weights, in their stored dtype and in eval mode."""
         return loading.load_model(self)
 
     def load_skeleton(self) -> Any:

@@ -15,10 +15,11 @@ from bridge.sources import hub
 from bridge.sources.adapted.opening import is_adapter, open_adapted
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import config_file, settle_config
+from bridge.sources.configs.diffusion import STEM, denoiser_of, is_diffusion, with_architecture
 from bridge.sources.dialects.hf_names import dialect_files, respelled
 from bridge.sources.quantized.fields import MODELOPT_FILE, sections
 from bridge.sources.source import Source
-from bridge.sources.unsupported import diffusers_directory, other_dialect, quantized
+from bridge.sources.unsupported import diffusion_weights, other_dialect, quantized
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights, find_weights
 
@@ -77,15 +78,16 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     if not remote(root) and not os.access(root, os.R_OK | os.X_OK):
         raise SourceError(f"{model}: this user may not read the directory; check its permissions")
     where = str(model)
-    if why := diffusers_directory(root):
-        raise SourceError(f"{where}: {why}")
+    top, folder = root, denoiser_of(root)
+    root = top / folder if folder else top
     problems: list[str] = []
     settled: dict[str, Any] = {}
     with collected(problems, where):
-        settled = settle_config(config_file(root), config)
-    weights, parts = _weights(root)
+        stated = config_file(root)
+        settled = settle_config(with_architecture(stated) if stated and is_diffusion(stated) else stated, config)
+    weights, parts = _weights(root, STEM if is_diffusion(settled) else "")
     if not weights.files and not weights.problems:
-        raise listed(where, _nothing_here(root, problems))
+        raise listed(where, _nothing_here(root, problems, is_diffusion(settled)))
     problems += weights.problems
     stored = None
     if any(sections(settled)) or (root / MODELOPT_FILE).is_file():
@@ -102,9 +104,9 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
         settled, weights = stored.config, stored.weights
     if problems:
         raise listed(where, problems)
-    if stored is None:
+    if stored is None and not is_diffusion(settled):
         weights = respelled(where, settled, weights, parts)
-    return HfSource(root, where, settled, weights, tokenizer, stored)
+    return HfSource(top, where, settled, weights, tokenizer, stored, folder=folder)
 
 
 def foreign_directory(model: object) -> Path | None:
@@ -122,8 +124,10 @@ def numbered_directories(root: Path, pattern: re.Pattern[str]) -> dict[int, Path
     return {int(match[1]): path for path, match in sorted(matches.items()) if match}
 
 
-def _weights(root: Path) -> tuple[Weights, Container | None]:
+def _weights(root: Path, stem: str = "") -> tuple[Weights, Container | None]:
     """Find the weights of a directory, and the container if torch's HuggingFaceStorageWriter saved parts of tensors."""
+    if stem:
+        return find_weights(root, stem=stem) or Weights(), None
     if not any(root.glob("shard-*.safetensors")) or any(root.glob("model*.safetensors")):
         return find_weights(root) or find_weights(root, dialect_files()) or Weights(), None
     from bridge.core.files.archive import open_folder
@@ -134,9 +138,9 @@ def _weights(root: Path) -> tuple[Weights, Container | None]:
     return unchanged(parts), parts
 
 
-def _nothing_here(root: Path, problems: list[str]) -> list[str]:
+def _nothing_here(root: Path, problems: list[str], diffusion: bool = False) -> list[str]:
     """Explain a directory without weights; a missing config is not a separate problem in a known other format."""
-    if known := other_dialect(root):
+    if known := diffusion_weights(root) if diffusion else other_dialect(root):
         return [known]
     if not any(root.iterdir()):
         return ["an empty directory; give one with config.json and *.safetensors"]

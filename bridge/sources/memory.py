@@ -1,4 +1,4 @@
-"""A `transformers` model in memory as a source.
+"""A `transformers` or `diffusers` model in memory as a source.
 
 It is never changed, and only what is read is copied.
 """
@@ -23,8 +23,9 @@ from bridge.core.output.temporary import temporary_directory
 from bridge.core.text import listed, named
 from bridge.core.values import Program, TensorSpec
 from bridge.sources.config_json import settle_config
+from bridge.sources.configs.diffusion import config_text, is_diffusion_model, with_architecture
 from bridge.sources.live_models import loading
-from bridge.sources.unsupported import diffusers_model, quantized
+from bridge.sources.unsupported import quantized
 
 if TYPE_CHECKING:  # it imports torch, which opening a directory must not
     from bridge.sources.live_models.checkpoint_names import Origin
@@ -67,13 +68,13 @@ class MemorySource:
         model, tokenizer = self._model, self._tokenizer
         files: dict[str, Path | bytes] = {}
         with temporary_directory() as root:
-            if model.can_generate() and getattr(model, "generation_config", None) is not None:
+            if getattr(model, "generation_config", None) is not None and model.can_generate():
                 model.generation_config.save_pretrained(root)
             if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(root)
             paths = sorted(path for path in root.rglob("*") if path.is_file())
             files |= {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
-        files["config.json"] = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        files["config.json"] = config_text(self.config)
         return files
 
     def read(self, name: str) -> np.ndarray:
@@ -136,7 +137,7 @@ def recognizes(model: object) -> bool:
 
 
 def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemorySource:
-    """Open a `transformers` model; SourceError if it is another kind of module, quantized, or has adapters."""
+    """Open a model; SourceError if it is another kind of module, quantized, or has adapters."""
     from bridge.sources.live_models.checkpoint_names import live_names
 
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
@@ -146,9 +147,7 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
             f"{where}: not a transformers model (it has no config); give a PreTrainedModel, "
             "or its `.module` if it is wrapped for parallel training"
         )
-    if why := diffusers_model(model.config):
-        raise SourceError(f"{where}: {why}")
-    if not hasattr(model.config, "to_json_string"):
+    if not hasattr(model.config, "to_json_string") and not is_diffusion_model(model):
         kind = type(model.config).__name__
         raise SourceError(f"{where}: not a transformers model (its config is a {kind}); give a PreTrainedModel")
     if why := _why_wrapped(model):
@@ -166,6 +165,8 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
 
 def _config(model: Any) -> dict[str, Any]:
     """Return the content of the config.json that `save_pretrained` would write, without its changes to the model."""
+    if is_diffusion_model(model):
+        return with_architecture(json.loads(model.to_json_string()))
     content: dict[str, Any] = json.loads(model.config.to_json_string())
     return {**content, "architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
 

@@ -9,8 +9,8 @@ from bridge.core.added import added
 from bridge.core.errors import SourceError, UsageError
 from bridge.core.places import check_here, check_length, is_remote
 from bridge.sources.adapted.opening import open_with
+from bridge.sources.configs.diffusion import is_diffusion_model
 from bridge.sources.source import Source, SourceKind
-from bridge.sources.unsupported import diffusers_model
 
 # In this order; the last takes every remaining string and path, and says what is wrong. By name, because importing
 # every kind would load modules that most models do not need: a third of the time of opening one.
@@ -56,8 +56,11 @@ def open_source(
         kind = cast(SourceKind, importlib.import_module(f"bridge.sources.{name}"))
         if kind.recognizes(model):
             return kind.open_model(model, config, tokenizer)
-    if why := diffusers_model(getattr(model, "config", None)):  # a pipeline is not a torch module
-        raise SourceError(f"{type(model).__name__} in memory: {why}")
+    if is_diffusion_model(model):  # it is not a torch module
+        raise SourceError(
+            f"{type(model).__name__} in memory: a pipeline; give one of its models (pipeline.transformer, "
+            "pipeline.unet), or the directory that pipeline.save_pretrained writes"
+        )
     raise UsageError(
         f"cannot take a model from {type(model).__name__}; give a transformers model, a directory or a hub id"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from bridge.core.files.span import Folder, Span
+from bridge.sources.configs.diffusion import STEM
 from bridge.sources.weights.containers import training
 from bridge.sources.weights.shards import Weights
 
@@ -124,6 +125,41 @@ def plain_side_files(root: Path, weights: Weights) -> Beside:
         else:
             copied[name] = path
     return Beside(copied, dropped)
+
+
+def pipeline_side_files(root: Path, part: str) -> Beside:
+    """Divide the files of a diffusers pipeline: all are copied but the config and the weights of `part`.
+
+    Of another part that has safetensors, weights of variants and of other formats are left behind.
+    """
+    copied: dict[str, Path | bytes] = {}
+    dropped: dict[str, str] = {}
+    left = _entries(root, "")
+    while left:
+        name, path = left.pop()
+        if path.name in BOOKKEEPING or name == f"{part}/config.json":
+            continue
+        if path.is_symlink() and not path.is_file():
+            dropped[name] = "a link to a directory, or to nothing"
+        elif path.is_dir():
+            left += _entries(path, name + "/")
+        elif not path.name.endswith(WEIGHT_ENDINGS):
+            copied[name] = path
+        elif name.startswith(f"{part}/"):
+            if not re.fullmatch(rf"{STEM}(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", path.name):
+                dropped[name] = "other weights of the model that is converted"
+        elif "/" not in name:
+            dropped[name] = "weights that no part of the pipeline names"
+        elif _plain_weights(path.name) or not any(_plain_weights(other.name) for other in path.parent.iterdir()):
+            copied[name] = path
+        else:
+            dropped[name] = "a variant of weights that are copied, or of another format"
+    return Beside(copied, dropped)
+
+
+def _plain_weights(name: str) -> bool:
+    """Whether a file has weights, or their index, in safetensors and is not a variant (`model.fp16.safetensors`)."""
+    return re.fullmatch(r"[^.]+\.safetensors(\.index\.json)?", name) is not None
 
 
 def _entries(folder: Path, prefix: str) -> list[tuple[str, Path]]:

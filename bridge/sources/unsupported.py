@@ -10,6 +10,7 @@ from bridge.core.errors import SourceError
 from bridge.core.parsing import load_json
 from bridge.core.text import named
 from bridge.core.values import TensorSpec
+from bridge.sources.configs.diffusion import STEM
 
 # Suffix of a tensor that only quantized checkpoints have -> its writer.
 COMPANIONS = {
@@ -30,11 +31,6 @@ COMPANIONS = {
 LOW_BIT = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 REMEDY = (
     "start from the unquantized checkpoint, or dequantize it first (transformers: dequantize=True, save_pretrained)"
-)
-
-_ONLY_TRANSFORMERS = (
-    "diffusers models are not supported; quantize it with diffusers (quantization_config=) or ModelOpt, and convert "
-    "only those models of a pipeline that belong to transformers, such as its text encoders"
 )
 
 
@@ -82,25 +78,16 @@ def _method(section: Any) -> str:
     return ", ".join(words) or "unknown method"
 
 
-def diffusers_model(config: object) -> str:
-    """Say why a model or pipeline of diffusers is refused, by its config; "" for any other."""
-    if not isinstance(config, Mapping) or "_class_name" not in config or "model_type" in config:
-        return ""
-    return f"a diffusers model ({config['_class_name']}): {_ONLY_TRANSFORMERS}"
-
-
-def diffusers_directory(root: Path) -> str:
-    """Say why a directory of diffusers is refused, with the models in it that are supported; "" for any other."""
-    if (root / "config.json").is_file():
-        return diffusers_model(_load(root / "config.json"))
-    if not (root / "model_index.json").is_file():
-        return ""
-    index = _load(root / "model_index.json")
-    parts = index.items() if isinstance(index, Mapping) else ()
-    by_transformers = [name for name, part in parts if isinstance(part, list) and part[:1] == ["transformers"]]
-    given = [str(root / name) for name in by_transformers if (root / name / "config.json").is_file()]
-    more = f" (here {', '.join(given)})" if given else ""
-    return f"a diffusers pipeline (model_index.json): {_ONLY_TRANSFORMERS}{more}"
+def diffusion_weights(root: Path) -> str:
+    """Say which weights a directory of a diffusers model has instead of those that are read."""
+    names = sorted(path.name for path in root.glob(f"{STEM}*"))
+    variants = sorted({name.split(".")[1].partition("-")[0] for name in names} - {"safetensors", "bin", STEM})
+    if variants:
+        return (
+            f"only weights of the variant {', '.join(variants)} ({named(names)}); rename them to {STEM}.safetensors, "
+            f"or load them with diffusers (variant={variants[0]!r}) and save the model without one"
+        )
+    return f"no weights of a diffusers model: neither {STEM}*.safetensors nor {STEM}.bin; download it again"
 
 
 def other_dialect(root: Path) -> str | None:

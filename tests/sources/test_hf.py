@@ -317,7 +317,7 @@ def test_directory_with_config_alone(single: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (("model_index.json", "unet/config.json"), "a diffusers pipeline"),
+        (("model_index.json", "unet/config.json"), "a pipeline of diffusers"),
         (("model-q4.gguf",), "a GGUF model"),
         (("config.json", "tf_model.h5"), "TensorFlow or Flax weights"),
         (("weights/.metadata",), "weights/ is a distributed checkpoint, as of NeMo 2, but context/"),
@@ -330,34 +330,6 @@ def test_what_is_no_checkpoint_is_recognized(tmp_path: Path, names: tuple[str, .
         (tmp_path / name).write_text("{}")
     message = refusal(tmp_path)
     assert message.startswith(f"{tmp_path}: {what}")
-
-
-DIFFUSERS = {"_class_name": "DiTTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 2}
-
-
-@pytest.mark.parametrize("given", [None, {"architectures": ["LlamaForCausalLM"]}])
-def test_a_diffusers_model_is_not_supported_and_no_class_makes_it_so(tmp_path: Path, given: object) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DIFFUSERS))
-    save_file(FIRST, tmp_path / "diffusion_pytorch_model.safetensors")
-    message = refusal(tmp_path, config=given)
-    assert message.startswith(f"{tmp_path}: a diffusers model (DiTTransformer2DModel): diffusers models are not supp")
-    assert "quantize it with diffusers (quantization_config=) or ModelOpt" in message
-    assert "LlamaForCausalLM" not in message
-
-
-def test_of_a_diffusers_pipeline_the_models_of_transformers_are_named(tmp_path: Path) -> None:
-    parts = {"text_encoder": "transformers", "tokenizer": "transformers", "unet": "diffusers"}
-    index = {"_class_name": "StableDiffusionPipeline", "safety_checker": [None, None]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index | {name: [of, "X"] for name, of in parts.items()}))
-    save_file(FIRST, tmp_path / "all-in-one.safetensors")
-    for name in ("text_encoder", "unet"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    message = refusal(tmp_path)
-    assert message.startswith(
-        f"{tmp_path}: a diffusers pipeline (model_index.json): diffusers models are not supported"
-    )
-    assert message.endswith(f"such as its text encoders (here {tmp_path / 'text_encoder'})")
 
 
 def test_a_file_is_not_a_model(single: Path) -> None:

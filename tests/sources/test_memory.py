@@ -28,11 +28,11 @@ def test_module_that_is_no_transformers_model_is_refused() -> None:
 
 
 class FrozenDict(dict[str, Any]):
-    """What diffusers keeps a config in; it has no `to_json_string`."""
+    """A config of another library; it has no `to_json_string`."""
 
 
 class ModelMixin(torch.nn.Linear):
-    """A model of diffusers, as far as it is looked at."""
+    """A module with a config, of no library that is known."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(2, 3)
@@ -45,16 +45,12 @@ class ModelMixin(torch.nn.Linear):
 class DiffusionPipeline:
     """No torch module."""
 
-    config = FrozenDict(_class_name="StableDiffusionPipeline", _diffusers_version="0.42.1")
+    __module__ = "diffusers.pipelines"
 
 
-def test_a_diffusers_model_is_not_supported() -> None:
-    message = refusal(ModelMixin(_class_name="DiTTransformer2DModel", _diffusers_version="0.42.1"))
-    assert message.startswith(
-        "ModelMixin in memory: a diffusers model (DiTTransformer2DModel): diffusers models are not"
-    )
-    assert "quantize it with diffusers (quantization_config=) or ModelOpt" in message
-    assert refusal(DiffusionPipeline()).startswith("DiffusionPipeline in memory: a diffusers model (StableDiffusionPi")
+def test_of_a_live_pipeline_one_model_is_asked_for() -> None:
+    message = refusal(DiffusionPipeline())
+    assert message.startswith("DiffusionPipeline in memory: a pipeline; give one of its models (pipeline.transformer")
 
 
 def test_another_modules_config_is_no_transformers_model() -> None:

@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from bridge.core.errors import SourceError
 from bridge.core.text import natural
 from bridge.core.values import TensorSpec
+from bridge.sources.configs.diffusion import is_diffusion_model
 from bridge.tracker.tensors import tensors_in
 
 
@@ -137,7 +138,8 @@ def reverse(model: Any, state: Mapping[str, Any]) -> dict[str, Origin]:
     probe = Probe(shadows)
     try:
         with torch.no_grad(), probe:
-            results = revert_weight_conversion(model, dict(shadows))
+            # diffusers saves a model's tensors as they are
+            results = dict(shadows) if is_diffusion_model(model) else revert_weight_conversion(model, dict(shadows))
     except Exception as error:
         raise SourceError(f"{type(model).__name__}: its weights have no names of a checkpoint: {error}") from error
     return {name: probe.origin(name, results[name]) for name in sorted(results, key=natural)}
@@ -153,6 +155,8 @@ def _as_loaded(
     model: Any, state: Mapping[str, Any], unknown: list[str], absent: Mapping[str, Origin]
 ) -> dict[str, Origin]:
     """Match names that `save_pretrained` would not write by the names that `from_pretrained` turns them into."""
+    if is_diffusion_model(model):
+        return {}
     conversions = get_model_conversion_mapping(model)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]

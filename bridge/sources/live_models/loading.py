@@ -12,6 +12,7 @@ from bridge.core.output.temporary import temporary_directory
 from bridge.core.remote.store import check_names
 from bridge.core.text import named, nearest
 from bridge.core.values import main_dtype
+from bridge.sources.configs.diffusion import is_diffusion
 
 if TYPE_CHECKING:
     from bridge.sources.source import Source
@@ -45,6 +46,10 @@ def model_config(config: Mapping[str, Any]) -> Any:
 
 def load_model(source: Source) -> Any:
     """Build the model from our own reads: the bytes that are converted, and no pickle outside our unpickler."""
+    if is_diffusion(source.config):
+        from bridge.sources.live_models import diffusion
+
+        return diffusion.load_model(source)
     import torch
     import transformers
 

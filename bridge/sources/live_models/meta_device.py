@@ -29,6 +29,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import ExportError
 from bridge.core.values import main_dtype
+from bridge.sources.configs.diffusion import is_diffusion
+from bridge.sources.live_models import diffusion
 from bridge.sources.live_models.loading import model_class, model_config
 from bridge.sources.live_models.own_caches import own_caches
 
@@ -42,6 +44,9 @@ def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
     In the dtype of the checkpoint, because a cast to the same dtype keeps an object and any other makes a new one.
     """
     dtype = getattr(torch, main_dtype(source.specs.values(), "bfloat16", FLOATS))
+    if is_diffusion(source.config):
+        make_fake(model := diffusion.build(source, "meta").eval(), mode := FakeTensorMode(allow_non_fake_inputs=True))
+        return model, mode
     with torch.device("meta"), no_init_weights():
         model = build_meta(resolve_config(dict(source.config)), model_class(source.config), dtype)
     model.tie_weights()
@@ -51,6 +56,8 @@ def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
 
 def load_skeleton(source: Source) -> Any:
     """Build the model that `load_model` builds, with parameters on the meta device; buffers have their values."""
+    if is_diffusion(source.config):
+        return diffusion.load_skeleton(source)
     dtype = getattr(torch, main_dtype(source.specs.values()))
     with no_init_weights():
         model = build_meta(model_config(source.config), model_class(source.config), dtype)

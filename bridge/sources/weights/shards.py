@@ -70,10 +70,14 @@ class _Choice:
     problems: tuple[str, ...] = ()
 
 
-def find_weights(root: Path, others: Container[str] = ()) -> Weights | None:
-    """Read the headers of safetensors in `root`, else of `.bin`, else of files named in `others`; None without any."""
+def find_weights(root: Path, others: Container[str] = (), stem: str = "") -> Weights | None:
+    """Read the headers of safetensors in `root`, else of `.bin`, else of files named in `others`; None without any.
+
+    `stem`: what the names of files of both kinds begin with; "" for those of transformers.
+    """
     names = sorted(path.name for path in root.iterdir() if path.is_file())
-    choice = _choose(root, names, "model", "safetensors") or _choose(root, names, "pytorch_model", "bin")
+    stems = (stem, stem) if stem else ("model", "pytorch_model")
+    choice = _choose(root, names, stems[0], "safetensors") or _choose(root, names, stems[1], "bin")
     choice = choice or _Choice(tuple(name for name in names if name in others), None)
     if not choice.files and not choice.problems:
         return None
@@ -134,7 +138,9 @@ def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | N
         return _Choice(tuple(files), None, tuple(problems))
     if single in names:
         return _Choice((single,), None)
-    if suffix == "bin":  # a directory holds many other .bin files: training arguments, optimizer states
+    if (
+        suffix == "bin" or stem != "model"
+    ):  # a directory holds many other .bin files: training arguments, optimizer states
         return None
     others = [
         name for name in names if name.endswith(f".{suffix}") and not name.startswith(("adapter", "consolidated"))

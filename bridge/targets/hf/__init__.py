@@ -20,10 +20,11 @@ from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.sources.configs.diffusion import STEM
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems
 from bridge.targets.generation import DECODERS
-from bridge.targets.hf.shards import INDEX, index
+from bridge.targets.hf.shards import index, names_of
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
 
@@ -62,8 +63,14 @@ class Hf(StreamedTarget):
     """See `bridge.targets.Target`."""
 
     name = "hf"
-    writes = ("model*.safetensors", "model.safetensors.index.json", "config.json", GENERATION, "hf_quant_config.json")
-    loads = ("model*.safetensors", "model.safetensors.index.json", "config.json")
+    writes = (
+        "model*.safetensors", "model.safetensors.index.json", "config.json", GENERATION, "hf_quant_config.json",
+        f"{STEM}*.safetensors", f"{STEM}.safetensors.index.json",
+    )  # fmt: skip
+    loads = (
+        "model*.safetensors", "model.safetensors.index.json", "config.json", f"{STEM}*.safetensors",
+        f"{STEM}.safetensors.index.json", "*/*.safetensors", "*/*.safetensors.index.json", "*/config.json",
+    )  # fmt: skip
     metadata: Mapping[str, str] = {"format": "pt"}
     Options = HfOptions
     loaded_by = (
@@ -128,7 +135,8 @@ class Hf(StreamedTarget):
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.hf.lint import lint
 
-        return [*lint(directory), *_altered(directory, plan)]
+        here = directory / names_of(plan.files).folder
+        return [*lint(here), *_altered(here, plan)]
 
     def runtime(self, directory: Path) -> Any:
         from bridge.targets.hf.runtime import Runtime
@@ -156,9 +164,11 @@ class Hf(StreamedTarget):
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source
+        names = names_of(plan.files)
         files = spelling(plan.options["format"]).config_files(plan, source.config)
+        files = {names.at(name): content for name, content in files.items()}
         if len(plan.files) > 1:
-            files[INDEX] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))
+            files[names.index] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))
         if GENERATION in source.side_files:
             files[GENERATION] = generation_config(source.side_files[GENERATION])
         written = write_checkpoint(context, directory, files)

@@ -19,7 +19,8 @@ from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.text import fold_layers
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import read_json
-from bridge.targets.hf.shards import INDEX, SINGLE
+from bridge.sources.configs.diffusion import is_diffusion
+from bridge.targets.hf.shards import Names, names_for
 
 
 class Rule(NamedTuple):
@@ -55,19 +56,20 @@ SCALARS = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
 def lint(directory: Path) -> list[str]:
     """Return a message for each violation of the contract, with layers folded."""
     try:
-        files = {path.name: SafetensorsFile(path) for path in sorted(directory.glob("model*.safetensors"))}
         config = read_json(directory / "config.json")
+        weights = sorted(directory.glob(f"{names_for(config).stem}*.safetensors"))
+        files = {path.name: SafetensorsFile(path) for path in weights}
     except (OSError, ValueError, SourceError) as error:
         return [f"error [files] {error}"]
     holder = {name: file for file in files.values() for name in file.specs}
     specs = {name: file.specs[name] for name, file in holder.items()}
-    findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}))
+    findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}, names_for(config)))
     section = config.get("quantization_config")
     if section is None:
         stray = [name for name in specs if name.endswith(("_scale", "_scale_2"))]
         findings += [f"error [config] {name}: a scale, but config.json has no quantization_config" for name in stray]
     elif section.get("quant_method") == "modelopt":
-        findings += _config(directory, section)
+        findings += () if is_diffusion(config) else _config(directory, section)
         findings += _modules(section, specs | _experts(specs))
         findings += _scalars(holder)
     else:
@@ -88,19 +90,20 @@ def _readable(directory: Path) -> Iterator[str]:
         yield "error [config] quantization_config says that weights are quantized, but none is"
 
 
-def _index(directory: Path, files: Mapping[str, list[str]]) -> Iterator[str]:
+def _index(directory: Path, files: Mapping[str, list[str]], known: Names) -> Iterator[str]:
     """A sharded checkpoint has an index that agrees with its files; no tensor is in two files."""
     names = [name for tensors in files.values() for name in tensors]
     if len(set(names)) != len(names):
         yield "error [index] a tensor is in more than one file"
-    path = directory / INDEX
+    path = directory / known.index
     if not path.exists():
-        if set(files) != {SINGLE}:
-            yield f"error [index] {', '.join(files) or 'no weights'}: without {INDEX} only {SINGLE} is loaded"
+        if set(files) != {known.single}:
+            what = ", ".join(files) or "no weights"
+            yield f"error [index] {what}: without {known.index} only {known.single} is loaded"
         return
     weight_map = json.loads(path.read_text()).get("weight_map")
     if weight_map != {name: file for file, tensors in files.items() for name in tensors}:
-        yield f"error [index] {INDEX} and the headers of the files disagree"
+        yield f"error [index] {known.index} and the headers of the files disagree"
 
 
 def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:

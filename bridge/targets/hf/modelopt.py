@@ -14,6 +14,7 @@ from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.core.version import __version__
 from bridge.planning.plan import STACKED, TILE, Plan
 from bridge.quant.describe import numeric_words
+from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.modelopt_format import (
@@ -137,11 +138,13 @@ def joins(format_: Format) -> bool:
 
 
 def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """config.json and, if something is quantized, hf_quant_config.json."""
+    """config.json and, if something is quantized in a model of transformers, hf_quant_config.json."""
     quantization = hf_quant_config(plan)
     if not quantization:
         return {"config.json": config_json(config, None, bool(plan.untied))}
     section = config_json(config, quantization_config(quantization), bool(plan.untied))
+    if is_diffusion(config):  # ModelOpt's export of diffusers writes no other file
+        return {"config.json": section}
     content = {**quantization, "written_by": f"qbridge {__version__}"}  # `producer` is the format's
     return {"hf_quant_config.json": json.dumps(content, indent=4).encode(), "config.json": section}
 

@@ -1,4 +1,4 @@
-"""Run a written checkpoint, dequantized, in its `transformers` class.
+"""Run a written checkpoint, dequantized, in its class of `transformers` or `diffusers`.
 
 This tests names, layouts, scales, pre-scales and folded norms together. Activations and the KV cache are not quantized;
 `substitute` says so.
@@ -19,8 +19,10 @@ from bridge.core.values import TensorSpec
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.decode import decode
 from bridge.sources.config_json import read_json
+from bridge.sources.configs.diffusion import is_diffusion, with_architecture
 from bridge.streaming.experts import decode_experts
 from bridge.streaming.written import OutputReader
+from bridge.targets.hf.shards import names_of
 
 
 class Rebuilt:
@@ -28,8 +30,9 @@ class Rebuilt:
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         self.where = str(directory)
-        config = read_json(directory / "config.json")
-        self.config: Mapping[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
+        config = read_json(directory / names_of(plan.files).at("config.json"))
+        plain = {key: config[key] for key in config if key != "quantization_config"}
+        self.config: Mapping[str, Any] = with_architecture(plain) if is_diffusion(plain) else plain
         self._output = OutputReader(plan, directory)
         self._steps = {self._name(step): step for step in plan.steps if step.layout is not Layout.SCALES}
         sources = ((name, plan.sources[step.source]) for name, step in self._steps.items())

@@ -15,7 +15,7 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
 from bridge.targets.hf.folding import MIN_GROUP, Folding
-from bridge.targets.hf.shards import divide
+from bridge.targets.hf.shards import divide, names_for
 from bridge.targets.hf.spelling import Part, Spelling
 from bridge.targets.modelopt_format import routers
 
@@ -190,7 +190,7 @@ class Drafting:
     def _assign_files(self, steps: Sequence[Step]) -> list[Step]:
         """Assign every output to its shard, in the order of the model's state dict."""
         limit = byte_count(self._draft.options.shard_size, "shard_size")
-        files = divide(_state_order(steps), limit)
+        files = divide(_state_order(steps), limit, names_for(self._draft.config, self._draft.folder))
         return [replace(s, outputs=tuple(replace(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
 
 

@@ -1,0 +1,46 @@
+"""Models of diffusers in target `hf`, against ModelOpt's export and diffusers' own loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.oracles.diffusers_oracle import answers, needs_diffusers
+
+pytestmark = [pytest.mark.slow, needs_diffusers]
+EQUAL = ("export:flux:fp8", "export:dit:nvfp4:300KB", "export:sdxl:int8_wo")
+MORE = (
+    "export:sd3:fp8", "export:sdxl:fp8", "export:pixart:fp8", "export:wan:fp8", "export:dit:fp8", "export:flux:nvfp4",
+    "export:sd3:nvfp4", "export:wan:nvfp4", "export:flux:int8_sq", "export:sd3:int8_sq", "export:flux:fp8_pc_pt",
+    "export:wan:int8_wo", "export:pixart:nvfp4", "export:sdxl:nvfp4",
+)  # fmt: skip
+LOADED = ("loaded:flux:fp8_pc_pt", "loaded:sd3:nvfp4")
+MORE_LOADED = ("loaded:sdxl:fp8_pc_pt", "loaded:wan:fp8_pc_pt", "loaded:flux:nvfp4", "loaded:wan:nvfp4")
+OTHERS = ("memory:dit", "pipeline:dit", "pipeline:sd")
+
+
+def answer(case: str) -> Any:
+    usual = (*EQUAL, *LOADED, *OTHERS)
+    name, cases = ("usual", usual) if case in usual else ("more", (*MORE, *MORE_LOADED))
+    return answers(name, cases)[case]
+
+
+@pytest.mark.parametrize("case", [*EQUAL, *(pytest.param(case, marks=pytest.mark.product) for case in MORE)])
+def test_every_file_equals_modelopts_export(case: str) -> None:
+    assert answer(case) == []
+
+
+@pytest.mark.parametrize("case", [*LOADED, *(pytest.param(case, marks=pytest.mark.product) for case in MORE_LOADED)])
+def test_diffusers_loads_the_weights_and_gives_their_outputs(case: str) -> None:
+    modules, apart = answer(case)
+    assert modules >= 20 and apart < 5e-6  # float32 sums in another order
+
+
+def test_a_live_model_gives_the_files_of_its_directory() -> None:
+    assert answer("memory:dit") == [True, True]
+
+
+@pytest.mark.parametrize("name", ["dit", "sd"])
+def test_a_pipeline_is_converted_part_by_part(name: str) -> None:
+    assert answer(f"pipeline:{name}") == []
