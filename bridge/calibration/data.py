@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import CellType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bridge.calibration.documents import CHARACTERS, documents
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
 from bridge.core.text import number
+from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.source import Source
+
+if TYPE_CHECKING:
+    from bridge.sources.checkpoint import HfSource
 
 # On a 22 M encoder three times as many samples changed embeddings by less than 0.001: FP8 0.9979 both times, INT8
 # (alpha 0.7) 0.9953 to 0.9947. `bridge.calibration.amount` has what algorithms need beyond it.
@@ -26,6 +30,7 @@ SAMPLES = 32
 SEQUENCE = 128  # a wrong RoPE permute shows after some twenty positions, so held-out rows must be longer
 AUTO = "auto"  # `samples`: see `bridge.calibration.automatic`
 MOST_SAMPLES = 512  # rows that "auto" chooses at most
+PROMPTED = 8  # prompts that calibrate a denoiser, which sees each of them at every step
 FP32 = "fp32"  # `compute`: see `bridge.calibration.compute`
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
@@ -96,6 +101,8 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     >>> prepare("corpus.txt", open_source("examples/models/tiny-llama")).samples  # doctest: +SKIP
     32
     """
+    if is_diffusion(source.config) and (data is None or isinstance(data, str | Path) or _are_texts(data)):
+        return _prompted(data, source, sampling)
     if sampling.samples == AUTO:
         return _automatic(data, source, sampling)
     if data is None:
@@ -122,6 +129,35 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
             "DataLoader, or a forward_loop(model)"
         )
     return _given(items, source, sampling)
+
+
+def _are_texts(data: Any) -> bool:
+    return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str) for item in data)
+
+
+def _prompted(data: Any, source: Source, sampling: Sampling) -> Data:
+    """Run the pipeline of `source` on prompts (None: the embedded ones) and take its denoiser's inputs as batches."""
+    from bridge.sources.live_models.prompts import PROMPTS, STEPS, recorded
+
+    if not getattr(source, "folder", ""):
+        why = f"{source.config['architectures'][0]} alone takes no prompts; give the directory of its pipeline, or "
+        missing = f"{why}batches of its inputs in Python: data=[{{'hidden_states': ..., 'timestep': ...}}, ...]"
+        if data is None:
+            return Data(missing=missing)
+        raise CalibrationError(missing)
+    if isinstance(data, str | Path):
+        texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field, sampling.characters)
+        prompts = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    else:
+        prompts = PROMPTS if data is None else list(data)
+    if len(prompts) < 2:
+        raise CalibrationError("one prompt cannot both calibrate and be held out; give two or more, one a line")
+    asked = sampling.samples if isinstance(sampling.samples, int) else PROMPTED
+    *chosen, held = prompts[: asked + 1]
+    *kept, out = recorded(cast("HfSource", source), [*chosen, held])
+    batches = tuple(batch for steps in kept for batch in steps)
+    made = _checked(batches, (out[len(out) // 2],), source, "the prompts")
+    return replace(made, samples=len(chosen), name=f"{number(len(chosen), 'prompt')} of {STEPS} steps each")
 
 
 def _automatic(data: Any, source: Source, sampling: Sampling) -> Data:

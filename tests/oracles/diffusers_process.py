@@ -67,6 +67,13 @@ def batches(model: Any, count: int = 3) -> list[dict[str, Any]]:
     return found
 
 
+def preset(mtq: Any, scheme: str) -> dict[str, Any]:
+    """ModelOpt's preset without its rows for `proj_out`, made for Whisper; its examples for diffusers have none."""
+    config: dict[str, Any] = copy.deepcopy(getattr(mtq, CONFIGS[scheme]))
+    config["quant_cfg"] = [row for row in config["quant_cfg"] if "proj_out" not in str(row.get("quantizer_name"))]
+    return config
+
+
 def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     config = json.loads((directory / "config.json").read_text())
     return getattr(diffusers, config["_class_name"]).from_pretrained(directory, torch_dtype=dtype).eval()
@@ -84,10 +91,8 @@ def export(at: Path, name: str, scheme: str, shard: str = "10GB") -> Any:
         at / "model", "hf", scheme, at / "ours", data=data, own_scales=True, shard_size=shard, progress=False
     )
     kept = [s.site.module for s in bridge.plan(at / "model", "hf", scheme).steps if s.site and not s.format]
-    config = copy.deepcopy(getattr(mtq, CONFIGS[scheme]))
-    # ModelOpt's own preset keeps every `proj_out`, for Whisper's sake; its examples for diffusers do not
-    rows = [row for row in config["quant_cfg"] if "proj_out" not in str(row.get("quantizer_name"))]
-    config["quant_cfg"] = [*rows, *({"quantizer_name": f"{module}.*", "enable": False} for module in kept)]
+    config = preset(mtq, scheme)
+    config["quant_cfg"] += [{"quantizer_name": f"{module}.*", "enable": False} for module in kept]
 
     def loop(model: Any) -> None:
         for batch in data[:-1]:
@@ -164,6 +169,29 @@ def pipeline(at: Path, name: str) -> Any:
     if not torch.isfinite(torch.from_numpy(again(**given, **steps).images)).all():
         problems.append("the images are not finite")
     return problems
+
+
+def prompts(at: Path, name: str) -> Any:
+    """What of the amax over prompts and steps differs from ModelOpt's, which runs the pipeline itself."""
+    import modelopt.torch.quantization as mtq
+
+    made = getattr(diffusion_models, f"{name}_pipeline")()
+    made.save_pretrained(at / "model")
+    words = ["a cat", "two dogs in the snow", "a red boat", "held out"]
+    (at / "prompts.txt").write_text("\n".join(words))
+    ours = bridge.calibrate(at / "model", "fp8", at / "prompts.txt", samples=3, progress=False)
+    loaded = type(made).from_pretrained(at / "model")
+    loaded.set_progress_bar_config(disable=True)
+    model = loaded.unet if hasattr(loaded, "unet") else loaded.transformer
+
+    def loop(_: Any) -> None:
+        for seed, prompt in enumerate(words[:-1]):
+            given = {"class_labels": [seed]} if name == "dit" else {"prompt": prompt}
+            loaded(**given, num_inference_steps=20, generator=torch.Generator().manual_seed(seed))
+
+    mtq.quantize(model, preset(mtq, "fp8"), loop)
+    theirs = {module: float(model.get_submodule(module).input_quantizer.amax) for module in ours.input_amax}
+    return [module for module, amax in ours.input_amax.items() if float(amax) != theirs[module]] + [len(theirs)]
 
 
 CASES: dict[str, Callable[..., Any]] = {

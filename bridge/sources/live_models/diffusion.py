@@ -23,7 +23,7 @@ def diffusion_class(config: Mapping[str, Any]) -> Any:
     """Return the class of diffusers that the config names; SourceError without one."""
     name = str(config["_class_name"])
     try:
-        with _quiet():
+        with quiet():
             import diffusers
     except ImportError as error:
         raise SourceError(f"{name} is a model of diffusers, which cannot be imported ({error}); {INSTALL}") from error
@@ -37,9 +37,14 @@ def diffusion_class(config: Mapping[str, Any]) -> Any:
     return cls
 
 
+def build_for(source: Source, device: str) -> Any:
+    """Build the model of `source` in the dtype of its weights, without them."""
+    return build(source.config, main_dtype(source.specs.values()), device, source.where)
+
+
 def load_model(source: Source) -> Any:
     """Build the model with the weights of `source`, in their stored dtype and in eval mode."""
-    model = build(source, "cpu")
+    model = build_for(source, "cpu")
     state = {name: as_tensor(source.read(name), spec.dtype) for name, spec in source.specs.items()}
     kept = _in_float32(model, state)
     state = {name: tensor.float() if name in kept else tensor for name, tensor in state.items()}
@@ -55,28 +60,27 @@ def load_model(source: Source) -> Any:
 
 def load_skeleton(source: Source) -> Any:
     """Build the same model with parameters on the meta device; buffers have their values."""
-    model = build(source, "cpu")
+    model = build_for(source, "cpu")
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in _in_float32(model, [name]):
             tensor.data = tensor.data.float()
     return model.eval()
 
 
-def build(source: Source, device: str) -> Any:
-    """Build the class in the checkpoint's dtype, with parameters on the meta device and buffers on `device`."""
+def build(config: Mapping[str, Any], dtype: str, device: str, where: str) -> Any:
+    """Build the class in `dtype`, with parameters on the meta device and buffers on `device`."""
     import torch
     from transformers.initialization import no_init_weights
 
-    cls, before = diffusion_class(source.config), torch.get_default_dtype()
-    dtype = getattr(torch, main_dtype(source.specs.values()))
+    cls, before = diffusion_class(config), torch.get_default_dtype()
     hook = _to_meta()
     try:
-        torch.set_default_dtype(dtype)
-        with _quiet(), no_init_weights(), torch.device(device):
-            model = cls.from_config(without_architecture(source.config))
+        torch.set_default_dtype(getattr(torch, dtype))
+        with quiet(), no_init_weights(), torch.device(device):
+            model = cls.from_config(without_architecture(config))
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise SourceError(f"{source.where}: diffusers cannot build {cls.__name__}: {lines[0][:300]}") from error
+        raise SourceError(f"{where}: diffusers cannot build {cls.__name__}: {lines[0][:300]}") from error
     finally:
         torch.set_default_dtype(before)
         hook.remove()
@@ -106,7 +110,7 @@ def _in_float32(model: Any, names: Any) -> set[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep what diffusers and transformers log while they are imported or build off the terminal."""
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     before = [logger.level for logger in loggers]

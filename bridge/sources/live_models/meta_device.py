@@ -45,7 +45,9 @@ def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
     """
     dtype = getattr(torch, main_dtype(source.specs.values(), "bfloat16", FLOATS))
     if is_diffusion(source.config):
-        make_fake(model := diffusion.build(source, "meta").eval(), mode := FakeTensorMode(allow_non_fake_inputs=True))
+        make_fake(
+            model := diffusion.build_for(source, "meta").eval(), mode := FakeTensorMode(allow_non_fake_inputs=True)
+        )
         return model, mode
     with torch.device("meta"), no_init_weights():
         model = build_meta(resolve_config(dict(source.config)), model_class(source.config), dtype)

@@ -17,7 +17,7 @@ MORE = (
 )  # fmt: skip
 LOADED = ("loaded:flux:fp8_pc_pt", "loaded:sd3:nvfp4")
 MORE_LOADED = ("loaded:sdxl:fp8_pc_pt", "loaded:wan:fp8_pc_pt", "loaded:flux:nvfp4", "loaded:wan:nvfp4")
-OTHERS = ("memory:dit", "pipeline:dit", "pipeline:sd")
+OTHERS = ("memory:dit", "pipeline:dit", "pipeline:sd", "prompts:sd", "prompts:dit")
 
 
 def answer(case: str) -> Any:
@@ -44,3 +44,9 @@ def test_a_live_model_gives_the_files_of_its_directory() -> None:
 @pytest.mark.parametrize("name", ["dit", "sd"])
 def test_a_pipeline_is_converted_part_by_part(name: str) -> None:
     assert answer(f"pipeline:{name}") == []
+
+
+@pytest.mark.parametrize("name", ["dit", "sd"])
+def test_prompts_over_steps_give_modelopts_amax(name: str) -> None:
+    *differ, count = answer(f"prompts:{name}")
+    assert differ == [] and count >= 14
