@@ -194,6 +194,23 @@ def prompts(at: Path, name: str) -> Any:
     return [module for module, amax in ours.input_amax.items() if float(amax) != theirs[module]] + [len(theirs)]
 
 
+def graph(at: Path, name: str, scheme: str) -> Any:
+    """Findings on a graph, its largest difference from the model for one row and for three, and compared outputs."""
+    from bridge.targets.trt.runtime import Runtime as OnnxRuntime
+
+    model = diffusion_models.made(name)
+    model.save_pretrained(at / "model")
+    quant = None if scheme == "none" else scheme
+    report = bridge.convert(at / "model", "trt", quant, at / "out", data=batches(model), progress=False)
+    runtime, apart = OnnxRuntime(at / "out"), []
+    for rows in (1, 3):
+        inputs = example_inputs(model, rows)
+        ours = runtime.run({name: tensor.numpy() for name, tensor in inputs.items()})["out_sample"]
+        with torch.no_grad():
+            apart.append(float((torch.from_numpy(ours) - model(**nested(inputs))[0]).abs().max()))
+    return [[*report.findings], apart, [output.passed for output in report.parity.outputs]]
+
+
 CASES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in list(globals().values())

@@ -1,4 +1,4 @@
-"""What diffusers writes: the config of a model, and the parts of a pipeline.
+"""Configs of diffusers' models, and the parts of its pipelines.
 
 Imports no framework. Programs of transformers name a class in `architectures`, diffusers in `_class_name`.
 """
@@ -16,7 +16,8 @@ from bridge.sources.config_json import read_json
 STEM = "diffusion_pytorch_model"  # of weight files
 INDEX = "model_index.json"
 _CLASS = "_class_name"
-FLOAT32 = ("timestep", "img_ids", "txt_ids", "guidance")  # inputs: steps and positions, whatever the model's dtype
+PLACES = ("img_ids", "txt_ids")  # inputs: the positions of all tokens, the same for all rows
+FLOAT32 = ("timestep", "guidance", *PLACES)  # inputs: steps and positions, whatever the model's dtype
 # The parts that run once a step, and take nearly all of a pipeline's time; two of them share the steps of Wan 2.2.
 _DENOISERS = ("transformer", "unet", "transformer_2")
 

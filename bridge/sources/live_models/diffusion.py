@@ -1,4 +1,4 @@
-"""Build `diffusers` models, with their weights or without; never run code from a checkpoint."""
+"""Build `diffusers` models; never run code from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a pipeline of diffusers on prompts, and keep what its denoiser is given at every step."""
+"""Run a pipeline on prompts, and keep its denoiser's inputs."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ from bridge.targets.generation import context_length
 INSTALL = 'pip install --extra-index-url https://pypi.nvidia.com "tensorrt>=10.15"'
 OLDEST = 10  # older versions have no strongly typed network
 Range = tuple[int, int, int]
+# Axes of denoisers: tokens of a prompt, and of a packed image (1024 x 1024 has 4096).
+DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4096, 16384)}
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -47,7 +49,7 @@ class Profile:
     def ranges(self) -> dict[str, Range]:
         total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
         own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
-        return {**own, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+        return {**own, **DENOISER, "total_sequence": total, **self.others}  # type: ignore[dict-item]
 
 
 def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:

@@ -14,6 +14,7 @@ import numpy as np
 
 from bridge.core.dtypes import to_float32
 from bridge.planning.plan import Plan, Step
+from bridge.sources.configs.diffusion import PLACES
 
 if TYPE_CHECKING:
     from bridge.sources.source import Source
@@ -30,17 +31,25 @@ def layer_errors(
 
     steps = {step.matrix: step for step in plan.quantized if step.site and step.site.layout != "conv"}
     at_work = dict(places(directory / "model.onnx", steps.values()))
-    small = {name: array[:1, :POSITIONS] if array.ndim == 2 else array[:1] for name, array in batch.items()}
+    small = {name: _first(name, array) for name, array in batch.items()}
     errors: dict[str, float] = {}
     modules = list(at_work)
     for first in range(0, len(modules), GROUP):
         group = modules[first : first + GROUP]
-        taps = dict.fromkeys(name for module in group for name in at_work[module][:2])
-        values = Runtime(directory, taps=list(taps)).run(small)
+        # a matrix may read an input of the model: the cross attention of a UNet
+        taps = dict.fromkeys(name for module in group for name in at_work[module][:2] if name not in small)
+        values = {**small, **Runtime(directory, taps=list(taps)).run(small)}
         for module in group:
             x, y, bias = at_work[module]
             errors[module] = _layer_error(steps[module], source, plan, values[x], values[y], bias)
     return tuple(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def _first(name: str, array: np.ndarray) -> np.ndarray:
+    """The first row of an input, of token ids the first positions; a denoiser's positions have no rows."""
+    if name in PLACES:
+        return array
+    return array[:1, :POSITIONS] if array.ndim == 2 and array.dtype.kind in "iub" else array[:1]
 
 
 def _layer_error(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -> float:

@@ -19,7 +19,8 @@ from bridge.core.dtypes import FLOATS
 from bridge.core.dtypes import dtype as dtype_row
 from bridge.core.errors import BridgeError, ExportError, UsageError
 from bridge.core.text import grouped
-from bridge.sources.live_models import meta_device
+from bridge.sources.configs.diffusion import is_diffusion
+from bridge.sources.live_models import diffusion, meta_device
 from bridge.sources.live_models.meta_device import resolve_config
 from bridge.targets.trt.graph.float_graph import TEXT, Graph
 from bridge.targets.trt.graph.layers import cut_layers, find_layers
@@ -59,8 +60,10 @@ def export_graph(
         raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(FLOATS)}")
     tell = progress or (lambda _: None)
     with meta_device.quiet(), without_collection():
-        resolved = resolve_config(config)
-        architecture = (getattr(resolved, "architectures", None) or ["a config without `architectures`"])[0]
+        diffuses = is_diffusion(config)
+        resolved = dict(config) if diffuses else resolve_config(config)
+        known = resolved["architectures"] if diffuses else getattr(resolved, "architectures", None)
+        architecture = (known or ["a config without `architectures`"])[0]
         name = task if task in TASKS else choose_task(task, architecture)
         return _Run(resolved, name, row, opset, cache, tell).graph(stamp)
 
@@ -75,6 +78,11 @@ class _Run:
     tell: Callable[[str], None]
 
     def graph(self, stamp: bool) -> Graph:
+        if is_diffusion(self.config):
+            model = diffusion.build(self.config, self.dtype, "cpu", "target trt").eval()
+            return self._finish(
+                *self._export(self.config, model), "blocks of a denoiser read the step, and are not stamped"
+            )
         config, model = self._build()
         text = config.get_text_config()
         layers = find_layers(model, text)
@@ -129,23 +137,30 @@ class _Run:
         from bridge.targets.trt.graph import wrappers
         from bridge.targets.trt.graph.experts import unstack_experts
 
-        unstack_experts(model)
-        meta_device.settle_rope(model)
+        diffuses = is_diffusion(config)
+        if not diffuses:
+            unstack_experts(model)
+            meta_device.settle_rope(model)
         env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         meta_device.make_fake(model, mode)
         tied = _ties(model)
         task, dtype = TASKS[self.task], getattr(torch, self.dtype)
-        accepted = model.main_input_name
         try:
             with own_caches(), torch.no_grad(), experimental.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-                if accepted == "pixel_values":
+                if diffuses:
+                    from bridge.targets.trt.graph.denoiser import denoiser_call, drop_squeezes
+
+                    call = denoiser_call(model, mode)
+                elif model.main_input_name == "pixel_values":
                     call = wrappers.image_call(model, task, mode, dtype)
                 else:
                     call = wrappers.text_call(model, task, mode, dtype, cache=self.cache)
                 program = _trace(call)
                 graph = to_onnx(program, self.opset)
                 _free(program)
+                if diffuses:
+                    drop_squeezes(graph)
         except BridgeError:
             raise
         except Exception as error:
@@ -169,7 +184,7 @@ class _Run:
                 value.name = name
                 values[name] = value
         weights = {name: name for name, value in values.items() if value.const_value is None}
-        text = self.config.get_text_config()
+        text = None if is_diffusion(self.config) else self.config.get_text_config()
         entries = {name: getattr(text, name) for name in TEXT if hasattr(text, name)}
         return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights}, entries)
 

@@ -27,6 +27,7 @@ _DECODER = ("input_ids", "attention_mask", "position_ids")
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 _IMAGE = ("pixel_values",)
 _ANSWER = ("start_logits", "end_logits")
+_DENOISERS = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")  # of diffusers
 # The first task with a suffix of the architecture is its own.
 TASKS: dict[str, Task] = {
     "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
@@ -35,6 +36,7 @@ TASKS: dict[str, Task] = {
     "question-answering": Task("ForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING", _TEXT, _ANSWER),
     "masked-lm": Task("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", _TEXT),
     "image-classification": Task("ForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", _IMAGE),
+    "denoising": Task(_DENOISERS, "", (), ("out_sample",)),
     "feature-extraction": Task("Model", "MODEL_MAPPING", (*_TEXT, *_IMAGE), ("last_hidden_state", "pooler_output")),
 }
 
@@ -44,6 +46,8 @@ def choose_task(requested: str | None, architecture: str) -> str:
     own = next((name for name, task in TASKS.items() if architecture.endswith(task.suffix)), None)
     if requested is not None and requested not in TASKS:
         raise UsageError(f"task {requested!r} is unknown; {nearest(requested, TASKS)}")
+    if requested is not None and own == "denoising" and requested != own:
+        raise UsageError(f"task {requested!r}: {architecture} is a model of diffusers; leave task= (--task) out")
     if requested is None and own is None:
         raise UsageError(
             f"{architecture} is of no task that bridge writes graphs for ({', '.join(sorted(TASKS))}); use target hf, "
@@ -69,5 +73,5 @@ def model_class(config: Any, task: str) -> Any:
 def _classes(config: Any, task: Task) -> dict[str, Any]:
     from transformers.models.auto import modeling_auto
 
-    classes = getattr(modeling_auto, task.mapping).get(type(config), ())
+    classes = getattr(modeling_auto, task.mapping).get(type(config), ()) if task.mapping else ()
     return {c.__name__: c for c in (classes if isinstance(classes, tuple) else (classes,))}
