@@ -53,6 +53,12 @@ WRITTEN_BY = (
         ("tests/sources/adapted/test_merged.py",),
     ),
     Program(
+        "diffusers (`save_pretrained` of models and pipelines)",
+        "0.42",
+        "tiny models of six classes give the files of ModelOpt's export, and pipelines load again",
+        ("tests/sources/test_diffusion.py", "tests/targets/hf/test_diffusion.py"),
+    ),
+    Program(
         "DeepSeek's FP8 blocks, gpt-oss' MXFP4",
         "as published",
         "dequantized as transformers dequantizes, on tiny models of these formats; the published ones were not tried",

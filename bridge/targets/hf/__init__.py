@@ -83,6 +83,13 @@ class Hf(StreamedTarget):
             ("tests/targets/hf/test_hf_parity.py", "tests/targets/hf/test_vllm.py", "tests/targets/hf/test_sglang.py"),
         ),
         Program(
+            "diffusers (`from_single_file` with its BFLQuantizationConfig)",
+            "0.42",
+            "its loader reads fp8_pc_pt and nvfp4 of Flux, SD3, Wan and UNets on a CPU, and gives the outputs of the "
+            "written weights; its GPU kernels were not run",
+            ("tests/targets/hf/test_diffusion.py",),
+        ),
+        Program(
             "vLLM, transformers (`--format compressed-tensors`)",
             "compressed-tensors 0.20, transformers 5.20 to 5.23",
             "tensors and config equal llm-compressor 0.14's; transformers loads them and gives the logits of the "
