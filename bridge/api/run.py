@@ -140,7 +140,8 @@ def _limited(settings: Settings, directory: Path, ids: list[int]) -> tuple[Setti
     files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER)}
     ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    room = None if (context := context_length(config)) is None else context - len(ids)
+    used = 0 if config.get("is_encoder_decoder") else len(ids)  # a decoder of its own reads none of the text
+    room = None if (context := context_length(config)) is None else context - used
     if room is not None and room < 1:
         raise UsageError(
             f"the text has {len(ids)} tokens, and the model's context {context}: none is left to generate; shorten it"

@@ -90,10 +90,16 @@ def runner(model: Any, device: Any = None) -> Run:
         finally:
             for module in training:
                 module.training = True
-        first = output if isinstance(output, torch.Tensor) else output[0]
-        return first.detach().cpu()
+        return _first(output).detach().cpu()
 
     return run
+
+
+def _first(output: Any) -> Any:
+    """Output 0, behind the loss that models of masked images give with what is masked."""
+    if isinstance(output, Mapping):
+        return next(value for name, value in output.items() if name != "loss")
+    return output if hasattr(output, "detach") else output[0]
 
 
 def refusal(model: Any, batch: Mapping[str, Any]) -> str:

@@ -99,16 +99,17 @@ def _lint(path: Path) -> list[str]:
         findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
+    from bridge.targets.trt.files import graphs
 
     if (path / "rank0.safetensors").is_file():
         from bridge.targets.trtllm.lint import lint as lint_ranks
 
         return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
-    if any(path.glob("model*.safetensors")) and not (path / "model.onnx").is_file():
+    if any(path.glob("model*.safetensors")) and not graphs(path)[0].is_file():
         from bridge.targets.hf.lint import lint as lint_checkpoint
 
         return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob("model*.safetensors"))))
-    graph = path / "model.onnx" if path.is_dir() else path
+    graph = graphs(path)[0] if path.is_dir() else path
     if files := [path] if path.suffix == ".gguf" else [] if graph.is_file() else sorted(path.glob("*.gguf")):
         from bridge.core.formats.gguf import GgufFile
         from bridge.targets.gguf.lint import lint as lint_gguf

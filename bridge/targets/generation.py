@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 DECODERS = ("ForCausalLM", "LMHeadModel")  # endings of the classes of language models
+# Endings of encoder-decoders that answer a text; ForConditionalGeneration alone also ends models of several towers.
+ANSWERING = (
+    "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration",
+    "PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 def check_decoder(architecture: str) -> None:
     """CannotRun if models of this class generate no text."""
-    if not architecture.endswith(DECODERS):
+    if not architecture.endswith((*DECODERS, *ANSWERING)):
         raise CannotRun(
             f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
             "compares its outputs with those of its source"

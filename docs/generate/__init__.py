@@ -41,6 +41,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "dialects": matrix.dialects,
     "options": targets.options,
     "takes": targets.takes,
+    "tasks": targets.tasks,
     "programs": targets.programs,
     "runtimes": runtimes.schemes,
     "evidence": runtimes.evidence,

@@ -333,7 +333,7 @@ def test_only_what_is_fused_is_told_to_be_kept_apart(name: str, kept: str, told:
     ("name", "options", "says"),
     [
         ("MambaForCausalLM", {}, "MambaForCausalLM keeps no keys and values, which a graph with a cache takes"),
-        ("T5ForConditionalGeneration", {}, "T5ForConditionalGeneration is of no task that bridge writes graphs for"),
+        ("T5ForConditionalGeneration", {"task": "causal-lm"}, "has no such head; use seq2seq-lm"),
         ("T5ForConditionalGeneration", {"task": "feature-extraction"}, "has an encoder and a decoder"),
     ],
 )

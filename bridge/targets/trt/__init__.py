@@ -21,6 +21,7 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_in
 from bridge.targets.config_json import generation_problems
+from bridge.targets.trt.files import MODEL, PARTS
 from bridge.targets.trt.graph.tasks import TASKS, choose_task
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
 INT4_BLOCKS = (64, 128)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
+GRAPHS = (MODEL, *PARTS.values())
 UNREAD = "holds all experts of a layer in one tensor, but the graph reads each by itself; use target hf"
 
 
@@ -56,8 +58,8 @@ class Trt(StreamedTarget):
     """See `bridge.targets.Target`."""
 
     name = "trt"
-    writes: tuple[str, ...] = ("model.onnx", "model.safetensors", "model.engine", "trtexec.txt", "genai_config.json")
-    loads = ("model.onnx", "model.safetensors")
+    writes: tuple[str, ...] = (*GRAPHS, "model.safetensors", "*.engine", "trtexec.txt", "genai_config.json")
+    loads = (*GRAPHS, "model.safetensors")
     align = 64  # a cache line
     runs = True  # the output is compared, even if the graph was read and torch would not be loaded otherwise
     base_memory = 800 << 20  # exporting and stamping, measured on the 1.1 B Llama shape (benchmarks/trt.py)
@@ -145,6 +147,8 @@ class Trt(StreamedTarget):
     def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: TrtOptions) -> str:
         if kv.dynamic or kv.per != "tensor":
             return f"standard ONNX cannot compute scales at run time, as {kv.dtype} blocks need; use kv='fp8' or 'int8'"
+        if options.task and TASKS[options.task].parts:
+            return "its keys and values go from one graph to another as they are; leave out kv"
         if not structure.attention:
             return f"{structure.architecture} has no attention module with a cache"
         return ""
@@ -197,10 +201,12 @@ class Trt(StreamedTarget):
     def why_no_graph(self, draft: Draft) -> str:
         """Why no graph of the model can be made, as far as config and structure tell; "" if they do not."""
         architecture = draft.structure.architecture
-        if draft.config.get("is_encoder_decoder") and not architecture.endswith("EncoderModel"):
-            parts = "an encoder and a decoder, and target trt writes a graph of one of them"
-            return f"{architecture} has {parts}; use target hf"
-        if TASKS[draft.options.task].cached and draft.options.cache and not draft.structure.attention:
+        task = TASKS[draft.options.task]
+        one_graph = "input_ids" in task.inputs and not task.parts and not architecture.endswith("EncoderModel")
+        if draft.config.get("is_encoder_decoder") and one_graph:
+            why = f"has an encoder and a decoder, and a graph of {draft.options.task} is of one model"
+            return f"{architecture} {why}; use a checkpoint that generates text (task seq2seq-lm), or target hf"
+        if task.cached and draft.options.cache and not draft.structure.attention:
             return f"{architecture} keeps no keys and values, which a graph with a cache takes; use target hf"
         return ""
 
@@ -259,17 +265,21 @@ class Trt(StreamedTarget):
         return [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
 
     def runtime(self, directory: Path) -> Any:
+        from bridge.targets.trt.encoder_decoder import EncoderDecoder
+        from bridge.targets.trt.files import graphs
         from bridge.targets.trt.runtime import Runtime
 
-        return Runtime(directory)
+        return Runtime(directory) if len(graphs(directory)) == 1 else EncoderDecoder(directory)
 
     def why_no_generator(self, directory: Path) -> str:
         return ""
 
     def generator(self, directory: Path) -> Generator:
+        from bridge.targets.trt.encoder_decoder import TextGenerator
+        from bridge.targets.trt.files import graphs
         from bridge.targets.trt.generator import Generator as OnnxGenerator
 
-        return OnnxGenerator(directory)
+        return OnnxGenerator(directory) if len(graphs(directory)) == 1 else TextGenerator(directory)
 
     def layer_errors(
         self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
@@ -280,20 +290,29 @@ class Trt(StreamedTarget):
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line
-        from bridge.targets.trt.genai_config import write_genai_config
+        from bridge.targets.trt.files import graphs
+        from bridge.targets.trt.genai_config import write_genai_config, write_parts_config
+        from bridge.targets.trt.side_files import read_image_size, read_pooling
         from bridge.targets.trt.writer import GraphOptions, write_onnx
 
-        options = context.plan.options
-        chosen = GraphOptions(**{key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")})
+        options, files = context.plan.options, context.source.side_files
+        pools = options["task"] == "feature-extraction"
+        pooling, why_not = read_pooling(files) if pools else ("", "")
+        given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")}
+        chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
-        if _generates(options):
+        if TASKS[options["task"]].parts:
+            why_not = write_parts_config(context.source, text, directory, FLOAT_ACTIVATIONS)
+        elif _generates(options):
             why_not = write_genai_config(context.source, text, directory, FLOAT_ACTIVATIONS)
-            written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
-        onnx = directory / "model.onnx"
+        written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
         profile = profile_of(context.source.config, bool(options["cache"]))
-        (directory / "trtexec.txt").write_text(trtexec_line(onnx, profile) + "\n")
+        engines = {path: path.with_suffix(".engine") for path in graphs(directory)}
+        lines = [trtexec_line(path, profile, engine.name) for path, engine in engines.items()]
+        (directory / "trtexec.txt").write_text("".join(f"{line}\n" for line in lines))
         if options["engine"]:
-            build_engine(onnx, directory / "model.engine", profile, context.progress)
+            for path, engine in engines.items():
+                build_engine(path, engine, profile, context.progress)
         return written
 
 

@@ -26,6 +26,8 @@ OLDEST = 10  # older versions have no strongly typed network
 Range = tuple[int, int, int]
 # Axes of denoisers: tokens of a prompt, and of a packed image (1024 x 1024 has 4096).
 DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4096, 16384)}
+# At 16 kHz: from 50 ms over ten seconds to half a minute; of spectra, a hundred frames a second.
+SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -49,7 +51,8 @@ class Profile:
     def ranges(self) -> dict[str, Range]:
         total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
         own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
-        return {**own, **DENOISER, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+        own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
+        return {**own, **SOUND, **DENOISER, "total_sequence": total, **self.others}  # type: ignore[dict-item]
 
 
 def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:

@@ -13,7 +13,7 @@ from typing import Any
 from bridge.core.text import fold_layers
 from bridge.sources.source import Source
 from bridge.targets.config_json import generation_settings
-from bridge.targets.trt.writer import MODEL
+from bridge.targets.trt.files import DECODER, ENCODER, MODEL
 
 GENAI = "genai_config.json"
 # Its generic decoder. Names of model types add work for graphs of its own builder: `phi3` computes the cache of long
@@ -22,6 +22,19 @@ _TYPE = "decoder"
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _CACHE_INPUTS = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
+_OWN_INPUTS = {
+    "past_key_names": "past_key_values.%d.decoder.key", "past_value_names": "past_key_values.%d.decoder.value",
+}  # fmt: skip
+_OWN_OUTPUTS = {"present_key_names": "present.%d.decoder.key", "present_value_names": "present.%d.decoder.value"}
+_CROSS_INPUTS = {
+    "cross_past_key_names": "past_key_values.%d.encoder.key",
+    "cross_past_value_names": "past_key_values.%d.encoder.value",
+}
+_CROSS_OUTPUTS = {
+    "cross_present_key_names": "present.%d.encoder.key", "cross_present_value_names": "present.%d.encoder.value",
+}  # fmt: skip
+_MASK = ("encoder_attention_mask",)
+_NO_END = 512  # tokens, for models whose positions have no end
 _CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
 
 
@@ -65,6 +78,53 @@ def write_genai_config(
     content = {"model": {**model, "decoder": decoder}, "search": search}
     (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
     return ""
+
+
+def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path, session: Mapping[str, str]) -> str:
+    """Write what joins the graphs of an encoder and a decoder; return what onnxruntime-genai cannot do with it.
+
+    Its keys are those of onnxruntime-genai, which has encoder-decoders for sound only.
+    """
+    feeds, inputs = _inputs(directory / ENCODER), _inputs(directory / DECODER)
+    own = [shape for name, shape in inputs.items() if name.endswith(".decoder.key")]
+    cross = [shape for name, shape in inputs.items() if name.endswith(".encoder.key")]
+    settings = generation_settings(source.side_files)
+    speech = "input_features" in feeds
+    of_session = {"session_options": {**session, "provider_options": []}}
+    size = {"hidden_size": text["hidden_size"], "num_attention_heads": own[0][1], "head_size": own[0][3]}
+    encoder = {
+        "filename": ENCODER,
+        **size,
+        "num_hidden_layers": len(cross),
+        "num_key_value_heads": cross[0][1],
+        "inputs": {"audio_features": "input_features"} if speech else {name: name for name in feeds},
+        "outputs": {"encoder_hidden_states": "last_hidden_state", **_CROSS_OUTPUTS},
+        **of_session,
+    }
+    decoder = {
+        "filename": DECODER,
+        **size,
+        "num_hidden_layers": len(own),
+        "num_key_value_heads": own[0][1],
+        "inputs": {"input_ids": "input_ids"} | {n: n for n in _MASK if n in inputs} | _OWN_INPUTS | _CROSS_INPUTS,
+        "outputs": {"logits": "logits"} | _OWN_OUTPUTS,
+        **of_session,
+    }
+    start = settings.get("decoder_start_token_id", source.config.get("decoder_start_token_id"))
+    positions = text.get("max_position_embeddings") or source.config.get("max_target_positions")
+    model = {
+        "type": "whisper" if speech else "encoder-decoder",
+        **_token_ids(settings, text),
+        "decoder_start_token_id": start if start is not None else text.get("bos_token_id") or 0,
+        "context_length": positions if isinstance(positions, int) else _NO_END,
+        "vocab_size": text["vocab_size"],
+    }
+    search = {key: settings[key] for key in _SEARCH if settings.get(key) is not None}
+    search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
+    content = {"model": {**model, "encoder": encoder, "decoder": decoder}, "search": search}
+    (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
+    why = "onnxruntime-genai has no encoder-decoders for text: `qbridge run` reads the file, and so may your program"
+    return "" if speech else f"{GENAI} says how the two graphs are joined; {why}"
 
 
 def _inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bridge.core.errors import CannotRun, VerifyError
 from bridge.targets.generation import Chooser, Settings
-from bridge.targets.trt.runtime import PAST, PRESENT, open_session
+from bridge.targets.trt.runtime import PAST, PRESENT, empty_extents, open_session
 
 FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -75,6 +75,5 @@ class Generator:
         empty = {}
         for name in self._caches:
             value = self._inputs[name]
-            _, heads, _, width = value.shape
-            empty[name] = OrtValue.ortvalue_from_numpy(np.zeros((1, heads, 0, width), FLOATS[value.type]))
+            empty[name] = OrtValue.ortvalue_from_numpy(np.zeros(empty_extents(value.shape, 1), FLOATS[value.type]))
         return empty

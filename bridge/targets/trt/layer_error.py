@@ -27,22 +27,33 @@ def layer_errors(
     directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
 ) -> tuple[tuple[str, float], ...]:
     """Return (matrix, error) for every quantized matrix of the graph, the worst first."""
-    from bridge.targets.trt.runtime import Runtime
+    from bridge.targets.trt.encoder_decoder import feeds_of
 
     steps = {step.matrix: step for step in plan.quantized if step.site and step.site.layout != "conv"}
-    at_work = dict(places(directory / "model.onnx", steps.values()))
     small = {name: _first(name, array) for name, array in batch.items()}
+    errors: dict[str, float] = {}
+    for path, feeds in feeds_of(directory, small).items():
+        errors |= _of_graph(path, steps, source, plan, feeds)
+    return tuple(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def _of_graph(
+    path: Path, steps: Mapping[str, Step], source: Source, plan: Plan, feeds: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    from bridge.targets.trt.runtime import Runtime
+
+    at_work = dict(places(path, steps.values()))
     errors: dict[str, float] = {}
     modules = list(at_work)
     for first in range(0, len(modules), GROUP):
         group = modules[first : first + GROUP]
         # a matrix may read an input of the model: the cross attention of a UNet
-        taps = dict.fromkeys(name for module in group for name in at_work[module][:2] if name not in small)
-        values = {**small, **Runtime(directory, taps=list(taps)).run(small)}
+        taps = dict.fromkeys(name for module in group for name in at_work[module][:2] if name not in feeds)
+        values = {**feeds, **Runtime(path, taps=list(taps)).run(feeds)}
         for module in group:
             x, y, bias = at_work[module]
             errors[module] = _layer_error(steps[module], source, plan, values[x], values[y], bias)
-    return tuple(sorted(errors.items(), key=lambda item: -item[1]))
+    return errors
 
 
 def _first(name: str, array: np.ndarray) -> np.ndarray:

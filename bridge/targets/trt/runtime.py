@@ -75,7 +75,8 @@ class Runtime:
         if "input_ids" not in feeds:
             return
         batch, length = feeds["input_ids"].shape
-        past = next((a.shape[2] for name, a in feeds.items() if name.startswith(PAST)), 0)
+        own = (name for name in feeds if name.startswith(PAST) and name.endswith(".key") and ".encoder." not in name)
+        past = next((feeds[name].shape[2] for name in own), 0)
         for name, entry in self.inputs.items():
             if name in feeds:
                 continue
@@ -86,8 +87,12 @@ class Runtime:
             elif name == "token_type_ids":
                 feeds[name] = np.zeros((batch, length), np.int64)
             elif name.startswith(PAST):
-                _, heads, _, width = entry.shape
-                feeds[name] = np.zeros((batch, heads, 0, width), np.float32)
+                feeds[name] = np.zeros(empty_extents(entry.shape, batch), np.float32)
+
+
+def empty_extents(axes: Sequence[str | int], batch: int) -> tuple[int, ...]:
+    """Extents of what a decoder keeps before the first token: caches are empty, states whole."""
+    return (batch, *(axis if isinstance(axis, int) else 0 for axis in axes[1:]))
 
 
 def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False) -> tuple[Any, str]:

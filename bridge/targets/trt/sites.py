@@ -19,11 +19,11 @@ _COMPUTE = ("MatMul", "Gemm", "Conv")
 _LAYOUT = ("Transpose", "Identity", "Reshape", "Cast")
 
 
-def find_sites(graph: Graph, modules: Iterable[str]) -> dict[str, list[ir.Node]]:
+def find_sites(graph: Graph, modules: Iterable[str], *, some: bool = False) -> dict[str, list[ir.Node]]:
     """Return the MatMul, Gemm or Conv of each module, then those of other modules that read the same weight at input 1.
 
     `modules`: live module names, or initializer names for experts. ExportError if the graph lacks a module, or if no
-    MatMul, Gemm or Conv reads its weight.
+    MatMul, Gemm or Conv reads its weight; with `some` those are left out, for another graph of the same weights.
     """
     used: dict[str, list[ir.Node]] = {}
     problems: dict[str, list[str]] = {}
@@ -40,7 +40,7 @@ def find_sites(graph: Graph, modules: Iterable[str]) -> dict[str, list[ir.Node]]
             continue
         own = next((node for node in readers if node.metadata_props.get(MODULE) == module), readers[0])
         used[module] = [own, *(node for node in readers if node is not own)]
-    if problems:
+    if problems and not some:
         raise ExportError("\n".join(f"weight of {', '.join(fold_layers(n))} {why}" for why, n in problems.items()))
     return used
 
@@ -57,7 +57,7 @@ def find_kv(graph: Graph) -> dict[int, tuple[ir.Value, ir.Value]]:
             if mark := value.metadata_props.get(KV):
                 layer, kind = mark.split(".")
                 layers.setdefault(int(layer), {})[kind] = value
-    return {layer: (pair["key"], pair["value"]) for layer, pair in sorted(layers.items())}
+    return {layer: (kept["key"], kept["value"]) for layer, kept in sorted(layers.items()) if "key" in kept}
 
 
 def _readers(weight: ir.Value) -> list[ir.Node]:

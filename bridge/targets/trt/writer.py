@@ -1,9 +1,9 @@
-"""Write `model.onnx` and `model.safetensors` at the same time."""
+"""Write the graphs, and `model.safetensors` that all read, together."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +13,13 @@ from bridge.core.errors import ExportError
 from bridge.core.formats.safetensors import layout
 from bridge.core.machine import cores
 from bridge.core.remote.readers import readers
+from bridge.core.text import fold_layers
 from bridge.planning.plan import Plan, Step
 from bridge.quant.smoothing import pre_scale
 from bridge.streaming.context import ConversionContext, WriteResult
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import input_amax
+from bridge.targets.trt.files import WEIGHTS, files_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
     from bridge.streaming.run import Summary
     from bridge.targets.trt.graph.cached import GraphRequest
     from bridge.targets.trt.graph.float_graph import Graph
-
-WEIGHTS = "model.safetensors"
-MODEL = "model.onnx"
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class GraphOptions:
     opset: int
     cache: bool
     stamp: bool
+    image: tuple[int, int] | None = None
+    pooling: str = ""
     rewrite: Callable[[Graph], None] | None = None
     join: Callable[[ir.Model, Plan, Mapping[str, str]], dict[str, str]] | None = None
 
@@ -50,42 +51,67 @@ class GraphOptions:
 def write_onnx(
     context: ConversionContext, directory: Path, options: GraphOptions
 ) -> tuple[WriteResult, dict[str, Any]]:
-    """Write both files into `directory` and return also `Graph.text`; if graph or stream fails, the other stops."""
+    """Write all files into `directory` and return also `Graph.text`; if graph or stream fails, the other stops."""
     from bridge.streaming.run import run
     from bridge.targets.trt.graph.light_import import import_onnx_ir
 
     import_onnx_ir()
     from bridge.targets.trt.graph.cached import is_kept
 
-    stop, spare = threading.Event(), context
-    if not is_kept(_request(context, options)):
+    stop, spare, files = threading.Event(), context, files_of(options.task)
+    if not all(is_kept(_request(context, options, part)) for part in files):
         spare = replace(context, workers=max(1, cores() - 1))  # one core makes the graph
     with readers(1, context.source, name="weights") as pool:
         weights: Future[Summary] = pool.submit(run, spare, directory, stop)
         try:
-            graph, unused = make_graph(context, directory, options)
+            made = {file: make_graph(context, directory, options, part) for part, file in files.items()}
             summary = weights.result()
         except BaseException:
             stop.set()
             raise
-    save(graph.model, directory / MODEL)
-    notes = ((f"all layers were exported, none stamped: {graph.note}",) if graph.note else ()) + summary.notes()
-    skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in unused}
-    return WriteResult(summary.policies, skipped, notes), graph.text
+    for file, one in made.items():
+        save(one.graph.model, directory / file)
+    notes = dict.fromkeys(
+        f"all layers were exported, none stamped: {o.graph.note}" for o in made.values() if o.graph.note
+    )
+    _check_placed(context, [one.placed for one in made.values()])
+    unused = set.intersection(*(one.unused for one in made.values()))
+    skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in sorted(unused)}
+    text = next(iter(made.values())).graph.text
+    return WriteResult(summary.policies, skipped, (*notes, *summary.notes())), text
 
 
-def _request(context: ConversionContext, options: GraphOptions) -> GraphRequest:
+def _check_placed(context: ConversionContext, placed: Sequence[set[str]]) -> None:
+    """ExportError if a quantized matrix is multiplied in none of several graphs."""
+    if len(placed) == 1:
+        return  # `find_sites` asks for all of them
+    lost = {step.matrix for step in context.plan.quantized} - set().union(*placed)
+    if lost:
+        raise ExportError(f"weight of {', '.join(fold_layers(sorted(lost)))} is read by no MatMul, Gemm or Conv")
+
+
+def _request(context: ConversionContext, options: GraphOptions, part: str) -> GraphRequest:
     from bridge.targets.trt.graph.cached import GraphRequest
 
     plan = context.plan
     return GraphRequest(
         dict(context.source.config), options.task, options.dtype, options.opset, options.cache, options.stamp,
-        tuple(sorted(plan.sources)), dict(plan.tied),
+        tuple(sorted(plan.sources)), dict(plan.tied), part, options.image,
+        options.pooling,
     )  # fmt: skip
 
 
-def make_graph(context: ConversionContext, directory: Path, options: GraphOptions) -> tuple[Graph, list[str]]:
-    """Export the float graph, insert Q/DQ, attach the weights; also return planned tensors that it does not read."""
+@dataclass(frozen=True)
+class MadeGraph:
+    """A finished graph; the quantized matrices in it, and planned tensors that it does not read."""
+
+    graph: Graph
+    placed: set[str]
+    unused: set[str]
+
+
+def make_graph(context: ConversionContext, directory: Path, options: GraphOptions, part: str = "") -> MadeGraph:
+    """Export the float graph, insert Q/DQ, attach the weights. `part`: of several graphs."""
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     from bridge.targets.trt.graph.cached import float_graph
@@ -93,7 +119,7 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     from bridge.targets.trt.sites import find_kv, find_sites
 
     plan = context.plan
-    graph, names = float_graph(_request(context, options), lambda text: context.progress(0, 0, text))
+    graph, names = float_graph(_request(context, options, part), lambda text: context.progress(0, 0, text))
     if options.rewrite:
         options.rewrite(graph)
     if options.join:
@@ -105,17 +131,18 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     initializers = {name: initializer for initializer, name in names.items()}
     quantized = [step for step in plan.quantized if step.site and _weight(step) in initializers]
     steps = {_key(step, initializers): step for step in quantized}
-    uses = find_sites(graph, steps)
+    uses = find_sites(graph, steps, some=bool(part))
     kv = find_kv(graph)
     # Removed first: codes get the name of the float weight that they replace.
     floats = {name: graph.model.graph.initializers.pop(initializer) for initializer, name in names.items()}
-    for key, step in steps.items():
-        inserter.quantize(step, uses[key])
+    for key in uses:
+        inserter.quantize(steps[key], uses[key])
     _quantize_kv(inserter, context, kv)
     RemoveUnusedNodesPass()(graph.model)  # transposes and float weights that codes replaced
     attach(graph.model, floats, weights_file)
     stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}
-    return graph, sorted(stored - set(graph.model.graph.initializers))
+    placed = {steps[key].matrix for key in uses}
+    return MadeGraph(graph, placed, stored - set(graph.model.graph.initializers))
 
 
 def save(model: ir.Model, path: Path) -> None:

@@ -113,17 +113,22 @@ def _run_with_taps(
     directory: Path, steps: Iterable[Step], feeds: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Inner values of an ONNX file, as additional outputs, and its output."""
+    from bridge.targets.trt.encoder_decoder import feeds_of
     from bridge.targets.trt.layer_error import places
     from bridge.targets.trt.runtime import Runtime
 
-    taps = {
-        f"{matrix} {what}": value
-        for matrix, (x, y, _) in places(directory / "model.onnx", steps)
-        for what, value in (("input", x), ("output", y))
-    }
-    runtime = Runtime(directory, taps=list(dict.fromkeys(taps.values())))
-    values = runtime.run(feeds)
-    return {name: values[tap] for name, tap in taps.items()}, values[runtime.outputs[0]]
+    of_steps = list(steps)
+    tapped: dict[str, np.ndarray] = {}
+    for path, given in feeds_of(directory, feeds).items():
+        taps = {
+            f"{matrix} {what}": value
+            for matrix, (x, y, _) in places(path, of_steps)
+            for what, value in (("input", x), ("output", y))
+        }
+        runtime = Runtime(path, taps=list(dict.fromkeys(taps.values())))
+        values = runtime.run(given)
+        tapped |= {name: values[tap] for name, tap in taps.items()}
+    return tapped, values[runtime.outputs[0]]  # of the last graph
 
 
 def _sample(name: str, array: np.ndarray, count: int) -> np.ndarray:

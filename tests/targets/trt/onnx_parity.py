@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from bridge.targets.trt.graph.float_graph import Graph
+from bridge.targets.trt.runtime import empty_extents
 
 
 def live_model(config: Any, seed: int = 0) -> Any:
@@ -61,7 +62,7 @@ def run(session: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> dict[str
     for spec in session.get_inputs():
         if spec.name.startswith("past_key_values.") and spec.name not in feeds:
             kind = np.float16 if spec.type == "tensor(float16)" else np.float32
-            wanted[spec.name] = np.zeros((batch, spec.shape[1], 0, spec.shape[3]), kind)
+            wanted[spec.name] = np.zeros(empty_extents(spec.shape, batch), kind)
         else:
             wanted[spec.name] = feeds[spec.name]
     names = [output.name for output in session.get_outputs()]

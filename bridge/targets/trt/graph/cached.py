@@ -42,7 +42,7 @@ class GraphRequest:
     """All that decides a float graph beside the code that makes it.
 
     `config`: the content of config.json. `tensors`: the checkpoint's names, for models whose live names differ. `tied`:
-    alias -> tensor.
+    alias -> tensor. `part`, `image`, `pooling`: see `export_graph`.
     """
 
     config: Mapping[str, Any]
@@ -53,11 +53,15 @@ class GraphRequest:
     stamp: bool
     tensors: tuple[str, ...]
     tied: Mapping[str, str]
+    part: str = ""
+    image: tuple[int, int] | None = None
+    pooling: str = ""
 
     @property
     def key(self) -> str:
         """The digest of everything that decides the graph's bytes."""
         options = [self.task, self.dtype, self.opset, self.cache, self.stamp]
+        options += [self.part, self.image, self.pooling]
         return cache.digest_of([_made_by(), _deciding(self.config), options, self.tensors, dict(self.tied)])
 
     @property
@@ -65,7 +69,8 @@ class GraphRequest:
         """What `qbridge cache` shows."""
         architecture = (self.config.get("architectures") or ["?"])[0]
         layers = self.config.get("num_hidden_layers")
-        parts = [str(architecture), f"{layers} layers" if layers else "", self.task, self.dtype, f"opset {self.opset}"]
+        of = f"{self.part} of {self.task}" if self.part else self.task
+        parts = [str(architecture), f"{layers} layers" if layers else "", of, self.dtype, f"opset {self.opset}"]
         return ", ".join(filter(None, [*parts, "" if self.cache else "no cache", "" if self.stamp else "not stamped"]))
 
 
@@ -101,6 +106,9 @@ def _make(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
             opset=request.opset,
             cache=request.cache,
             stamp=request.stamp,
+            part=request.part,
+            image=request.image,
+            pooling=request.pooling,
             progress=progress,
         )
         names = checkpoint_names(graph, request.config, request.task, request.tensors, request.tied)

@@ -26,7 +26,7 @@ from bridge.targets.trt.graph.float_graph import TEXT, Graph
 from bridge.targets.trt.graph.layers import cut_layers, find_layers
 from bridge.targets.trt.graph.light_import import without_collection
 from bridge.targets.trt.graph.naming import name_by_structure
-from bridge.targets.trt.graph.stamp import KV, MODULE, Refused, stamp_layers
+from bridge.targets.trt.graph.stamp import KV, MODULE, SLOT, Refused, stamp_layers
 from bridge.targets.trt.graph.tasks import TASKS, choose_task, model_class
 from bridge.targets.trt.graph.translate import to_onnx
 
@@ -47,9 +47,15 @@ def export_graph(
     opset: int = 21,
     cache: bool = True,
     stamp: bool = True,
+    part: str = "",
+    image: tuple[int, int] | None = None,
+    pooling: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> Graph:
     """Export the graph of `config` (a transformers config, or the content of config.json).
+
+    part: which graph of a task that has several (`Task.parts`). image: height and width, if the config gives none.
+    pooling: "mean", "mean normalized", ...: adds the output `sentence_embedding` to states of tokens.
 
     >>> graph = export_graph({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})  # doctest: +SKIP
     """
@@ -65,7 +71,7 @@ def export_graph(
         known = resolved["architectures"] if diffuses else getattr(resolved, "architectures", None)
         architecture = (known or ["a config without `architectures`"])[0]
         name = task if task in TASKS else choose_task(task, architecture)
-        return _Run(resolved, name, row, opset, cache, tell).graph(stamp)
+        return _Run(resolved, name, row, opset, cache, part, image, pooling, tell).graph(stamp)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class _Run:
     dtype: str
     opset: int
     cache: bool
+    part: str
+    image: tuple[int, int] | None
+    pooling: str
     tell: Callable[[str], None]
 
     def graph(self, stamp: bool) -> Graph:
@@ -85,9 +94,10 @@ class _Run:
             )
         config, model = self._build()
         text = config.get_text_config()
-        layers = find_layers(model, text)
+        layers = None if self.part else find_layers(model, text)
         count = len(layers.kinds) if layers else getattr(text, "num_hidden_layers", 0) or 0
-        note = "" if layers else "no list of layers to stamp"
+        several = f"layers of an {self.part} are not compared" if self.part else "no list of layers to stamp"
+        note = "" if layers else several
         keep = layers.chosen() if layers else []
         if not stamp:
             note = "not asked for"
@@ -134,7 +144,7 @@ class _Run:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         from bridge.sources.live_models.own_caches import own_caches
-        from bridge.targets.trt.graph import wrappers
+        from bridge.targets.trt.graph.calls import call_of
         from bridge.targets.trt.graph.experts import unstack_experts
 
         diffuses = is_diffusion(config)
@@ -152,10 +162,11 @@ class _Run:
                     from bridge.targets.trt.graph.denoiser import denoiser_call, drop_squeezes
 
                     call = denoiser_call(model, mode)
-                elif model.main_input_name == "pixel_values":
-                    call = wrappers.image_call(model, task, mode, dtype)
                 else:
-                    call = wrappers.text_call(model, task, mode, dtype, cache=self.cache)
+                    call = call_of(
+                        model, task, mode, dtype,
+                        cache=self.cache, part=self.part, image=self.image, pooling=self.pooling,
+                    )  # fmt: skip
                 program = _trace(call)
                 graph = to_onnx(program, self.opset)
                 _free(program)
@@ -192,14 +203,16 @@ class _Run:
 def _trace(call: Any) -> Any:
     """Trace; if torch suggests tighter bounds for a dynamic axis, use them and try once more.
 
-    Examples are the end of a table of positions, or a layout that differs for one token (`size != 1`), which concerns
-    torch's strides and not the graph.
+    Examples are the end of a table of positions, or a layout that differs for an extent of one (`size != 1`), which
+    concerns torch's strides and not the graph. An axis that torch would fix to the example's extent is refused.
     """
     import torch
     from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
+    from bridge.targets.trt.graph.symbolic_len import symbolic_len
+
     try:
-        with _TRACING:
+        with _TRACING, symbolic_len(call.module):
             return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
     except torch._dynamo.exc.UserError as error:
         try:
@@ -207,9 +220,18 @@ def _trace(call: Any) -> Any:
         except Exception:
             if " != 1" not in error.msg:
                 raise error from None
-            shapes = _at_least_two(call.dynamic_shapes)
-        with _TRACING:
+            shapes = _at_least_two(call.dynamic_shapes, error.msg)
+        if _fixed(shapes) != _fixed(call.dynamic_shapes):
+            raise error
+        with _TRACING, symbolic_len(call.module):
             return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
+
+
+def _fixed(shapes: Any) -> int:
+    """How many axes have a number."""
+    from torch.utils import _pytree
+
+    return sum(isinstance(dim, int) for dim in _pytree.tree_leaves(shapes))
 
 
 def _free(program: Any) -> None:
@@ -222,12 +244,17 @@ def _free(program: Any) -> None:
         mode.shape_env.fake_tensor_cache.clear()
 
 
-def _at_least_two(shapes: Any) -> Any:
+def _at_least_two(shapes: Any, message: str) -> Any:
+    """Bound the axes that torch's message names."""
     from torch.export import Dim
     from torch.utils import _pytree
 
+    named = set(re.findall(r"Not all values of (\w+)", message)) or {"sequence"}
+    bounds: dict[str, Any] = {}
+
     def bounded(dim: Any) -> Any:
-        return Dim("sequence", min=2, max=dim.max) if getattr(dim, "__name__", "") == "sequence" else dim
+        name = getattr(dim, "__name__", "")
+        return bounds.setdefault(name, Dim(name, min=2, max=dim.max)) if name in named else dim
 
     return _pytree.tree_map(bounded, shapes)
 
@@ -326,7 +353,7 @@ def _mark(model: ir.Model, call: Any) -> None:
     for value in (*graph.inputs, *graph.initializers.values()):
         value.metadata_props.clear()
     for value, name in zip(list(graph.outputs), call.outputs, strict=True):
-        if name.startswith("present."):
+        if SLOT.fullmatch(name):
             value.metadata_props[KV] = name.removeprefix("present.")
         if name in call.taps:
             graph.outputs.remove(value)

@@ -17,7 +17,8 @@ from bridge.targets.trt.graph.layers import Layers
 
 MODULE = "bridge.module"  # on nodes: the live module that made it
 KV = "bridge.kv"  # on values: "3.key" is read by the attention of layer 3
-_SLOT = re.compile(r"(past_key_values|present)\.(\d+)\.(key|value)")
+KINDS = ("key", "value", "conv_state", "recurrent_state")
+SLOT = re.compile(r"(past_key_values|present)\.(\d+)\.(key|value|conv_state|recurrent_state)")
 
 
 class Refused(Exception):
@@ -88,7 +89,7 @@ def _find_blocks(graph: ir.Graph, path: str, count: int) -> list[_Block]:
 def _tainted(graph: ir.Graph) -> set[ir.Value]:
     """Values that depend on a weight or a cache; shapes, masks, positions, cos and sin do not."""
     tainted = {v for v in graph.initializers.values() if v.const_value is None}
-    tainted |= {v for v in graph.inputs if _SLOT.fullmatch(v.name or "")}
+    tainted |= {v for v in graph.inputs if SLOT.fullmatch(v.name or "")}
     for node in graph:
         if node.op_type not in ("Shape", "Size") and any(v in tainted for v in node.inputs):
             tainted.update(node.outputs)
@@ -342,8 +343,8 @@ class _Stamper:
 
 
 def _slot_key(value: ir.Value) -> tuple[int, int]:
-    slot = _SLOT.fullmatch(value.name or "")
-    return (int(slot[2]), ("key", "value").index(slot[3])) if slot else (-1, 0)
+    slot = SLOT.fullmatch(value.name or "")
+    return (int(slot[2]), KINDS.index(slot[3])) if slot else (-1, 0)
 
 
 def _rewire(nodes: Iterable[ir.Node], old: ir.Value, new: ir.Value) -> None:

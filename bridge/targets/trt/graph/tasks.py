@@ -10,6 +10,7 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
+from bridge.targets.generation import ANSWERING
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,55 @@ class Task:
     inputs: tuple[str, ...]  # inputs that the model's `forward` lacks are left out
     outputs: tuple[str, ...] = ("logits",)  # outputs that the model does not return are left out
     cached: bool = False
+    pairs: bool = False  # texts and images, each with a batch of its own
+    parts: tuple[str, ...] = ()  # graphs of one task, each in a file of its own; () for one graph
 
 
 _DECODER = ("input_ids", "attention_mask", "position_ids")
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 _IMAGE = ("pixel_values",)
+_SOUND = ("input_values", "input_features", "attention_mask")
+# Before sequence-classification: some heads over sound have its ending.
+_SOUND_CLASSES = (
+    "ForAudioClassification", "Wav2Vec2ForSequenceClassification", "HubertForSequenceClassification",
+    "WavLMForSequenceClassification", "UniSpeechSatForSequenceClassification", "SEWForSequenceClassification",
+    "Wav2Vec2BertForSequenceClassification", "Data2VecAudioForSequenceClassification",
+)  # fmt: skip
 _ANSWER = ("start_logits", "end_logits")
 _DENOISERS = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")  # of diffusers
+_TWO = ("encoder", "decoder")
+_SPEECH = ("WhisperForConditionalGeneration",)
 # The first task with a suffix of the architecture is its own.
 TASKS: dict[str, Task] = {
     "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
+    "seq2seq-lm": Task(ANSWERING, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", _DECODER, parts=_TWO),
+    "speech-seq2seq": Task(_SPEECH, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
+    "ctc": Task("ForCTC", "MODEL_FOR_CTC_MAPPING", _SOUND),
+    "audio-classification": Task(_SOUND_CLASSES, "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", _SOUND),
+    "object-detection": Task(
+        "ForObjectDetection", "MODEL_FOR_OBJECT_DETECTION_MAPPING", _IMAGE, ("logits", "pred_boxes")
+    ),
+    "semantic-segmentation": Task("ForSemanticSegmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING", _IMAGE),
+    "universal-segmentation": Task(
+        ("ForInstanceSegmentation", "ForUniversalSegmentation"),
+        "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING",
+        _IMAGE,
+        ("class_queries_logits", "masks_queries_logits"),
+    ),
+    "depth-estimation": Task("ForDepthEstimation", "MODEL_FOR_DEPTH_ESTIMATION_MAPPING", _IMAGE, ("predicted_depth",)),
+    "masked-image-modeling": Task(
+        "ForMaskedImageModeling",
+        "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
+        (*_IMAGE, "bool_masked_pos"),
+        ("reconstruction", "logits"),
+    ),
+    "zero-shot-image-classification": Task(
+        ("CLIPModel", "SiglipModel", "Siglip2Model", "MetaClip2Model", "AlignModel"),
+        "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
+        (*_TEXT, *_IMAGE),
+        ("logits_per_image", "text_embeds", "image_embeds"),
+        pairs=True,
+    ),
     "sequence-classification": Task("ForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _TEXT),
     "token-classification": Task("ForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", _TEXT),
     "question-answering": Task("ForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING", _TEXT, _ANSWER),

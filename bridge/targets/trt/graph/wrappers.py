@@ -16,11 +16,14 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.pooling import EMBEDDING, pooled
+from bridge.targets.trt.graph.states import RECURRENT, cache_of, filled, slots
 from bridge.targets.trt.graph.tasks import Task
 
 # Pairwise different, and neither 0 nor 1, for which torch would specialize.
 BATCH, SEQUENCE, PAST = 2, 3, 5
 Axes = tuple[str | int, ...]  # a word is dynamic, a number static
+Kept = tuple[list[tuple[str, Any]], ...]  # by layer: kind and tensor of what it keeps
 
 
 @dataclass(frozen=True)
@@ -46,44 +49,60 @@ class _Tap(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
         return 0
 
 
-class _Flat(nn.Module):
+class Flat(nn.Module):
     """A model that takes named tensors and a flat list of past keys and values and returns a flat tuple."""
 
-    def __init__(self, model: nn.Module, outputs: tuple[str, ...], layer: type | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: tuple[str, ...],
+        layer: type | None = None,
+        kept: Kept = (),
+        pooling: str = "",
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.model = model
         self.outputs = outputs
         self.layer = layer
+        self.kinds = [[kind for kind, _ in layer] for layer in kept]
+        self.pooling = pooling
         self.options = options
 
     def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
         if self.layer is None:
             out = self.model(**inputs, **self.options, return_dict=True)
-            return tuple(out[name] for name in self.outputs)
+            vector = [pooled(out["last_hidden_state"], inputs["attention_mask"], self.pooling)] if self.pooling else []
+            return (*(out[name] for name in self.outputs), *vector)
         cache = DynamicCache()
         cache.layers, cache.layer_class_to_replicate = [], self.layer
-        # `DynamicCache([(k, v), ...])` would concatenate each past with an empty constant first.
-        for k, v in zip(past[::2], past[1::2], strict=True):
-            layer = DynamicLayer()
-            layer.keys, layer.values, layer.is_initialized = k, v, True
-            layer.dtype, layer.device = k.dtype, k.device
-            cache.layers.append(layer)
+        if past:
+            # `DynamicCache([(k, v), ...])` would concatenate each past with an empty constant first.
+            cache = filled(self.kinds, past)
         out = self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True)
-        present = (t for layer in out.past_key_values.layers for t in (layer.keys, layer.values))
+        layers = out.past_key_values.layers
+        present = (t for layer in layers for _, t in (slots(layer) if past else [("", layer.keys), ("", layer.values)]))
         return (*(out[name] for name in self.outputs), *present)
 
 
-def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: bool) -> Call:
-    """Return the call of a text model: an encoder, or a decoder with or without a cache."""
+def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: bool, pooling: str = "") -> Call:
+    """Return the call of a text model: an encoder, or a decoder with or without a cache.
+
+    pooling: adds the output `sentence_embedding`.
+    """
     accepted = inspect.signature(model.forward).parameters
-    names = [n for n in task.inputs if n in accepted and n != "pixel_values"]
+    names = [n for n in task.inputs if n in accepted and n not in ("pixel_values", "bool_masked_pos")]
     if "token_type_ids" in names and not getattr(model.config, "type_vocab_size", 0):
         names.remove("token_type_ids")
     past = PAST if task.cached and cache else 0
     with mode:
         inputs = {n: _example(n, past) for n in names}
-        probe, shapes = _probe(model, inputs, task, cache)
-        pasts = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for s in shapes] if past else []
+        probe, kept = _probe(model, inputs, task, cache)
+        flat = [(f"{i}.{kind}", tensor) for i, layer in enumerate(kept) for kind, tensor in layer]
+        shapes = {slot: tuple(map(int, tensor.shape)) for slot, tensor in flat}
+        grows = {slot: slot.endswith((".key", ".value")) for slot in shapes}
+        extents = {slot: (BATCH, s[1], PAST, s[3]) if grows[slot] else (BATCH, *s[1:]) for slot, s in shapes.items()}
+        pasts = [torch.zeros(extents[slot], dtype=tensor.dtype) for slot, tensor in flat] if past else []
     # Encoders slice a table of positions, for which torch needs a declared bound.
     bound = None if task.cached else getattr(model.config, "max_position_embeddings", None)
     # torch does not trace eager attention's mask for one token as well; the resulting graph holds for one.
@@ -94,35 +113,23 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
     total = "total_sequence" if past else "sequence"
     feeds: dict[str, Axes] = {n: ("batch", total if n == "attention_mask" else "sequence") for n in names}
     gives: dict[str, Axes] = {n: _axes(n, probe[n].shape) for n in probe}
-    slots = [f"{i}.{kind}" for i in range(len(shapes) // 2) for kind in ("key", "value")]
-    for slot, s in zip(slots, shapes, strict=True):
+    if pooling:
+        gives[EMBEDDING] = ("batch", int(probe["last_hidden_state"].shape[-1]))
+    for slot, s in shapes.items():
         if past:
-            feeds[f"past_key_values.{slot}"] = ("batch", s[1], "past_sequence", s[3])
-        gives[f"present.{slot}"] = ("batch", s[1], total, s[3])
+            feeds[f"past_key_values.{slot}"] = (
+                ("batch", s[1], "past_sequence", s[3]) if grows[slot] else ("batch", *s[1:])
+            )
+        gives[f"present.{slot}"] = ("batch", s[1], total, s[3]) if grows[slot] else ("batch", *s[1:])
     layer = (DynamicLayer if past else _Tap) if shapes else None
     return Call(
-        _Flat(model, tuple(probe), layer, **({"use_cache": False} if task.cached else {})),
+        Flat(model, tuple(probe), layer, kept, pooling, **({"use_cache": False} if task.cached else {})),
         (inputs, pasts),
-        (axes, [{0: batch, 2: cached}] * len(pasts)),
+        (axes, [{0: batch, 2: cached} if grows[slot] else {0: batch} for slot in shapes] if past else []),
         feeds,
         gives,
-        () if past else tuple(f"present.{slot}" for slot in slots),
+        () if past else tuple(f"present.{slot}" for slot in shapes),
     )
-
-
-def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
-    """Return the call of an image model: `pixel_values` of the config's size, dynamic batch."""
-    config = model.config
-    size = getattr(config, "image_size", None) or 224
-    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-    channels = int(getattr(config, "num_channels", 3))
-    with mode:
-        inputs = {"pixel_values": torch.zeros(BATCH, channels, height, width, dtype=dtype)}
-        out = model(**inputs, return_dict=True)
-        probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
-    gives: dict[str, Axes] = {n: ("batch", *map(int, t.shape[1:])) for n, t in probe.items()}
-    feeds: dict[str, Axes] = {"pixel_values": ("batch", channels, height, width)}
-    return Call(_Flat(model, tuple(probe)), (inputs, []), ({"pixel_values": {0: Dim("batch")}}, []), feeds, gives)
 
 
 def _example(name: str, past: int) -> torch.Tensor:
@@ -133,25 +140,28 @@ def _example(name: str, past: int) -> torch.Tensor:
     return torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
 
 
-def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Run the model once on fake tensors; return its outputs, and the shapes of its keys and values."""
+def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple[dict[str, Any], Kept]:
+    """Run the model once on fake tensors; return its outputs, and what each layer keeps."""
     short = {n: t[:, -SEQUENCE:] for n, t in inputs.items()}
-    layers = None
+    kept: Kept = ()
     if task.cached:
         try:
-            out = model(**short, past_key_values=DynamicCache(), use_cache=True, return_dict=True)
-            layers = out.past_key_values.layers
+            out = model(**short, past_key_values=cache_of(model.config), use_cache=True, return_dict=True)
+            kept = tuple(slots(layer) for layer in out.past_key_values.layers)
         except (AttributeError, LookupError, ValueError, TypeError) as error:
             if cache:
                 raise _no_cache(model, "it keeps a state of another form") from error
-        if layers and any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
-            layers = None
-        if cache and not layers:
+        if cache and not all(kept or [[]]):
             raise _no_cache(model, "a layer keeps something other than keys and values")
-    if not layers:
+        kinds = {kind for layer in kept for kind, _ in layer}
+        if cache and RECURRENT in kinds:
+            why = "it keeps recurrent states, which its code in transformers continues by one token at a time only"
+            raise _no_cache(model, why)
+        if not all(kept) or not (cache or kinds <= {"key", "value"}):
+            kept = ()
+    if not kept:
         out = model(**short, **({"use_cache": False} if task.cached else {}), return_dict=True)
-    outputs = {n: out[n] for n in task.outputs if out.get(n) is not None}
-    return outputs, [tuple(map(int, t.shape)) for layer in layers or () for t in (layer.keys, layer.values)]
+    return {n: out[n] for n in task.outputs if out.get(n) is not None}, kept
 
 
 def _no_cache(model: Any, reason: str) -> ExportError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge.targets.trt.files import graphs
 from bridge.targets.trt.lint import files as f
 from bridge.targets.trt.lint import operators as o
 from bridge.targets.trt.lint import quantize as q
@@ -75,10 +76,18 @@ def lint(path: Path | str, *, custom_ops: bool | None = None, rules: Sequence[Ru
     >>> [str(finding) for finding in lint("llama-fp8")]  # doctest: +SKIP
     []
     """
-    model = read_model(Path(path), custom_ops)
+    files = graphs(Path(path)) if Path(path).is_dir() else [Path(path)]
+    models = [read_model(file, custom_ops) for file in files]
+    for model in models:
+        model.beside.update(*(other.initializers for other in models if other is not model))
+    return [finding for model in models for finding in _of_one(model, rules, len(models) > 1)]
+
+
+def _of_one(model: Model, rules: Sequence[Rule], several: bool) -> list[Finding]:
     malformed = any(True for _ in o.checker(model))
+    file = f"{model.path.name}: " if several else ""
     return [
-        Finding(rule.id, problem.severity, problem.where, problem.message)
+        Finding(rule.id, problem.severity, f"{file}{problem.where}", problem.message)
         for rule in rules
         for problem in _run(rule, model, malformed)
     ]

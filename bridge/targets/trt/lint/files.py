@@ -128,7 +128,8 @@ def unused(model: Model) -> Iterator[Problem]:
         for name in header.entries:
             module, _, part = name.rpartition(".")
             # Modules that read the same input share its nodes; the file keeps the scale of each for other readers.
-            if part in ("input_scale", "pre_quant_scale") and f"{module}.weight" in model.initializers:
+            read = model.initializers.keys() | model.beside
+            if part in ("input_scale", "pre_quant_scale") and f"{module}.weight" in read:
                 continue
-            if name not in model.initializers:
+            if name not in read:
                 yield Problem(name, f"is in {place}, but not in the graph: unused bytes", "warning")

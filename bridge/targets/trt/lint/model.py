@@ -51,7 +51,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Model:
-    """The parsed file. `nodes` includes those of subgraphs (If, Loop): value names are unique across them."""
+    """The parsed file. `nodes` includes those of subgraphs (If, Loop): value names are unique across them.
+
+    `beside`: names of the initializers of other graphs that share the file of weights.
+    """
 
     path: Path
     proto: Any
@@ -60,6 +63,7 @@ class Model:
     initializers: dict[str, Any] = field(default_factory=dict)
     producers: dict[str, Any] = field(default_factory=dict)
     users: dict[str, list[Any]] = field(default_factory=dict)
+    beside: set[str] = field(default_factory=set)
 
     @cached_property
     def opset(self) -> int:

@@ -1,0 +1,118 @@
+"""Run the two graphs of an encoder-decoder in ONNX Runtime.
+
+`genai_config.json` says how they are joined: what the encoder calls `present.N.encoder.key` the decoder takes as
+`past_key_values.N.encoder.key`, at every step the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bridge.core.errors import CannotRun, VerifyError
+from bridge.core.output.names import GENERATION
+from bridge.targets.config_json import generation_settings
+from bridge.targets.generation import Chooser, Settings
+from bridge.targets.trt.files import DECODER, ENCODER, graphs
+from bridge.targets.trt.genai_config import GENAI
+from bridge.targets.trt.runtime import PAST, PRESENT, Runtime
+
+Arrays = dict[str, np.ndarray]
+
+
+def feeds_of(directory: Path, inputs: Mapping[str, np.ndarray]) -> dict[Path, Mapping[str, np.ndarray]]:
+    """Graph -> what it is fed of transformers' inputs."""
+    files = graphs(directory)
+    if len(files) == 1:
+        return {files[0]: inputs}
+    made = EncoderDecoder(directory).feeds(inputs)
+    return {path: made[path.name] for path in files}
+
+
+class EncoderDecoder:
+    """A written encoder-decoder, loaded. `substitute`: see `Runtime`.
+
+    >>> EncoderDecoder(Path("t5-fp8")).generate({"input_ids": ids}, 8).shape  # doctest: +SKIP
+    (1, 9)
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.encoder, self.decoder = Runtime(directory / ENCODER), Runtime(directory / DECODER)
+        self.substitute = self.encoder.substitute or self.decoder.substitute
+        self.outputs = self.decoder.outputs
+        self.start = int(json.loads((directory / GENAI).read_text())["model"]["decoder_start_token_id"])
+        settings = generation_settings(
+            {GENERATION: directory / GENERATION} if (directory / GENERATION).is_file() else {}
+        )
+        self.first: int | None = settings.get("forced_bos_token_id")  # the language, in models of many
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run both graphs once, with transformers' names of inputs."""
+        return self.decoder.run(self.feeds(feeds)[DECODER])
+
+    def feeds(self, inputs: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+        """What each graph is fed, of transformers' inputs; the encoder runs."""
+        encoder = {name: array for name, array in inputs.items() if name in self.encoder.inputs}
+        tokens = inputs.get("decoder_input_ids")
+        if tokens is None:
+            raise VerifyError(f"decoder_input_ids, which the decoder reads, are missing; given: {', '.join(inputs)}")
+        return {ENCODER: encoder, DECODER: {"input_ids": tokens, **self.source(encoder)}}
+
+    def source(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run the encoder; return what the decoder reads of it at every step."""
+        made = self.encoder.run(inputs)
+        read = {n.replace(PRESENT, PAST): array for n, array in made.items() if n.startswith(PRESENT)}
+        if "encoder_attention_mask" in self.decoder.inputs:
+            ids = inputs["input_ids"]
+            read["encoder_attention_mask"] = inputs.get("attention_mask", np.ones_like(ids))
+        return read
+
+    def generate(self, inputs: Mapping[str, np.ndarray], max_new_tokens: int) -> np.ndarray:
+        """Greedy decoding: [batch, 1 + tokens], which begin with the decoder's start token."""
+        batch = next(iter(inputs.values())).shape[0]
+        tokens = new = np.full((batch, 1), self.start, np.int64)
+        source = self.source(inputs)
+        own: Arrays = {}
+        for _ in range(max_new_tokens):
+            logits, own = self.step(new, source, own)
+            new = logits.argmax(-1).astype(np.int64)[:, None]
+            tokens = np.concatenate([tokens, new], axis=1)
+        return tokens
+
+    def step(self, tokens: np.ndarray, source: Arrays, own: Arrays) -> tuple[np.ndarray, Arrays]:
+        """Logits of the last of `tokens` [batch, tokens], and the decoder's cache for the next step."""
+        out = self.decoder.run({"input_ids": tokens, **source, **own})
+        grown = {n.replace(PRESENT, PAST): array for n, array in out.items() if n.startswith(PRESENT)}
+        return out["logits"][:, -1], grown
+
+
+class TextGenerator:
+    """See `bridge.targets.generation.Generator`: answers a text that the encoder reads."""
+
+    def __init__(self, directory: Path) -> None:
+        import onnxruntime
+
+        self.model = EncoderDecoder(directory)
+        if "input_ids" not in self.model.encoder.inputs:
+            raise CannotRun(
+                f"the encoder reads {', '.join(self.model.encoder.inputs)}, not text; use onnxruntime-genai"
+            )
+        why = self.model.substitute
+        file = f"a float32 copy of the files ({why})" if why else "the files themselves"
+        self.runs = f"{file} in ONNX Runtime {onnxruntime.__version__}, without optimizations"
+
+    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+        chooser = Chooser(settings)
+        source = self.model.source({"input_ids": np.array([ids], np.int64)})
+        own: Arrays = {}
+        token = self.model.start
+        for at in range(settings.tokens):
+            logits, own = self.model.step(np.array([[token]], np.int64), source, own)
+            forced = self.model.first if at == 0 else None
+            token = chooser.choose(logits[0]) if forced is None else forced
+            yield token
+            if token in settings.stop:
+                return

@@ -1,0 +1,36 @@
+"""Choose the calling convention of a model's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge.targets.trt.graph.encoder_decoder import part_call
+from bridge.targets.trt.graph.image_calls import image_call, pair_call
+from bridge.targets.trt.graph.sound_call import sound_call
+from bridge.targets.trt.graph.tasks import Task
+from bridge.targets.trt.graph.wrappers import Call, text_call
+
+
+def call_of(
+    model: Any,
+    task: Task,
+    mode: Any,
+    dtype: torch.dtype,
+    *,
+    cache: bool,
+    part: str,
+    image: tuple[int, int] | None,
+    pooling: str,
+) -> Call:
+    """Return the call of `task`, or of its `part`; the other arguments are those of `export_graph`."""
+    if part:
+        return part_call(model, task, part, mode, dtype)
+    if task.pairs:
+        return pair_call(model, task, mode, dtype, image)
+    if model.main_input_name == "pixel_values":
+        return image_call(model, task, mode, dtype, image)
+    if model.main_input_name in ("input_values", "input_features"):
+        return sound_call(model, task, mode, dtype)
+    return text_call(model, task, mode, dtype, cache=cache, pooling=pooling)

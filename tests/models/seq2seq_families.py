@@ -1,0 +1,67 @@
+"""Small random encoder-decoders for target `trt`: extents differ pairwise, every `in` is a multiple of 64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from tests.models.trt_families import randomize
+
+VOCAB = 320
+FRAMES, BINS = 3000, 16  # onnxruntime-genai takes no other length
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 128, "d_kv": 64, "d_ff": 384, "num_layers": 1, "num_decoder_layers": 2,
+    "num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+_BART: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 128, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 8,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 384, "decoder_ffn_dim": 256, "max_position_embeddings": 40,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+_WHISPER = {key: value for key, value in _BART.items() if key != "max_position_embeddings"} | {
+    "max_source_positions": FRAMES // 2, "max_target_positions": 40, "num_mel_bins": BINS, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", _WHISPER),
+    "flan-t5": (
+        "T5Config", "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
+    "mbart": ("MBartConfig", "MBartForConditionalGeneration", _BART),
+    "marian": ("MarianConfig", "MarianMTModel", _BART),
+    "m2m100": ("M2M100Config", "M2M100ForConditionalGeneration", _BART),
+    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
+}  # fmt: skip
+KINDS = ("t5", "whisper")  # text with positions by distance, sound with learned ones
+
+
+def seq2seq(family: str, seed: int = 0) -> Any:
+    """The family's model, float32, every parameter random."""
+    config, architecture, fields = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(getattr(transformers, config)(**fields)).eval()
+    model.generation_config.forced_eos_token_id = None
+    return randomize(model, seed)
+
+
+def sources(family: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
+    """What the encoder reads: rows of 11 tokens, padded on the left, the right, or not at all; or of sound."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "whisper":
+        return {"input_features": torch.randn(rows, BINS, FRAMES, generator=generator)}
+    ids = torch.randint(3, VOCAB, (rows, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    mask[1, 7:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def targets(rows: int, seed: int) -> torch.Tensor:
+    """Tokens that the decoder reads."""
+    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,158 @@
+"""Small random models of the tasks beside text, for target `trt`; extents differ pairwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as T
+
+from tests.models.trt_families import randomize
+
+VOCAB = 320
+_SMALL: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+_VIT = {**_SMALL, "image_size": 32, "patch_size": 8}
+_TEXT = {**_SMALL, "vocab_size": VOCAB, "max_position_embeddings": 40}
+_SPEECH: dict[str, Any] = {
+    **_SMALL, "vocab_size": 32, "conv_dim": [24, 24, 24], "conv_kernel": [10, 3, 3], "conv_stride": [5, 4, 4],
+    "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+}  # fmt: skip
+_RESNET = {
+    "embedding_size": 24, "hidden_sizes": [24, 40, 56, 72], "depths": [1, 1, 1, 1], "layer_type": "basic",
+    "out_features": ["stage4"],
+}  # fmt: skip
+_DETR: dict[str, Any] = {
+    "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "d_model": 128,
+    "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 8, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 256, "decoder_ffn_dim": 384, "num_queries": 7, "num_labels": 5,
+}  # fmt: skip
+_TOWERS = {
+    "text_config": {**_TEXT, "projection_dim": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    "vision_config": {**_VIT, "projection_dim": 64},
+}
+
+
+def _resnet() -> Any:
+    return T.ResNetConfig(**_RESNET)
+
+
+def _dpt() -> Any:
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "neck_hidden_sizes": [16, 24, 40, 56],
+        "fusion_hidden_size": 24,
+    }
+    return T.DPTForDepthEstimation(T.DPTConfig(**_VIT | fields, is_hybrid=False))
+
+
+def _depth_anything() -> Any:
+    backbone = T.Dinov2Config(**_VIT, out_features=["stage1", "stage2"], reshape_hidden_states=False)
+    fields = {
+        "reassemble_hidden_size": 128,
+        "patch_size": 8,
+        "neck_hidden_sizes": [16, 24],
+        "reassemble_factors": [2, 1],
+    }
+    return T.DepthAnythingForDepthEstimation(
+        T.DepthAnythingConfig(backbone_config=backbone, **fields, fusion_hidden_size=24, head_in_index=-1)
+    )
+
+
+def _maskformer() -> Any:
+    config = T.MaskFormerConfig(
+        backbone_config=T.SwinConfig(
+            embed_dim=24, depths=[1, 1, 1, 1], num_heads=[2, 2, 2, 2], window_size=4, image_size=64, patch_size=2,
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+        ),
+        decoder_config=T.DetrConfig(**_DETR), fpn_feature_size=64, mask_feature_size=64, num_labels=5,
+    )  # fmt: skip
+    return T.MaskFormerForInstanceSegmentation(config)
+
+
+def _segformer() -> Any:
+    config = T.SegformerConfig(
+        hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 3, 4], decoder_hidden_size=40,
+        num_labels=5,
+    )  # fmt: skip
+    return T.SegformerForSemanticSegmentation(config)
+
+
+def _rt_detr() -> Any:
+    fields = {
+        "encoder_in_channels": [40, 56, 72], "decoder_in_channels": [128, 128, 128], "encoder_hidden_dim": 128,
+        "d_model": 128, "num_queries": 7, "encoder_layers": 1, "decoder_layers": 2, "num_labels": 5,
+        "encoder_ffn_dim": 256, "decoder_ffn_dim": 384, "feat_strides": [8, 16, 32],
+    }  # fmt: skip
+    backbone = T.RTDetrResNetConfig(**{**_RESNET, "out_features": ["stage2", "stage3", "stage4"]})
+    return T.RTDetrForObjectDetection(T.RTDetrConfig(backbone_config=backbone, **fields))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "detr": lambda: T.DetrForObjectDetection(T.DetrConfig(**_DETR, backbone_config=_resnet())),
+    "yolos": lambda: T.YolosForObjectDetection(
+        T.YolosConfig(**{**_VIT, "image_size": [32, 48]}, num_detection_tokens=7, num_labels=5)
+    ),
+    "rt-detr": _rt_detr,
+    "segformer": _segformer,
+    "maskformer": _maskformer,
+    "dpt": _dpt,
+    "depth-anything": _depth_anything,
+    "wav2vec2": lambda: T.Wav2Vec2ForCTC(
+        T.Wav2Vec2Config(**_SPEECH, feat_extract_norm="layer", do_stable_layer_norm=True)
+    ),
+    "hubert": lambda: T.HubertForCTC(T.HubertConfig(**_SPEECH)),
+    "wav2vec2-classifier": lambda: T.Wav2Vec2ForSequenceClassification(T.Wav2Vec2Config(**_SPEECH, num_labels=5)),
+    "ast": lambda: T.ASTForAudioClassification(
+        T.ASTConfig(**_SMALL, patch_size=8, max_length=40, num_mel_bins=24, num_labels=5)
+    ),
+    "clip": lambda: T.CLIPModel(T.CLIPConfig(**_TOWERS, projection_dim=64)),
+    "siglip": lambda: T.SiglipModel(T.SiglipConfig(**_TOWERS)),
+    "vit-masked": lambda: T.ViTForMaskedImageModeling(T.ViTConfig(**_VIT, encoder_stride=8)),
+    "reranker": lambda: T.XLMRobertaForSequenceClassification(T.XLMRobertaConfig(**_TEXT, num_labels=1)),
+}  # fmt: skip
+# One of each kind of call; the other convolutional ones take up to half a minute each.
+KINDS = ("yolos", "wav2vec2", "ast", "clip", "vit-masked")
+
+
+def task_model(name: str, seed: int = 0) -> Any:
+    """A model of a task, float32, every parameter random."""
+    torch.manual_seed(seed)
+    return randomize(MODELS[name]().eval(), seed, width=1.0)
+
+
+def inputs(model: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random inputs of a model of this file: images, sounds, texts padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    config, name = model.config, model.main_input_name
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, generator=generator)
+
+    if name == "input_values":
+        if hasattr(config, "num_mel_bins"):
+            return {name: noise(config.max_length, config.num_mel_bins)}
+        mask = torch.ones(rows, 3000, dtype=torch.long)
+        mask[0, 2000:] = 0
+        masked = {"attention_mask": mask} if config.feat_extract_norm == "layer" else {}
+        return {name: noise(3000), **masked}
+    given: dict[str, torch.Tensor] = {}
+    if name == "input_ids" or hasattr(config, "text_config"):
+        ids = torch.randint(3, VOCAB, (rows, 9), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, 6:] = 0
+        given = {"input_ids": ids, "attention_mask": mask}
+        if getattr(config, "type_vocab_size", 0):
+            given["token_type_ids"] = torch.zeros_like(ids)
+    if given and not hasattr(config, "vision_config"):
+        return given
+    size = getattr(getattr(config, "vision_config", config), "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else size
+    given["pixel_values"] = noise(3, height, width)
+    if type(model).__name__.endswith("MaskedImageModeling"):
+        patches = (height // config.patch_size) * (width // config.patch_size)
+        given["bool_masked_pos"] = torch.rand(rows, patches, generator=generator) < 0.4
+    return given

@@ -1,0 +1,52 @@
+"""Decoders whose layers keep a state of fixed size beside keys and values, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from bridge.core.errors import BridgeError
+from tests.models.graphs import export_once
+from tests.targets.trt import onnx_parity as parity
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 2e-5  # see test_export.py
+_TEXT: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def lfm2(**changes: Any) -> Any:
+    kinds = ["conv", "full_attention", "conv", "conv", "full_attention", "full_attention"]
+    fields = {**_TEXT, "num_hidden_layers": 6, "layer_types": kinds, "block_auto_adjust_ff_dim": False, **changes}
+    return transformers.Lfm2Config(architectures=["Lfm2ForCausalLM"], **fields)
+
+
+def test_convolution_states_in_chunks_and_single_tokens_with_left_padding_give_torchs_logits(tmp_path: Path) -> None:
+    config = lfm2()
+    graph = export_once(config)
+    assert graph.note == ""
+    names = [value.name.removeprefix("past_key_values.") for value in graph.model.graph.inputs][3:7]
+    assert names == ["0.conv_state", "1.key", "1.value", "2.conv_state"]
+    model = parity.live_model(config)
+    session = parity.fill(graph, model, tmp_path)
+    ids, mask = parity.padded_batch()
+    want = parity.torch_logits(model, ids, mask)[mask == 1]
+    for sizes in ([19], [5, 7, 7], [1] * 19):
+        got = parity.in_chunks(session, ids, mask, sizes)[mask == 1]
+        assert parity.relative(got, want) < TOLERANCE, sizes
+
+
+def test_a_recurrent_state_is_refused_with_its_reason() -> None:
+    config = transformers.Qwen3NextConfig(
+        architectures=["Qwen3NextForCausalLM"], **_TEXT, num_hidden_layers=2, head_dim=8, num_experts=2,
+        num_experts_per_tok=1,        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(BridgeError, match="keeps recurrent states, which its code in transformers continues"):
+        export_once(config)
