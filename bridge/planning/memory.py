@@ -12,7 +12,7 @@ from bridge.core.text import size
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.plan import Layout, Plan, Step
 
-PIECE = 1 << 20  # bytes of source that are read, coded and written at once: they stay in a second-level cache
+PIECE = 2 << 20  # bytes of source that are read, coded and written at once; half of it takes more calls
 SCRATCH = 20  # bytes per value of a piece beside its source: float32 twice, rounded twice, codes, scales
 CHOSEN = 8  # further bytes per value if codes or scales are read: two to a byte, one by one, cut and joined
 FAKE_QUANTIZED = 8  # further bytes per value if values are stored, not codes: products and values in float32
