@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,7 +29,7 @@ from bridge.streaming.plain import finite_amax, write_plain
 from bridge.streaming.rows import Part, Rows, join
 from bridge.streaming.scales import clip_of, importance_of, row_factor_of, smoothing_of, write_constants, write_scales
 
-HELD = 1 << 18  # bytes of scales that are written together: a write takes longer than making those of a piece
+SCALES_AT_ONCE = 1 << 18  # bytes that are written together: a write takes longer than making the scales of a piece
 
 
 def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> float:
@@ -100,7 +101,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     )
     for part, value in encoder.constants().items():
         sink(outputs[part], value, 0)
-    written, scales = 0, Held(outputs.get("scale"), sink)
+    written, scales = 0, ScaleWriter(outputs, sink)
     nonzero, clip = False, clip_of(step, context.plan.sources, context.calibration)
     for first, parts in rows.pieces(encoder.unit):
         taken = chosen.rows(first, parts[-1].stop) if chosen else None
@@ -111,32 +112,33 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             nonzero = nonzero or bool(bits.any())
             importance = importance_of(step, same[0].slice, context.calibration)
             own = None if clip is None else clip.rows(first, first + len(bits))
-            made = encoder.rows(bits, same[0].first, maxima, importance, own, taken)
-            sink(outputs["weight"], made["codes"], written)
-            written += made["codes"].nbytes
-            if "scale" in made:
-                scales.add(made["scale"])
+            encoded = encoder.rows(bits, same[0].first, maxima, importance, own, taken)
+            sink(outputs["weight"], encoded["codes"], written)
+            written += encoded["codes"].nbytes
+            if "scale" in encoded:
+                scales.add(encoded["scale"])
     scales.write()
     return not nonzero
 
 
-class Held:
-    """The scales of some pieces, written together."""
+class ScaleWriter:
+    """Write the scales of a weight's pieces one after the other, many pieces at once."""
 
-    def __init__(self, output: Output | None, sink: Sink) -> None:
-        self._output, self._sink = output, sink
+    def __init__(self, outputs: Mapping[str, Output], sink: Sink) -> None:
+        self._outputs, self._sink = outputs, sink
         self._arrays: list[Array] = []
         self._at = self._nbytes = 0
 
-    def add(self, array: Array) -> None:
-        self._arrays.append(array.reshape(-1).copy())
-        self._nbytes += array.nbytes
-        if self._nbytes >= HELD:
+    def add(self, scales: Array) -> None:
+        self._arrays.append(scales.reshape(-1).copy())
+        self._nbytes += scales.nbytes
+        if self._nbytes >= SCALES_AT_ONCE:
             self.write()
 
     def write(self) -> None:
-        if self._output and self._arrays:
-            self._sink(self._output, np.concatenate(self._arrays), self._at)
+        """Write what was added since the last write."""
+        if self._arrays:
+            self._sink(self._outputs["scale"], np.concatenate(self._arrays), self._at)
         self._at, self._nbytes, self._arrays = self._at + self._nbytes, 0, []
 
 
