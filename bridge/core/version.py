@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
-from pathlib import Path
 
 __version__ = "0.1.0"
 
-_loaded_here: set[str] = set()  # "transformers", if this package was the first to need it
+MODEL_CODE = ("transformers", "diffusers")  # the packages whose code builds models
+_loaded_here: set[str] = set()  # those of them that this package was the first to need
 
 PACKAGES = ("torch", "transformers", "nvidia-modelopt", "onnx", "onnx-ir", "onnxruntime", "numpy", "numba")
 
@@ -34,20 +34,11 @@ def installed(package: str) -> str:
     return found[1] if found else ""
 
 
-def changed(package: Path | None = None) -> int:
-    """When a checkout was last changed, since its version stays the same; 0 for an installed package."""
-    package = package or Path(__file__).resolve().parent.parent
-    if not (package.parent / "mappings").is_dir() or (package / "_mappings").is_dir():  # a wheel has its tables inside
-        return 0
-    return max((path.stat().st_mtime_ns for path in package.rglob("*.py")), default=0)
-
-
 def loads_transformers() -> None:
-    """Note that this package loads transformers now; called before it does so."""
-    if "transformers" not in sys.modules:
-        _loaded_here.add("transformers")
+    """Note that this package loads transformers now, and diffusers if a model needs it; called before it does so."""
+    _loaded_here.update(name for name in MODEL_CODE if name not in sys.modules)
 
 
-def transformers_is_as_installed() -> bool:
-    """False if somebody else loaded transformers in this process, and may have patched it or registered classes."""
-    return "transformers" not in sys.modules or "transformers" in _loaded_here
+def models_are_as_installed() -> bool:
+    """False if somebody else loaded the code of models in this process, and may have patched it."""
+    return all(name not in sys.modules or name in _loaded_here for name in MODEL_CODE)

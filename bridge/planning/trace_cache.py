@@ -1,7 +1,7 @@
 """Cache traced structures in the user's cache directory; never fails a plan.
 
-Tracing imports torch and takes seconds. A structure is used only if the same versions traced it for the same config and
-tensors.
+Tracing imports torch and takes seconds. A structure is used only if the same code traced it for the same config and
+tensors, and neither read nor kept where the code of models may have been patched.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 
 from bridge.core.output import cache
+from bridge.core.output.made_by import deciding, made_by
 from bridge.core.typed_json import typed
 from bridge.core.values import Structure, plain
-from bridge.core.version import __version__, changed, installed
+from bridge.sources.configs.diffusion import is_diffusion
+from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
 
 KIND = "structures"
+PACKAGES = ("torch", "transformers")
 
 
 def load(source: Source) -> Structure | None:
     """The structure of an equal source that was traced before; None if there is no usable entry."""
+    if not _may_be_kept(source):
+        return None
     body = cache.load(KIND, _key(source))
     try:
         return None if body is None else typed(Structure, json.loads(body))
@@ -27,7 +32,9 @@ def load(source: Source) -> Structure | None:
 
 
 def store(source: Source, structure: Structure) -> None:
-    """Store a traced structure; a directory that cannot be written is not an error."""
+    """Store a traced structure, if it may be kept; a directory that cannot be written is not an error."""
+    if not _may_be_kept(source):
+        return
     what = f"{structure.architecture}, {len(source.specs)} tensors"
     cache.store(KIND, _key(source), what, json.dumps(plain(structure)).encode())
 
@@ -35,5 +42,18 @@ def store(source: Source, structure: Structure) -> None:
 def _key(source: Source) -> str:
     """The digest of everything that decides the structure of a source."""
     specs = [(spec.name, spec.shape, spec.dtype) for spec in source.specs.values()]
-    made_by = [__version__, changed(), installed("transformers"), installed("diffusers"), installed("torch")]
-    return cache.digest_of([made_by, dict(source.config), specs])
+    return cache.digest_of([made_by(_packages(source)), deciding(source.config), specs])
+
+
+def _may_be_kept(source: Source) -> bool:
+    def model_class(_: object) -> type:
+        from bridge.sources.live_models import loading
+
+        cls: type = loading.model_class(source.config)
+        return cls
+
+    return is_as_installed(_packages(source), source.config, model_class)
+
+
+def _packages(source: Source) -> tuple[str, ...]:
+    return (*PACKAGES, "diffusers") if is_diffusion(source.config) else PACKAGES

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import bridge
+from bridge.core.output import made_by
 from bridge.planning.trace import trace_structure
 from bridge.planning.trace_cache import load, store
+from bridge.sources.live_models import as_installed
 from bridge.sources.opening import open_source
 from tests.models.decoder_families import build
 
@@ -28,6 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(as_installed, "models_are_as_installed", lambda: True)  # tests load transformers first
     return tmp_path / "qbridge" / "structures"
 
 
@@ -88,13 +91,30 @@ def test_a_directory_that_cannot_be_written_is_not_an_error(
 
 
 @pytest.mark.slow
-def test_another_version_and_a_changed_checkout_are_traced_anew(
+def test_other_packages_and_other_code_are_traced_anew(
     saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(saved)
     store(source, trace_structure(source))
     assert load(source) is not None
-    for name, value in {"__version__": "9", "changed": lambda: 1, "installed": lambda _: "9"}.items():
+    for name, value in {"code": lambda: "9", "installed": lambda _: "9"}.items():
         with monkeypatch.context() as other:
-            other.setattr(f"bridge.planning.trace_cache.{name}", value)
+            other.setattr(made_by, name, value)
             assert load(source) is None, name
+
+
+@pytest.mark.slow
+def test_code_that_others_may_have_changed_stores_nothing_and_reads_nothing(
+    saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(saved)
+    traced = trace_structure(source)
+    with monkeypatch.context() as patched:
+        patched.setattr(as_installed, "models_are_as_installed", lambda: False)
+        store(source, traced)
+        assert not cache.exists()
+    store(source, traced)
+    with monkeypatch.context() as patched:
+        patched.setattr(as_installed, "models_are_as_installed", lambda: False)
+        assert load(source) is None
+    assert load(source) == traced

@@ -2,8 +2,8 @@
 
 Never fails who uses it.
 An entry is a line of JSON (the digest of everything that decides the content, the digest of the rest, what it is) and
-the content. A damaged, truncated or foreign file is no entry. Nothing of it is run, and it holds no path of a machine,
-so a directory of them may be copied and shared.
+the content. A damaged or truncated file is no entry. The digests are no proof of who wrote it: whoever can write here
+decides the graphs of later conversions. Entries hold no code and no path of a machine; compiled kernels are code.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bridge.core.output.temporary import write_whole
 
 KINDS = {"graphs": "ONNX graphs without weights", "structures": "traced structures", "kernels": "compiled kernels"}
 MAX_FILES = 200  # of a kind; those that were not used for longest are removed first
-LONGEST = 900.0  # seconds to wait for another process, which may be stopped: an export of 100 experts takes minutes
-LOOK = 0.05  # seconds between two looks
+MAX_WAIT = 900.0  # seconds to wait for another process, which may be stopped: an export of 100 experts takes minutes
+POLL = 0.05  # seconds between two tries to get a lock
 SUFFIX, LOCK = ".cached", ".lock"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,15 @@ def digest_of(parts: object) -> str:
 
 def directory(kind: str) -> Path:
     """Where entries of a kind are; RuntimeError for a user without a home directory."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qbridge" / kind
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one counts as none, as its specification says
+    return (base if base.is_absolute() else Path.home() / ".cache") / "qbridge" / kind
 
 
 def load(kind: str, key: str) -> bytes | None:
     """The content that was stored under `key`; None if there is no undamaged one."""
     try:
         path = _place(kind, key)
-        head, body = _parts(path.read_bytes())
+        head, body = _header_and_content(path.read_bytes())
     except (OSError, RuntimeError, ValueError):  # RuntimeError: there is no home directory, or an absurd first line
         return None
     if head.get("key") != key or head.get("digest") != hashlib.sha256(body).hexdigest():
@@ -76,12 +78,13 @@ def store(kind: str, key: str, what: str, body: bytes) -> None:
 
 
 @contextmanager
-def making(kind: str, key: str) -> Iterator[None]:
+def making(kind: str, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Keep other processes and threads from making the same entry during the block: they wait, and then find it.
 
-    The system drops the lock of a process that ends. Who waits for LONGEST, or cannot lock, goes on without.
+    `waiting` is called while another makes it. The system drops the lock of a process that ends. Who waits for
+    MAX_WAIT, or cannot lock, goes on without.
     """
-    fd = _locked(kind, key)
+    fd = _locked(kind, key, waiting)
     try:
         yield
     finally:
@@ -91,17 +94,25 @@ def making(kind: str, key: str) -> Iterator[None]:
             os.close(fd)
 
 
-def made_once(kind: str, key: str, make: Callable[[], tuple[str, bytes]]) -> bytes:
-    """The content under `key`; without one it is made, in one process at a time, and stored. `make`: what, content."""
-    body = load(kind, key)
-    if body is not None:
-        return body
-    with making(kind, key):
-        body = load(kind, key)
-        if body is None:
-            what, body = make()
-            store(kind, key, what, body)
-    return body
+def made_once(
+    kind: str,
+    key: str,
+    make: Callable[[], tuple[str, bytes]],
+    read: Callable[[bytes], T],
+    waiting: Callable[[], None] = lambda: None,
+) -> T:
+    """What is read of the content under `key`; without a usable one it is made, in one process at a time, and stored.
+
+    `make`: what, content. `read`: ValueError for a content that is not usable. `waiting`: see `making`.
+    """
+    with suppress(ValueError):
+        return _read(kind, key, read)
+    with making(kind, key, waiting):
+        with suppress(ValueError):
+            return _read(kind, key, read)
+        what, body = make()
+        store(kind, key, what, body)
+        return read(body)
 
 
 def entries() -> list[Entry]:
@@ -121,14 +132,24 @@ def clear() -> list[Entry]:
     removed = entries()
     for entry in removed:
         entry.path.unlink(missing_ok=True)
+    for kind in KINDS:
+        for path in _files(kind, LOCK):
+            _remove_unlocked(path)
     return removed
+
+
+def _read(kind: str, key: str, read: Callable[[bytes], T]) -> T:
+    body = load(kind, key)
+    if body is None:
+        raise ValueError("there is no entry")
+    return read(body)
 
 
 def _place(kind: str, key: str) -> Path:
     return directory(kind) / f"{key[:32]}{SUFFIX}"
 
 
-def _parts(data: bytes) -> tuple[dict[str, str], bytes]:
+def _header_and_content(data: bytes) -> tuple[dict[str, str], bytes]:
     line, _, body = data.partition(b"\n")
     head = json.loads(line)
     if not isinstance(head, dict):
@@ -136,9 +157,9 @@ def _parts(data: bytes) -> tuple[dict[str, str], bytes]:
     return head, body
 
 
-def _locked(kind: str, key: str) -> int | None:
+def _locked(kind: str, key: str, waiting: Callable[[], None]) -> int | None:
     """Open and lock the file beside an entry; None if it cannot be, or if its owner keeps it for too long."""
-    end = time.monotonic() + LONGEST
+    end = time.monotonic() + MAX_WAIT
     try:
         path = _place(kind, key).with_suffix(LOCK)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +170,10 @@ def _locked(kind: str, key: str) -> int | None:
                 if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
                     return fd
             except BlockingIOError:
-                time.sleep(LOOK)
+                os.close(fd)
+                waiting()
+                time.sleep(POLL)
+                continue
             except BaseException:
                 os.close(fd)
                 raise
@@ -159,11 +183,20 @@ def _locked(kind: str, key: str) -> int | None:
     return None
 
 
-def _files(kind: str) -> list[Path]:
+def _files(kind: str, suffix: str = "") -> list[Path]:
+    """The files of a kind that end with `suffix`; without one all but those that are locked."""
     try:
-        return [path for path in directory(kind).iterdir() if path.is_file() and path.suffix != LOCK]
+        paths = [path for path in directory(kind).iterdir() if path.is_file()]
     except (OSError, RuntimeError):
         return []
+    return [path for path in paths if (path.suffix == suffix if suffix else path.suffix != LOCK)]
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove the lock file of a process that was killed."""
+    with suppress(OSError), path.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 def _what(path: Path, kind: str) -> str:
@@ -172,6 +205,6 @@ def _what(path: Path, kind: str) -> str:
         return path.name.partition("-")[0] if kind == "kernels" else ""
     try:
         with path.open("rb") as file:
-            return str(_parts(file.readline(1 << 16))[0].get("what", ""))
+            return str(_header_and_content(file.readline(1 << 16))[0].get("what", ""))
     except (OSError, RuntimeError, ValueError):
         return ""

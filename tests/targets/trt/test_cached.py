@@ -15,10 +15,11 @@ import pytest
 
 import bridge
 from bridge.core.errors import ExportError
-from bridge.core.output import cache
+from bridge.core.output import cache, made_by
+from bridge.sources.live_models import as_installed
 from bridge.targets.trt.graph import cached
 from bridge.targets.trt.graph.cached import GraphRequest, float_graph, is_kept
-from bridge.targets.trt.graph.float_graph import from_bytes, to_bytes
+from bridge.targets.trt.graph.float_graph import Graph, from_bytes, to_bytes
 from tests.models.graphs import export_once
 from tests.targets.trt.architectures import DECODERS, bert, llama, vit
 
@@ -61,7 +62,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return export_once(config, task=task, **options)
 
     monkeypatch.setattr(export, "export_graph", counted)
-    monkeypatch.setattr(cached, "transformers_is_as_installed", lambda: True)
+    monkeypatch.setattr(as_installed, "models_are_as_installed", lambda: True)
     return made
 
 
@@ -90,21 +91,24 @@ def test_the_second_conversion_loads_no_framework_and_writes_the_same_bytes(tmp_
     assert same == files
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "task", "options"),
-    [
-        (llama(num_hidden_layers=4), "causal-lm", {}),
-        (llama(num_hidden_layers=3, tie_word_embeddings=True), "causal-lm", {"dtype": "bfloat16", "opset": 23}),
-        (llama(num_hidden_layers=3), "causal-lm", {"cache": False}),
-        (DECODERS["mixtral"](), "causal-lm", {}),
-        (DECODERS["gemma3"](), "causal-lm", {}),
-        (bert(), "feature-extraction", {}),
-        (vit(), "image-classification", {}),
-    ],
-    ids=["llama", "half", "no cache", "mixtral", "gemma3", "bert", "vit"],
-)
-def test_a_graph_that_is_read_is_the_one_that_was_made(config: Any, task: str, options: dict[str, Any]) -> None:
+CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "llama": (llama(num_hidden_layers=3), "causal-lm", {}),
+    "half": (
+        llama(num_hidden_layers=3, tie_word_embeddings=True), "causal-lm", {"dtype": "bfloat16", "opset": 23},
+    ),
+    "no cache": (llama(num_hidden_layers=3), "causal-lm", {"cache": False}),
+    "mixtral": (DECODERS["mixtral"](), "causal-lm", {}),
+    "gemma3": (DECODERS["gemma3"](), "causal-lm", {}),
+    "bert": (bert(), "feature-extraction", {}),
+    "vit": (vit(), "image-classification", {}),
+}  # fmt: skip
+USUAL = ("llama", "half")
+MORE = [pytest.param(case, marks=pytest.mark.product) for case in CASES if case not in USUAL]
+
+
+@pytest.mark.parametrize("case", [*USUAL, *MORE])
+def test_a_graph_that_is_read_is_the_one_that_was_made(case: str) -> None:
+    config, task, options = CASES[case]
     graph = export_once(config, task=task, **options)
     proto = ir.to_proto(graph.model).SerializeToString(deterministic=True)
     data = to_bytes(graph, {"a": "b"})
@@ -156,37 +160,55 @@ def test_each_part_of_a_request_decides_on_its_key(change: str) -> None:
     assert CHANGES[change](REQUEST).key != REQUEST.key
 
 
-@pytest.mark.parametrize("name", [*cached.MADE_BY, *cached.NOTICED])
+@pytest.mark.parametrize("name", [*cached.PACKAGES, *made_by.OPTIONAL])
 def test_the_version_of_each_package_that_makes_a_graph_decides_on_its_key(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, installed = REQUEST.key, cached.installed
-    monkeypatch.setattr(cached, "installed", lambda package: "9" if package == name else installed(package))
-    assert REQUEST.key != before
+    before, installed = REQUEST.key, made_by.installed
+    monkeypatch.setattr(made_by, "installed", lambda package: "9" if package == name else installed(package))
+    assert replace(REQUEST).key != before
 
 
-def test_code_and_environment_decide_on_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {REQUEST.key}
-    for name, value in {"__version__": "9", "changed": lambda: 1}.items():
+def test_code_machine_and_environment_decide_on_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return replace(REQUEST).key
+
+    keys = {key()}
+    others = {"code": lambda: "9", "origin": lambda name: "an address" if name == "torch" else ""}
+    for name, value in others.items():
         with monkeypatch.context() as other:
-            other.setattr(cached, name, value)
-            keys.add(REQUEST.key)
+            other.setattr(made_by, name, value)
+            keys.add(key())
     with monkeypatch.context() as other:
         other.setattr("platform.machine", lambda: "aarch64")
-        keys.add(REQUEST.key)
+        keys.add(key())
     with monkeypatch.context() as other:
         other.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-        keys.add(REQUEST.key)
+        keys.add(key())
     assert len(keys) == 5
     for name in ("TRANSFORMERS_VERBOSITY", "TORCHINDUCTOR_CACHE_DIR"):  # which the command line and torch set
         monkeypatch.setenv(name, "other")
-    assert REQUEST.key in keys
+    assert key() in keys
+
+
+def test_diffusers_decides_on_the_key_of_its_own_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    denoiser = replace(REQUEST, config={"_class_name": "DiTTransformer2DModel"}, task="denoising")
+    before = [replace(request).key for request in (REQUEST, denoiser)]
+    installed = made_by.installed
+    monkeypatch.setattr(made_by, "installed", lambda package: "9" if package == "diffusers" else installed(package))
+    after = [replace(request).key for request in (REQUEST, denoiser)]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False]
+
+
+def test_an_editable_package_keeps_nothing(folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made_by, "origin", lambda name: "editable" if name == "onnxscript" else "")
+    float_graph(request_of(llama(num_hidden_layers=3)), lambda _: None)
+    assert not folder.exists()
 
 
 @pytest.mark.slow
 def test_where_a_config_came_from_changes_no_graph_and_no_key() -> None:
-    config = llama(num_hidden_layers=3)
-    fields = json.loads(config.to_json_string(use_diff=False))
+    fields = json.loads(llama(num_hidden_layers=3).to_json_string(use_diff=False))
     origins = [
         {"_name_or_path": "a", "transformers_version": "5.0.0"},
         {"_name_or_path": "b", "transformers_version": "4.1"},
@@ -209,15 +231,45 @@ def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:
     assert ir.to_proto(again.model) == ir.to_proto(made.model)
 
 
-def test_a_graph_that_names_a_file_is_refused() -> None:
-    graph = export_once(llama(num_hidden_layers=3))
-    for location, name in (("/etc/passwd", "lm_head.weight"), ("weights", "model.rotary_emb.inv_freq")):
-        copy = replace(graph, model=graph.model.clone())
-        value = copy.model.graph.initializers[name]
-        value.const_value = ir.ExternalTensor(location, 0, 4, ir.DataType.FLOAT, shape=ir.Shape([1]), name=name)
-        few = {name: live for name, live in graph.weights.items() if name != value.name}
-        with pytest.raises(ValueError, match="data in a file"):
-            from_bytes(to_bytes(replace(copy, weights=few), {}))
+def tensor_in_a_file(name: str, location: str = "/etc/passwd") -> ir.ExternalTensor:
+    return ir.ExternalTensor(location, 0, 4, ir.DataType.FLOAT, shape=ir.Shape([1]), name=name)
+
+
+def constant_in_a_file() -> ir.Node:
+    return ir.node("Constant", [], {"value": tensor_in_a_file("data")})
+
+
+def in_a_subgraph(graph: ir.Graph) -> None:
+    branch = ir.Graph([], [], nodes=[constant_in_a_file()], opset_imports={"": 21})
+    graph.append(ir.node("If", [graph.inputs[0]], {"then_branch": branch, "else_branch": branch}, num_outputs=0))
+
+
+@pytest.mark.parametrize("where", ["weight", "initializer", "attribute", "subgraph", "function"])
+def test_a_graph_that_names_a_file_is_refused(where: str) -> None:
+    weight, other = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in ("weight", "other"))
+    for value in (weight, other):
+        value.shape = ir.Shape([1])
+    other.const_value = ir.tensor([0.0], name="other")
+    condition = ir.Value(name="condition", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    graph = ir.Graph([condition], [], nodes=[], initializers=[weight, other], opset_imports={"": 21}, name="graph")
+    model, weights = ir.Model(graph, ir_version=10), {"weight": "weight"}
+    plain = Graph(model, weights, "", {}, {})
+    from_bytes(to_bytes(plain, {}))
+    if where == "weight":
+        weights.clear()
+        weight.const_value = tensor_in_a_file("weight")
+    elif where == "initializer":
+        other.const_value = tensor_in_a_file("other", "weights")
+    elif where == "attribute":
+        graph.append(constant_in_a_file())
+    elif where == "subgraph":
+        in_a_subgraph(graph)
+    else:
+        inner = ir.Graph([], [], nodes=[constant_in_a_file()], opset_imports={"": 21})
+        function = ir.Function("domain", "name", graph=inner, attributes=[])
+        model.functions[function.identifier()] = function
+    with pytest.raises(ValueError, match="data in a file"):
+        from_bytes(to_bytes(plain, {}))
 
 
 def test_code_that_others_may_have_changed_makes_no_entry_and_reads_none(
@@ -225,43 +277,18 @@ def test_code_that_others_may_have_changed_makes_no_entry_and_reads_none(
 ) -> None:
     request = request_of(llama(num_hidden_layers=3))
     with monkeypatch.context() as patched:
-        patched.setattr(cached, "transformers_is_as_installed", lambda: False)
+        patched.setattr(as_installed, "models_are_as_installed", lambda: False)
         float_graph(request, lambda _: None)
         assert not folder.exists()
         float_graph(request, lambda _: None)
     float_graph(request, lambda _: None)
     with monkeypatch.context() as patched:
-        patched.setattr(cached, "transformers_is_as_installed", lambda: False)
+        patched.setattr(as_installed, "models_are_as_installed", lambda: False)
         assert not is_kept(request)
         float_graph(request, lambda _: None)
     assert exports == ["causal-lm"] * 4
     float_graph(request, lambda _: None)
     assert exports == ["causal-lm"] * 4
-
-
-def test_a_class_that_was_registered_since_is_not_cached(
-    folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import LlamaForCausalLM
-
-    monkeypatch.setattr(LlamaForCausalLM, "__module__", "somebody.models")
-    float_graph(request_of(llama(num_hidden_layers=3)), lambda _: None)
-    assert not folder.exists()
-
-
-def test_who_loads_transformers_first_is_known() -> None:
-    code = (
-        "from bridge.core.version import loads_transformers, transformers_is_as_installed as clean\n"
-        "import sys, types\n"
-        "before = clean()\n"
-        "if {ours}: loads_transformers()\n"
-        "sys.modules['transformers'] = types.ModuleType('transformers')\n"
-        "loads_transformers()\n"
-        "print(before, clean())"
-    )
-    for ours in (True, False):
-        run = subprocess.run([sys.executable, "-c", code.format(ours=ours)], capture_output=True, text=True)
-        assert run.stdout.split() == ["True", str(ours)], run.stderr
 
 
 def test_what_cannot_be_exported_is_not_kept(folder: Path, exports: list[str]) -> None:

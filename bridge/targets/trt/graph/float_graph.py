@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ TEXT = (
     "pad_token_id",
 )  # fmt: skip
 WITHOUT_DATA = "weights"  # where the file says that data of a weight are: nowhere
-MOST = 1 << 30  # bytes of a graph: a damaged or foreign file must not take all memory
+MAX_BYTES = 1 << 30  # of a graph: a damaged or foreign file must not take all memory
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,31 @@ def from_bytes(data: bytes) -> tuple[Graph, dict[str, str]]:
 
     whole = zlib.decompressobj()
     try:
-        line, _, content = whole.decompress(data, MOST).partition(b"\n")
+        line, _, content = whole.decompress(data, MAX_BYTES).partition(b"\n")
         about = json.loads(line)
         model = ir.from_proto(onnx.ModelProto.FromString(content))
         weights, names = dict(about["weights"]), dict(about["names"])
-        for name, value in model.graph.initializers.items():
-            if not isinstance(value.const_value, ir.ExternalTensor):
-                continue
-            if value.const_value.location != WITHOUT_DATA or name not in weights:
-                raise ValueError(f"{name} has data in a file")
+        for name in weights:
+            value = model.graph.initializers[name]
+            if not isinstance(value.const_value, ir.ExternalTensor) or value.const_value.location != WITHOUT_DATA:
+                raise ValueError(f"{name} has data")
             value.const_value = None
+        for where, tensor in _tensors(model):
+            if isinstance(tensor, ir.ExternalTensor):
+                raise ValueError(f"{where} has data in a file")
         return Graph(model, weights, about["note"], dict(about["tied"]), dict(about["text"])), names
     except Exception as error:  # zlib's, protobuf's and onnx_ir's errors have no common base
         raise ValueError(f"not a graph: {error}") from error
+
+
+def _tensors(model: ir.Model) -> Iterator[tuple[str, object]]:
+    """Yield (name of what holds it, tensor) of initializers and attributes, also in subgraphs and functions."""
+    functions = model.functions.values()
+    graphs = [*model.graphs(), *(graph for function in functions for graph in function.subgraphs())]
+    for graph in graphs:
+        yield from ((name, value.const_value) for name, value in graph.initializers.items())
+    for nodes in (*graphs, *functions):
+        for node in nodes:
+            for attribute in node.attributes.values():
+                values = attribute.value if attribute.type == ir.AttributeType.TENSORS else (attribute.value,)
+                yield from ((f"{attribute.name} of {node.op_type}", value) for value in values)
