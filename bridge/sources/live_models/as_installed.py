@@ -11,10 +11,11 @@ from bridge.core.output.made_by import OPTIONAL, can_change
 from bridge.core.version import MODEL_CODE, models_are_as_installed
 from bridge.sources.configs.diffusion import is_diffusion
 
-# Of whom modules with models hold functions and classes; any other package means that somebody put them there.
+# Of whom modules with models hold functions and classes; any other package means that somebody put them there. This one
+# does so in another thread, while that makes a graph.
 KNOWN = {
-    *MODEL_CODE, *(name.replace("-", "_") for name in OPTIONAL), "torch", "huggingface_hub", "jinja2", "numpy",
-    "packaging", "PIL", "regex", "requests", "safetensors", "tokenizers", "tqdm", "typing_extensions", "yaml",
+    "bridge", *MODEL_CODE, *(name.replace("-", "_") for name in OPTIONAL), "torch", "huggingface_hub", "jinja2",
+    "numpy", "packaging", "PIL", "regex", "requests", "safetensors", "tokenizers", "tqdm", "typing_extensions", "yaml",
     *sys.stdlib_module_names,
 } - {"__main__"}  # fmt: skip
 NAMED_TUPLE = "namedtuple_"  # how the standard library names the globals of their methods

@@ -5,6 +5,7 @@ Later conversions with the same config need neither torch nor transformers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,8 @@ from bridge.targets.trt.graph.light_import import load_sympy, without_collection
 
 KIND = "graphs"
 PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "ml-dtypes", "sympy")
+# One thread of a process makes a graph at a time: lazy modules would load twice, and collection is turned off for all.
+_MAKING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,16 @@ def is_kept(request: GraphRequest) -> bool:
 
 
 def _make(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
+    if not _MAKING.acquire(blocking=False):
+        progress("another thread makes a graph")
+        _MAKING.acquire()
+    try:
+        return _export(request, progress)
+    finally:
+        _MAKING.release()
+
+
+def _export(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
     loads_transformers()
     load_sympy()
     with without_collection():

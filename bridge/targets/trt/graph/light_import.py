@@ -35,7 +35,7 @@ def import_onnx_ir() -> None:
 
 
 def load_sympy() -> None:
-    """Load what was left for later; called where one thread is, since a lazy module loads twice in two threads."""
+    """Load what was left for later; called by one thread at a time: a lazy module loads twice in two threads."""
     for name in LATER:
         if name in sys.modules:
             sys.modules[name].__doc__  # noqa: B018  the look
