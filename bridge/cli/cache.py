@@ -22,25 +22,28 @@ def cache(
     """List the graphs, structures and kernels that are kept.
 
     They lie in $XDG_CACHE_HOME/qbridge, or ~/.cache/qbridge, and depend on no weight. A file is used only if the same
-    versions made it for the same config; the directory may be copied to other machines.
+    code made it for the same config and kind of machine. `key` tells files apart that are of models with one name.
     """
     with session(debug=debug, quiet=True) as terminal:
         from bridge.core.output import cache
         from bridge.core.text import number, size
         from bridge.reporting.columns import Columns
 
-        found = cache.clear() if clear else cache.entries()
-        where = cache.directory("")
+        entries = cache.clear() if clear else cache.entries()
         if as_json:
-            keys = ("kind", "what", "bytes", "used", "path")
-            print_json(terminal, [{key: _plain(getattr(entry, key)) for key in keys} for entry in found])
+            keys = ("kind", "what", "key", "bytes", "used", "path")
+            rows = [{key: _plain(getattr(entry, key)) for key in keys} for entry in entries]
+            print_json(terminal, {"removed": rows} if clear else rows)
             return
-        if found and not clear:
+        if entries and not clear:
             now = time.time()
-            rows = [(cache.KINDS[e.kind], e.what, size(e.bytes), age(now - e.used)) for e in found]
-            terminal.print(Columns(("kept", "of", "size", "last used"), rows, (2,), wrap=False), "")
-        total = f"{number(len(found), 'file')}, {size(sum(entry.bytes for entry in found))}"
-        terminal.print(f"{where}: {'removed ' if clear else ''}{total}")
+            table = [(cache.KINDS[e.kind], e.what, e.key, size(e.bytes), age(now - e.used)) for e in entries]
+            terminal.print(Columns(("kept", "of", "key", "size", "last used"), table, (3,), wrap=False), "")
+        total = f"{number(len(entries), 'file')}, {size(sum(entry.bytes for entry in entries))}"
+        try:
+            terminal.print(f"{cache.directory('')}: {'removed ' if clear else ''}{total}")
+        except RuntimeError:
+            terminal.print("nothing is kept: this user has no home directory; set XDG_CACHE_HOME to a directory")
 
 
 def age(seconds: float) -> str:

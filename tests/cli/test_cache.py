@@ -39,10 +39,28 @@ def test_it_lists_what_is_kept_and_removes_it(folder: Path) -> None:
     assert "40.2 kB" in row
     assert row.endswith("2 hours ago")
     assert total == f"{folder}: 1 file, 40.2 kB"
+    assert cache.digest_of("a")[:8] in row
     (entry,) = json.loads("".join(lines("--json")))
     assert (entry["kind"], entry["what"], entry["path"]) == ("graphs", "LlamaForCausalLM, 22 layers", str(path))
     assert lines("--clear") == [f"{folder}: removed 1 file, 40.2 kB"]
     assert lines() == [f"{folder}: 0 files, 0 B"]
+
+
+def test_removing_says_in_json_what_was_removed(folder: Path) -> None:
+    cache.store("graphs", cache.digest_of("a"), "LlamaForCausalLM, 22 layers", b"content")
+    (listed,) = json.loads("".join(lines("--json")))
+    assert json.loads("".join(lines("--clear", "--json"))) == {"removed": [listed]}
+    assert json.loads("".join(lines("--clear", "--json"))) == {"removed": []}
+    assert lines() == [f"{folder}: 0 files, 0 B"]
+
+
+@pytest.mark.parametrize("words", [(), ("--clear",)])
+def test_a_user_without_a_home_directory_reads_words(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    (line,) = lines(*words)
+    assert line == "nothing is kept: this user has no home directory; set XDG_CACHE_HOME to a directory"
+    assert json.loads("".join(lines("--json"))) == []
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_what_fails_while_it_is_made_is_not_stored_and_is_made_by_the_next(folde
 
 def test_clearing_removes_the_lock_of_a_killed_process_and_of_no_other(folder: Path) -> None:
     cache.store("graphs", KEY, "a model", b"content")
-    (folder / "left.lock").touch()
+    (folder / f"{KEY[:32]}.lock").touch()
     with cache.making("graphs", OTHER):
         cache.clear()
         assert [path.name for path in folder.iterdir()] == [f"{OTHER[:32]}.lock"]
@@ -181,16 +181,20 @@ def test_clearing_removes_every_file_of_the_cache_and_no_other(folder: Path) -> 
     cache.store("structures", KEY, "another", b"")
     kernels = folder.with_name("kernels")
     kernels.mkdir()
-    (kernels / "fp8-0123.linux-x86-64-v3").write_bytes(b"code")
-    (kernels / "fp8.lock").touch()
-    (folder.parent / "mine").touch()
+    (kernels / "fp8-0123456789abcdef.linux-x86-64-v3.so").write_bytes(b"code")
+    foreign = [kernels / "fp8.lock", kernels / "notes", folder / "Microsoft.cached", folder.parent / "mine"]
+    for path in foreign:
+        path.touch()
+    linked = folder / f"{OTHER[:32]}.cached"
+    linked.symlink_to(foreign[0])
+    (folder.parents[1] / "Microsoft" / "DeveloperTools").mkdir(parents=True)  # of ONNX Runtime
     listed = cache.entries()
-    assert [(entry.kind, entry.what) for entry in listed] == [
-        ("graphs", "a model"), ("structures", "another"), ("kernels", "fp8"),
+    assert [(entry.kind, entry.what, entry.key) for entry in listed] == [
+        ("graphs", "a model", KEY[:8]), ("structures", "another", KEY[:8]), ("kernels", "fp8", "01234567"),
     ]  # fmt: skip
     assert cache.clear() == listed
     assert cache.entries() == []
-    assert [path.name for path in folder.parent.rglob("*") if path.is_file()] == ["mine"]
+    assert {path for path in folder.parents[1].rglob("*") if path.is_file()} == {*foreign, linked}
 
 
 def test_an_entry_that_cannot_be_used_is_made_anew(folder: Path) -> None:
@@ -216,6 +220,32 @@ def test_who_waits_for_another_process_says_so(folder: Path, tmp_path: Path) -> 
     assert cache.made_once("graphs", KEY, lambda: ("a model", b"mine"), bytes, waiting) == b"content"
     assert waits
     assert first.wait(60) == 0
+
+
+def test_only_the_user_enters_the_directories_that_are_made(folder: Path) -> None:
+    cache.store("graphs", KEY, "a model", b"content")
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o775, 0o757])
+def test_what_others_can_write_is_not_trusted(tmp_path: Path, mode: int) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(mode)
+    assert bool(cache.why_untrusted(place)) == bool(mode & 0o022)
+
+
+def test_a_link_and_what_another_user_owns_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path, target_is_directory=True)
+    assert cache.why_untrusted(link) == f"{link} is a symbolic link"
+    place = tmp_path / "place"
+    place.mkdir(mode=0o700)
+    real = place.lstat()
+    for owner, reason in ((os.getuid(), ""), (0, ""), (os.getuid() + 1, f"{place} belongs to another user")):
+        status = os.stat_result((*real[:4], owner, *real[5:]))
+        monkeypatch.setattr(Path, "lstat", lambda _, status=status: status)
+        assert cache.why_untrusted(place) == reason
 
 
 def test_a_relative_cache_home_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +28,11 @@ MAX_FILES = 200  # of a kind; those that were not used for longest are removed f
 MAX_WAIT = 900.0  # seconds to wait for another process, which may be stopped: an export of 100 experts takes minutes
 POLL = 0.05  # seconds between two tries to get a lock
 SUFFIX, LOCK = ".cached", ".lock"
+_ENTRY = re.compile(r"[0-9a-f]{32}\.cached")
+_KERNELS = re.compile(
+    r"\w+-[0-9a-f]{16}\.\w+-[\w-]+(\.so)?"
+)  # a file of kernels, the digest of its source, system, processor
+_LOCKS = re.compile(r"[0-9a-f]{32}\.lock")
 T = TypeVar("T")
 
 
@@ -38,6 +45,12 @@ class Entry:
     bytes: int
     used: float
     path: Path
+
+    @property
+    def key(self) -> str:
+        """The beginning of the digest of all that decides it: two models may be called the same."""
+        digest = self.path.name.partition("-")[2] if self.kind == "kernels" else self.path.name
+        return digest[:8]
 
 
 def digest_of(parts: object) -> str:
@@ -69,10 +82,10 @@ def store(kind: str, key: str, what: str, body: bytes) -> None:
     """Store a content; a directory that cannot be written is not an error. `what` is shown by `qbridge cache`."""
     with suppress(OSError, RuntimeError):
         path = _place(kind, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         head = {"key": key, "digest": hashlib.sha256(body).hexdigest(), "what": what}
         write_whole(path, json.dumps(head, sort_keys=True).encode() + b"\n" + body)
-        by_age = sorted(path.parent.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime)
+        by_age = sorted(_files(kind, _ENTRY), key=lambda file: file.stat().st_mtime)
         for old in by_age[:-MAX_FILES]:
             old.unlink(missing_ok=True)
 
@@ -119,23 +132,40 @@ def entries() -> list[Entry]:
     """What the cache holds, by kind, the last used first; compiled kernels are files of another form."""
     found = []
     for kind in KINDS:
-        for path in _files(kind):
+        for path in _files(kind, _KERNELS if kind == "kernels" else _ENTRY):
             with suppress(OSError):
-                stat = path.stat()
-                found.append(Entry(kind, _what(path, kind), stat.st_size, stat.st_mtime, path))
+                status = path.stat()
+                found.append(Entry(kind, _what(path, kind), status.st_size, status.st_mtime, path))
     order = list(KINDS)
     return sorted(found, key=lambda entry: (order.index(entry.kind), -entry.used))
 
 
 def clear() -> list[Entry]:
-    """Remove what the cache holds and return it. OSError if a file cannot be removed."""
+    """Remove what the cache holds and return it; other files stay. OSError if a file cannot be removed."""
     removed = entries()
     for entry in removed:
         entry.path.unlink(missing_ok=True)
     for kind in KINDS:
-        for path in _files(kind, LOCK):
+        for path in _files(kind, _LOCKS):
             _remove_unlocked(path)
     return removed
+
+
+def make_directory(path: Path) -> None:
+    """Make the directory of a kind and the one that holds all kinds, which only this user enters; OSError."""
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (path.parent, path):
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def why_untrusted(path: Path) -> str:
+    """Return why code of a file or directory must not run, as another user may have written it; "" if it may."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a symbolic link"
+    if status.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to another user"
+    return f"{path} can be written by other users" if status.st_mode & 0o022 else ""
 
 
 def _read(kind: str, key: str, read: Callable[[bytes], T]) -> T:
@@ -162,7 +192,7 @@ def _locked(kind: str, key: str, waiting: Callable[[], None]) -> int | None:
     end = time.monotonic() + MAX_WAIT
     try:
         path = _place(kind, key).with_suffix(LOCK)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         while time.monotonic() < end:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
@@ -183,13 +213,13 @@ def _locked(kind: str, key: str, waiting: Callable[[], None]) -> int | None:
     return None
 
 
-def _files(kind: str, suffix: str = "") -> list[Path]:
-    """The files of a kind that end with `suffix`; without one all but those that are locked."""
+def _files(kind: str, name: re.Pattern[str]) -> list[Path]:
+    """The files of a kind that are called so; others in the directory are not of this package."""
     try:
-        paths = [path for path in directory(kind).iterdir() if path.is_file()]
+        paths = [*directory(kind).iterdir()]
+        return [path for path in paths if name.fullmatch(path.name) and path.is_file() and not path.is_symlink()]
     except (OSError, RuntimeError):
         return []
-    return [path for path in paths if (path.suffix == suffix if suffix else path.suffix != LOCK)]
 
 
 def _remove_unlocked(path: Path) -> None:
@@ -201,8 +231,8 @@ def _remove_unlocked(path: Path) -> None:
 
 def _what(path: Path, kind: str) -> str:
     """What a file says that it is of; the name of a file of kernels begins with theirs."""
-    if path.suffix != SUFFIX:
-        return path.name.partition("-")[0] if kind == "kernels" else ""
+    if kind == "kernels":
+        return path.name.partition("-")[0]
     try:
         with path.open("rb") as file:
             return str(_header_and_content(file.readline(1 << 16))[0].get("what", ""))
