@@ -21,6 +21,7 @@ from typing import Any
 
 from bridge._kernels import jit, objects
 from bridge._kernels.native import link
+from bridge.core.output.temporary import write_whole
 
 OTHERS = {"__init__", "build", "jit", "native", "objects"}
 
@@ -30,8 +31,8 @@ def modules() -> list[str]:
     return sorted({path.stem for path in objects.HERE.glob("*.py")} - OTHERS)
 
 
-def build(module: str, level: str, directory: Path) -> Path:
-    """Compile the kernels of one file; the result is visible in one rename."""
+def build(module: str, level: str, directory: Path, linked: bool = True) -> Path:
+    """Compile the kernels of one file; the result is visible in one rename. `linked`: as a shared library if it can."""
     jit.BUILDING = True
     names, parts = {}, []
     for function in vars(importlib.import_module(f"bridge._kernels.{module}")).values():
@@ -40,13 +41,11 @@ def build(module: str, level: str, directory: Path) -> Path:
             names[" ".join((function.__qualname__, *words))] = symbol
             parts.append(code)
     link(module, names, parts)  # fails here, and not where it is used, if the code needs numba's runtime
-    library = shared(names, parts)
+    library = shared(names, parts) if linked else None
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{objects.file_name(module, level)}{objects.LINKED if library else ''}"
-    part = directory / f".{path.name}.{os.getpid()}"
-    part.write_bytes(objects.sealed(library or objects.packed(names, parts)))
-    part.replace(path)
-    if directory == objects.HERE / "objects":  # of this source alone; others may share a user's cache
+    write_whole(path, objects.sealed(library or objects.packed(names, parts)))
+    if directory == objects.BESIDE:  # of this source alone; others may share a user's cache
         for old in {*directory.glob(f"{module}-*.{sys.platform}-{level}*")} - {path}:
             old.unlink(missing_ok=True)
     return path
@@ -131,14 +130,16 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("files", nargs="*", default=modules())
     asked.add_argument("--level", default=objects.level())
-    asked.add_argument("--out", type=Path, default=objects.HERE / "objects")
+    asked.add_argument("--out", type=Path, default=objects.BESIDE)
+    asked.add_argument("--unlinked", action="store_true", help="object files, no shared library")
     given = asked.parse_args()
     for name in [name for name in os.environ if name.startswith("NUMBA_")]:
         del os.environ[name]  # no setting of the user's gets into code that is kept
     if given.level in objects.LEVELS:
         os.environ.update(NUMBA_CPU_NAME=given.level, NUMBA_CPU_FEATURES="")
     os.environ.update(NUMBA_DISABLE_INTEL_SVML="1")
-    task = partial(build, level=given.level, directory=given.out)
+    os.umask(os.umask(0) | 0o022)  # nobody else may write code that is loaded
+    task = partial(build, level=given.level, directory=given.out, linked=not given.unlinked)
     if len(given.files) == 1:
         print(task(given.files[0]))
         return

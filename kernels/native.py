@@ -103,7 +103,10 @@ class _Overload:
 def _addresses(module: str) -> dict[str, int]:
     path = stored(module)
     if path.suffix == LINKED:
-        return load(path)
+        try:
+            return load(path)
+        except OSError:  # a file system that nothing is run from: object files are linked in memory
+            path = stored(module, linked=False)
     return link(module, *unpacked(opened(path.read_bytes()) or b""))
 
 

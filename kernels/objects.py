@@ -12,13 +12,16 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+BESIDE = HERE / "objects"
 COMPILER = ("jit.py", "build.py")  # what else decides on the machine code
 OF_LINUX = {"abm": "lzcnt", "bmi1": "bmi"}  # features that have another name there
 LINKED = ".so"  # the end of a shared library's name
@@ -30,23 +33,30 @@ LEVELS = {
 }  # of which a wheel has the code
 
 
-def stored(module: str) -> Path:
-    """The machine code of a kernel file; CannotRun if this machine has none, and it cannot be compiled."""
+def stored(module: str, linked: bool = True) -> Path:
+    """The machine code of a kernel file; CannotRun if this machine has none, and it cannot be compiled.
+
+    `linked`: a shared library will do.
+    """
+    reasons = []
     for directory in _directories():
-        if found := _found(module, directory):
+        if reason := _why_unusable(directory):
+            reasons.append(reason)
+        elif found := _found(module, directory, linked):
             return found
     for directory in _directories():
         if _is_writable(directory):
-            return _compiled(module, directory)
+            return _compiled(module, directory, linked)
     import warnings
 
     warnings.warn(
-        "kernels are compiled again in every process, some seconds for each file: no directory for their machine "
-        "code can be written; set XDG_CACHE_HOME to one that can",
+        "kernels are compiled again in every process, some seconds for each file: "
+        f"{'; '.join(reasons) or 'no directory for their machine code can be written'}; set XDG_CACHE_HOME to one that "
+        "only you can write",
         RuntimeWarning,
         stacklevel=1,  # this line, so Python shows it once for all kernels
     )
-    return _compiled(module, _temporary())
+    return _compiled(module, _temporary(), linked)
 
 
 @cache
@@ -58,11 +68,17 @@ def _temporary() -> Path:
     return Path(made.name)
 
 
-def _found(module: str, directory: Path) -> Path | None:
+def _found(module: str, directory: Path, linked: bool = True) -> Path | None:
     """A whole file of machine code, the shared library before the other."""
     name = file_name(module, level())
-    paths = (directory / f"{name}{LINKED}", directory / name)
-    return next((path for path in paths if path.is_file() and opened(path.read_bytes())), None)
+    paths = [directory / f"{name}{LINKED}"] * linked + [directory / name]
+    return next((path for path in paths if _is_whole(path)), None)
+
+
+def _is_whole(path: Path) -> bool:
+    if not path.is_file() or (path.parent != BESIDE and _why_untrusted(path)):
+        return False
+    return opened(path.read_bytes()) is not None
 
 
 def file_name(module: str, level: str) -> str:
@@ -133,23 +149,54 @@ def _features() -> set[str]:
 
 def _directories() -> Iterator[Path]:
     """Where machine code may be, the first first."""
-    yield HERE / "objects"
-    base = os.environ.get("XDG_CACHE_HOME")
+    yield BESIDE
+    from bridge.core.output.cache import directory
+
     try:
-        yield (Path(base) if base else Path.home() / ".cache") / "qbridge" / "kernels"
+        yield directory("kernels")
     except RuntimeError:  # a user without a home directory
         return
 
 
+def _why_unusable(directory: Path) -> str:
+    """Why nothing of a directory is loaded, "" if it may be. Who may write beside the kernels may write them, too.
+
+    A directory of this user's is closed to others first, as it may be of a version that did not do so.
+    """
+    if directory == BESIDE:
+        return ""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o022:
+        with suppress(OSError):
+            directory.chmod(0o700)
+    return _why_untrusted(directory)
+
+
+def _why_untrusted(path: Path) -> str:
+    from bridge.core.output.cache import why_untrusted
+
+    return why_untrusted(path)
+
+
 def _is_writable(directory: Path) -> bool:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        if directory == BESIDE:
+            directory.mkdir(exist_ok=True)
+        else:
+            from bridge.core.output.cache import make_directory
+
+            make_directory(directory)
     except OSError:
         return False
-    return os.access(directory, os.W_OK)
+    return not _why_unusable(directory) and os.access(directory, os.W_OK)
 
 
-def _compiled(module: str, directory: Path) -> Path:
+def _compiled(module: str, directory: Path, linked: bool) -> Path:
     """Compile a file in a process of its own, which imports what this one does, and nothing of its directory."""
     import subprocess  # 7 ms with what it imports
 
@@ -158,14 +205,24 @@ def _compiled(module: str, directory: Path) -> Path:
     what = f"the kernels of {module}.py cannot be compiled for this processor ({level()})"
     if getattr(sys, "frozen", False):
         raise CannotRun(f"{what} in a frozen application; run `python -m bridge._kernels.build` before it is frozen")
+    _say_once()
     command = [sys.executable, "-P", "-m", "bridge._kernels.build", module]
     env = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     env["PYTHONPATH"] = os.pathsep.join(path for path in map(str, sys.path) if path and os.pathsep not in path)
-    run = subprocess.run(
-        [*command, "--level", level(), "--out", str(directory)], capture_output=True, text=True, env=env
-    )
-    made = None if run.returncode else _found(module, directory)
+    options = ["--level", level(), "--out", str(directory), *([] if linked else ["--unlinked"])]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, env=env)
+    made = None if run.returncode else _found(module, directory, linked)
     if made is None:
         last = run.stderr.strip().rpartition("\n")[2] or "its result is not there"
         raise CannotRun(f"{what}: {last}; try it yourself: {' '.join(command)}")
     return made
+
+
+@cache
+def _say_once() -> None:
+    from bridge.core.errors import warn
+
+    warn(
+        f"kernels are compiled for this processor ({level()}), about ten seconds for each of their files that is used; "
+        "`python -m bridge._kernels.build` compiles all of them"
+    )
