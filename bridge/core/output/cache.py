@@ -94,7 +94,7 @@ def store(kind: str, key: str, what: str, body: bytes) -> None:
 def making(kind: str, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Keep other processes and threads from making the same entry during the block: they wait, and then find it.
 
-    `waiting` is called while another makes it. The system drops the lock of a process that ends. Who waits for
+    `waiting` is called once if another makes it. The system drops the lock of a process that ends. Who waits for
     MAX_WAIT, or cannot lock, goes on without.
     """
     fd = _locked(kind, key, waiting)
@@ -189,7 +189,7 @@ def _header_and_content(data: bytes) -> tuple[dict[str, str], bytes]:
 
 def _locked(kind: str, key: str, waiting: Callable[[], None]) -> int | None:
     """Open and lock the file beside an entry; None if it cannot be, or if its owner keeps it for too long."""
-    end = time.monotonic() + MAX_WAIT
+    end, is_told = time.monotonic() + MAX_WAIT, False
     try:
         path = _place(kind, key).with_suffix(LOCK)
         make_directory(path.parent)
@@ -201,7 +201,9 @@ def _locked(kind: str, key: str, waiting: Callable[[], None]) -> int | None:
                     return fd
             except BlockingIOError:
                 os.close(fd)
-                waiting()
+                if not is_told:
+                    waiting()
+                is_told = True
                 time.sleep(POLL)
                 continue
             except BaseException:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,52 +21,41 @@ from bridge.core.output import cache, made_by
 from bridge.sources.live_models import as_installed
 from bridge.targets.trt.graph import cached
 from bridge.targets.trt.graph.cached import GraphRequest, float_graph, is_kept
-from bridge.targets.trt.graph.float_graph import Graph, from_bytes, to_bytes
+from bridge.targets.trt.graph.float_graph import from_bytes, to_bytes
 from tests.models.graphs import export_once
+from tests.oracles.diffusers_oracle import HOME, needs_diffusers
 from tests.targets.trt.architectures import DECODERS, bert, llama, vit
 
-MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 FRAMEWORKS = ("torch", "transformers", "onnxscript", "sympy.core")
-# Converts to both targets, and prints which frameworks it holds and the digest of each file that was written.
+# Converts two models in two threads at once, and prints the frameworks that are loaded then and a digest of each file.
 CONVERT = """
-import hashlib, json, sys
+import hashlib, json, sys, threading
 from pathlib import Path
 import bridge
-model, scheme, calibration, out, frameworks = sys.argv[1:5] + [sys.argv[5].split()]
-bridge.convert(model, "trt", scheme, out + "/trt", calib=calibration or None, verify=bool(calibration), progress=False)
-bridge.convert(model, "ort", "int8_wo", out + "/ort", verify=False, progress=False)
-names = ("model.onnx", "model.safetensors", "genai_config.json", "bridge.json", "tokenizer.json")
-paths = [Path(out) / target / name for target in ("trt", "ort") for name in names]
-files = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-print(json.dumps([[name for name in frameworks if name in sys.modules], files]))
-"""
-# Two threads make graphs of different models at the same time, in a process that has loaded nothing for it.
-THREADS = """
-import sys, threading
-from bridge.targets.trt.graph.light_import import import_onnx_ir
-import_onnx_ir()
-from bridge.targets.trt.graph.cached import GraphRequest, float_graph
-layer = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{name}_proj" for name in ("down", "gate", "up"))]
-layer += [f"self_attn.{name}_proj" for name in "koqv"]
-names = ("lm_head", "model.embed_tokens", "model.norm", *(f"model.layers.0.{name}" for name in layer))
-sizes = dict(num_hidden_layers=1, hidden_size=24, intermediate_size=40, num_attention_heads=3, vocab_size=50)
-start, done = threading.Barrier(2), []
-def make(kind):
-    config = {"model_type": kind.lower(), "architectures": [f"{kind}ForCausalLM"], "num_key_value_heads": 1, **sizes}
-    tensors = tuple(sorted(f"{name}.weight" for name in names))
-    request = GraphRequest(config, "causal-lm", "float32", 21, True, True, tensors, {})
+models, target, scheme, calibration, out, frameworks = *sys.argv[1:6], sys.argv[6].split()
+given = {"calib": calibration} if calibration else {"verify": False}
+jobs = {"tiny-llama": (target, scheme, given), "tiny-gpt2": ("trt", "int8_wo", {"verify": False})}
+start = threading.Barrier(len(jobs))
+def convert(model):
+    target, scheme, options = jobs[model]
     start.wait()
-    float_graph(request, lambda text: None)
-    done.append(kind)
-threads = [threading.Thread(target=make, args=(kind,)) for kind in ("Llama", "Mistral")]
+    bridge.convert(f"{models}/{model}", target, scheme, f"{out}/{model}", progress=False, **options)
+threads = [threading.Thread(target=convert, args=(model,)) for model in jobs]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(*sorted(done))
+names = ("model.onnx", "model.safetensors", "genai_config.json", "bridge.json", "tokenizer.json")
+paths = [Path(out) / model / name for model in jobs for name in names]
+files = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.exists()}
+print(json.dumps([[name for name in frameworks if name in sys.modules], files]))
 """
 REQUEST = GraphRequest(
     {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 1e4},
     "causal-lm", "float32", 21, True, True, ("lm_head.weight", "model.norm.weight"), {},
 )  # fmt: skip
+
+
+Run = tuple[list[str], dict[str, str]]  # frameworks that are loaded at the end, digests of files
 
 
 @pytest.fixture
@@ -97,32 +88,75 @@ def request_of(config: Any, task: str = "causal-lm", **options: Any) -> GraphReq
     return GraphRequest(fields, task, **given, tensors=tuple(sorted(graph.weights.values())), tied={})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8_wo", pytest.param("fp8", marks=pytest.mark.product)])
-def test_the_second_conversion_loads_no_framework_and_writes_the_same_bytes(tmp_path: Path, scheme: str) -> None:
-    calibration = ""  # without one a verification would load torch
-    if scheme == "fp8":
-        calibration = str(tmp_path / "fp8.safetensors")
-        bridge.calibrate(MODEL, "fp8", samples=2, sequence=32, progress=False).save(calibration)
+def converted(directory: Path, target: str, scheme: str, calibration: str = "") -> list[Run]:
+    """Frameworks and files of two processes, one after the other, that convert the same with one cache."""
     results = []
     for run in ("first", "second"):
-        words = (MODEL, scheme, calibration, tmp_path / run, " ".join(FRAMEWORKS))
-        env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+        words = (MODELS, target, scheme, calibration, directory / run, " ".join(FRAMEWORKS))
+        env = {"XDG_CACHE_HOME": str(directory / "cache"), "PATH": "", "PYTHONPATH": str(MODELS.parents[1])}
         command = [sys.executable, "-c", CONVERT, *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    (first, files), (second, same) = results
-    assert first == list(FRAMEWORKS)
-    assert second == []
-    assert same == files
+        loaded, files = json.loads(done.stdout.splitlines()[-1])
+        results.append((loaded, files))
+    return results
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    return converted(tmp_path_factory.mktemp("usual"), "ort", "int8_wo")
 
 
 @pytest.mark.slow
-def test_two_threads_make_different_graphs_at_the_same_time(folder: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
-    assert run.stdout == "Llama Mistral\n", run.stderr
-    assert len(list(folder.iterdir())) == 2
+def test_the_second_conversion_loads_no_framework(usual: list[Run]) -> None:
+    assert [loaded for loaded, _ in usual] == [list(FRAMEWORKS), []]
+
+
+@pytest.mark.slow
+def test_both_conversions_write_the_same_bytes(usual: list[Run]) -> None:
+    (_, first), (_, second) = usual
+    assert first == second
+
+
+@pytest.mark.slow
+def test_two_threads_make_different_graphs_at_the_same_time(usual: list[Run]) -> None:
+    graphs = [name for name in usual[0][1] if name.endswith("model.onnx")]
+    assert graphs == ["tiny-llama/model.onnx", "tiny-gpt2/model.onnx"]
+
+
+@pytest.mark.product
+def test_a_calibration_file_with_outputs_needs_no_framework_either(tmp_path: Path) -> None:
+    calibration = tmp_path / "fp8.safetensors"
+    bridge.calibrate(MODELS / "tiny-llama", "fp8", samples=2, sequence=32, progress=False).save(calibration)
+    (_, first), (loaded, second) = converted(tmp_path, "trt", "fp8", str(calibration))
+    assert loaded == []
+    assert first == second
+
+
+@pytest.mark.product
+@needs_diffusers
+def test_the_graph_of_a_denoiser_is_kept_too(tmp_path: Path) -> None:
+    env = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PATH": "",
+        "PYTHONPATH": os.pathsep.join((str(MODELS.parents[1]), str(HOME))),
+    }
+
+    def lines(code: str, *words: object) -> list[str]:
+        run = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=env)
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()
+
+    lines("import sys; from tests.models.diffusion_models import save; save('dit', sys.argv[1])", tmp_path / "model")
+    code = (
+        "import sys, bridge\n"
+        "bridge.convert(sys.argv[1], 'trt', 'int8_wo', sys.argv[2], verify=False, progress=False)\n"
+        "print('torch' in sys.modules, 'diffusers' in sys.modules)"
+    )
+    loaded = [lines(code, tmp_path / "model", tmp_path / run)[-1] for run in ("first", "second")]
+    assert loaded == ["True True", "False False"]
+    first, second = ((tmp_path / run / "model.onnx").read_bytes() for run in ("first", "second"))
+    assert first == second
 
 
 CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -170,6 +204,37 @@ def test_equal_requests_are_exported_once_and_each_gets_its_own_graph(folder: Pa
     (path,) = folder.iterdir()
     assert path.stat().st_size < 100_000
     assert [entry.what for entry in cache.entries()] == ["LlamaForCausalLM, 3 layers, causal-lm, float32, opset 21"]
+
+
+def test_the_progress_says_whether_a_graph_is_made_or_kept(folder: Path, exports: list[str]) -> None:
+    request = request_of(llama(num_hidden_layers=3))
+    texts: list[str] = []
+    float_graph(request, texts.append)
+    assert "graph: kept" not in texts
+    texts.clear()
+    float_graph(request, texts.append)
+    assert texts == ["graph: kept"]
+
+
+def test_the_progress_says_who_else_makes_the_graph(
+    folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(llama(num_hidden_layers=3))
+    texts: list[str] = []
+    monkeypatch.setattr(cache, "MAX_WAIT", 0.1)  # then it goes on without
+    with cache.making("graphs", request.key):
+        float_graph(request, texts.append)
+    assert texts[0] == "graph: another process makes it"
+    texts.clear()
+    monkeypatch.setattr(cached, "_MAKING", lock := threading.Lock())
+    lock.acquire()
+
+    def hear(text: str) -> None:
+        texts.append(text)
+        lock.release()
+
+    float_graph(replace(request, tensors=request.tensors[::-1]), hear)
+    assert texts == ["graph: another thread makes one"]
 
 
 CHANGES: dict[str, Callable[[GraphRequest], GraphRequest]] = {
@@ -240,14 +305,19 @@ def test_an_editable_package_keeps_nothing(folder: Path, exports: list[str], mon
     assert not folder.exists()
 
 
-@pytest.mark.slow
-def test_where_a_config_came_from_changes_no_graph_and_no_key() -> None:
+ORIGIN = {"_name_or_path": "a", "transformers_version": "4.1"}
+
+
+def test_where_a_config_came_from_changes_no_key() -> None:
+    configs = [{**REQUEST.config, **ORIGIN, "_name_or_path": name} for name in "ab"]
+    assert len({replace(REQUEST, config=config).key for config in configs}) == 1
+
+
+@pytest.mark.product
+def test_where_a_config_came_from_changes_no_graph() -> None:
     fields = json.loads(llama(num_hidden_layers=3).to_json_string(use_diff=False))
-    origin = {"_name_or_path": "a", "transformers_version": "4.1"}
-    graphs = [to_bytes(export_once(config), {}) for config in (llama(num_hidden_layers=3), {**fields, **origin})]
+    graphs = [to_bytes(export_once(config), {}) for config in (llama(num_hidden_layers=3), {**fields, **ORIGIN})]
     assert graphs[0] == graphs[1]
-    keys = {replace(REQUEST, config={**REQUEST.config, **origin, "_name_or_path": name}).key for name in "ab"}
-    assert len(keys) == 1
 
 
 def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:
@@ -261,47 +331,6 @@ def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:
     cache.store("graphs", request.key, "", b"undamaged, and no graph")
     again, _ = float_graph(request, lambda _: None)
     assert ir.to_proto(again.model) == ir.to_proto(made.model)
-
-
-def tensor_in_a_file(name: str, location: str = "/etc/passwd") -> ir.ExternalTensor:
-    return ir.ExternalTensor(location, 0, 4, ir.DataType.FLOAT, shape=ir.Shape([1]), name=name)
-
-
-def constant_in_a_file() -> ir.Node:
-    return ir.node("Constant", [], {"value": tensor_in_a_file("data")})
-
-
-def in_a_subgraph(graph: ir.Graph) -> None:
-    branch = ir.Graph([], [], nodes=[constant_in_a_file()], opset_imports={"": 21})
-    graph.append(ir.node("If", [graph.inputs[0]], {"then_branch": branch, "else_branch": branch}, num_outputs=0))
-
-
-@pytest.mark.parametrize("where", ["weight", "initializer", "attribute", "subgraph", "function"])
-def test_a_graph_that_names_a_file_is_refused(where: str) -> None:
-    weight, other = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in ("weight", "other"))
-    for value in (weight, other):
-        value.shape = ir.Shape([1])
-    other.const_value = ir.tensor([0.0], name="other")
-    condition = ir.Value(name="condition", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    graph = ir.Graph([condition], [], nodes=[], initializers=[weight, other], opset_imports={"": 21}, name="graph")
-    model, weights = ir.Model(graph, ir_version=10), {"weight": "weight"}
-    plain = Graph(model, weights, "", {}, {})
-    from_bytes(to_bytes(plain, {}))
-    if where == "weight":
-        weights.clear()
-        weight.const_value = tensor_in_a_file("weight")
-    elif where == "initializer":
-        other.const_value = tensor_in_a_file("other", "weights")
-    elif where == "attribute":
-        graph.append(constant_in_a_file())
-    elif where == "subgraph":
-        in_a_subgraph(graph)
-    else:
-        inner = ir.Graph([], [], nodes=[constant_in_a_file()], opset_imports={"": 21})
-        function = ir.Function("domain", "name", graph=inner, attributes=[])
-        model.functions[function.identifier()] = function
-    with pytest.raises(ValueError, match="data in a file"):
-        from_bytes(to_bytes(plain, {}))
 
 
 def test_code_that_others_may_have_changed_makes_no_entry_and_reads_none(

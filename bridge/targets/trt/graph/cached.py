@@ -70,17 +70,24 @@ class GraphRequest:
 def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple[Graph, dict[str, str]]:
     """The float graph, and initializer -> checkpoint tensor. The graph is the caller's own.
 
-    A graph that is made goes through the same bytes as one that is read, so both give the same file.
+    A graph that is made goes through the same bytes as one that is read, so both give the same file. `progress` hears
+    whether it was read ("graph: kept"), is made ("export ... layers") or waited for.
     """
     if not _may_be_kept(request):
         return from_bytes(_make(request, progress))
-    return cache.made_once(
-        KIND,
-        request.key,
-        lambda: (request.what, _make(request, progress)),
-        from_bytes,
-        lambda: progress("another process makes the graph"),
-    )
+    making: list[bool] = []
+
+    def make() -> tuple[str, bytes]:
+        making.append(True)
+        return request.what, _make(request, progress)
+
+    def waiting() -> None:
+        progress("graph: another process makes it")
+
+    result = cache.made_once(KIND, request.key, make, from_bytes, waiting)
+    if not making:
+        progress("graph: kept")
+    return result
 
 
 def is_kept(request: GraphRequest) -> bool:
@@ -90,7 +97,7 @@ def is_kept(request: GraphRequest) -> bool:
 
 def _make(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
     if not _MAKING.acquire(blocking=False):
-        progress("another thread makes a graph")
+        progress("graph: another thread makes one")
         _MAKING.acquire()
     try:
         return _export(request, progress)
