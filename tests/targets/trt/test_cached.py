@@ -162,7 +162,7 @@ def test_the_graph_of_a_denoiser_is_kept_too(tmp_path: Path) -> None:
 CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "llama": (llama(num_hidden_layers=3), "causal-lm", {}),
     "half": (
-        llama(num_hidden_layers=3, tie_word_embeddings=True), "causal-lm", {"dtype": "bfloat16", "opset": 23},
+        llama(num_hidden_layers=1, tie_word_embeddings=True), "causal-lm", {"dtype": "bfloat16", "opset": 23},
     ),
     "no cache": (llama(num_hidden_layers=3), "causal-lm", {"cache": False}),
     "mixtral": (DECODERS["mixtral"](), "causal-lm", {}),
