@@ -41,13 +41,13 @@ class Machine:
 class Estimate:
     """How long a conversion takes: seconds of each stage, and of what it waits for most.
 
-    `error`: the share of the time that the estimate may be wrong by, unless what bounds it has a `rate` (bytes a
-    second, else 0) that is assumed. `without`: what the plan does not tell and comes on top.
+    `error`: the share of the processor time that the estimate may be wrong by; wall time was not checked. `rate`: bytes
+    a second that are assumed of what bounds it, else 0. `without`: what the plan does not tell and comes on top.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
     >>> str(bridge.estimate(plan, machine=Machine(cores=2)))
-    'about 1 s, limited by start-up; give or take 25 %'
+    'about 1 s, limited by start-up; the processor time give or take 25 %'
     """
 
     stages: dict[str, float]
@@ -68,7 +68,7 @@ class Estimate:
     def __str__(self) -> str:
         assumed = f" at {size(round(self.rate))}/s, which is assumed" if self.rate else ""
         text = f"{duration(self.seconds)}, limited by {self.bound}"
-        text += assumed or f"; give or take {self.error * 100:.0f} %"
+        text += assumed or f"; the processor time give or take {self.error * 100:.0f} %"
         return f"{text}, without {' and '.join(self.without)}" if self.without else text
 
 
@@ -77,7 +77,7 @@ class Speeds:
     """The table `mappings/speed.toml`, which `benchmarks/speed.py` writes.
 
     `probe`: seconds of what `speed_here` measures. `start`, `write`, `verify`: processor seconds by operation: `once`,
-    `tensor`, or for each value. `disk`, `connection`: bytes a second. `error`: see `Estimate`.
+    `tensor`, or for each value. `disk`, `remote`: bytes a second. `error`: see `Estimate`.
     """
 
     probe: float
@@ -112,7 +112,7 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
     >>> bridge.estimate(plan).bound
     'start-up'
     """
-    speeds, work, given = read_speeds(), work_of(plan), machine
+    speeds, work, assumes = read_speeds(), work_of(plan), machine is None
     machine = machine or machine_here(model, speeds)
     start = spent(speeds.start, work) / machine.speed
     stages, waits = {"start": start}, {START: start, PROCESSOR: 0.0, SOURCE: 0.0, DISK: 0.0}
@@ -123,8 +123,9 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
         waits = {name: waits[name] + seconds.get(name, 0.0) for name in waits}
     without = ["the calibration"] if plan.calibration else []
     without += [] if plan.target in speeds.targets else [f"what {plan.target} makes beside tensors"]
-    made = Estimate(stages, waits, speeds.error, without=tuple(without))
-    return made if given else replace(made, rate={SOURCE: machine.source, DISK: machine.disk}.get(made.bound, 0.0))
+    estimated = Estimate(stages, waits, speeds.error, without=tuple(without))
+    rates = {SOURCE: machine.source, DISK: machine.disk} if assumes else {}
+    return replace(estimated, rate=rates.get(estimated.bound, 0.0))
 
 
 def stage_waits(stage: str, table: dict[str, float], work: Work, machine: Machine, fits: bool) -> dict[str, float]:

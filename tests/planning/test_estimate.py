@@ -19,7 +19,7 @@ from bridge.core.machine import cached_share
 from bridge.planning import estimate as estimates
 from bridge.planning.estimate import DISK, PROCESSOR, SOURCE, START, Machine, estimate, read_speeds
 from bridge.planning.plan import Plan
-from bridge.planning.work import operation_of, work_of
+from bridge.planning.work import Work, operation_of, work_of
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from tests.models.sources_made import made_llama
@@ -95,6 +95,17 @@ def test_points_that_were_left_out_are_predicted() -> None:
     assert errors[int(0.9 * len(errors))] <= read_speeds().error + 0.05
     assert errors[len(errors) // 2] < 0.15
     assert errors[-1] < 1
+
+
+def test_the_largest_model_is_predicted_from_smaller_ones() -> None:
+    """No size of its own is in the fit: within a third, which is no number of the fit."""
+    points = json.loads(speed.POINTS.read_text())
+    largest, others = ([point for point in points if (point["size"] == "1.1b") is same] for same in (True, False))
+    fits = {stage: speed.fit(others, stage) for stage in speed.STAGES}
+    for point in largest:
+        predicted = sum(estimates.spent(fits[stage], Work(**point["work"])) for stage in speed.STAGES)
+        assert predicted == pytest.approx(sum(point[stage][0] for stage in speed.STAGES), rel=1 / 3), point["scheme"]
+    assert len(largest) == len(speed.STREAMED)
 
 
 def test_the_slowest_of_processor_source_and_disk_decides(plan: Plan) -> None:

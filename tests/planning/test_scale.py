@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import bridge
-from benchmarks.scale import KIMI_K2, LLAMA_70B, Cluster, Part, predict, simulate, spread
+from benchmarks.scale import KIMI_K2, LLAMA_70B, TASK, Cluster, Part, predict, simulate, spread
+from benchmarks.speed import SHAPES
 from bridge.planning.plan import Plan
 from bridge.planning.work import work_of
 from bridge.sources.opening import open_source
@@ -36,6 +38,22 @@ def test_workers_take_the_next_partition_when_they_are_free() -> None:
     parts = [Part(seconds, 0) for seconds in (4.0, 1.0, 1.0, 2.0)]
     assert simulate(parts, 2, math.inf) == pytest.approx(4)
     assert simulate([Part(part.seconds, 0) for part in parts], 1, math.inf) == pytest.approx(8)
+
+
+# Measured by `python -m benchmarks.scale_measured shared` (docs/pages/performance.md): workers -> seconds.
+MEASURED = {1: 33.6, 2: 16.5, 4: 9.6}
+
+
+@pytest.mark.parametrize("workers", MEASURED)
+def test_what_was_measured_is_predicted(workers: int, tmp_path: Path) -> None:
+    """0.1 B from a server that answers after 0.1 s and sends 1 MB/s over a connection, processes of a core each."""
+    shape = SHAPES["0.1b"]
+    config = shape | {"head_dim": shape["hidden_size"] // shape["num_attention_heads"]}
+    root = write_sparse(tmp_path / "model", config, llama_specs(config))
+    source = open_source(root)
+    cluster = Cluster("", 1, math.inf, workers, network=math.inf, connection=1e6)
+    predicted = predict(bridge.plan(source, "hf", "fp8_pc_pt"), source, cluster, verify=False)
+    assert predicted.stages["write"] - TASK == pytest.approx(MEASURED[workers], rel=0.15)
 
 
 def test_workers_share_the_disk_and_leave_what_they_do_not_need() -> None:
