@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -18,16 +17,8 @@ EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity failed."
 TYPES = {str: click.STRING, int: click.INT, float: click.FLOAT, Path: click.Path(path_type=Path)}
 
 
-@dataclass(frozen=True, init=False)
 class Declared:
     """What an annotation adds to the type: `Annotated[int, Option("--count", help="how many", min=1)]`."""
-
-    names: tuple[str, ...]
-    help: str
-    metavar: str | None
-    min: int | None
-    hidden: bool
-    complete: Callable[[str], list[str]] | None
 
     def __init__(
         self,
@@ -38,8 +29,8 @@ class Declared:
         hidden: bool = False,
         complete: Callable[[str], list[str]] | None = None,
     ) -> None:
-        given = {"names": names, "help": help, "metavar": metavar, "min": min, "hidden": hidden}
-        self.__dict__.update(given, complete=complete)
+        self.names, self.help, self.metavar = names, help, metavar
+        self.min, self.hidden, self.complete = min, hidden, complete
 
 
 class Option(Declared):
@@ -57,7 +48,7 @@ def verb(
 
     def make(function: Callable[..., None]) -> click.Command:
         epilog = "\n\n".join([*([exits] if exits else []), f"Example: {example}"])
-        params = [_param(given) for given in inspect.signature(function, eval_str=True).parameters.values()]
+        params = [_param(one) for one in inspect.signature(function, eval_str=True).parameters.values()]
         return cls(function.__name__, callback=function, params=params, help=inspect.getdoc(function), epilog=epilog)
 
     return make
@@ -70,16 +61,14 @@ class Group(click.Group):
         return list(self.commands)
 
 
-def _param(given: inspect.Parameter) -> click.Parameter:
+def _param(parameter: inspect.Parameter) -> click.Parameter:
     """The argument or flag of one parameter."""
-    kind, declared = get_args(given.annotation)
-    kind = get_args(kind)[0] if isinstance(kind, UnionType) else kind  # `str | None`
-    several = get_origin(kind) is list
-    kind = get_args(kind)[0] if several else kind
-    required = given.default is inspect.Parameter.empty
+    annotation, declared = get_args(parameter.annotation)
+    kind, several = _kind(annotation)
+    required = parameter.default is inspect.Parameter.empty
     more: dict[str, Any] = {"help": declared.help, "required": required}
     if not required:
-        more["default"] = given.default
+        more["default"] = parameter.default
     if kind is not bool:
         more["type"] = TYPES[kind] if declared.min is None else click.IntRange(min=declared.min)
     if several:
@@ -87,10 +76,16 @@ def _param(given: inspect.Parameter) -> click.Parameter:
     if (complete := declared.complete) is not None:
         more["shell_complete"] = lambda _ctx, _param, begin: complete(begin)
     if isinstance(declared, Argument):
-        return click.Argument([given.name], metavar=declared.metavar, nargs=-1 if several else 1, **more)
-    names = declared.names or (f"--{given.name.replace('_', '-')}",)
+        return click.Argument([parameter.name], metavar=declared.metavar, nargs=-1 if several else 1, **more)
+    names = declared.names or (f"--{parameter.name.replace('_', '-')}",)
     metavar = declared.metavar or (None if kind is bool else f"<{kind.__name__.lower()}>")
     return click.Option(
-        [given.name, *names], is_flag=kind is bool, multiple=several, metavar=metavar, hidden=declared.hidden,
-        show_default=bool(given.default) and not required, **more,
+        [parameter.name, *names], is_flag=kind is bool, multiple=several, metavar=metavar, hidden=declared.hidden,
+        show_default=bool(parameter.default) and not required, **more,
     )  # fmt: skip
+
+
+def _kind(annotation: Any) -> tuple[type, bool]:
+    """The type of one word, and whether there may be several: `list[str] | None` has words of `str`."""
+    single = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
+    return (get_args(single)[0], True) if get_origin(single) is list else (single, False)

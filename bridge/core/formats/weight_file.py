@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from bridge.core.files.span import Extent, Span
 
 
-class WeightFile:
+class WeightFile(ABC):
     """One file of tensors: opening it reads its header, a tensor is read on request."""
 
     path: Path
@@ -22,14 +23,14 @@ class WeightFile:
     specs: Mapping[str, TensorSpec]
     extras: tuple[str, ...] = ()  # names of entries that are no tensors
 
-    def extent(self, name: str) -> Extent:
-        raise NotImplementedError
+    @abstractmethod
+    def extent(self, name: str) -> Extent: ...
 
-    def read(self, name: str) -> np.ndarray:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, name: str) -> np.ndarray: ...
 
-    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
-        raise NotImplementedError
+    @abstractmethod
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray: ...
 
-    def offset(self, name: str) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def offset(self, name: str) -> int: ...
