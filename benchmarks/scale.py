@@ -45,8 +45,9 @@ LATENCY = 0.1  # seconds of an S3 request: "roughly 100-200 milliseconds" (Amazo
 CONNECTION = 85e6  # bytes a second of one connection to S3, of the 50 to 100 MB/s that `core.remote.blocks` counts with
 AHEAD = min(CONNECTIONS, MEMORY // BLOCK // 4)  # blocks after the one that a thread reads
 UPLOADS = 12  # parts that obstore sends at once
+# Both by `python -m benchmarks.scale_measured constants`.
 HASHED = 1.4e9  # bytes a second of the SHA-256 that is taken of a file before it is sent, on one core
-TASK = 1.5  # seconds from a call of Ray to its first byte: a process starts and imports; measured by --check
+TASK = 1.5  # seconds from a call of Ray to its first byte: a process starts and imports
 UPLOAD, SHARED = "the upload", "the shared file system"
 
 

@@ -2,11 +2,13 @@
 
 python -m benchmarks.scale_measured shared     0.1 B from a slow server, by 1, 2 and 4 processes, and predicted
 python -m benchmarks.scale_measured rows       eight conversions of 0.1 B here, 1, 2 and 4 at once
+python -m benchmarks.scale_measured constants  the rate of SHA-256 and the start of a task of Ray, which are assumed
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -94,6 +96,27 @@ def rows(workers: Sequence[int], work: Path) -> None:
         )
 
 
+def constants() -> None:
+    """What the prediction assumes of one core: the digest before an upload, and a task of Ray until it has imported."""
+    import ray
+
+    block = bytes(64 << 20)
+    begin = time.perf_counter()
+    hashlib.sha256(block)
+    print(f"SHA-256: {len(block) / (time.perf_counter() - begin) / 1e9:.2f} GB/s")
+
+    def imported() -> float:
+        import bridge.workflows.batch.engines.ray_rows  # noqa: F401
+
+        return time.time()
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    for _ in range(3):  # each in a new process
+        start = time.time()
+        print(f"a task: {ray.get(ray.remote(max_calls=1)(imported).remote()) - start:.2f} s")
+    ray.shutdown()
+
+
 def _small(work: Path) -> Path:
     model = work / "llama-0.1b"
     if not model.exists():
@@ -176,13 +199,15 @@ def serve(root: Path, rate: float, port: Connection, asked_at: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("shared", "rows"))
+    parser.add_argument("what", choices=("shared", "rows", "constants"))
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--rate", type=float, default=1e6, help="bytes a second of each connection")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench-speed")
     args = parser.parse_args()
     if args.what == "rows":
         rows(args.workers, args.work)
+    elif args.what == "constants":
+        constants()
     else:
         shared(args.workers, args.work, args.rate)
 

@@ -111,25 +111,23 @@ def one_run(model: Path, size: str, target: str, scheme: str, work: Path) -> dic
         calib = str(work / f"{size}-{scheme}.safetensors")
         if not Path(calib).exists():
             make_calibration(model, Path(calib), scheme)
+    stages = work / "stages.json"
+    words = ["convert", str(model), "--target", target, "--out", str(out), "--quiet", *_words(scheme, calib)]
     load, begin = os.getloadavg()[0], time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.speed", "--one", str(model), target, scheme, str(out), calib],
-        stdout=subprocess.PIPE,
-    )
-    text = process.stdout.read() if process.stdout else b""
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.speed_one", str(stages), *words])
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - begin
     process.returncode = status
     if status:
         sys.exit(f"{model} to {target} in {scheme} failed")
-    stages = json.loads(text)
+    seconds = json.loads(stages.read_text())
     rest = [usage.ru_utime + usage.ru_stime, wall]
     for stage in STAGES[1:]:
-        rest = [total - spent for total, spent in zip(rest, stages[stage], strict=True)]
-    stages[STAGES[0]] = rest
+        rest = [total - spent for total, spent in zip(rest, seconds[stage], strict=True)]
+    seconds[STAGES[0]] = rest
     return {
         "size": size, "target": target, "scheme": scheme, "load": round(load, 1),
-        **{stage: [round(seconds, 3) for seconds in stages[stage]] for stage in STAGES}, "work": asdict(work_of(plan)),
+        **{stage: [round(value, 3) for value in seconds[stage]] for stage in STAGES}, "work": asdict(work_of(plan)),
     }  # fmt: skip
 
 
@@ -137,29 +135,10 @@ def _options(scheme: str) -> dict[str, Any]:
     return {"dtype": "fp16"} if scheme == FLOAT16 else {}
 
 
-def convert_one(model: str, target: str, scheme: str, out: str, calib: str) -> None:
-    """Convert, and print the processor and wall seconds of each stage."""
-    from contextlib import contextmanager
-
-    import bridge
-    from bridge.api.conversion import Clock
-    from bridge.core.machine import keep_pages
-
-    spent: dict[str, tuple[float, float]] = {}
-    stage = Clock.stage
-
-    @contextmanager
-    def timed(clock: Clock, name: str) -> Any:
-        processor, wall = time.process_time(), time.perf_counter()
-        with stage(clock, name):
-            yield
-        spent[name] = (time.process_time() - processor, time.perf_counter() - wall)
-
-    Clock.stage = timed  # type: ignore[method-assign]
-    keep_pages()  # as the command line does
-    quant = None if scheme in ("none", FLOAT16) else scheme
-    bridge.convert(model, target, quant, out, calib=calib or None, progress=False, **_options(scheme))
-    print(json.dumps({name: list(spent[name]) for name in STAGES[1:]}))
+def _words(scheme: str, calib: str) -> list[str]:
+    quant = [] if scheme in ("none", FLOAT16) else ["--quant", scheme]
+    dtype = ["--dtype", "fp16"] if scheme == FLOAT16 else []
+    return [*quant, *dtype, *(["--calib", calib] if calib else [])]
 
 
 def fit(points: Sequence[Point], stage: str) -> dict[str, float]:
@@ -216,9 +195,6 @@ def error_of(errors: Sequence[float]) -> float:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        convert_one(*sys.argv[2:])
-        return
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench-speed")
     parser.add_argument("--measure", action="store_true")
