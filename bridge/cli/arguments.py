@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_type_hints
 
 import click
+from click.shell_completion import CompletionItem
 
 from bridge.cli.terminal import Terminal
 from bridge.cli.verb import Argument, Option, verb
@@ -65,7 +66,7 @@ Planned = Annotated[
     Option(help="scheme name (`qbridge show schemes`) or recipe file; default: none", complete=complete_scheme),
 ]
 Scheme = Annotated[str, Option(help="scheme name (`qbridge show schemes`) or recipe file", complete=complete_scheme)]
-Kv = Annotated[str | None, Option(help="the KV cache: fp8, int8 or nvfp4", complete=_complete_kv)]
+Kv = Annotated[str | None, Option(help="the KV cache: fp8, int8, nvfp4; fp8_cast, nvfp4_cast: without measured scales", complete=_complete_kv)]
 Config = Annotated[str | None, Option(help="JSON file; its entries replace those of config.json")]
 Tokenizer = Annotated[str | None, Option(help="directory or hub id of the tokenizer; default: the model's")]
 Base = Annotated[str | None, Option(help="the model under a LoRA adapter; default: the one that the adapter names")]
@@ -181,6 +182,16 @@ def target_flags() -> dict[str, inspect.Parameter]:
 
 class TargetCommand(click.Command):
     """A verb whose help has sections, the options of each target under a heading of their own."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The flags of the chosen target, or of all, beside what the help lists without a heading."""
+        offered = super().shell_complete(ctx, incomplete)
+        if not incomplete.startswith("-"):
+            return offered
+        chosen = ctx.params.get("target")
+        options = [option for option in target_options() if chosen in (None, option.target)]
+        flags = {name: option.help for option in options for name in option.names.split("/")}
+        return offered + [CompletionItem(name, help=text) for name, text in flags.items() if name.startswith(incomplete)]
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Arguments stand in the sections."""

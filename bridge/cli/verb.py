@@ -12,9 +12,20 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 import click
+from click.shell_completion import CompletionItem
+
+
+class Word(click.ParamType):
+    """A text; the shell completes it as a file, which most texts may name."""
+
+    name = "text"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
 
 EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity failed."
-TYPES = {str: click.STRING, int: click.INT, float: click.FLOAT, Path: click.Path(path_type=Path)}
+TYPES = {str: Word(), int: click.INT, float: click.FLOAT, Path: click.Path(path_type=Path)}
 
 
 class Declared:
@@ -74,7 +85,7 @@ def _param(parameter: inspect.Parameter) -> click.Parameter:
     if several:
         more["callback"] = lambda _ctx, _param, values: list(values) or None
     if (complete := declared.complete) is not None:
-        more["shell_complete"] = lambda _ctx, _param, begin: complete(begin)
+        more["shell_complete"] = lambda _ctx, _param, begin: complete(begin) or [CompletionItem(begin, type="file")]
     if isinstance(declared, Argument):
         return click.Argument([parameter.name], metavar=declared.metavar, nargs=-1 if several else 1, **more)
     names = declared.names or (f"--{parameter.name.replace('_', '-')}",)

@@ -238,10 +238,25 @@ NVFP4 = [
     ],
 )
 def test_targets_schemes_and_caches_complete(asked: str, names: list[str]) -> None:
+    assert sorted(completed(asked)) == sorted(f"plain,{name}" for name in names)
+
+
+def completed(asked: str) -> list[str]:
     words = f"qbridge {asked}"
     bash = {"_QBRIDGE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    done = CliRunner().invoke(app, [], env=bash, prog_name="qbridge")
-    assert sorted(done.stdout.split()) == sorted(f"plain,{name}" for name in names)
+    return CliRunner().invoke(app, [], env=bash, prog_name="qbridge").stdout.split()
+
+
+@pytest.mark.parametrize("asked", ["convert exa", "verify exa", "convert m --out exa", "convert m --quant exa"])
+def test_the_shell_completes_files_where_a_file_may_stand(asked: str) -> None:
+    assert completed(asked)[0] in ("file,exa", "dir,exa")
+
+
+def test_the_shell_completes_the_options_of_the_chosen_target() -> None:
+    assert {"plain,--opset", "plain,--task"} <= {*completed("convert m --target trt --")}
+    assert "plain,--opset" not in completed("convert m --target hf --")
+    assert completed("convert m --target hf --shard") == ["plain,--shard-size"]
+    assert completed("convert m --ops") == ["plain,--opset"]
 
 
 @pytest.mark.slow
