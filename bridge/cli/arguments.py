@@ -66,7 +66,10 @@ Planned = Annotated[
     Option(help="scheme name (`qbridge show schemes`) or recipe file; default: none", complete=complete_scheme),
 ]
 Scheme = Annotated[str, Option(help="scheme name (`qbridge show schemes`) or recipe file", complete=complete_scheme)]
-Kv = Annotated[str | None, Option(help="the KV cache: fp8, int8, nvfp4; fp8_cast, nvfp4_cast: without measured scales", complete=_complete_kv)]
+Kv = Annotated[
+    str | None,
+    Option(help="the KV cache: fp8, int8, nvfp4; fp8_cast, nvfp4_cast need no calibration", complete=_complete_kv),
+]
 Config = Annotated[str | None, Option(help="JSON file; its entries replace those of config.json")]
 Tokenizer = Annotated[str | None, Option(help="directory or hub id of the tokenizer; default: the model's")]
 Base = Annotated[str | None, Option(help="the model under a LoRA adapter; default: the one that the adapter names")]
@@ -191,7 +194,7 @@ class TargetCommand(click.Command):
         chosen = ctx.params.get("target")
         options = [option for option in target_options() if chosen in (None, option.target)]
         flags = {name: option.help for option in options for name in option.names.split("/")}
-        return offered + [CompletionItem(name, help=text) for name, text in flags.items() if name.startswith(incomplete)]
+        return offered + [CompletionItem(name, help=flags[name]) for name in flags if name.startswith(incomplete)]
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Arguments stand in the sections."""

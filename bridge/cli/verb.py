@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 
-class Word(click.ParamType):
+class Word(click.types.StringParamType):
     """A text; the shell completes it as a file, which most texts may name."""
 
     name = "text"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.core.errors import TableError
+from bridge.core.errors import TableError, UsageError
 from bridge.core.machine import available_memory, cached_share, cores
 from bridge.core.mappings import mappings, read_table
 from bridge.core.places import is_remote
@@ -107,11 +107,18 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
         verify: with the comparison that `convert` makes unless it is told not to.
         machine: None measures a core for some milliseconds, counts cores, and takes the table's disk.
 
+    Raises:
+        UsageError: `plan` is none, or the machine has no cores or rates.
+
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
     >>> bridge.estimate(plan).bound
     'start-up'
     """
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan: {type(plan).__name__} is not a plan; pass what bridge.plan(...) returns")
+    if machine and min(machine.cores, machine.speed, machine.source, machine.disk) <= 0:
+        raise UsageError(f"machine: cores, speed, source and disk are above 0: {machine}")
     speeds, work, assumes = read_speeds(), work_of(plan), machine is None
     machine = machine or machine_here(model, speeds)
     start = spent(speeds.start, work) / machine.speed

@@ -15,6 +15,7 @@ import pytest
 import bridge
 from benchmarks import speed
 from bridge.core import machine as machines
+from bridge.core.errors import UsageError
 from bridge.core.machine import cached_share
 from bridge.planning import estimate as estimates
 from bridge.planning.estimate import DISK, PROCESSOR, SOURCE, START, Machine, estimate, read_speeds
@@ -189,3 +190,14 @@ def test_files_are_asked_whether_memory_holds_them(tmp_path: Path, monkeypatch: 
     assert made.source == pytest.approx(read_speeds().disk * 2, rel=0.1)
     monkeypatch.setattr(machines.os, "preadv", lambda *_: 1)
     assert estimates.machine_here(str(tmp_path), read_speeds()).source == math.inf
+
+
+@pytest.mark.parametrize("machine", [Machine(0), Machine(2, speed=0.0), Machine(2, disk=-1.0)])
+def test_a_machine_without_cores_or_rates_is_refused(plan: Plan, machine: Machine) -> None:
+    with pytest.raises(UsageError, match="above 0"):
+        estimate(plan, machine=machine)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(UsageError, match="str is not a plan"):
+        estimate("examples/models/tiny-llama")  # type: ignore[arg-type]

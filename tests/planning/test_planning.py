@@ -148,7 +148,7 @@ def test_unknown_words_are_told_the_known_ones() -> None:
 def test_half_graphs_need_an_opset_with_float32_scales() -> None:
     plan = bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16")
     assert plan.options["opset"] == 23
-    with pytest.raises(UsageError, match="use 23 to 24"):
+    with pytest.raises(UsageError, match="to float16 with float32 scales; use 23 to 24"):
         bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16", opset=21)
 
 

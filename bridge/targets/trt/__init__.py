@@ -107,20 +107,23 @@ class Trt(StreamedTarget):
                 raise EngineUnavailable(f"engine=True: no TensorRT engine can be built here: {reason}")
         task = choose_task(options.task, structure.architecture)
         chosen = float_dtype(options.dtype, specs, "of graphs")
-        least = self._least_opset(chosen, scheme, structure)
+        least, why = self._least_opset(chosen, scheme, structure)
         opset = options.opset or least
         if not least <= opset <= NEWEST_OPSET:
-            raise UsageError(f"opset {opset} is not possible for this model and scheme; use {least} to {NEWEST_OPSET}")
+            reason = why if opset < least else f"{NEWEST_OPSET} is the newest that bridge writes"
+            raise UsageError(f"opset {opset} is not possible: {reason}; use {least} to {NEWEST_OPSET}")
         return dataclasses.replace(options, task=task, dtype=chosen, opset=opset)
 
     @staticmethod
-    def _least_opset(chosen: str, scheme: Scheme | None, structure: Structure) -> int:
-        """21 has block scales; 23 allows float32 scales with half data (`output_dtype`) and has FLOAT4E2M1."""
+    def _least_opset(chosen: str, scheme: Scheme | None, structure: Structure) -> tuple[int, str]:
+        """The oldest opset, and why no older one."""
         chosen_formats = (scheme.format_of(site) for site in structure.sites) if scheme else ()
         formats = [format_ for format_ in chosen_formats if isinstance(format_, Format)]
-        fp4 = any(numeric.dtype == "float4_e2m1fn" for format_ in formats for numeric in format_.weight)
-        quantized = bool(formats or (scheme and scheme.kv))
-        return 23 if fp4 or (quantized and chosen != "float32") else 21
+        if any(numeric.dtype == "float4_e2m1fn" for format_ in formats for numeric in format_.weight):
+            return 23, "older ones have no FP4"
+        if (formats or (scheme and scheme.kv)) and chosen != "float32":
+            return 23, f"older ones cannot dequantize to {chosen} with float32 scales"
+        return 21, "older ones have no scales of blocks"
 
     def why_unsupported(self, format_: Format, options: TrtOptions) -> str:
         codes = {n.dtype for n in (*format_.weight, *((format_.input,) if format_.input else ()))}
