@@ -43,7 +43,7 @@ from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 from tests.oracles.prune_grid import best_of_grid, combinations_of
 
 ROOT = Path(__file__).resolve().parent.parent
-HELD_OUT = ROOT / "bridge/calibration/default_text.txt"
+HELD_OUT = ROOT / "bridge/calibration/data/default_text.txt"
 WINDOWS, LONG, CHOICES = 30, 512, 3
 IMPORTANCES = ("output", "minitron", "weights")
 SHARES = ("85%", "70%", "60%")

@@ -39,7 +39,7 @@ from bridge.api.sensitivity.divergence import kl
 from bridge.api.verbs import fake_quantize
 from bridge.calibration.amount import BY_ALGORITHM
 from bridge.calibration.data import SAMPLES, Sampling
-from bridge.calibration.documents import documents
+from bridge.calibration.data.documents import documents
 from bridge.calibration.modelopt import bindings_of
 from bridge.calibration.reference_outputs import perplexity, runner
 from bridge.core.dtypes import to_float32

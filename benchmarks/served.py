@@ -18,7 +18,7 @@ import bridge
 from bridge.core.formats.safetensors import SafetensorsFile
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "tiny-llama"
-TEXT = MODEL.parent.parent.parent / "bridge" / "calibration" / "default_text.txt"
+TEXT = MODEL.parent.parent.parent / "bridge" / "calibration" / "data" / "default_text.txt"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 TOKENS = 4096
 

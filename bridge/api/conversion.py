@@ -253,7 +253,7 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
     compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
-        from bridge.calibration.modelopt import check_device
+        from bridge.calibration.requirements import check_device
 
         assert resolved.scheme
         check_device(resolved.scheme, request.device)

@@ -357,7 +357,7 @@ def _dataset(
 
 def _texts(dataset_name: str | Path | None, tokenizer: Any, count: int) -> list[str]:
     """At most `count` texts: the documents, or pieces of the only document."""
-    from bridge.calibration.documents import documents
+    from bridge.calibration.data.documents import documents
 
     texts = documents(dataset_name, lambda: tokenizer, count)
     if len(texts) == 1:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from bridge.calibration.compute import model_in_memory
 from bridge.calibration.data import Data
-from bridge.calibration.modelopt import PACKAGES, check_data, check_device, fake_quantize, fingerprint
+from bridge.calibration.modelopt import PACKAGES, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
+from bridge.calibration.requirements import check_data, check_device
 from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, stacked_bytes, tokens_of
 from bridge.calibration.walk.workers.device import device_of, home_of
 from bridge.calibration.walk.workers.processes import Workers, check_same

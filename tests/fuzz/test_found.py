@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.calibration.documents import documents
+from bridge.calibration.data.documents import documents
 from bridge.core.errors import BridgeError, SourceError, TableError
 from bridge.core.files.archive import open_folder
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bridge.api.sensitivity.job import Job
 from bridge.api.sensitivity.measure import Costs, structure_in
 from bridge.calibration.data import Data
-from bridge.calibration.modelopt import check_device
+from bridge.calibration.requirements import check_device
 from bridge.calibration.walk.block_errors import ALL, BlockErrors, measure_block_errors
 from bridge.core.progress import Progress
 from bridge.core.values import CACHE

@@ -17,7 +17,8 @@ from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_tok
 from bridge.api.sensitivity.job import Job
 from bridge.calibration.data import Data
 from bridge.calibration.gradient_scores import gradient_scores
-from bridge.calibration.modelopt import FakeQuantized, check_device, fake_quantize
+from bridge.calibration.modelopt import FakeQuantized, fake_quantize
+from bridge.calibration.requirements import check_device
 from bridge.calibration.walk.toggles import Toggles, turned_on
 from bridge.core.progress import Progress
 from bridge.core.values import CACHE, Structure

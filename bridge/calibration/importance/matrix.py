@@ -15,10 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.modelopt import check_device, copy_modules, loop_over, provenance_of
+from bridge.calibration.modelopt import copy_modules, loop_over, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import answer_of, held_out_of, refusal
+from bridge.calibration.requirements import check_device
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress

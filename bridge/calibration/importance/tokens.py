@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bridge.calibration.data import Sampling, prepare
-from bridge.calibration.documents import documents
+from bridge.calibration.data.documents import documents
 from bridge.core.errors import CalibrationError
 from bridge.sources.pruned.vocabulary import Vocabulary
 from bridge.sources.source import Source

@@ -19,7 +19,7 @@ from bridge.api.request import Request, resolve, unwarned_data_of
 from bridge.api.sensitivity.budget import is_automatic, parse_automatic
 from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling
-from bridge.calibration.modelopt import check_device, check_device_name
+from bridge.calibration.requirements import check_device, check_device_name
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
 from bridge.core.output.replace import check_free
 from bridge.core.places import check_length

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.api.request import unwarned_data_of
 from bridge.calibration.data import Sampling, positions
-from bridge.calibration.documents import CHARACTERS
+from bridge.calibration.data.documents import CHARACTERS
 from bridge.core.errors import UsageError
 from bridge.workflows.distill.settings import Settings
 

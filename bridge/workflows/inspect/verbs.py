@@ -14,8 +14,8 @@ from bridge.api.plans import scheme_of
 from bridge.api.request import unwarned_data_of, warn_of
 from bridge.api.words import SchemeName
 from bridge.calibration.data import BATCH, Data, Sampling
-from bridge.calibration.modelopt import check_device_here
 from bridge.calibration.reference_outputs import runner
+from bridge.calibration.requirements import check_device_here
 from bridge.core.errors import InspectError, UsageError, warn
 from bridge.core.places import is_remote
 from bridge.core.progress import Progress

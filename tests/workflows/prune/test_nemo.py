@@ -91,7 +91,7 @@ def test_sizes_need_data() -> None:
 def test_a_checkpoint_is_pruned_for_megatron(tmp_path: Path) -> None:
     out = str(tmp_path / "pruned")
     config = PruningConfig(target_ffn_hidden_size=192, target_num_attention_heads=4, target_num_query_groups=2)
-    text = Path("bridge/calibration/default_text.txt").read_text(encoding="utf-8")
+    text = Path("bridge/calibration/data/default_text.txt").read_text(encoding="utf-8")
     assert prune("examples/models/tiny-llama", out, config, num_train_samples=4, data=[text]) == out
     written = open_source(out)
     assert written.config["intermediate_size"] == 192 and written.config["num_attention_heads"] == 4

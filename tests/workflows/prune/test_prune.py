@@ -24,7 +24,7 @@ from bridge.sources.pruned.scores import Scores
 from tests.models.decoder_families import build
 
 LLAMA = "examples/models/tiny-llama"
-HELD_OUT = Path("bridge/calibration/default_text.txt")
+HELD_OUT = Path("bridge/calibration/data/default_text.txt")
 
 
 def perplexity(model: Any, tokenizer: Any) -> float:

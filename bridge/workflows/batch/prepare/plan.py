@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bridge.api.request import ResolvedRequest, data_of, resolve
 from bridge.calibration.amount import sampling_for
-from bridge.calibration.modelopt import check_device
+from bridge.calibration.requirements import check_device
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.places import is_remote, server_of, shown
 from bridge.core.problems import Problems

@@ -1,0 +1,35 @@
+"""Calibration data of any form as batches of token ids: text, files, batches, prompts, a loop."""
+
+from bridge.calibration.data.checks import positions
+from bridge.calibration.data.prepare import prepare
+from bridge.calibration.data.rows import decoder_inputs
+from bridge.calibration.data.values import (
+    AUTO,
+    BATCH,
+    DEFAULT,
+    FP32,
+    HELD_OUT,
+    MOST_SAMPLES,
+    SAMPLES,
+    SEQUENCE,
+    Data,
+    Sampling,
+    check_compute,
+)
+
+__all__ = [
+    "AUTO",
+    "BATCH",
+    "DEFAULT",
+    "FP32",
+    "HELD_OUT",
+    "MOST_SAMPLES",
+    "SAMPLES",
+    "SEQUENCE",
+    "Data",
+    "Sampling",
+    "check_compute",
+    "decoder_inputs",
+    "positions",
+    "prepare",
+]

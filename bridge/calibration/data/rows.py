@@ -1,0 +1,89 @@
+"""Cut rows of token ids from texts.
+
+Rows are cut at even distances and get the tokenizer's special tokens, so that a row looks like a served input. Every
+n-th row is held out: calibration never sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bridge.calibration.data.checks import checked, positions
+from bridge.calibration.data.values import BATCH, HELD_OUT, SEQUENCE, Data, Sampling
+from bridge.core.errors import CalibrationError
+from bridge.core.text import number
+from bridge.sources.source import Source
+
+
+def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling) -> Data:
+    """Join the texts and cut token rows at even distances."""
+    import torch
+
+    if not any(text.strip() for text in texts):
+        raise CalibrationError(f"{where}: the calibration text is empty")
+    tokenizer = source.load_tokenizer()
+    before, after = _specials(tokenizer)
+    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    length = sampling.sequence or min(SEQUENCE, positions(source.config) or SEQUENCE)
+    content = length - len(before) - len(after)
+    if content < 1:
+        raise CalibrationError(f"sequence={length} leaves no room for text: {len(before) + len(after)} special tokens")
+    asked = sampling.rows
+    wanted, have = asked + -(-asked // HELD_OUT), len(ids) // content
+    if not ids:
+        raise CalibrationError(
+            f"{where}: the tokenizer of {source.where} makes no tokens of it; does the model's directory hold the "
+            "tokenizer's files? Give tokenizer=, or batches of token ids as calibration data"
+        )
+    if have < 2:
+        raise CalibrationError(
+            f"{where}: {number(len(ids), 'token')}, too few for a batch: one row of {length} to calibrate and one to "
+            f"hold out take {2 * content}; give more text, or a smaller sequence= (--sequence)"
+        )
+    count = min(wanted, have)
+    starts = [at * have // count * content for at in range(count)]
+    rows = [[*before, *ids[start : start + content], *after] for start in starts]
+    every = HELD_OUT + 1 if count > HELD_OUT else count
+    kept = [row for at, row in enumerate(rows) if (at + 1) % every]
+    out = [row for at, row in enumerate(rows) if not (at + 1) % every]
+    fewer = (
+        f"{where} has {have} rows of {length} tokens: {len(kept)} to calibrate with and {len(out)} to compare; {asked} "
+        "were wanted: give more text, or a smaller samples= (--samples) or sequence= (--sequence)"
+    )
+
+    def batches(some: list[list[int]]) -> tuple[dict[str, Any], ...]:
+        parts = (torch.tensor(some[at : at + BATCH], dtype=torch.int64) for at in range(0, len(some), BATCH))
+        return tuple(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), **decoder_inputs(ids, source.config)}
+            for ids in parts
+        )
+
+    data = checked(batches(kept), batches(out), source, where)
+    return replace(data, warnings=(fewer,)) if have < wanted else data
+
+
+def decoder_inputs(ids: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a decoder that writes `ids`: its start token and all but the last; {} without a decoder."""
+    from bridge.sources.live_models.loading import model_class
+
+    if not config.get("is_encoder_decoder"):
+        return {}
+    if "decoder_input_ids" not in inspect.signature(model_class(config).forward).parameters:
+        return {}  # the encoder of T5 alone is `is_encoder_decoder`, too
+    shifted = ids.roll(1, -1)
+    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    shifted[:, 0] = next((value for value in map(config.get, keys) if type(value) is int), 0)
+    return {"decoder_input_ids": shifted}
+
+
+def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
+    # what the tokenizer puts before and after a text: BOS, or [CLS] and [SEP]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = list(tokenizer("a")["input_ids"])
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == list(bare):
+            return full[:at], full[at + len(bare) :]
+    return [], []
