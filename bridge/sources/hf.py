@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError, collected
+from bridge.core.output.names import STEM
 from bridge.core.remote.path import as_path, remote
 from bridge.core.text import listed
 from bridge.core.values import Program
@@ -15,7 +16,7 @@ from bridge.sources import hub
 from bridge.sources.adapted.opening import is_adapter, open_adapted
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import config_file, settle_config
-from bridge.sources.configs.diffusion import STEM, denoiser_of, is_diffusion, with_architecture
+from bridge.sources.configs.diffusion import denoiser_of, is_diffusion, with_architecture
 from bridge.sources.dialects.hf_names import dialect_files, respelled
 from bridge.sources.quantized.fields import MODELOPT_FILE, sections
 from bridge.sources.source import Source

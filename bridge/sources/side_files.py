@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from bridge.core.files.span import Folder, Span
-from bridge.sources.configs.diffusion import STEM
+from bridge.core.output.names import STEM
 from bridge.sources.weights.containers import training
 from bridge.sources.weights.shards import Weights
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError
+from bridge.core.output.names import STEM
 from bridge.core.parsing import load_json
 from bridge.core.text import named
 from bridge.core.values import TensorSpec
-from bridge.sources.configs.diffusion import STEM
 
 # Suffix of a tensor that only quantized checkpoints have -> its writer.
 COMPANIONS = {

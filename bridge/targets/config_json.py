@@ -9,11 +9,12 @@ from typing import Any
 
 from bridge.core.errors import SourceError
 from bridge.core.output.names import GENERATION
-from bridge.sources.configs.diffusion import without_architecture
 
 
 def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None, untied: bool) -> bytes:
     """The source's config with `quantization_config` last. `untied`: the head is now a tensor of its own."""
+    from bridge.sources.configs.diffusion import without_architecture  # loads numpy
+
     result = without_architecture(config)
     _repair_rope(result)
     _repair_layer_types(result)

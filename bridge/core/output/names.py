@@ -17,3 +17,4 @@ WRITES = (MANIFEST, CALIBRATION, RECIPE, "report.json", "report.html", JOURNAL)
 
 DISTCP = ".distcp"  # the suffix of the files of a distributed checkpoint
 GGUF = ".gguf"  # the suffix of llama.cpp's files
+STEM = "diffusion_pytorch_model"  # of the weight files of a model of diffusers

@@ -13,7 +13,6 @@ from typing import Any
 from bridge.core.errors import SourceError
 from bridge.sources.config_json import read_json
 
-STEM = "diffusion_pytorch_model"  # of weight files
 INDEX = "model_index.json"
 _CLASS = "_class_name"
 PLACES = ("img_ids", "txt_ids")  # inputs: the positions of all tokens, the same for all rows

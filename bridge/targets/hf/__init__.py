@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import UsageError
-from bridge.core.output.names import GENERATION
+from bridge.core.output.names import GENERATION, STEM
 from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
-from bridge.sources.configs.diffusion import STEM
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems
 from bridge.targets.generation import DECODERS

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from bridge.core.output.names import STEM
 from bridge.core.values import TensorSpec
-from bridge.sources.configs.diffusion import STEM, is_diffusion
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ TRANSFORMERS = Names()
 
 def names_for(config: Mapping[str, Any], folder: str = "") -> Names:
     """The names that the library of a config gives."""
+    from bridge.sources.configs.diffusion import is_diffusion  # loads numpy
+
     return Names(STEM if is_diffusion(config) else "model", folder)
 
 
