@@ -52,6 +52,9 @@ def write_genai_config(
     """
     inputs = _inputs(directory / MODEL)
     caches = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
+    if states := [name for name in caches if not name.endswith((".key", ".value"))]:
+        also = ", ".join(fold_layers(states))
+        return f"no {GENAI}: the decoder of onnxruntime-genai takes keys and values, and the graph keeps {also} as well"
     extents = {(shape[1], shape[3]) for shape in caches.values()}
     if len(extents) != 1:
         several = fold_layers([f"{name} {list(shape)}" for name, shape in caches.items()])

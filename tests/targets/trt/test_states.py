@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import transformers
 
 from bridge.core.errors import BridgeError
+from bridge.sources.opening import open_source
+from bridge.targets.trt.genai_config import GENAI, write_genai_config
 from tests.models.graphs import export_once
 from tests.targets.trt import onnx_parity as parity
 
 pytestmark = pytest.mark.slow
+LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 TOLERANCE = 2e-5  # see test_export.py
 _TEXT: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -39,6 +43,15 @@ def test_convolution_states_in_chunks_and_single_tokens_with_left_padding_give_t
     for sizes in ([19], [5, 7, 7], [1] * 19):
         got = parity.in_chunks(session, ids, mask, sizes)[mask == 1]
         assert parity.relative(got, want) < TOLERANCE, sizes
+
+
+def test_genai_is_told_of_no_graph_with_states(tmp_path: Path) -> None:
+    shapes = {"input_ids": (1, 4), "past_key_values.0.conv_state": (1, 48, 3), "past_key_values.1.key": (1, 2, 0, 8)}
+    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "g", inputs, [])), tmp_path / "model.onnx")
+    why = write_genai_config(open_source(LLAMA), {}, tmp_path)
+    assert "takes keys and values, and the graph keeps past_key_values.0.conv_state as well" in why
+    assert not (tmp_path / GENAI).exists()
 
 
 def test_a_recurrent_state_is_refused_with_its_reason() -> None:
