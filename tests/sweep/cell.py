@@ -14,6 +14,7 @@ import torch
 
 import bridge
 from bridge.core.errors import BridgeError
+from bridge.targets.trt.encoder_decoder import Arrays, EncoderDecoder
 from bridge.targets.trt.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.oracles import export_oracle as oracle
@@ -93,10 +94,10 @@ def compare_export(directory: Path, scheme: str, batches: list[Any], ours: Path,
 
 
 def compare_logits(model: Any, out: Path) -> Ended:
-    """Hold a graph to transformers: decoders through the cache and left-padded, others by their first output."""
-    if not (out / "model.onnx").exists():
+    """Hold graphs to transformers: decoders through the cache and left-padded, others by their first output."""
+    if not (out / "model.onnx").exists() and not (out / "encoder.onnx").exists():
         return Ended("right", f"not run: {', '.join(sorted(path.name for path in out.glob('*.onnx')))}")
-    runtime, given = Runtime(out), feeds(model, 7)
+    given = feeds(model, 7)
     arrays = {
         name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy() for name, tensor in given.items()
     }
@@ -104,16 +105,36 @@ def compare_logits(model: Any, out: Path) -> Ended:
         with torch.no_grad():
             theirs = model(**given)
         first = (theirs if isinstance(theirs, torch.Tensor) else theirs[0]).float().numpy()
-        if not runtime.cached:
-            named = next((name for name in runtime.outputs if hasattr(theirs, name)), "")
-            wanted = getattr(theirs, named).float().numpy() if named else first
-            far = {"outputs": relative_l2(runtime.run(arrays)[named or runtime.outputs[0]], wanted)}
+        if (out / "encoder.onnx").exists():
+            far = _translated(EncoderDecoder(out), arrays, first)
         else:
-            far = _decoded(runtime, arrays["input_ids"], first)
+            far = _one_graph(Runtime(out), arrays, theirs, first)
     except Exception as error:
         return Ended("wrong", f"{type(error).__name__}: {error}"[:300])
     words = ", ".join(f"{what} {error:.0e}" for what, error in far.items())
     return Ended("right" if max(far.values()) < FLOAT else "wrong", words)
+
+
+def _one_graph(runtime: Runtime, arrays: Arrays, theirs: Any, first: np.ndarray) -> dict[str, float]:
+    if runtime.cached:
+        return _decoded(runtime, arrays["input_ids"], first)
+    named = next((name for name in runtime.outputs if hasattr(theirs, name)), "")
+    wanted = getattr(theirs, named).float().numpy() if named else first
+    return {"outputs": relative_l2(runtime.run(arrays)[named or runtime.outputs[0]], wanted)}
+
+
+def _translated(pair: EncoderDecoder, arrays: Arrays, wanted: np.ndarray) -> dict[str, float]:
+    """How far the logits of an encoder and a decoder are: of one pass, and of steps through the caches."""
+    tokens = arrays["decoder_input_ids"]
+    source = pair.source({name: array for name, array in arrays.items() if name in pair.encoder.inputs})
+    made, own = [], {}
+    for at in range(tokens.shape[1]):
+        logits, own = pair.step(tokens[:, at : at + 1], source, own)
+        made.append(logits)
+    return {
+        "logits": relative_l2(pair.run(arrays)["logits"], wanted),
+        "steps": relative_l2(np.stack(made, 1), wanted),
+    }
 
 
 def _decoded(runtime: Runtime, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
