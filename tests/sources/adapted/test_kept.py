@@ -45,9 +45,7 @@ def test_the_base_is_converted_as_without_an_adapter(tmp_path: Path) -> None:
 
 def test_the_report_says_how_to_serve_it(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "tuned", {"r": 12}, factors(12))
-    report = bridge.convert(
-        adapter, "hf", "fp8", tmp_path / "out", adapter="keep", verify=False, samples=2, sequence=32
-    )
+    report = bridge.convert(adapter, "hf", "fp8_pc_pt", tmp_path / "out", adapter="keep", verify=False)
     out = tmp_path / "out"
     assert f"vllm serve {out}" in report.command
     assert f"--enable-lora --max-lora-rank 16 --lora-modules tuned={out}/adapter" in report.command
