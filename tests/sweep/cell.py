@@ -58,6 +58,8 @@ def run(family: str, cell: str, work: Path) -> Ended:
         oracle.save(build(family, dtype), directory)
     model = oracle.load(directory)
     batches = [feeds(model, seed) for seed in range(3)]  # the last is held out
+    if target == "trt" and (pixels := batches[0].get("pixel_values")) is not None and pixels.ndim > 3:
+        _say_size(directory, pixels)
     options: dict[str, Any] = {"own_scales": True, "dtype": "bf16"} if target == "hf" else {"verify": False}
     data = {"calib": batches} if scheme in ("fp8", "int4_awq") else {}
     try:
@@ -73,6 +75,12 @@ def run(family: str, cell: str, work: Path) -> Ended:
         return Ended("wrong", "; ".join([*report.findings, *(one.why for one in failed)])[:300])
     assert scheme
     return compare_export(directory, scheme, batches[:2], out, work / f"{cell}-theirs")
+
+
+def _say_size(directory: Path, pixels: torch.Tensor) -> None:
+    """Write the size of images as a checkpoint has it: the configs of convolutional models name none."""
+    height, width = pixels.shape[-2:]
+    (directory / "preprocessor_config.json").write_text(json.dumps({"size": {"height": height, "width": width}}))
 
 
 def compare_export(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs: Path) -> Ended:
