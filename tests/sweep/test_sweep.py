@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("modelopt.torch.quantization")
 
 from tests.sweep.build import KINDS
 from tests.sweep.cell import CELLS, ENDS, run
+from tests.sweep.decoded import decode
 from tests.sweep.results import counts, read, write
 
 # A kind is met by its first target and scheme; the rest of the product waits for `make test-all`.
@@ -17,11 +19,11 @@ OF_A_KIND = {
     "decoders": ("BloomForCausalLM", "hf nvfp4_wo"),
     "dual towers": ("SiglipModel", "hf nvfp4_wo"),
     "encoder-decoders": ("T5ForConditionalGeneration", "hf nvfp4_wo"),
-    "encoders": ("MPNetForMaskedLM", "hf nvfp4_wo"),
+    "encoders": ("MPNetForMaskedLM", "hf int4_awq"),  # ModelOpt's values are others, and wrong
     "experts": ("GraniteMoeForCausalLM", "hf nvfp4_wo"),
     "hybrids": ("Lfm2MoeForCausalLM", "hf int4_awq"),
     "multimodal": ("LlavaForConditionalGeneration", "hf nvfp4_wo"),
-    "speech": ("Wav2Vec2ForCTC", "hf nvfp4_wo"),
+    "speech": ("Wav2Vec2ForCTC", "hf int4_awq"),
     "vision": ("SwinForImageClassification", "trt"),
 }
 
@@ -44,6 +46,15 @@ def test_results_are_added_by_kind_family_and_cell(tmp_path: Path) -> None:
     write(file, "vision", "B", "trt", {"end": "refused", "words": "why"})
     assert list(read(file)) == ["decoders", "vision"]
     assert counts(read(file)) == "trt: 2 refused"
+
+
+def test_int4_is_decoded_from_pairs_of_rows_scales_and_pre_scales() -> None:
+    stored = {
+        "a.weight": torch.tensor([[0x71, 0x8F]], dtype=torch.uint8),  # rows (1, -1) and (7, -8)
+        "a.weight_scale": torch.tensor([[2.0], [0.5]]),
+        "a.pre_quant_scale": torch.tensor([1.0, 3.0]),
+    }
+    assert decode(stored, "a").tolist() == [[2.0, -6.0], [3.5, -12.0]]
 
 
 @pytest.mark.slow
