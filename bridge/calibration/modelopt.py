@@ -23,7 +23,15 @@ from bridge.calibration.algorithms.codes import chosen_of, made_for
 from bridge.calibration.algorithms.columns import install
 from bridge.calibration.data import Data
 from bridge.calibration.expert_tokens import ExpertTokens
-from bridge.calibration.quantizers import QuantizerBinding, bind, calibrator, check_hooked, known_formats, quant_cfg
+from bridge.calibration.quantizers import (
+    QuantizerBinding,
+    bind,
+    calibrator,
+    check_hooked,
+    kept_from_modelopt,
+    known_formats,
+    quant_cfg,
+)
 from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
 from bridge.calibration.requirements import check_data, check_device
 from bridge.calibration.schedule import PASSES, Schedule, method_of, schedule_of
@@ -194,13 +202,30 @@ def calibrate_root(
     return FakeModel(root, tuple(bindings), attention, scales, routing.tokens, clips)
 
 
-def register_modules(model: Any) -> None:
-    """Let ModelOpt find the classes that it quantizes in a whole model: it asks some for layer 0 by name."""
+def register_modules(model: Any, cache: bool) -> None:
+    """Let ModelOpt find the classes that it quantizes in a whole model: it asks some for layer 0 by name.
+
+    `cache`: attention gets quantizers, too.
+    """
     modelopt()
     from modelopt.torch.quantization.plugins.custom import register_custom_model_plugins_on_the_fly
 
-    with quiet():
+    with quiet(), registering(cache):
         register_custom_model_plugins_on_the_fly(model)
+
+
+@contextlib.contextmanager
+def registering(cache: bool) -> Iterator[None]:
+    """Let ModelOpt make attention quantizable only with `cache`: its classes fail in Parakeet, RoFormer and Bloom."""
+    from modelopt.torch.quantization.plugins import custom
+
+    attention = {one for one in custom.CUSTOM_MODEL_PLUGINS if one.__name__ == "register_hf_attentions_on_the_fly"}
+    left = set() if cache else attention
+    custom.CUSTOM_MODEL_PLUGINS.difference_update(left)
+    try:
+        yield
+    finally:
+        custom.CUSTOM_MODEL_PLUGINS.update(left)
 
 
 def modelopt() -> Any:
@@ -251,7 +276,8 @@ def _run(
     names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
     searched: list[tuple[Any, str, Any]] = []
-    mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
+    with kept_from_modelopt(root, bindings), registering(cache=bool(live)):
+        mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
     isolate(root)
     for algorithm in schedule.algorithms:
         part = [w for w in bindings if calibrator(w.format) == algorithm]

@@ -8,7 +8,8 @@ they lower the cosine of sentence embeddings from 0.98 to 0.70 under INT8).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,37 @@ def quant_cfg(
     for pattern, setting in _globbed(named, others):
         entries.append({"quantizer_name": pattern, "cfg": setting})
     return entries
+
+
+@contextmanager
+def kept_from_modelopt(root: Any, bindings: Sequence[QuantizerBinding]) -> Iterator[None]:
+    """Hide modules that ModelOpt breaks or fails on while it makes modules quantizable, and that hold no site."""
+    from bridge.calibration.algorithms.hidden import hide
+
+    sites = {binding.module for binding in bindings}
+    hidden: list[tuple[Any, str, Any]] = []
+    for name, parent in root.named_modules():
+        for key, child in parent._modules.items():
+            path = f"{name}.{key}" if name else key
+            if child is not None and _is_broken(child) and not any(f"{site}.".startswith(f"{path}.") for site in sites):
+                hidden.append((parent, key, child))
+    for parent, key, child in hidden:
+        parent._modules[key] = hide(child)
+    try:
+        yield
+    finally:
+        for parent, key, child in hidden:
+            parent._modules[key] = child
+
+
+def _is_broken(module: Any) -> bool:
+    """Whether ModelOpt 0.47 cannot convert a module: a weight computed by weight norm, or the experts of Dbrx.
+
+    Of those it makes matrices of another shape than transformers 5 multiplies with.
+    """
+    from torch.nn.utils.parametrize import is_parametrized
+
+    return is_parametrized(module) or type(module).__name__ == "DbrxFFN"
 
 
 def check_hooked(fake: Any, bindings: Sequence[QuantizerBinding], live: Mapping[str, str]) -> None:

@@ -84,7 +84,7 @@ class Walk:
             watch.prepare(fake)
             self._schedule, modules = Schedule(streams=(0,)), set(watch.modules)
         else:
-            register_modules(fake)
+            register_modules(fake, bool(self.attention))
             self._schedule = schedule_of(scheme, [binding.format for binding in self.bindings], bool(self.attention))
         self.blocks = find_blocks(model, modules)
         self.plain, self._fake = Skeleton(model, self.blocks, device), Skeleton(fake, self.blocks, device)

@@ -98,6 +98,8 @@ def _signature(block: Any, index: int) -> Hashable:
 def _bytes(buffer: Any) -> tuple[str, tuple[int, ...], bytes]:
     import torch
 
+    if buffer.is_meta:  # made of a weight, as I-BERT makes them
+        return str(buffer.dtype), tuple(buffer.shape), b""
     return str(buffer.dtype), tuple(buffer.shape), buffer.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

@@ -1,0 +1,23 @@
+"""A stand-in through which a module can be read, but neither found nor changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class _Hidden(nn.Module):
+    """Has the attributes of a module, and none of its children, parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["of"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["of"], name)
+
+
+def hide(module: Any) -> nn.Module:
+    """Return a stand-in for a module that a walk over a model shall not meet."""
+    return _Hidden(module)

@@ -1,0 +1,68 @@
+"""What ModelOpt would break is out of its sight while it makes modules quantizable, and back afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("modelopt.torch.quantization")
+
+from modelopt.torch.quantization.plugins import custom  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
+
+from bridge.calibration.modelopt import registering  # noqa: E402
+from bridge.calibration.quantizers import kept_from_modelopt  # noqa: E402
+
+
+class DbrxFFN(nn.Module):
+    """Has the name of a module whose experts ModelOpt cuts wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Linear(3, 5)
+
+
+def model() -> Any:
+    return nn.ModuleDict({"conv": weight_norm(nn.Conv1d(3, 5, 2)), "ffn": DbrxFFN(), "plain": nn.Linear(3, 5)})
+
+
+def bindings(*modules: str) -> Any:
+    return cast(Any, [SimpleNamespace(module=name) for name in modules])
+
+
+def test_computed_weights_and_experts_of_dbrx_are_out_of_sight() -> None:
+    root = model()
+    before = {name for name, _ in root.named_modules()}
+    with kept_from_modelopt(root, bindings("plain")):
+        inside = {name for name, _ in root.named_modules()}
+        assert root["ffn"].experts.in_features == 3  # attributes can be read
+    assert inside == {"", "conv", "ffn", "plain"}
+    assert {name for name, _ in root.named_modules()} == before
+
+
+def test_a_module_that_holds_a_site_stays() -> None:
+    root = model()
+    with kept_from_modelopt(root, bindings("ffn.experts")):
+        assert "ffn.experts" in dict(root.named_modules())
+
+
+def test_modules_are_back_after_an_error() -> None:
+    root = model()
+    with pytest.raises(KeyError), kept_from_modelopt(root, ()):
+        raise KeyError
+    assert "conv.parametrizations" in dict(root.named_modules())
+
+
+def test_attention_is_made_quantizable_for_the_cache_alone() -> None:
+    def found() -> bool:
+        return any("attentions" in one.__name__ for one in custom.CUSTOM_MODEL_PLUGINS)
+
+    with registering(cache=True):
+        assert found()
+    with registering(cache=False):
+        assert not found()
+    assert found()
