@@ -248,8 +248,9 @@ class Site:
 
     `layout` of the stored weight: "out_in" (Linear), "in_out" (Conv1D), "conv" (out, in / groups, kernel...),
     "stack_out_in" or "stack_in_out" (all experts of a layer; `module` is then the name of the tensor). `keep`: why it
-    stays unquantized unless a recipe names it ("" if it is quantized). `shares`: a group whose members share one
-    per-tensor weight amax, because they are one matrix in the model.
+    stays unquantized unless a recipe names it ("" if it is quantized). `unreached`: why an input of it cannot be
+    measured ("" if it can); formats that need that stay off it unless a recipe names it. `shares`: a group whose
+    members share one per-tensor weight amax, because they are one matrix in the model.
     """
 
     module: str
@@ -260,6 +261,7 @@ class Site:
     expert: int | None = None
     keep: str = ""
     shares: str = ""
+    unreached: str = ""
 
     @property
     def stacked(self) -> bool:

@@ -44,6 +44,8 @@ MATRIX = 2  # axes
 # The input of such a matrix is unknown, and the model would read its codes as if they were the weight. vLLM does not
 # quantize conv1d and dt_proj of its MambaMixer either (vllm 00f8d44).
 NEVER_RUN = "its module never runs: the model reads the weight itself"
+# Towers of images and sounds beside text, cross attention without an encoder, heads and branches of other tasks.
+UNREACHED = "{inputs} alone does not reach it, so that its input cannot be measured; a rule that names it quantizes it"
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that also has `experts`
 
 
@@ -64,8 +66,9 @@ def trace_structure(source: Source) -> Structure:
     sites.sort(key=lambda site: place[site.weight if site.stacked else f"{site.module}.weight"])
     modules = _modules(origins)
     embeddings, attention = _embeddings(model, modules), _attention(model)
-    groups, never_run, ungrouped = _reads(model, mode, modules, {site.module for site in sites})
+    groups, never_run, unreached, ungrouped = _reads(model, mode, modules, {site.module for site in sites})
     sites = [replace(site, keep=site.keep or NEVER_RUN) if site.module in never_run else site for site in sites]
+    sites = [replace(site, unreached=unreached.get(site.module, "")) for site in sites]
     return Structure(
         architecture,
         tuple(sites),
@@ -151,8 +154,11 @@ def _embeddings(model: Any, modules: Mapping[str, tuple[str, ...]]) -> tuple[str
 
 def _reads(
     model: Any, mode: Any, modules: Mapping[str, tuple[str, ...]], sites: set[str]
-) -> tuple[tuple[InputGroup, ...], set[str], str]:
-    """Groups that share an input and modules that never run, in checkpoint names; or why they are unknown."""
+) -> tuple[tuple[InputGroup, ...], set[str], dict[str, str], str]:
+    """Groups that share an input, modules that never run, and why others are not reached; or why all is unknown.
+
+    In checkpoint names.
+    """
     if not is_diffusion_model(model) and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the others choose experts by values
     fake_tensor.log.disabled = True  # it prints a traceback of an error that is one line here
@@ -160,7 +166,7 @@ def _reads(
         with quiet():
             reads = input_reads(model, mode)
     except Exception as error:
-        return (), set(), f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
+        return (), set(), {}, f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
     finally:
         fake_tensor.log.disabled = False
     groups = []
@@ -170,7 +176,9 @@ def _reads(
             norm = next(iter(modules.get(group.norm, ())), "")
             groups.append(InputGroup(readers, norm, group.alone and bool(norm), group.plus_one and bool(norm)))
     never_run = {name for live in reads.never_run for name in modules.get(live, (live,))}
-    return tuple(attention_groups(groups) if is_diffusion_model(model) else groups), never_run, ""
+    why = UNREACHED.format(inputs=" and ".join(reads.inputs))
+    unreached = {name: why for live in reads.unreached for name in modules.get(live, (live,))}
+    return tuple(attention_groups(groups) if is_diffusion_model(model) else groups), never_run, unreached, ""
 
 
 def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
@@ -257,13 +265,19 @@ def _routers(model: Any) -> set[str]:
 
 
 def _heads(model: Any) -> set[str]:
-    """Output embeddings, and the last matrix of a classifier: outside the base model, with one row per label."""
+    """Output embeddings, and the last matrix of a classifier: outside the base model, with one row per label.
+
+    The labels of CTC are the vocabulary; Parakeet's head is a convolution.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    labels = None if "ForCausalLM" in type(model).__name__ else getattr(model.config, "num_labels", None)
+    kind = type(model).__name__
+    labels = None if "ForCausalLM" in kind else getattr(model.config, "num_labels", None)
+    labels = getattr(model.config, "vocab_size", None) if kind.endswith("ForCTC") else labels
     base = f"{getattr(model, 'base_model_prefix', '')}."
 
     def is_head(name: str, module: Any) -> bool:
-        scores = labels is not None and getattr(module, "out_features", None) == labels
+        rows = getattr(module, "out_features", getattr(module, "out_channels", None))
+        scores = labels is not None and rows == labels
         return module is head or (scores and not name.startswith(base))
 
     return {name for name, module in model.named_modules() if is_head(name, module)}

@@ -32,18 +32,22 @@ NORMS = ("LayerNorm", "RMSNorm")  # parts of class names: ModelOpt multiplies pr
 class Reads:
     """Groups of matrices that share an input, and modules that never run since another one reads their weight.
 
-    Names are live ones. A group has two or more matrices, in the order in which they run.
+    Names are live ones. A group has two or more matrices, in the order in which they run. `unreached`: modules that
+    nothing runs or reads for the `inputs` of the example.
     """
 
     groups: tuple[InputGroup, ...]
     never_run: tuple[str, ...]
+    unreached: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
 
 
 def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
     """Run `model`, whose weights are fake tensors of `mode`; exceptions of its forward are raised."""
     known: dict[tuple[type, int], bool] = {}
+    example = nested(example_inputs(model)) if is_diffusion_model(model) else _example(model)
     with own_caches(), mode, torch.no_grad(), _Watch(model) as watch:
-        out = model(**(nested(example_inputs(model)) if is_diffusion_model(model) else _example(model)))
+        out = model(**example)
     watch.returned(out)
     groups = []
     for tensor, readers in watch.reads.values():
@@ -52,7 +56,8 @@ def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
         norm = watch.norms.get(id(tensor), "")
         adds = bool(norm) and _adds_one(model.get_submodule(norm), known)
         groups.append(InputGroup(tuple(readers), norm, watch.alone(norm, list(readers)), adds))
-    return Reads(tuple(dict.fromkeys(groups)), watch.never_run())
+    given = tuple(name for name in example if name != "use_cache")
+    return Reads(tuple(dict.fromkeys(groups)), watch.never_run(), watch.unreached(), given)
 
 
 class _Watch(TorchFunctionMode):
@@ -120,6 +125,11 @@ class _Watch(TorchFunctionMode):
         """Modules whose weight was read, but whose forward never ran, nor that of a module with the same weight."""
         known = {name: others for others in self._weights.values() for name in others}
         return tuple(name for name in self._read if not self._ran & set(known[name]))
+
+    def unreached(self) -> tuple[str, ...]:
+        """Modules whose weight was not read, and whose forward never ran, nor that of a module with the same weight."""
+        idle = [names for names in self._weights.values() if not (self._ran | self._read.keys()) & set(names)]
+        return tuple(name for names in idle for name in names)
 
     def _runs(self, name: str, *_: Any) -> None:
         self._ran.add(name)

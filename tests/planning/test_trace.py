@@ -9,17 +9,20 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import bridge
 from bridge.core.errors import BridgeError
-from bridge.core.values import InputGroup, Structure
-from bridge.planning.trace import NEVER_RUN, trace_structure
+from bridge.core.values import Format, InputGroup, Structure
+from bridge.planning.trace import NEVER_RUN, _heads, trace_structure
+from bridge.quant.schemes.load import load_scheme
 from bridge.sources.live_models.checkpoint_names import live_modules, live_names
 from bridge.sources.opening import open_source
 from bridge.targets.hf.steps import MIXED
@@ -203,10 +206,36 @@ def test_what_never_runs_is_kept_and_the_rest_calibrates(name: str, tmp_path: Pa
     assert bridge.convert(model, "hf", "fp8", tmp_path / "out", calib=batches_of(model)).passed
 
 
+def test_what_the_example_does_not_reach_keeps_off_formats_that_measure_inputs() -> None:
+    config = transformers.TrOCRConfig(
+        vocab_size=97,
+        d_model=32,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=48,
+        cross_attention_hidden_size=24,
+    )
+    sites = trace_structure(open_source(transformers.TrOCRForCausalLM(config))).sites
+    unreached = [site for site in sites if site.unreached]
+    assert unreached and all(".encoder_attn." in site.module for site in unreached)
+    assert "input_ids alone does not reach it" in str(load_scheme("fp8").format_of(unreached[0]))
+    assert isinstance(load_scheme("int4_awq").format_of(unreached[0]), Format)  # as ModelOpt has it
+    assert not any(".encoder_attn." in site.module for site in sites if not site.unreached)
+
+
+@pytest.mark.parametrize("head", [nn.Linear(3, 7), nn.Conv1d(3, 7, 1)])
+def test_the_last_matrix_of_ctc_is_an_output_head(head: nn.Module) -> None:
+    kind = type("TinyForCTC", (nn.Module,), {"base_model_prefix": "encoder"})
+    tiny: Any = kind()
+    tiny.config = SimpleNamespace(vocab_size=7, num_labels=2)
+    tiny.encoder, tiny.head = nn.ModuleDict({"inner": nn.Linear(3, 7)}), head
+    assert _heads(tiny) == {"head"}
+
+
 @pytest.mark.slow
 def test_what_the_target_keeps_needs_no_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model does not run on fake tensors, the trace does not know that the convolution never runs."""
-    monkeypatch.setattr("bridge.planning.trace._reads", lambda *_: ((), set(), "not known"))
+    monkeypatch.setattr("bridge.planning.trace._reads", lambda *_: ((), set(), {}, "not known"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = build("Lfm2ForCausalLM")
     assert bridge.convert(model, "hf", "fp8", tmp_path / "out", calib=batches_of(model)).passed

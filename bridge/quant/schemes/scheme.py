@@ -73,7 +73,7 @@ class Scheme:
 
     `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `options`: the algorithm's parameters, sorted.
     `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers of the
-    model, from which negative layers count (see `bound`).
+    model, from which negative layers count (see `bound`). `told`: what was changed of a scheme by name for this model.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Scheme:
     only: tuple[str, ...] = ()
     depth: int = 0
     origin: str = field(default="", compare=False)
+    told: str = field(default="", compare=False)
 
     @property
     def format(self) -> Format:
@@ -172,7 +173,8 @@ class Scheme:
         """The format of `site`, or the reason why it stays unquantized."""
         rule = self.rule_of(site)
         if rule is None:
-            return site.keep or self._beside(site) or _without_smoothing(self.format, site)
+            form = _without_smoothing(self.format, site)
+            return site.keep or self._beside(site) or (site.unreached if _needs_inputs(form) else "") or form
         if rule.format is None:
             return f'recipe: {rule.label} says quant = "none"'
         return _without_smoothing(rule.format, site)
@@ -204,6 +206,11 @@ def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
     given = form.prescales or form.clipped or form.weighted or form.chosen
     return given or (form.input is not None and is_measured(form.input))
+
+
+def _needs_inputs(form: Format) -> bool:
+    """Whether a module that no input reaches cannot have `form`; AWQ and clips leave such a one as it is."""
+    return form.chosen or (form.input is not None and is_measured(form.input))
 
 
 def is_measured(numeric: Numeric) -> bool:
