@@ -19,6 +19,7 @@ from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.group_size import with_dividing_blocks
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
@@ -73,7 +74,7 @@ def plan(
 
         source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure) or passthrough_of(quant, source)
+    scheme = scheme_of(quant, kv, structure, source) or passthrough_of(quant, source)
     made = plan_of(source, structure, target, scheme, dict(options), runtime)
     if memory is None:
         return made
@@ -86,13 +87,18 @@ def plan(
     return replace(made, calibration=choice(need_of(source, structure, scheme), limit))
 
 
-def scheme_of(quant: Any, kv: str | None, structure: Structure) -> Scheme | None:
-    """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model."""
+def scheme_of(quant: Any, kv: str | None, structure: Structure, source: Source) -> Scheme | None:
+    """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model.
+
+    A scheme by name has blocks that divide the model's matrices; one of the user's own has those that it says.
+    """
     if quant is None or quant == "none":
         if kv:
             raise UsageError(f"kv={kv!r} needs a scheme too; pass quant='fp8', for example")
         return None
-    return load_scheme(quant, kv=kv).bound(structure.sites)
+    scheme = load_scheme(quant, kv=kv).bound(structure.sites)
+    named = isinstance(quant, str) and not quant.endswith(".toml")
+    return with_dividing_blocks(scheme, structure, source.specs) if named else scheme
 
 
 def passthrough_of(quant: Any, source: Source) -> Scheme | None:

@@ -137,7 +137,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     if request.calib is not None and request.data is not None:
         raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
     structure = structure_of(source)
-    scheme = scheme_of(request.quant, request.kv, structure) or passthrough_of(request.quant, source)
+    scheme = scheme_of(request.quant, request.kv, structure, source) or passthrough_of(request.quant, source)
     plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
     if scheme and plan_.calibration and request.sampling != DEFAULT:
         plan_ = replace(plan_, calibration=need_of(source, structure, scheme, request.sampling).line())

@@ -96,7 +96,7 @@ def calibrate(
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
         source = open_source(model, config, tokenizer, base)
         structure = structure_of(source)
-        scheme = scheme_of(quant, kv, structure)
+        scheme = scheme_of(quant, kv, structure, source)
         if scheme is None:
             raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
         prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))

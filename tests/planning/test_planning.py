@@ -168,7 +168,7 @@ def test_what_a_problem_is_about_is_told_whatever_its_text_holds(monkeypatch: py
     ]
     source, target = headers_only(), load_target("trt")
     structure = opening.structure_of(source)
-    scheme = opening.scheme_of("fp8", None, structure)
+    scheme = opening.scheme_of("fp8", None, structure, source)
     assert scheme
     draft = type(target).draft
     monkeypatch.setattr(type(target), "draft", lambda *given: replace(draft(*given), problems=[*problems]))

@@ -62,7 +62,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def conversion_of(source: MadeSource, target: str, quant: str | None, options: dict[str, Any]) -> ConversionContext:
     structure = opening.structure_of(source)
-    scheme = opening.scheme_of(quant, None, structure)
+    scheme = opening.scheme_of(quant, None, structure, source)
     plan = opening.plan_of(source, structure, target, scheme, options)
     modules = [s.site.module for s in plan.quantized if s.site]
     calibration = Calibration(Provenance("", "", "", "", "", "", 0, 0), dict.fromkeys(modules, np.array(4, np.float32)))

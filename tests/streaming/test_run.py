@@ -37,7 +37,7 @@ def stream(
 ) -> SafetensorsFile:
     """Stream a whole model of made-up statistics into `out`."""
     structure = opening.structure_of(source)
-    scheme = opening.scheme_of(quant, None, structure)
+    scheme = opening.scheme_of(quant, None, structure, source)
     plan = opening.plan_of(source, structure, "trt", scheme, options)
     modules = {s.site.module: s.site for s in plan.quantized if s.site}
     wide = {n: np.linspace(1, 3, source.specs[site.weight].shape[1], dtype=np.float32) for n, site in modules.items()}
@@ -136,7 +136,7 @@ def test_no_step_takes_more_memory_than_the_plan_says(quant: str | None, dtype: 
     source = MadeSource(arrays, {n: TensorSpec(n, a.shape, dtype) for n, a in arrays.items()}, config)
     options = {"dtype": "fp16"} if target in ("trtllm", "tripy") else {}
     structure = opening.structure_of(source)
-    scheme = opening.scheme_of(quant, None, structure)
+    scheme = opening.scheme_of(quant, None, structure, source)
     plan = opening.plan_of(source, structure, target, scheme, options)
     modules = {part.module for step in plan.quantized for part in step.inputs}
     calibration = Calibration(PROVENANCE, dict.fromkeys(modules, np.array(4, np.float32)))

@@ -112,7 +112,7 @@ def make_job(
     source = open_source(model, config, tokenizer)
     structure = structure_of(source)
     words = tuple(quant) if several else (quant,)
-    schemes = [plans.scheme_of(word, kv if at == 0 else None, structure) for at, word in enumerate(words)]
+    schemes = [plans.scheme_of(word, kv if at == 0 else None, structure, source) for at, word in enumerate(words)]
     named = [scheme for scheme in schemes if scheme]
     if len(named) < len(words):
         raise UsageError("sensitivity needs a scheme; pass quant='int4_wo', for example")

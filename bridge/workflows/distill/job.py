@@ -127,7 +127,7 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
     planned = plan(student, asked.target, asked.quant, **asked.options)
     structure = structure_of(student)
     check_codes(planned, structure)
-    scheme = scheme_of(asked.quant, None, structure)
+    scheme = scheme_of(asked.quant, None, structure, student)
     given_calibration(asked.calibration, False, student, structure, planned, scheme)
     job = Job(student, teacher, structure, settings, asked, planned, place)
     free = available_memory() if asked.memory is None else asked.memory

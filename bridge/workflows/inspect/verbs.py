@@ -144,7 +144,7 @@ def inspect(
         source = open_source(model, tokenizer=tokenizer)
         structure = structure_of(source)
         wrote, saved = scheme_of_output(model) if quant is None else (None, None)
-        scheme = scheme_of(wrote or quant, None, structure)
+        scheme = scheme_of(wrote or quant, None, structure, source)
         classes = load_features(feature_dirs)
         skeleton = source.load_skeleton()
         layers = layers_of(skeleton, source)
