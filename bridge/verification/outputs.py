@@ -51,11 +51,13 @@ def apart(plan: Plan) -> float:
 def _other_scales(step: Step) -> bool:
     """Whether a weight has other scales than ModelOpt gives it.
 
-    It takes the pre-scale of a matrix that reads it, has another bound, or shares the FP8 scale of a fused matrix.
+    It takes the pre-scale of a matrix that reads it, has another bound, shares the FP8 scale of a fused matrix, or has
+    the mean of the pre-scales of all that read its input, which ModelOpt's own export has and its model does not.
     """
     assert step.site and step.format
     fused = step.shares and step.shares != step.site.shares and not step.unified
-    return bool(step.feeds or step.coding.bound or (fused and step.format.weight[0].per == "tensor"))
+    averaged = len(step.unified) > 1 and step.format.prescales
+    return bool(step.feeds or step.coding.bound or averaged or (fused and step.format.weight[0].per == "tensor"))
 
 
 def output_parity(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
-from bridge.verification.outputs import output_parity
+from bridge.quant.schemes.load import load_scheme
+from bridge.verification.outputs import apart, output_parity
 
 
 class Answering:
@@ -33,3 +38,21 @@ def test_answers_must_pass_the_gates_cosine_and_both_ends_of_its_norm() -> None:
     for answer, passed in ((1.01 * wanted, True), (1.2 * wanted, False), (0.8 * wanted, False), (turned, False)):
         (found,) = output_parity(Answering(answer), held, gate, quantized=True)
         assert found.passed == passed, (found.cosine, found.norm_ratio)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "together", "errors"),
+    [("int4_awq", 3, math.sqrt(2)), ("int4_awq", 0, 1.0), ("int4_wo", 3, 1.0), ("nvfp4_awq", 2, math.sqrt(2))],
+)
+def test_mean_pre_scales_are_other_scales_than_those_of_modelopts_model(
+    scheme: str, together: int, errors: float
+) -> None:
+    step = SimpleNamespace(
+        site=SimpleNamespace(shares=""),
+        format=load_scheme(scheme).format,
+        shares="",
+        feeds=(),
+        unified=("a",) * together,
+        coding=SimpleNamespace(bound=""),
+    )
+    assert apart(cast(Any, SimpleNamespace(quantized=(step,)))) == errors
