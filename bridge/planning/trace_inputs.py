@@ -45,8 +45,8 @@ class Reads:
 def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
     """Run `model`, whose weights are fake tensors of `mode`; exceptions of its forward are raised."""
     known: dict[tuple[type, int], bool] = {}
-    example = nested(example_inputs(model)) if is_diffusion_model(model) else _example(model)
     with own_caches(), mode, torch.no_grad(), _Watch(model) as watch:
+        example = nested(example_inputs(model)) if is_diffusion_model(model) else _example(model)
         out = model(**example)
     watch.returned(out)
     groups = []
