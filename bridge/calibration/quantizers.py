@@ -58,10 +58,26 @@ class QuantizerBinding:
 
 
 def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | str]:
-    """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's own numerics."""
+    """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's own numerics.
+
+    Nor does it see convolutions in blocks of weights, which no target writes: its answers are compared with those of
+    what is written.
+    """
     formats = {site.module: scheme.format_of(site) for site in sites}
     searched = {m for m, form in formats.items() if isinstance(form, Format) and form.weight[0].dtype in SEARCHED}
-    return {module: "coded by llama.cpp only" if module in searched else form for module, form in formats.items()}
+    unwritten = {
+        site.module
+        for site in sites
+        if site.layout == "conv" and isinstance(form := formats[site.module], Format) and _is_in_blocks(form)
+    }
+    why = dict.fromkeys(unwritten, "convolution: block scales need a matrix")
+    why |= dict.fromkeys(searched, "coded by llama.cpp only")
+    return formats | why
+
+
+def _is_in_blocks(form: Format) -> bool:
+    """Whether only weights are quantized, in blocks."""
+    return form.input is None and any(numeric.per == "block" for numeric in form.weight)
 
 
 def bind(

@@ -15,7 +15,9 @@ from torch import nn  # noqa: E402
 from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 
 from bridge.calibration.modelopt import registering  # noqa: E402
-from bridge.calibration.quantizers import kept_from_modelopt  # noqa: E402
+from bridge.calibration.quantizers import kept_from_modelopt, known_formats  # noqa: E402
+from bridge.core.values import Format, Site  # noqa: E402
+from bridge.quant.schemes.load import load_scheme  # noqa: E402
 
 
 class DbrxFFN(nn.Module):
@@ -66,3 +68,11 @@ def test_attention_is_made_quantizable_for_the_cache_alone() -> None:
     with registering(cache=False):
         assert not found()
     assert found()
+
+
+@pytest.mark.parametrize(("scheme", "seen"), [("int4_awq", False), ("nvfp4_wo", False), ("fp8", True), ("int8", True)])
+def test_convolutions_in_blocks_of_weights_are_written_by_no_target(scheme: str, seen: bool) -> None:
+    sites = [Site("conv", "conv.weight", "conv"), Site("plain", "plain.weight", "out_in")]
+    formats = known_formats(sites, load_scheme(scheme))
+    assert isinstance(formats["plain"], Format)
+    assert isinstance(formats["conv"], Format) == seen

