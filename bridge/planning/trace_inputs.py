@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,9 @@ from bridge.tracker.tensors import tensors_in
 NORMS = ("LayerNorm", "RMSNorm")  # parts of class names: ModelOpt multiplies pre-scales into the weights of these norms
 
 
+TEXT = 64  # tokens that pooled and banded attention can cut
+
+
 @dataclass(frozen=True)
 class Reads:
     """Groups of matrices that share an input, and modules that never run since another one reads their weight.
@@ -43,10 +47,21 @@ class Reads:
 
 
 def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
-    """Run `model`, whose weights are fake tensors of `mode`; exceptions of its forward are raised."""
+    """Run `model`, whose weights are fake tensors of `mode`; what the first example raises if all fail is raised."""
+    first: Exception | None = None
+    for make in _examples(model):
+        try:
+            return _reads_of(model, mode, make)
+        except Exception as error:  # whatever the forward raises
+            first = first or error
+    assert first
+    raise first
+
+
+def _reads_of(model: Any, mode: FakeTensorMode, make: Callable[[], dict[str, Any]]) -> Reads:
     known: dict[tuple[type, int], bool] = {}
     with own_caches(), mode, torch.no_grad(), _Watch(model) as watch:
-        example = nested(example_inputs(model)) if is_diffusion_model(model) else _example(model)
+        example = make()
         out = model(**example)
     watch.returned(out)
     groups = []
@@ -168,22 +183,50 @@ def _adds_one(norm: Any, known: dict[tuple[type, int], bool]) -> bool:
     return known[key]
 
 
-def _example(model: Any) -> dict[str, Any]:
+def _examples(model: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """The makers of examples: ModelOpt's own first, then those that it lacks: longer texts, a text with an image."""
+    if is_diffusion_model(model):
+        yield lambda: nested(example_inputs(model))
+        return
+    yield partial(_example, model)
+    if model.main_input_name == "input_ids":
+        yield partial(_example, model, tokens=TEXT)
+        if "pixel_values" in inspect.signature(model.forward).parameters:
+            yield lambda: _example(model) | _image(model)
+
+
+def _example(model: Any, tokens: int = 2) -> dict[str, Any]:
     """Two tokens, as in ModelOpt's exporter; for other models an image or sound of the config's size."""
     accepted = inspect.signature(model.forward).parameters
     kind, config = model.main_input_name, model.config
     if kind == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", None) or 224
-        height, width = (size, size) if isinstance(size, int) else size
-        inputs = {kind: torch.zeros(1, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype)}
+        inputs = _image(model)
     elif kind == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 1500)
-        inputs = {kind: torch.zeros(1, config.num_mel_bins, frames, dtype=model.dtype)}
+        inputs = {kind: torch.zeros(1, *_features(config), dtype=model.dtype)}
     elif kind == "input_values":
-        inputs = {kind: torch.zeros(1, 16000, dtype=model.dtype)}
+        spectrogram = hasattr(config, "num_mel_bins") and hasattr(config, "frequency_stride")
+        shape = (config.max_length, config.num_mel_bins) if spectrogram else (16000,)
+        inputs = {kind: torch.zeros(1, *shape, dtype=model.dtype)}
     else:
-        inputs = {kind: torch.ones(1, 2, dtype=torch.long)}
+        inputs = {kind: torch.ones(1, tokens, dtype=torch.long)}
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:  # T5EncoderModel has this flag too
         inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
     return inputs | ({"use_cache": False} if "use_cache" in accepted else {})
+
+
+def _image(model: Any) -> dict[str, Any]:
+    parts = (getattr(model.config, name, None) for name in ("vision_config", "backbone_config", "encoder"))
+    vision = next((part for part in parts if hasattr(part, "image_size")), model.config)
+    size = getattr(vision, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.zeros(1, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype)}
+
+
+def _features(config: Any) -> tuple[int, int]:
+    """The extents of a sound's features: bands and frames for Whisper and its kin, frames and bands for others."""
+    frames = 2 * getattr(config, "max_source_positions", 1500)
+    if hasattr(config, "num_mel_bins"):
+        return config.num_mel_bins, frames
+    encoder = getattr(config, "encoder_config", config)
+    bands = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel")
+    return 64, next(int(getattr(encoder, name)) for name in bands if hasattr(encoder, name))

@@ -27,6 +27,7 @@ from bridge.sources.live_models.checkpoint_names import live_modules, live_names
 from bridge.sources.opening import open_source
 from bridge.targets.hf.steps import MIXED
 from tests.models.decoder_families import ALIKE, DECODERS, OTHERS, build
+from tests.sweep.build import build as tiny
 
 # One of each kind: parallel attention, norms of 1 + w, post-norm, MLA with shared experts, stacked experts, Conv1D.
 _KINDS = {
@@ -204,6 +205,13 @@ def test_what_never_runs_is_kept_and_the_rest_calibrates(name: str, tmp_path: Pa
     assert never and all(keeps[module] in (NEVER_RUN, "recurrent") for module in never)
     assert [module for module in keeps if keeps[module] == NEVER_RUN and module not in never] == []
     assert bridge.convert(model, "hf", "fp8", tmp_path / "out", calib=batches_of(model)).passed
+
+
+@pytest.mark.parametrize("name", ["FunnelForMaskedLM", "SiglipModel", "ParakeetForCTC", "ASTForAudioClassification"])
+def test_what_two_tokens_do_not_run_is_traced_with_longer_texts_images_and_sounds(name: str) -> None:
+    structure = trace_structure(open_source(tiny(name)))
+    assert structure.ungrouped == "" and structure.groups
+    assert not [site.module for site in structure.sites if site.unreached]
 
 
 def test_what_the_example_does_not_reach_keeps_off_formats_that_measure_inputs() -> None:
