@@ -61,13 +61,13 @@ def mixtral(**changes: Any) -> Any:
     return _config("MixtralConfig", "MixtralForCausalLM", **entries)
 
 
-def qwen3_moe() -> Any:
-    entries = {**_GQA, **_MOE, "num_hidden_layers": 7, "num_experts": 5, "mlp_only_layers": [0, 3]}
+def qwen3_moe(**changes: Any) -> Any:
+    entries = {**_GQA, **_MOE, "num_hidden_layers": 7, "num_experts": 5, "mlp_only_layers": [0, 3], **changes}
     return _config("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **entries, norm_topk_prob=True)
 
 
 DECODERS: dict[str, Any] = {
-    "llama": llama,
+    "llama": lambda: llama(num_hidden_layers=4, tie_word_embeddings=True),
     "gpt2": gpt2,
     "gemma3": gemma3,
     "mixtral": mixtral,

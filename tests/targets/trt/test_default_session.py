@@ -65,7 +65,7 @@ def test_the_half_graph_computes_what_the_float_graph_does(scheme: str) -> None:
     assert relative_l2(half, single) < (0.02 if scheme in WEIGHT_ONLY else 0.1)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8", "int8_wo", "int4_wo"])
+@pytest.mark.parametrize("scheme", [pytest.param("none", marks=pytest.mark.product), "fp8", "int8_wo", "int4_wo"])
 def test_bfloat16_lacks_only_kernels_and_the_plan_says_what_to_write(scheme: str) -> None:
     with pytest.raises(Exception, match="Could not find an implementation for") as caught:
         session(written(scheme, "llama", "bf16"))

@@ -58,7 +58,7 @@ def test_one_pass_chunks_and_single_tokens_with_left_padding_give_torchs_logits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opset", [21, 23])
+@pytest.mark.parametrize("opset", [21, pytest.param(23, marks=pytest.mark.product)])
 def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_it(opset: int, tmp_path: Path) -> None:
     config = llama(num_hidden_layers=3, tie_word_embeddings=True)
     graph = export_once(config, cache=False, opset=opset)
@@ -73,7 +73,9 @@ def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3", pytest.param("mixtral", marks=pytest.mark.product)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.product) for name in ("gemma3", "mixtral"))]
+)
 def test_opset_23_gives_the_same_logits_through_attention_nodes(name: str, tmp_path: Path) -> None:
     config = gemma3(2) if name == "gemma3" else DECODERS[name]()
     graph = export_graph(config, opset=23)
@@ -103,8 +105,15 @@ ENCODERS = {
 }
 
 
+# tests/targets/trt/test_trt_oracle.py has the words' head; that of tokens differs from the last states by one matrix.
+LATER = ("BertForMaskedLM", "BertForTokenClassification")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ENCODERS)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[pytest.mark.product] * (name in LATER)) for name in ENCODERS],
+)
 def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp_path: Path) -> None:
     config = bert(architecture)
     graph = export_once(config)
@@ -120,7 +129,7 @@ def test_encoder_outputs_equal_torchs_at_every_real_token(architecture: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [vit(), resnet()], ids=["vit", "resnet"])
+@pytest.mark.parametrize("config", [pytest.param(vit(), marks=pytest.mark.product), resnet()], ids=["vit", "resnet"])
 def test_image_classifiers_equal_torch_at_another_batch_size(config: Any, tmp_path: Path) -> None:
     graph = export_once(config)
     model = parity.live_model(config)
@@ -155,9 +164,9 @@ def test_same_config_gives_the_same_bytes_and_no_local_path() -> None:
     """In another process, which hashes differently, and from the config's content."""
     script = (
         "import hashlib; from tests.targets.trt import test_export as t; "
-        "print(hashlib.sha256(t._saved(t.export_graph(t.gemma3().to_dict()))).hexdigest())"
+        "print(hashlib.sha256(t._saved(t.export_graph(t.gpt2().to_dict()))).hexdigest())"
     )
-    saved = _saved(export_once(gemma3()))
+    saved = _saved(export_once(gpt2()))
     for word in (b"site-packages", b".py", b"_Flat", b"bridge.module"):
         assert word not in saved
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
@@ -175,13 +184,13 @@ def test_export_changes_neither_the_config_nor_global_state() -> None:
         hooks = len(module._global_parameter_registration_hooks)
         return torch.get_default_dtype(), sorted(ALL_EXPERTS_FUNCTIONS.valid_keys()), hooks
 
-    config = mixtral(num_hidden_layers=1)
+    config = mixtral(num_hidden_layers=1, num_local_experts=3)
     before, known = copy.deepcopy(config.to_dict()), state()
     graph = export_graph(config, dtype="bfloat16", cache=False)
     assert (config.to_dict(), state()) == (before, known)
     experts = [n for n in graph.weights if "experts" in n]
-    assert len(experts) == 5 * 3
-    assert "model.layers.0.mlp.experts.gate_up_proj[4, up]" in experts
+    assert len(experts) == 3 * 3
+    assert "model.layers.0.mlp.experts.gate_up_proj[2, up]" in experts
 
 
 @pytest.mark.parametrize(

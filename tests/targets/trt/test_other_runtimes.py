@@ -111,7 +111,7 @@ def test_graphsurgeon_imports_and_exports_the_same_graph(family: str, tmp_path: 
 
 
 @needs_tools
-@pytest.mark.parametrize("scheme", ["fp8", "int4_awq", "nvfp4_wo"])
+@pytest.mark.parametrize("scheme", ["fp8", pytest.param("int4_awq", marks=pytest.mark.product), "nvfp4_wo"])
 def test_polygraphy_inspects_and_folds_the_graph(scheme: str, tmp_path: Path) -> None:
     model, folded = written(scheme) / "model.onnx", tmp_path / "folded.onnx"
     main = ("-c", "import sys; from polygraphy.tools import main; sys.exit(main())")

@@ -7,14 +7,14 @@ from bridge.core.errors import ExportError
 from bridge.targets.trt.graph.float_graph import Graph
 from bridge.targets.trt.sites import find_kv, find_sites
 from tests.models.graphs import export_once as export_graph
-from tests.targets.trt.architectures import bert, gpt2, llama, qwen3_moe, resnet
+from tests.targets.trt.architectures import DECODERS, bert, gpt2, llama, qwen3_moe, resnet
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def tied_llama() -> Graph:
-    return export_graph(llama(num_hidden_layers=4, tie_word_embeddings=True))
+    return export_graph(DECODERS["llama"]())
 
 
 def transposed(node: ir.Node) -> bool:
@@ -120,14 +120,14 @@ def test_convolutions_are_found_although_batch_norm_asks_for_their_shape() -> No
 
 
 def test_each_expert_is_a_matrix_of_its_own() -> None:
-    graph = export_graph(qwen3_moe())
+    graph = export_graph(qwen3_moe(num_hidden_layers=4, num_experts=3, mlp_only_layers=[1]))
     experts = [name for name in graph.weights if ".experts." in name]
-    assert len(experts) == 5 * 5 * 3  # layers 0 and 3 are dense
+    assert len(experts) == 3 * 3 * 3  # layer 1 is dense
     uses = find_sites(graph, experts)
     for name, (node,) in uses.items():
         assert stored(node).name == name
         assert len(stored(node).shape or ()) == 2
         assert node.op_type in ("MatMul", "Gemm")
         assert transposed(node)
-    (gate,) = uses["model.layers.4.mlp.experts.gate_up_proj[3, gate]"]
-    assert gate.inputs[0] is uses["model.layers.4.mlp.experts.gate_up_proj[3, up]"][0].inputs[0]
+    (gate,) = uses["model.layers.3.mlp.experts.gate_up_proj[2, gate]"]
+    assert gate.inputs[0] is uses["model.layers.3.mlp.experts.gate_up_proj[2, up]"][0].inputs[0]
