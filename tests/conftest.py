@@ -52,6 +52,13 @@ def graphs_once(shared_directory: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def exports_once(request: pytest.FixtureRequest) -> None:
+    """`graphs_once` for every test that has torch: exporting takes seconds, and many files convert the same model."""
+    if "torch" in sys.modules:
+        request.getfixturevalue("graphs_once")
+
+
 # Files that go to one worker, since they share what is costly to start or to make; every other file is its own group.
 GROUPS = {
     "examples": (
@@ -64,6 +71,10 @@ GROUPS = {
     "megatron": (
         "tests/sources/test_megatron.py", "tests/sources/test_oracles.py", "tests/sources/quantized/test_megatron.py",
         "tests/sources/dialects/test_megatron_names.py", "tests/targets/dcp/test_megatron.py",
+        "tests/sources/weights/test_dcp_megatron.py", "tests/workflows/inspect/test_layers.py",
+        "tests/workflows/inspect/test_dialects.py", "tests/workflows/inspect/test_ranks.py",
+        "tests/api/test_nemo_distill.py", "tests/workflows/prune/test_nemo.py",
+        "tests/workflows/prune/test_live_megatron.py", "tests/workflows/prune/test_modelopt_prune.py",
     ),
     "torchtitan": (
         "tests/sources/test_torchtitan.py", "tests/sources/test_meta.py", "tests/targets/dcp/test_torchtitan.py",

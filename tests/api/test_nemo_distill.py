@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from bridge.api.nemo_distill import (  # noqa: E402
 )
 from bridge.core.errors import UsageError  # noqa: E402
 from tests import once  # noqa: E402
-from tests.oracles import nemo_modules  # noqa: E402
+from tests.oracles import distill_process, megatron_oracle, nemo_modules  # noqa: E402
 
 PAIR = "intermediate_layer_pairs: [[decoder.final_layernorm, decoder.final_layernorm]]\n"
 CELLS = [(True, False), (True, True), (False, False)]  # skip the student's own loss, compare a pair of layers
@@ -53,15 +52,11 @@ def losses(whose: str, skip: bool, pp: int, pair: bool, copies: bool = False) ->
 def make(root: Path) -> None:
     (root / "pair.yaml").write_text(PAIR)
     for pp in (1, 2):
-        command = [sys.executable, "-m", "tests.oracles.distill_process"]
-        given = str(pp), str(root), json.dumps(cases(pp))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        running = [
-            subprocess.Popen([*command, str(rank), *given], env=environment, stderr=subprocess.PIPE, text=True)
-            for rank in range(pp)
-        ]
-        printed = [process.communicate(timeout=300)[1] for process in running]
-        assert [process.returncode for process in running] == [0] * pp, printed
+        with ExitStack() as stack:
+            pools = [stack.enter_context(ProcessPoolExecutor(1, megatron_oracle.processes())) for _ in range(pp)]
+            running = [pool.submit(distill_process.main, rank, pp, root, cases(pp)) for rank, pool in enumerate(pools)]
+            for process in running:
+                process.result(timeout=300)
 
 
 def close(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""One process of distillations on megatron-core: `python -m tests.oracles.distill_process RANK PP ROOT CASES`.
+"""One process of distillations on megatron-core.
 
 The teacher has 5 layers of width 128, the student 4 of width 96; two stages share them 3 + 2 and 2 + 2. `whose`: the
 functions of bridge, NeMo's own, or those of ModelOpt's plugin for Megatron-Core, which come from NeMo's. What each case
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,8 @@ TEACHER, STUDENT = (128, 5), (96, 4)  # width, layers
 STORED = {"non_homogeneous_layers": True}  # how the teacher's checkpoint names layers
 
 
-def main() -> None:
-    rank, pp, root, cases = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+def main(rank: int, pp: int, root: Path, cases: list[dict[str, Any]]) -> None:
+    """Rank `rank` of `pp` stages: write what each case gave to a file of its own."""
     warnings.simplefilter("ignore")
     for name in ("zeros", "empty", "tensor"):  # the schedules say device="cuda"
         made = getattr(torch, name)
@@ -207,7 +206,3 @@ def _train(model: Any, shapes_of: Any, pp: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,8 @@
-"""A process that prunes a live GPTModel: `python -m tests.oracles.live_prune_process STORE OUT`."""
+"""A process that prunes a live GPTModel."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +18,11 @@ SIZES = [
 ]  # fmt: skip
 
 
-def main() -> None:
+def main(store: str) -> list[dict[str, Any]]:
+    """What `pruned` says of all `SIZES`; gloo meets in the file `store`."""
     warnings.simplefilter("ignore")
-    megatron_process.start(0, 1, 1, sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps([pruned(given) for given in SIZES]))
+    megatron_process.start(0, 1, 1, store)
+    return [pruned(given) for given in SIZES]
 
 
 def pruned(given: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +64,3 @@ def _expected(given: dict[str, Any], ids: Any) -> Any:
     )  # fmt: skip
     with torch.no_grad():
         return source.load_model()(input_ids=ids).logits
-
-
-if __name__ == "__main__":
-    main()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +96,10 @@ def same(container: Container, state: Mapping[str, torch.Tensor]) -> None:
         assert read(container, name).tobytes() == bits(tensor).tobytes(), name
 
 
-def on_ranks(code: str, count: int, *arguments: object) -> None:
-    """Run a program in `count` processes of one gloo group; `rank`, `count` and `arguments` are there."""
+def on_ranks(code: str, count: int, *arguments: object, context: BaseContext | None = None) -> None:
+    """Run a program in `count` processes of one gloo group; `rank`, `count` and `arguments` are there. `context`: where
+    processes come from that have imported what the program needs.
+    """
     head = (
         "import sys, torch, torch.distributed as dist\n"
         "rank, count, arguments = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]\n"
@@ -108,17 +114,25 @@ def on_ranks(code: str, count: int, *arguments: object) -> None:
     meeting = Path(str(arguments[0])) / "meeting"
     program = Path(str(arguments[0])) / "program.py"
     program.write_text(head + code + end)
+    given = [[str(rank), str(count), str(meeting), *map(str, arguments)] for rank in range(count)]
+    if context:
+        with ExitStack() as stack:
+            pools = [stack.enter_context(ProcessPoolExecutor(1, context)) for _ in given]
+            for done in [pool.submit(_run, program, words) for pool, words in zip(pools, given, strict=True)]:
+                done.result(timeout=300)
+        return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(count), str(meeting), *map(str, arguments)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
+        subprocess.Popen([sys.executable, str(program), *words], env=environment, stderr=subprocess.PIPE, text=True)
+        for words in given
     ]
     failures = [process.communicate(timeout=300)[1] for process in started]
     # Not the exit codes: gloo's threads abort a process now and then while it ends ("terminate called").
     done = [(program.parent / f"done-{rank}").exists() for rank in range(count)]
     assert all(done), "\n".join(failures)[-3000:]
+
+
+def _run(program: Path, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    sys.argv = [str(program), *words]
+    runpy.run_path(str(program), run_name="__main__")

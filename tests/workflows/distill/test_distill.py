@@ -54,7 +54,9 @@ def test_a_student_learns_from_its_teacher(smaller: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", [None, "int8_wo", "fp8"])
+@pytest.mark.parametrize(
+    "quant", [*(pytest.param(quant, marks=pytest.mark.product) for quant in (None, "int8_wo")), "fp8"]
+)
 def test_a_killed_run_goes_on_to_the_same_bytes(quant: str | None, smaller: Any, tmp_path: Path) -> None:
     def distill(out: str, progress: Any) -> Any:
         return bridge.distill(
@@ -301,38 +303,26 @@ def test_as_much_text_is_read_as_the_steps_take(tmp_path: Path, monkeypatch: pyt
     assert many.trained == 480
 
 
-@pytest.mark.slow
-def test_processes_without_a_common_disk_are_refused(tmp_path: Path) -> None:
-    """The first keeps the states; the others would begin again where it goes on."""
-    script = (
-        "import os, sys, bridge\n"
-        "os.chdir(sys.argv[1])\n"
-        f"whole = {str(Path(LLAMA).absolute())!r}\n"
-        "bridge.distill(whole, whole, out='out', steps=2, batch=2, sequence=32, progress=False, quant='int8_wo')\n"
-    )
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    running = []
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(tmp_path / str(rank))],
-                env={**shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    said = [process.communicate(timeout=300)[1] for process in running]
-    assert all(process.returncode for process in running)
-    assert all("the processes see different files there; give a disk that all of them share" in text for text in said)
+# In two processes, one after the other: without a common disk, then with one.
+PAIR = f"""
+import os, sys
+from pathlib import Path
+import bridge
+from bridge.core.errors import UsageError
+root, rank, whole = Path(sys.argv[1]), os.environ["RANK"], os.path.abspath({LLAMA!r})
+smaller = bridge.pruned(whole, {{'ffn': 192}}, importance='weights')
+os.chdir(root / rank)
+try:
+    bridge.distill(whole, whole, out='out', steps=2, batch=2, sequence=32, progress=False, quant='int8_wo')
+except UsageError as error:
+    Path('refused').write_text(str(error))
+bridge.distill(smaller, whole, out=root / 'two', steps=4, batch=3, sequence=48, lr=1e-3, progress=False)
+"""
 
 
-@pytest.mark.slow
-def test_processes_share_each_batch(tmp_path: Path) -> None:
-    """Two processes and one: sums are made in another order, so that losses differ in the last digits."""
-    script = (
-        "import sys, bridge\n"
-        f"smaller = bridge.pruned({LLAMA!r}, {{'ffn': 192}}, importance='weights')\n"
-        f"bridge.distill(smaller, {LLAMA!r}, out=sys.argv[1], steps=4, batch=3, sequence=48, lr=1e-3, progress=False)\n"
-    )
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("two")
     shared = {
         **os.environ,
         "WORLD_SIZE": "2",
@@ -340,16 +330,31 @@ def test_processes_share_each_batch(tmp_path: Path) -> None:
         "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": "1",
     }
+    for rank in range(2):
+        (root / str(rank)).mkdir()
     running = [
-        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "two")], env={**shared, "RANK": str(rank)})
+        subprocess.Popen([sys.executable, "-c", PAIR, str(root)], env={**shared, "RANK": str(rank)})
         for rank in range(2)
     ]
     assert [process.wait(300) for process in running] == [0, 0]
+    return root
+
+
+@pytest.mark.slow
+def test_processes_without_a_common_disk_are_refused(of_two: Path) -> None:
+    """The first keeps the states; the others would begin again where it goes on."""
+    said = [(of_two / str(rank) / "refused").read_text() for rank in range(2)]
+    assert all("the processes see different files there; give a disk that all of them share" in text for text in said)
+
+
+@pytest.mark.slow
+def test_processes_share_each_batch(of_two: Path, tmp_path: Path) -> None:
+    """Two processes and one: sums are made in another order, so that losses differ in the last digits."""
     one = bridge.distill(
         bridge.pruned(LLAMA, {"ffn": 192}, importance="weights"), LLAMA, out=tmp_path / "one", steps=4, batch=3,
         sequence=48, lr=1e-3, progress=False,
     )  # fmt: skip
-    told = json.loads((tmp_path / "two/report.json").read_text())["distillation"]
+    told = json.loads((of_two / "two/report.json").read_text())["distillation"]
     assert one.distillation
     for (_, own), (_, theirs) in zip(one.distillation.losses, told["losses"], strict=True):
         assert own == pytest.approx(theirs, rel=1e-4)

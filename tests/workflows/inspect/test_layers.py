@@ -21,7 +21,7 @@ from bridge.workflows.inspect.config.listing import layers_of, unwrapped  # noqa
 from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
-from tests.oracles import inspect_layers_process  # noqa: E402
+from tests.oracles import inspect_layers_process, megatron_oracle  # noqa: E402
 
 LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 STATS = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["cur_amax"]}}
@@ -164,7 +164,7 @@ def test_wrappers_are_left_out_of_names() -> None:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     store = str(tmp_path_factory.mktemp("store") / "store")
-    with _process(inspect_layers_process.start_megatron, store) as pool:
+    with ProcessPoolExecutor(1, megatron_oracle.processes(), inspect_layers_process.start_megatron, (store,)) as pool:
         yield pool
 
 

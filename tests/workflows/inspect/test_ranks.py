@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.oracles import megatron_oracle
 from tests.workflows.inspect import rank_process
 
 pytestmark = pytest.mark.slow  # two processes load torch
@@ -23,7 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_ranks(place: Path) -> dict[int, dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
+    context = megatron_oracle.processes()  # which have imported torch
     results = context.Queue()
     given = str(place / "store"), str(place), CASES, results
     both = [context.Process(target=rank_process.main, args=(rank, *given)) for rank in range(2)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +104,10 @@ def test_a_checkpoint_is_pruned_for_megatron(tmp_path: Path) -> None:
 def test_a_live_model_of_megatron_is_pruned_in_place(tmp_path: Path) -> None:
     """In a process of its own, on gloo; answers are those of transformers with the same weights."""
     pytest.importorskip("megatron.core")
-    command = [sys.executable, "-m", "tests.oracles.live_prune_process", str(tmp_path / "store"), str(tmp_path / "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ffn, hidden, heads, layers, dropped = json.loads((tmp_path / "out").read_text())
+    from tests.oracles import live_prune_process, megatron_oracle
+
+    with ProcessPoolExecutor(1, megatron_oracle.processes()) as pool:
+        ffn, hidden, heads, layers, dropped = pool.submit(live_prune_process.main, str(tmp_path / "store")).result()
     assert ffn["sizes"] == [4, 128, 192, 4] and hidden["sizes"] == [4, 96, 256, 4]
     assert heads["sizes"] == [4, 128, 256, 2]
     assert layers["sizes"] == dropped["sizes"] == [3, 128, 256, 4]
