@@ -114,14 +114,17 @@ def _renamed(row: Row, names: Mapping[str, str]) -> str:
 
 
 @pytest.mark.slow  # a second each, 50 to 200 tables
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.product)])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.product] * (case in VARIANTS)) for case in CASES]
 )
-def test_every_exchange_of_two_roles_is_noticed(make: Make, case: str) -> None:
+def test_every_exchange_of_two_roles_is_noticed(make: Make, case: str, step: int) -> None:
+    """Every third one here, all of them in `make test-all`."""
     model = make(case)
     table = _table(case)
     broken = list(_exchanges(table, model))
     assert len(broken) > 50
+    broken = broken[::step]
     assert [what for what, text in broken if not _noticed(case, model, text, table)] == []
 
 

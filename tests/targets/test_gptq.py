@@ -22,6 +22,7 @@ from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.verification.counts import CHOSEN, NEAREST  # noqa: E402
 from tests import once  # noqa: E402
 from tests.blocks import ROOT  # noqa: E402
+from tests.covering import grid  # noqa: E402
 from tests.models.export_families import build, tokens  # noqa: E402
 from tests.oracles import export_oracle as oracle  # noqa: E402
 
@@ -46,7 +47,9 @@ def calibration(scheme: str) -> Path:
     """The saved calibration of tiny-llama, made once a run."""
 
     def make(part: Path) -> None:
-        bridge.calibrate(LLAMA, scheme, samples=8, sequence=64, progress=False).save(part / "calibration.safetensors")
+        made = bridge.calibrate(LLAMA, scheme, samples=8, sequence=64, progress=False)
+        made.save(part / "calibration.safetensors")
+        (part / "digest").write_text(made.digest)
 
     return once.directory(f"gptq-{scheme}", make) / "calibration.safetensors"
 
@@ -67,7 +70,7 @@ def test_chosen_codes_are_written_and_proved(target: str, scheme: str, options: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["gptq", "local_hessian"])
+@pytest.mark.parametrize("algorithm", ["gptq", pytest.param("local_hessian", marks=pytest.mark.product)])
 def test_an_own_scheme_of_nvfp4_weights_alone_is_calibrated_on_any_machine(algorithm: str, tmp_path: Path) -> None:
     words = find_table_file("schemes", "nvfp4_wo").read_text(encoding="utf-8")
     words = words.replace("cosine = 0.99", "cosine = 0.96").replace("[0.98, 1.02]", "[0.96, 1.04]")
@@ -93,9 +96,7 @@ def test_an_output_has_the_tensors_and_config_of_the_plain_scheme(scheme: str, t
     assert scales and all(own.read(name).tobytes() == plain.read(name).tobytes() for name in scales)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@grid({"family": ["llama", "gpt2"], "dtype": ["fp32", "bf16"]})
 def test_decoded_weights_are_those_of_modelopts_model(family: str, dtype: str, tmp_path: Path) -> None:
     directory = oracle.source(family, dtype)
     answer = oracle.calibrated(directory, "int4_gptq", None, tokens())
@@ -118,7 +119,7 @@ def test_decoded_weights_are_those_of_modelopts_model(family: str, dtype: str, t
 def test_codes_stay_in_the_file_of_a_calibration() -> None:
     loaded = Calibration.load(calibration("int4_gptq"))
     loaded.check()
-    assert loaded.digest == bridge.calibrate(LLAMA, "int4_gptq", samples=8, sequence=64, progress=False).digest
+    assert loaded.digest == calibration("int4_gptq").with_name("digest").read_text()
     codes = loaded.weight_codes["model.layers.1.mlp.down_proj"]
     assert isinstance(codes, FileMatrix) and codes.shape == (128, 192)
     again = pickle.loads(pickle.dumps(loaded)).weight_codes["model.layers.1.mlp.down_proj"]

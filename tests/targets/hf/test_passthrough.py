@@ -181,7 +181,7 @@ GRAPHS += [pytest.param(name, marks=pytest.mark.product) for name in ("fp8_block
 @pytest.mark.parametrize("scheme", ["int4_awq", *GRAPHS])
 def test_onnx_holds_the_codes_of_a_unified_checkpoint(tmp_path: Path, scheme: str) -> None:
     source = exported(modelopt(llama(torch.float32), scheme), tmp_path / "source")
-    out = carry(source, tmp_path / "out", target="trt")
+    out = carry(source, tmp_path / "out", target="trt", opset=23)  # the least for FP4: one graph for all
     before, after, module = tensors(source), tensors(out), "model.layers.0.self_attn.o_proj"
     codes, theirs = after[f"{module}.weight"], before[f"{module}.weight"]
     if "4" in scheme:  # two of `out` to a byte, or two of `in` (FP4); here always two along the last axis

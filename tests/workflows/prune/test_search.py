@@ -38,6 +38,14 @@ def found() -> Searched:
     return bridge.search(LLAMA, {"parameters": "70%"}, dims=["ffn", "heads", "kv_heads", "layers"], **FEW)
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """tiny-llama with two of its five layers: a repair takes as long as it has layers."""
+    out = tmp_path_factory.mktemp("short") / "tiny-llama"
+    bridge.convert(bridge.pruned(LLAMA, {}, drop_layers=[1, 2, 3]), "hf", None, out, verify=False)
+    return str(out)
+
+
 @pytest.mark.slow  # as are the others that search
 def test_the_budget_is_kept_by_the_tensors_of_the_smaller_model(found: Searched) -> None:
     values = sum(spec.size for spec in found.pruned.specs.values())
@@ -95,8 +103,15 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--repair"], ["--importance", "weights"], ["--scores", "SCORES"]])
-def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        *(pytest.param(more, marks=pytest.mark.product) for more in ([], ["--importance", "weights"])),
+        ["--repair"],
+        ["--scores", "SCORES"],
+    ],
+)
+def test_the_printed_command_writes_the_very_model(more: list[str], short: str, tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from bridge.cli.main import app
@@ -106,7 +121,7 @@ def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Pa
     more = [str(tmp_path / "scores.safetensors") if word == "SCORES" else word for word in more]
     samples, sequence = (48, 96) if "--repair" in more else (12, 48)
     runs = ["--data", str(text), "--samples", str(samples), "--sequence", str(sequence)]
-    shown = CliRunner().invoke(app, ["search", LLAMA, "--parameters", "85%", "--dims", "ffn", *runs, *more, "--json"])
+    shown = CliRunner().invoke(app, ["search", short, "--parameters", "85%", "--dims", "ffn", *runs, *more, "--json"])
     assert shown.exit_code == 0, shown.output
     made = json.loads(shown.stdout)
     command = [*shlex.split(made["next"])[1:], "--out", str(tmp_path / "out"), "--no-verify", "--quiet"]
@@ -114,7 +129,7 @@ def test_the_printed_command_writes_the_very_model(more: list[str], tmp_path: Pa
     words: dict[str, Any] = {"repair": True} if "--repair" in more else {}
     words |= {"importance": "weights"} if "weights" in more else {}
     words |= {"data": text, "samples": samples, "sequence": sequence, "progress": False}
-    found = bridge.search(LLAMA, {"parameters": "85%"}, dims=["ffn"], **words)
+    found = bridge.search(short, {"parameters": "85%"}, dims=["ffn"], **words)
     bridge.convert(found.pruned, "hf", None, tmp_path / "again", verify=False)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
     assert files[0] == files[1]
@@ -294,12 +309,12 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_candidate_is_repaired_if_asked() -> None:
+def test_each_candidate_is_repaired_if_asked(short: str) -> None:
     words = {"dims": ["ffn"], "samples": 64, "sequence": 64, "progress": False}
-    repaired = bridge.search(LLAMA, {"parameters": "80%"}, repair=True, **words)
-    plain = bridge.search(LLAMA, {"parameters": "80%"}, **words)
+    repaired = bridge.search(short, {"parameters": "80%"}, repair=True, **words)
+    plain = bridge.search(short, {"parameters": "80%"}, **words)
     assert repaired.cost < plain.cost
-    assert len(repaired.pruned.repaired) == 5
+    assert len(repaired.pruned.repaired) == 2
     assert repaired.scores is None
     assert "--repair --samples 64 --sequence 64" in repaired.command()
 
