@@ -38,7 +38,7 @@ IDS = torch.arange(7, 7 + 2 * 35).reshape(2, 35)
 TEXTS = [f"The {n}. word of a sentence: " + "send the file to its mailbox, " * (n % 5) for n in range(70)]
 
 
-@pytest.fixture(scope="module", params=["tiny-gpt2", pytest.param("tiny-llama", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["tiny-gpt2", pytest.param("tiny-llama", marks=pytest.mark.product)])
 def model(request: pytest.FixtureRequest) -> Any:
     return AutoModelForCausalLM.from_pretrained(MODELS / request.param)
 

@@ -93,7 +93,7 @@ def test_damaged_checkpoint_reads_or_is_refused(what: str, tmp_path: Path) -> No
     make, name = CHECKPOINTS[what]
     root = make(tmp_path / "c")
     data, rng = (root / name).read_bytes(), random.Random(what)
-    for _ in range(40):
+    for _ in range(20):
         (root / name).write_bytes(damage(data, rng))
         try:
             source = open_source(root, config=CONFIG if what == "array" else None)

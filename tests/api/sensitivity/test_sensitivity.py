@@ -90,7 +90,7 @@ def test_a_layer_costs_what_a_copy_says_in_which_modelopt_quantized_it_alone(sch
     ("family", "scheme", "kv"),
     [
         ("llama", "int4_awq", "fp8"), ("gpt2", "int8_sq", None), ("mixtral", "fp8", None), ("phi", "int8", None),
-        pytest.param("llama", "int4_gptq", None, marks=pytest.mark.product), ("gpt2", "int4_gptq", None),
+        *(pytest.param(family, "int4_gptq", None, marks=pytest.mark.product) for family in ("llama", "gpt2")),
     ],
 )  # fmt: skip
 def test_with_every_unit_off_the_twin_is_the_model_and_with_all_on_what_modelopt_made(

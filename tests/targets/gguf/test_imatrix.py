@@ -105,10 +105,10 @@ def calibration(mixtral: Path) -> Calibration:
     ("family", "scheme"),
     [
         ("llama", "q5_k_imatrix"),
-        ("llama", "q4_0_imatrix"),
+        pytest.param("llama", "q4_0_imatrix", marks=pytest.mark.product),
         ("phi3", "q4_k_imatrix"),
         ("gpt2", "q6_k_imatrix"),
-        ("mixtral", "q6_k_imatrix"),
+        pytest.param("mixtral", "q6_k_imatrix", marks=pytest.mark.product),
         ("mixtral", "q4_0_imatrix"),
         ("qwen3moe", "q4_k_imatrix"),
     ],
@@ -266,9 +266,10 @@ def test_a_scheme_without_importance_says_that_it_uses_none(
 
 
 @pytest.mark.slow
-def test_verification_finds_the_importance_of_another_expert(
-    mixtral: Path, calibration: Calibration, tmp_path: Path
-) -> None:
+def test_verification_finds_the_importance_of_another_expert(tmp_path: Path) -> None:
+    """One layer: each code of it is searched three times."""
+    mixtral = save("mixtral", tmp_path / "mixtral", **CHANGED["mixtral"] | {"num_hidden_layers": 1})
+    calibration = bridge.calibrate(str(mixtral), "q4_k_imatrix", _batches())
     out = tmp_path / "out"
     bridge.convert(str(mixtral), "gguf", "q4_k_imatrix", out, calib=calibration, verify=False)
     squares, name = dict(calibration.input_square), "model.layers.0.block_sparse_moe.experts.{}.w2"

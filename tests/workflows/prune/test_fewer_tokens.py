@@ -26,7 +26,7 @@ from bridge.sources.pruned.renumber import renumbered_files
 from bridge.sources.pruned.vocabulary import Vocabulary
 from tests.models.decoder_families import build
 from tests.sources.pruned.families import FAMILIES
-from tests.sources.pruned.test_vocabulary import KINDS, LINES, SPECIAL, STRANGE
+from tests.sources.pruned.test_vocabulary import KINDS, LINES, READ, SPECIAL, STRANGE
 
 EXAMPLES = Path("examples/models")
 PAGES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path("docs/pages").rglob("*.md")))
@@ -190,9 +190,9 @@ def test_classes_of_transformers_read_the_cut_tokenizer(name: str, kind: str, mo
         loaded.append(AutoTokenizer.from_pretrained(tmp_path / part))
     whole, cut = loaded
     assert cut.eos_token_id == new[whole.eos_token_id]
-    pairs = [(whole(line)["input_ids"], cut(line)["input_ids"]) for line in [*LINES, *STRANGE]]
+    pairs = [(whole(line)["input_ids"], cut(line)["input_ids"]) for line in [*READ, *STRANGE]]
     same = [(old, got) for old, got in pairs if {*old} <= new.keys()]
-    assert len(same) > 300
+    assert len(same) > 100
     assert all(got == [new[number] for number in old] for old, got in same)
 
 
