@@ -13,7 +13,9 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 96,
 }  # fmt: skip
 _SQUARE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"hidden_size": 256}
-# Layers of two kinds, one of each: exporting takes seconds a layer.
+# Of the kind of Llama or GPT-2, which have three layers: exporting takes seconds a layer.
+_ONE_LAYER = {"num_hidden_layers": 1}
+# Layers of two kinds, one of each.
 _GEMMA = {"sliding_window": 7, "num_hidden_layers": 2, "hidden_activation": "gelu_pytorch_tanh"}
 _MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 _BERT = {
@@ -31,9 +33,9 @@ _RESNET = {
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
-    "mistral": ("Mistral", _LLAMA | {"sliding_window": 7}),
-    "qwen2": ("Qwen2", _SQUARE),
-    "qwen3": ("Qwen3", _LLAMA | {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", _LLAMA | _ONE_LAYER | {"sliding_window": 7}),
+    "qwen2": ("Qwen2", _SQUARE | _ONE_LAYER),
+    "qwen3": ("Qwen3", _LLAMA | _ONE_LAYER | {"tie_word_embeddings": True}),
     "gemma2": ("Gemma2", _LLAMA | _GEMMA),
     "gemma3": ("Gemma3", _LLAMA | _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3", _SQUARE | {"pad_token_id": 0}),
@@ -53,17 +55,17 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 CALM = {"granite": 1.0, "olmo2": 1.0, "qwen3_moe": 1.0}
 # Families that the issue does not name and no table describes.
 UNNAMED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_neox": ("GPTNeoX", {k: v for k, v in _BERT.items() if k != "type_vocab_size"}),
+    "gpt_neox": ("GPTNeoX", {k: v for k, v in _BERT.items() if k != "type_vocab_size"} | _ONE_LAYER),
     "opt": (
         "OPT",
-        {"vocab_size": VOCAB, "hidden_size": 128, "ffn_dim": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+        {"vocab_size": VOCAB, "hidden_size": 128, "ffn_dim": 384, "num_hidden_layers": 1, "num_attention_heads": 4,
          "max_position_embeddings": 96, "word_embed_proj_dim": 128, "dropout": 0.0, "pad_token_id": 1},
     ),
     "olmo2": ("Olmo2", _SQUARE),
     "granite": ("Granite", _SQUARE),
 }  # fmt: skip
 # What target `ort` is tested with besides.
-ORT: dict[str, tuple[str, dict[str, Any]]] = {"gemma": ("Gemma", _LLAMA)}
+ORT: dict[str, tuple[str, dict[str, Any]]] = {"gemma": ("Gemma", _LLAMA | _ONE_LAYER)}
 
 
 def decoder(family: str, seed: int = 0, width: float | None = None) -> Any:

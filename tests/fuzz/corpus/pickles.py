@@ -132,7 +132,7 @@ RUNNING: dict[str, bytes] = {
     "read-only buffer": b"\x97\x98",
 }
 LONG = struct.pack("<I", 0x7FFFFFFF)
-A_SECOND = 1_000_000  # bytes of a program that takes a second to read
+COSTLY = 200_000  # bytes of a program that takes a third of a second to read, or longer
 EXPLODING: dict[str, bytes] = {
     "memo index": b"Nr" + LONG,
     "memo index of text": b"Np99999999999999999999\n",
@@ -193,7 +193,7 @@ def entries(whole: bool) -> Iterator[Entry]:
     One unpickler reads all places, and a program of a megabyte takes it a second: unless `whole`, each of those goes to
     one place, and each place gets some.
     """
-    long = [name for name, program in EXPLODING.items() if len(program) >= A_SECOND]
+    long = [name for name, program in EXPLODING.items() if len(program) >= COSTLY]
     for number, (place, (file, read, wrap)) in enumerate(PLACES.items()):
         for name, program in (RUNNING | EXPLODING).items():
             if not whole and name in long and long.index(name) % len(PLACES) != number:
