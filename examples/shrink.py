@@ -1,7 +1,7 @@
 """Make a model smaller in one chain, and draw perplexity, bytes and seconds of each step.
 
     python examples/shrink.py            # examples/shrunk: four outputs and shrink.svg, some five minutes
-    python examples/shrink.py --quick    # a twentieth of the training
+    python examples/shrink.py --quick    # a twentieth of the training, on shorter rows
 
 The text is what the models were trained on; perplexity is over 30 windows of 512 tokens of the embedded text.
 """
@@ -62,6 +62,8 @@ def chain_file(out: Path, less: int) -> Path:
     """The chain with paths of this machine, and a part of its steps of training."""
     text = (HERE / "shrink.toml").read_text(encoding="utf-8")
     text = re.sub(r"(steps\s*= )(\d+)", lambda found: f"{found[1]}{max(1, int(found[2]) // less)}", text)
+    if less > 1:
+        text = re.sub(r"(batch\s*= \d+)", r"\1\nsequence = 128", text)
     text = text.replace('"models/', f'"{HERE.as_posix()}/models/').replace('"shrunk/', f'"{out.as_posix()}/')
     path = out / "shrink.toml"
     path.write_text(text.replace('out = "shrunk"', f'out = "{out.as_posix()}"'), encoding="utf-8")
