@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from bridge.core.places import is_remote
 from bridge.core.text import fold_layers, size
@@ -76,6 +78,12 @@ def render(report: Report) -> str:
 
 def html_of(page: Page) -> str:
     """Fill `report.html.j2`; every text from a model is escaped."""
+    return str(_template().render(page=page))
+
+
+@cache
+def _template() -> Any:
+    """Compiled once: that takes 50 ms, as long as writing a tiny model."""
     import jinja2
 
     template = Path(__file__).with_name("report.html.j2")
@@ -87,7 +95,7 @@ def html_of(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters["short"] = _short
-    return environment.from_string(template.read_text(encoding="utf-8")).render(page=page)
+    return environment.from_string(template.read_text(encoding="utf-8"))
 
 
 def _short(value: float) -> str:
