@@ -6,11 +6,11 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from bridge.core.errors import PlanError
-from bridge.core.mappings import Place, TableFile, added_files, own_files, read_table, table_files
+from bridge.core.mappings import Place, TableFile, added_files, own_files, parse_table, read_table, table_files
 from bridge.core.text import nearest
 from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
@@ -99,7 +99,13 @@ def load_arch(architecture: str) -> ArchTable | None:
     'mappings/arch/llama.toml'
     """
     file = arch_file(architecture)
-    return parse_arch(file, load_roles()) if file else None
+    return _parsed(file.name, file.text) if file else None
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, text: str) -> ArchTable:
+    """A table that was read before: a conversion asks for it three times, and parsing takes 25 ms."""
+    return parse_arch(parse_table(text, name), load_roles())
 
 
 def arch_file(architecture: str) -> TableFile | None:
