@@ -100,9 +100,10 @@ class Step:
 
     @property
     def matrix(self) -> str:
-        """The name of what the step makes: its module, or that of the output if it joins several."""
-        one = self.site is not None and len(self.modules) == 1
-        return self.modules[0] if one else self.outputs[0].spec.name.removesuffix(".weight")
+        """The name of what the step makes: its module (of a stack the expert), or the output's if it joins several."""
+        if self.site is None or len(self.modules) != 1:
+            return self.outputs[0].spec.name.removesuffix(".weight")
+        return self.modules[0] if self.site.expert is None else self.site.module
 
     @property
     def taken(self) -> tuple[Feed, ...]:

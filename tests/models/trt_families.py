@@ -64,13 +64,39 @@ UNNAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", _SQUARE),
     "granite": ("Granite", _SQUARE),
 }  # fmt: skip
+# Whose checkpoints hold all experts of a layer in one tensor: [in, out] with biases, [in, out], [out, in].
+STACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": (
+        "GptOss",
+        _LLAMA
+        | {
+            "num_hidden_layers": 2,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        _LLAMA
+        | {
+            "num_hidden_layers": 2,
+            "num_local_experts": 3,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size_mlp": 384,
+            "attention_chunk_size": 96,
+        },
+    ),
+    "granite_moe": ("GraniteMoe", _SQUARE | _MOE | {"num_local_experts": 3}),
+}
 # What target `ort` is tested with besides.
 ORT: dict[str, tuple[str, dict[str, Any]]] = {"gemma": ("Gemma", _LLAMA | _ONE_LAYER)}
 
 
 def decoder(family: str, seed: int = 0, width: float | None = None) -> Any:
     """A causal LM of `family`, float32, every parameter random; weights wide enough that quantizing them shows."""
-    kind, fields = {**DECODERS, **UNNAMED, **ORT}[family]
+    kind, fields = {**DECODERS, **UNNAMED, **STACKED, **ORT}[family]
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     torch.manual_seed(seed)

@@ -23,6 +23,7 @@ from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_i
 from bridge.targets.config_json import generation_problems
 from bridge.targets.trt.files import MODEL, PARTS
 from bridge.targets.trt.graph.tasks import TASKS, choose_task
+from bridge.targets.trt.stacks import experts_of, of_expert
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,6 @@ INT4_BLOCKS = (64, 128)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 GRAPHS = (MODEL, *PARTS.values())
-UNREAD = "holds all experts of a layer in one tensor, but the graph reads each by itself; use target hf"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,12 @@ class Trt(StreamedTarget):
         return ""
 
     def why_stack_unsupported(self, format_: Format, site: Site, options: TrtOptions) -> str:
-        return UNREAD
+        if format_.prescales or format_.clipped or format_.chosen:
+            return (
+                f"experts in one tensor have one input, which {format_.algorithm} would smooth or search for each; "
+                "use a scheme without it, or keep them with a recipe"
+            )
+        return ""
 
     def why_kept(self, format_: Format, site: Site) -> str:
         if site.layout == "conv" and any(n.per == "block" for n in format_.weight):
@@ -187,14 +192,18 @@ class Trt(StreamedTarget):
     def draft(self, draft: Draft) -> Drafted:
         drafted = Drafted(problems=[("", why) for why in [self.why_no_graph(draft)] if why])
         for spec, site in draft.copied():
-            if site and site.stacked:
-                drafted.problems.append((site.module, UNREAD))
             format_ = draft.formats.get(site.weight) if site else None
-            if site and isinstance(format_, Format):
-                drafted.problems += [(site.module, problem) for problem in self.incompatibilities(format_, site, spec)]
-                drafted.steps.append(self.quantized_step(spec, site, format_, draft.options))
-            else:
-                drafted.steps.append(self.plain_step(spec, site, draft.why_plain(spec, site), draft.options))
+            why = draft.why_plain(spec, site)
+            stack = site if site and site.stacked else None
+            matrices: list[tuple[TensorSpec, Site | None]] = [*experts_of(spec, stack)] if stack else [(spec, site)]
+            for matrix, own in matrices:
+                if own and isinstance(format_, Format):
+                    problems = self.incompatibilities(format_, own, matrix)
+                    drafted.problems += [(own.module, problem) for problem in problems]
+                    step = self.quantized_step(matrix, own, format_, draft.options)
+                else:
+                    step = self.plain_step(matrix, own, why, draft.options)
+                drafted.steps.append(of_expert(step, spec, stack) if stack else step)
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
         drafted.problems += generation_problems(draft.side_files)

@@ -97,7 +97,7 @@ def _request(context: ConversionContext, options: GraphOptions, part: str) -> Gr
     return GraphRequest(
         dict(context.source.config), options.task, options.dtype, options.opset, options.cache, options.stamp,
         tuple(sorted(plan.sources)), dict(plan.tied), part, options.image,
-        options.pooling,
+        options.pooling, any(part.expert is not None for step in plan.steps for part in step.inputs),
     )  # fmt: skip
 
 
@@ -158,12 +158,13 @@ def save(model: ir.Model, path: Path) -> None:
 def _key(step: Step, initializers: Mapping[str, str]) -> str:
     """The key for `find_sites`: the weight's initializer, or the module of a head tied to the embedding."""
     assert step.site
-    return step.site.module if step.site.weight != step.source else initializers[_weight(step)]
+    return step.site.module if step.site.weight != _weight(step) else initializers[_weight(step)]
 
 
 def _weight(step: Step) -> str:
-    """The tensor that the float graph reads: the checkpoint's, or the one that several are joined to."""
-    return step.source if len(step.inputs) == 1 else step.outputs[0].spec.name
+    """The tensor that the float graph reads: the checkpoint's, one that several are joined to, or one of a stack."""
+    whole = len(step.inputs) == 1 and step.inputs[0].expert is None
+    return step.source if whole else step.outputs[0].spec.name
 
 
 def _quantize_kv(inserter: Any, context: ConversionContext, kv: Mapping[int, Any]) -> None:

@@ -29,7 +29,7 @@ from bridge.quant.codec.decode import decode
 from bridge.targets.trt.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.covering import grid
-from tests.models.trt_families import DECODERS, UNNAMED, VOCAB, decoder, encoder
+from tests.models.trt_families import DECODERS, STACKED, UNNAMED, VOCAB, decoder, encoder
 from tests.oracles.modelopt_oracle import Answer, ask
 
 once = pytest.mark.usefixtures("graphs_once")
@@ -221,6 +221,49 @@ def check(pair: Pair) -> None:
 )
 def test_every_family_and_scheme_equals_modelopt(family: str, scheme: str, tmp_path: Path) -> None:
     check(convert(family, scheme, None, tmp_path / "out"))
+
+
+def convert_stacked(family: str, scheme: str, out: Path) -> Pair:
+    pair = convert(family, scheme, None, out)
+    plan = typed(Plan, json.loads((pair.directory / "bridge.json").read_text())["plan"])
+    experts = [step for step in plan.quantized if step.inputs[0].expert is not None]
+    assert len(experts) == 2 * 2 * 3  # layers, matrices, experts
+    return pair
+
+
+@once
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("gpt_oss", "int4_wo"),
+        ("llama4", "int4_wo"),
+        ("granite_moe", "fp8"),
+        *(pytest.param("granite_moe", scheme, marks=pytest.mark.product) for scheme in ("int8_wo", "int4_wo", "int8")),
+    ],
+)
+def test_experts_in_one_tensor_equal_modelopt(family: str, scheme: str, tmp_path: Path) -> None:
+    assert set(STACKED) == {"gpt_oss", "llama4", "granite_moe"}
+    pair = convert_stacked(family, scheme, tmp_path / "out")
+    assert_near(pair, run_tokens(pair, [LENGTH]))
+
+
+@once
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("gpt_oss", "int8_wo"),
+        *(pytest.param(*case, marks=pytest.mark.product) for case in (("gpt_oss", "fp8"), ("llama4", "int8_wo"))),
+    ],
+)
+def test_experts_with_scales_of_their_own_are_nearer_than_under_modelopts(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    """ModelOpt has one quantizer for these stacks: a scale of the stack, or one for each expert's whole matrix."""
+    pair = convert_stacked(family, scheme, tmp_path / "out")
+    source = pair.source()
+    assert relative_l2(run_tokens(pair, [LENGTH]), source) < 1.1 * relative_l2(pair.theirs(), source)
 
 
 # Grouped and multi-head attention, sliding windows, experts, q, k and v in one matrix; the others are `product`.

@@ -30,7 +30,7 @@ class GraphRequest:
     """All that decides a float graph beside the code that makes it.
 
     `config`: the content of config.json. `tensors`: the checkpoint's names, for models whose live names differ. `tied`:
-    alias -> tensor. `part`, `image`, `pooling`: see `export_graph`.
+    alias -> tensor. `part`, `image`, `pooling`, `stacked`: see `export_graph`.
     """
 
     config: Mapping[str, Any]
@@ -44,6 +44,7 @@ class GraphRequest:
     part: str = ""
     image: tuple[int, int] | None = None
     pooling: str = ""
+    stacked: bool = False
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ class GraphRequest:
     def key(self) -> str:
         """The digest of everything that decides the graph's bytes."""
         options = [self.task, self.dtype, self.opset, self.cache, self.stamp]
-        options += [self.part, self.image, self.pooling]
+        options += [self.part, self.image, self.pooling, self.stacked]
         return cache.digest_of([made_by(self.packages), deciding(self.config), options, self.tensors, dict(self.tied)])
 
     @property
@@ -122,6 +123,7 @@ def _export(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
             part=request.part,
             image=request.image,
             pooling=request.pooling,
+            stacked=request.stacked,
             progress=progress,
         )
         names = checkpoint_names(graph, request.config, request.task, request.tensors, request.tied)

@@ -12,28 +12,37 @@ from typing import Any
 
 from bridge.core.errors import ExportError
 
+LLAMA4 = "Llama4TextExperts"  # gets the tokens once for each expert, times its routing weight
 
-def unstack_experts(model: Any) -> None:
+
+def unstack_experts(model: Any, stacked: bool = False) -> None:
     """Give each expert of `model` (meta parameters) its own 2-D parameters and the dense forward, in place.
 
     Names are expressions over the live parameter, in the live orientation: `down_proj[3]`, and for a fused gate and up
-    `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`.
+    `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`. `stacked`: the checkpoint has stacks, too: gate and up stay one
+    matrix, and biases stay in their stack.
     """
     for name, module in model.named_modules():
+        if type(module).__name__ == LLAMA4:
+            for key in list(module._parameters):
+                _unstack(module, key, True)
+            module.forward = types.MethodType(_llama4_forward, module)
+            continue
         if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
             continue
         if module.has_post_expert_norm:
             raise ExportError(f"{name}: experts with a norm after each expert are not supported; use target hf")
         for key in list(module._parameters):
-            _unstack(module, key)
+            if not (stacked and key.endswith("_bias")):
+                _unstack(module, key, stacked)
         module.forward = types.MethodType(_dense_forward, module)
 
 
-def _unstack(module: Any, key: str) -> None:
+def _unstack(module: Any, key: str, stacked: bool) -> None:
     from torch import nn
 
     stack = module._parameters.pop(key)
-    split = key in ("gate_up_proj", "gate_up_proj_bias") and module.has_gate and not _own_gate(module)
+    split = key in ("gate_up_proj", "gate_up_proj_bias") and not stacked and not _own_gate(module)
     for e in range(stack.shape[0]):
         one = stack[e]
         if not split:
@@ -52,11 +61,12 @@ def _own_gate(module: Any) -> bool:
     return type(module)._apply_gate is not _default_apply_gate or not module.is_concatenated
 
 
-def _linear(module: Any, x: Any, key: str, suffix: str) -> Any:
+def _linear(module: Any, x: Any, key: str, expert: int, part: str = "") -> Any:
     from torch.nn import functional
 
-    weight = module._parameters[key + suffix]
-    bias = module._parameters.get(f"{key}_bias{suffix}")
+    suffix = f"[{expert}, {part}]" if part else f"[{expert}]"
+    weight, stack = module._parameters[key + suffix], module._parameters.get(f"{key}_bias")
+    bias = module._parameters.get(f"{key}_bias{suffix}") if stack is None else stack[expert]
     if module.is_transposed:
         y = x @ weight
         return y if bias is None else y + bias
@@ -71,13 +81,23 @@ def _dense_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weight
     total = None
     for e in range(self.num_experts):
         if not self.has_gate:
-            inner = self.act_fn(_linear(self, hidden_states, "up_proj", f"[{e}]"))
-        elif _own_gate(self):
-            inner = self._apply_gate(_linear(self, hidden_states, "gate_up_proj", f"[{e}]"))
+            inner = self.act_fn(_linear(self, hidden_states, "up_proj", e))
+        elif f"gate_up_proj[{e}]" in self._parameters:
+            inner = self._apply_gate(_linear(self, hidden_states, "gate_up_proj", e))
         else:
-            gate = _linear(self, hidden_states, "gate_up_proj", f"[{e}, gate]")
-            inner = self.act_fn(gate) * _linear(self, hidden_states, "gate_up_proj", f"[{e}, up]")
-        part = _linear(self, inner, "down_proj", f"[{e}]") * routing[:, e : e + 1]
+            gate = _linear(self, hidden_states, "gate_up_proj", e, "gate")
+            inner = self.act_fn(gate) * _linear(self, hidden_states, "gate_up_proj", e, "up")
+        part = _linear(self, inner, "down_proj", e) * routing[:, e : e + 1]
         part = part.to(hidden_states.dtype)
         total = part if total is None else total + part
     return total
+
+
+def _llama4_forward(self: Any, hidden_states: Any) -> Any:
+    import torch
+
+    outputs = []
+    for e, tokens in enumerate(hidden_states.view(self.num_experts, -1, self.hidden_size)):
+        gate, up = (tokens @ self._parameters[f"gate_up_proj[{e}]"]).chunk(2, dim=-1)
+        outputs.append((up * self.act_fn(gate)) @ self._parameters[f"down_proj[{e}]"])
+    return torch.cat(outputs)

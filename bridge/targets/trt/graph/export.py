@@ -50,12 +50,14 @@ def export_graph(
     part: str = "",
     image: tuple[int, int] | None = None,
     pooling: str = "",
+    stacked: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Graph:
     """Export the graph of `config` (a transformers config, or the content of config.json).
 
     part: which graph of a task that has several (`Task.parts`). image: height and width, if the config gives none.
     pooling: "mean", "mean normalized", ...: adds the output `sentence_embedding` to states of tokens.
+    stacked: the checkpoint has the experts of a layer in one tensor, so their gate and up are one matrix.
 
     >>> graph = export_graph({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})  # doctest: +SKIP
     """
@@ -71,7 +73,7 @@ def export_graph(
         known = resolved["architectures"] if diffuses else getattr(resolved, "architectures", None)
         architecture = (known or ["a config without `architectures`"])[0]
         name = task if task in TASKS else choose_task(task, architecture)
-        return _Run(resolved, name, row, opset, cache, part, image, pooling, tell).graph(stamp)
+        return _Run(resolved, name, row, opset, cache, part, image, pooling, stacked, tell).graph(stamp)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class _Run:
     part: str
     image: tuple[int, int] | None
     pooling: str
+    stacked: bool
     tell: Callable[[str], None]
 
     def graph(self, stamp: bool) -> Graph:
@@ -145,11 +148,12 @@ class _Run:
 
         from bridge.sources.live_models.own_caches import own_caches
         from bridge.targets.trt.graph.calls import call_of
+        from bridge.targets.trt.graph.complex_rope import real_rope
         from bridge.targets.trt.graph.experts import unstack_experts
 
         diffuses = is_diffusion(config)
         if not diffuses:
-            unstack_experts(model)
+            unstack_experts(model, self.stacked)
             meta_device.settle_rope(model)
         env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
@@ -157,7 +161,8 @@ class _Run:
         tied = _ties(model)
         task, dtype = TASKS[self.task], getattr(torch, self.dtype)
         try:
-            with own_caches(), torch.no_grad(), experimental.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            oblivious = experimental.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+            with own_caches(), real_rope(model), torch.no_grad(), oblivious:
                 if diffuses:
                     from bridge.targets.trt.graph.denoiser import denoiser_call, drop_squeezes
 

@@ -46,11 +46,15 @@ def checkpoint_names(
 
 
 def _part_name(live: str, parts: Mapping[str, Mapping[Any, str]]) -> str | None:
-    """Find the checkpoint tensor of `live`: a whole tensor, an expert `stack[3]`, or half of one, `stack[3, gate]`."""
-    stack, _, index = live.partition("[")
+    """Find the checkpoint tensor of `live`: a whole tensor, an expert `stack[3]`, or half of one, `stack[3, gate]`.
+
+    An expert of a stack that the checkpoint has, too, is named as an expression over it.
+    """
+    stack, bracket, index = live.partition("[")
     candidates = parts.get(stack, {})
-    if not index:
-        return next((name for ref, name in candidates.items() if not ref.index), None)
+    whole = next((name for ref, name in candidates.items() if not ref.index), None)
+    if whole or not index:
+        return whole and f"{whole}{bracket}{index}"
     expert, _, half = index.rstrip("]").partition(", ")
     refs = sorted((ref for ref in candidates if ref.expert == int(expert)), key=lambda ref: ref.rows or (0, 0))
     if len(refs) != (2 if half else 1):

@@ -1,0 +1,46 @@
+"""Rotary embeddings that transformers computes with complex numbers, which ONNX does not have, in real ones."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+# Class of the embedding -> the axis of heads in the queries and keys that its `apply_rotary_emb` rotates.
+HEADS = {"Llama4TextRotaryEmbedding": 2, "DeepseekV2RotaryEmbedding": 1}
+
+
+@contextmanager
+def real_rope(model: Any) -> Iterator[None]:
+    """Compute the rotary embeddings of `model` in real numbers during the block."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            axis = HEADS.get(type(module).__name__)
+            if axis is not None:
+                home: Any = sys.modules[type(module).__module__]
+                stack.callback(setattr, home, "apply_rotary_emb", home.apply_rotary_emb)
+                home.apply_rotary_emb = _rotation(axis)
+                module.forward = types.MethodType(_cos_and_sin, module)
+        yield
+
+
+def _cos_and_sin(self: Any, x: Any, position_ids: Any) -> Any:
+    """Cosine and sine of each position and frequency, [batch, position, frequency, 2]."""
+    import torch
+
+    angles = position_ids[..., None].float() * self.inv_freq.float()
+    return torch.stack((angles.cos(), angles.sin()), -1) * self.attention_scaling
+
+
+def _rotation(heads: int) -> Any:
+    def rotated(x: Any, turn: Any) -> Any:
+        import torch
+
+        cos, sin = turn.unsqueeze(heads).unbind(-1)
+        real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), -1)
+        return pairs.flatten(-2).type_as(x)
+
+    return lambda xq, xk, turn: (rotated(xq, turn), rotated(xk, turn))
