@@ -22,7 +22,7 @@ _BART: dict[str, Any] = {
 }  # fmt: skip
 _WHISPER = {key: value for key, value in _BART.items() if key != "max_position_embeddings"} | {
     "max_source_positions": FRAMES // 2, "max_target_positions": 40, "num_mel_bins": BINS, "suppress_tokens": None,
-    "begin_suppress_tokens": None,
+    "begin_suppress_tokens": None, "encoder_attention_heads": 2,
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
