@@ -95,7 +95,7 @@ def test_vllm_loads_the_kept_adapter(tmp_path: Path) -> None:
     environment = {"VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
         [PYTHON, "-c", VLLM, str(tmp_path / "out" / "adapter")],
-        capture_output=True, text=True, env=environment, timeout=120,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     loras = json.loads(done.stdout.strip().splitlines()[-1])

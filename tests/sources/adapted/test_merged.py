@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     out = tmp_path_factory.mktemp("peft")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{PEFT}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tests.oracles.peft_process", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900)
     assert done.returncode == 0, done.stderr
     return out, json.loads((out / "results.json").read_text())
 
