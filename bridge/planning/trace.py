@@ -24,7 +24,7 @@ from bridge.core.text import fold_layers
 from bridge.core.values import InputGroup, Site, Structure
 from bridge.planning.diffusion import attention_groups
 from bridge.planning.diffusion import why_kept as diffusion_kept
-from bridge.planning.trace_inputs import input_reads
+from bridge.planning.trace_inputs import Reads, input_reads, unreached_by_chance
 from bridge.sources.configs.diffusion import is_diffusion_model
 from bridge.sources.live_models.checkpoint_names import Origin, live_names, tied_names
 from bridge.sources.live_models.meta_device import build_weightless, quiet
@@ -162,23 +162,34 @@ def _reads(
     if not is_diffusion_model(model) and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the others choose experts by values
     fake_tensor.log.disabled = True  # it prints a traceback of an error that is one line here
+    why = ""
     try:
         with quiet():
             reads = input_reads(model, mode)
     except Exception as error:
-        return (), set(), {}, f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
+        why = f"{type(model).__name__} does not run on fake tensors: {type(error).__name__}: {error}"
+        reads = _by_chance(model, mode)
     finally:
         fake_tensor.log.disabled = False
     groups = []
-    for group in reads.groups:
+    for group in () if why else reads.groups:
         readers = tuple(name for live in group.modules for name in modules.get(live, (live,)) if name in sites)
         if len(readers) > 1:
             norm = next(iter(modules.get(group.norm, ())), "")
             groups.append(InputGroup(readers, norm, group.alone and bool(norm), group.plus_one and bool(norm)))
     never_run = {name for live in reads.never_run for name in modules.get(live, (live,))}
-    why = UNREACHED.format(inputs=" and ".join(reads.inputs))
-    unreached = {name: why for live in reads.unreached for name in modules.get(live, (live,))}
-    return tuple(attention_groups(groups) if is_diffusion_model(model) else groups), never_run, unreached, ""
+    told = UNREACHED.format(inputs=" and ".join(reads.inputs))
+    unreached = {name: told for live in reads.unreached for name in modules.get(live, (live,))}
+    return tuple(attention_groups(groups) if is_diffusion_model(model) else groups), never_run, unreached, why
+
+
+def _by_chance(model: Any, mode: Any) -> Reads:
+    """What is known of a model that chooses by values: what no example is likely to reach, and no groups."""
+    try:
+        with quiet():
+            return unreached_by_chance(model, mode)
+    except Exception:  # it does not run at all
+        return Reads((), ())
 
 
 def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:

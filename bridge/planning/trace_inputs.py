@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
@@ -58,9 +58,17 @@ def input_reads(model: Any, mode: FakeTensorMode) -> Reads:
     raise first
 
 
-def _reads_of(model: Any, mode: FakeTensorMode, make: Callable[[], dict[str, Any]]) -> Reads:
+def unreached_by_chance(model: Any, mode: FakeTensorMode) -> Reads:
+    """What `input_reads` returns, if each number that the forward reads off a tensor is zero: groups may lack readers.
+
+    Longformer asks whether a token has global attention, which none has unless the data say so.
+    """
+    return _reads_of(model, mode, partial(_example, model), guess=True)
+
+
+def _reads_of(model: Any, mode: FakeTensorMode, make: Callable[[], dict[str, Any]], guess: bool = False) -> Reads:
     known: dict[tuple[type, int], bool] = {}
-    with own_caches(), mode, torch.no_grad(), _Watch(model) as watch:
+    with own_caches(), mode, torch.no_grad(), _Watch(model, guess) as watch:
         example = make()
         out = model(**example)
     watch.returned(out)
@@ -78,8 +86,9 @@ def _reads_of(model: Any, mode: FakeTensorMode, make: Callable[[], dict[str, Any
 class _Watch(TorchFunctionMode):
     """Records which linear modules read a tensor, which norm made it, and what else reads the output of a norm."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, guess: bool = False) -> None:
         super().__init__()
+        self._guess = guess
         # keeps each tensor, since an id is valid while it lives
         self.reads: dict[int, tuple[Any, dict[str, None]]] = {}
         self.norms: dict[int, str] = {}
@@ -111,7 +120,12 @@ class _Watch(TorchFunctionMode):
             hook.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if not self._guess:
+                raise
+            return False if args[0].dtype == torch.bool or func.__name__ == "__bool__" else 0
         if tensors_in(result):  # reading only a shape, dtype or device reads no values
             for tensor in tensors_in(args, kwargs or {}):
                 self._read |= dict.fromkeys(self._weights.get(id(tensor), ()))

@@ -214,6 +214,13 @@ def test_what_two_tokens_do_not_run_is_traced_with_longer_texts_images_and_sound
     assert not [site.module for site in structure.sites if site.unreached]
 
 
+def test_what_is_reached_by_the_choice_of_the_data_alone_keeps_off_too() -> None:
+    structure = trace_structure(open_source(tiny("LongformerForMaskedLM")))
+    unreached = {site.module.rpartition(".")[2] for site in structure.sites if site.unreached}
+    assert unreached == {"query_global", "key_global", "value_global"}
+    assert structure.groups == () and "does not run on fake tensors" in structure.ungrouped
+
+
 def test_what_the_example_does_not_reach_keeps_off_formats_that_measure_inputs() -> None:
     config = transformers.TrOCRConfig(
         vocab_size=97,
