@@ -65,7 +65,7 @@ def runner(model: Any, device: Any = None) -> Run:
     float32 copy of [8, 128, 128256] is 525 MB.
 
     Float inputs (pixels, sounds) are cast to the model's dtype, as torch requires. The training flags of all modules
-    are restored, also after an exception.
+    are restored, also after an exception. A masked autoencoder hides the same patches in every run.
     """
     import torch
 
@@ -74,6 +74,7 @@ def runner(model: Any, device: Any = None) -> Run:
     dtype = getattr(model, "dtype", torch.float32)
 
     diffuses = is_diffusion_model(model)
+    hides = "noise" in inspect.signature(model.forward).parameters and hasattr(model.config, "mask_ratio")
 
     def given(name: str, tensor: Any) -> Any:
         cast = tensor.is_floating_point() and not (diffuses and name in FLOAT32)
@@ -86,6 +87,8 @@ def runner(model: Any, device: Any = None) -> Run:
                 module.training = False
             with torch.no_grad():
                 inputs = {name: given(name, tensor) for name, tensor in batch.items()}
+                if hides and "noise" not in inputs:
+                    inputs["noise"] = _noise(inputs["pixel_values"], model.config.patch_size)
                 output = model(**(nested(inputs) if diffuses else inputs), **cache)
         finally:
             for module in training:
@@ -93,6 +96,14 @@ def runner(model: Any, device: Any = None) -> Run:
         return _first(output).detach().cpu()
 
     return run
+
+
+def _noise(pixels: Any, patch: int) -> Any:
+    """What ViT-MAE sorts to choose the patches that it hides; it would draw others in each run."""
+    import torch
+
+    shape = pixels.shape[0], pixels.shape[-2] // patch * (pixels.shape[-1] // patch)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(pixels.device)
 
 
 def _first(output: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridge.calibration.reference_outputs import next_token_loss, pick  # noqa: E402
+from bridge.calibration.reference_outputs import next_token_loss, pick, runner  # noqa: E402
 
 
 def drawn(dtype: Any) -> tuple[Any, dict[str, np.ndarray]]:
@@ -56,3 +56,13 @@ def test_what_is_kept_of_an_output_is_the_same_in_every_dtype() -> None:
     kept = pick(logits, rows, columns)
     assert kept.dtype == np.float32 and kept.flags.c_contiguous
     assert np.array_equal(kept, logits.float().numpy().reshape(-1, 1003)[rows[:, None], columns])
+
+
+def test_a_masked_autoencoder_hides_the_same_patches_in_every_run() -> None:
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    size = {"image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    decoder = {"decoder_hidden_size": 24, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    model = ViTMAEForPreTraining(ViTMAEConfig(**size, **decoder, intermediate_size=40, decoder_intermediate_size=40))
+    run, batch = runner(model), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    assert torch.equal(run(batch), run(batch))
