@@ -126,11 +126,15 @@ def test_dimensions_that_do_not_divide_into_blocks_name_modules_and_remedy(tmp_p
     shapes = llama_shapes(changed)
     specs = {n: type(s)(n, shapes[n], s.dtype) for n, s in made.specs.items()}
     source = MadeSource({}, specs, changed)
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('base = "int4_wo"\n')
     with pytest.raises(PlanError) as error:
-        bridge.plan(source, target="trt", quant="int4_wo")
+        bridge.plan(source, target="trt", quant=str(recipe))
     text = str(error.value)
     assert "model.layers.{0..2}.mlp.down_proj: in = 320 does not divide into blocks of 128" in text
     assert "block = 64" in text
+    notes = bridge.plan(source, target="trt", quant="int4_wo").notes  # by name: what divides is taken, and told
+    assert any(note.startswith("INT4 blocks of 64 instead of 128: model.layers.0.mlp.down_proj") for note in notes)
 
 
 def test_unknown_words_are_told_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""A stand-in through which a module can be read, but neither found nor changed."""
+"""A stand-in that shows a module but hides what is in it."""
 
 from __future__ import annotations
 

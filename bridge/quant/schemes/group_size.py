@@ -1,4 +1,4 @@
-"""The size of INT4 blocks that divides every matrix of a model: 128, or the next smaller one that runtimes read.
+"""The size of INT4 blocks that divides every matrix."""
 
 ModelOpt's and vLLM's configuration names one size for the whole checkpoint, and no runtime pads a row.
 """

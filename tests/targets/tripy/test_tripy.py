@@ -176,11 +176,12 @@ def test_a_kv_cache_is_refused() -> None:
         (True, ["model.layers.{0..2}.mlp.gate_proj, model.layers.{0..2}.mlp.up_proj: out = 224 does not divide into"]),
     ],
 )  # fmt: skip
-def test_blocks_that_do_not_divide_are_one_line_with_all_layers(linear: bool, lines: list[str]) -> None:
+def test_blocks_that_do_not_divide_are_one_line_with_all_layers(linear: bool, lines: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"  # of a scheme by name the blocks would be 32
+    recipe.write_text('base = "int4_wo"\n')
+    source = made(CONFIG | {"intermediate_size": 224, "num_key_value_heads": 4})
     with pytest.raises(PlanError) as error:
-        bridge.plan(
-            made(CONFIG | {"intermediate_size": 224, "num_key_value_heads": 4}), "tripy", "int4_wo", linear=linear
-        )
+        bridge.plan(source, "tripy", str(recipe), linear=linear)
     said = str(error.value).splitlines()[1:]
     assert len(said) == len(lines)
     for line, expected in zip(said, lines, strict=True):

@@ -92,8 +92,8 @@ def test_what_cannot_be_pruned_is_refused_before_a_run(
 
 def test_a_width_that_the_scheme_cannot_have_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure_scores", lambda *_, **__: pytest.fail("the model was run"))
-    with pytest.raises(PlanError, match="in = 192 does not divide into blocks of 128"):
-        bridge.prune(LLAMA, {"ffn": 192}, quant="int4_wo")
+    with pytest.raises(PlanError, match="in = 208 does not divide into blocks of 128"):
+        bridge.prune(LLAMA, {"ffn": 208}, quant="int4_wo")
 
 
 def test_experts_below_those_of_a_token_are_refused() -> None:
