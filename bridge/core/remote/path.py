@@ -160,7 +160,8 @@ class RemotePath:
         return hash(str(self))
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.tree, str(PurePosixPath(self._relative, name)))
+        joined = str(PurePosixPath(self._relative, name))
+        return RemotePath(self.tree, "" if joined == "." else joined)
 
     @property
     def name(self) -> str:

@@ -55,6 +55,10 @@ def test_patterns_match_what_they_match_here(pattern: str, both: tuple[Path, Rem
     assert {path.relative_to(far).as_posix() for path in far.glob(pattern)} == wanted
 
 
+def test_no_name_is_the_directory_itself(both: tuple[Path, RemotePath]) -> None:
+    assert [path.name for path in (both[1] / "").glob("*")] == [path.name for path in both[1].glob("*")] != []
+
+
 def test_names_kinds_and_sizes_are_those_of_a_local_directory(both: tuple[Path, RemotePath]) -> None:
     near, far = both
     for name in (*NAMES, "context", "iter_0000100", "none", "config"):
