@@ -31,6 +31,7 @@ from bridge.calibration.quantizers import (
     kept_from_modelopt,
     known_formats,
     quant_cfg,
+    registering,
 )
 from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
 from bridge.calibration.requirements import check_data, check_device
@@ -210,22 +211,16 @@ def register_modules(model: Any, cache: bool) -> None:
     modelopt()
     from modelopt.torch.quantization.plugins.custom import register_custom_model_plugins_on_the_fly
 
-    with quiet(), registering(cache):
+    with quiet(), registering(_plugins(), cache):
         register_custom_model_plugins_on_the_fly(model)
 
 
-@contextlib.contextmanager
-def registering(cache: bool) -> Iterator[None]:
-    """Let ModelOpt make attention quantizable only with `cache`: its classes fail in Parakeet, RoFormer and Bloom."""
+def _plugins() -> set[Any]:
+    """What ModelOpt runs to make modules of whole models quantizable."""
     from modelopt.torch.quantization.plugins import custom
 
-    attention = {one for one in custom.CUSTOM_MODEL_PLUGINS if one.__name__ == "register_hf_attentions_on_the_fly"}
-    left = set() if cache else attention
-    custom.CUSTOM_MODEL_PLUGINS.difference_update(left)
-    try:
-        yield
-    finally:
-        custom.CUSTOM_MODEL_PLUGINS.update(left)
+    plugins: set[Any] = custom.CUSTOM_MODEL_PLUGINS
+    return plugins
 
 
 def modelopt() -> Any:
@@ -276,7 +271,7 @@ def _run(
     names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
     searched: list[tuple[Any, str, Any]] = []
-    with kept_from_modelopt(root, bindings), registering(cache=bool(live)):
+    with kept_from_modelopt(root, bindings), registering(_plugins(), cache=bool(live)):
         mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
     isolate(root)
     for algorithm in schedule.algorithms:

@@ -176,6 +176,18 @@ def kept_from_modelopt(root: Any, bindings: Sequence[QuantizerBinding]) -> Itera
             parent._modules[key] = child
 
 
+@contextmanager
+def registering(plugins: set[Any], cache: bool) -> Iterator[None]:
+    """Let ModelOpt make attention quantizable only with `cache`: its classes fail in Parakeet, RoFormer and Bloom."""
+    attention = {one for one in plugins if one.__name__ == "register_hf_attentions_on_the_fly"}
+    left = set() if cache else attention
+    plugins.difference_update(left)
+    try:
+        yield
+    finally:
+        plugins.update(left)
+
+
 def _is_broken(module: Any) -> bool:
     """Whether ModelOpt 0.47 cannot convert a module: a weight computed by weight norm, or the experts of Dbrx.
 

@@ -14,8 +14,11 @@ from modelopt.torch.quantization.plugins import custom  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 
-from bridge.calibration.modelopt import registering  # noqa: E402
-from bridge.calibration.quantizers import kept_from_modelopt, known_formats  # noqa: E402
+from bridge.calibration.quantizers import (  # noqa: E402
+    kept_from_modelopt,
+    known_formats,
+    registering,
+)
 from bridge.core.values import Format, Site  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 
@@ -63,9 +66,9 @@ def test_attention_is_made_quantizable_for_the_cache_alone() -> None:
     def found() -> bool:
         return any("attentions" in one.__name__ for one in custom.CUSTOM_MODEL_PLUGINS)
 
-    with registering(cache=True):
+    with registering(custom.CUSTOM_MODEL_PLUGINS, cache=True):
         assert found()
-    with registering(cache=False):
+    with registering(custom.CUSTOM_MODEL_PLUGINS, cache=False):
         assert not found()
     assert found()
 

@@ -1,4 +1,4 @@
-"""The size of INT4 blocks that divides every matrix."""
+"""The size of INT4 blocks that divides every matrix.
 
 ModelOpt's and vLLM's configuration names one size for the whole checkpoint, and no runtime pads a row.
 """
