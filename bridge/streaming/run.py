@@ -246,7 +246,7 @@ def _files(context: ConversionContext, directory: Path, steps: Iterable[Step] | 
     """Create the files of the plan; with `steps`, open only the files that they write to, and create none."""
     settings, files = context.files, context.plan.files
     names = files if steps is None else {output.file for step in steps for output in step.outputs}
-    for name in names:
+    for name in names if steps is None else ():
         (directory / name).parent.mkdir(exist_ok=True)  # a part of a pipeline has a folder
     return {
         name: TensorFile(directory / name, files[name], settings.metadata, settings.align, create=steps is None)

@@ -29,9 +29,8 @@ MAX_WAIT = 900.0  # seconds to wait for another process, which may be stopped: a
 POLL = 0.05  # seconds between two tries to get a lock
 SUFFIX, LOCK = ".cached", ".lock"
 _ENTRY = re.compile(r"[0-9a-f]{32}\.cached")
-_KERNELS = re.compile(
-    r"\w+-[0-9a-f]{16}\.\w+-[\w-]+(\.so)?"
-)  # a file of kernels, the digest of its source, system, processor
+# A file of kernels, the digest of its source, system, processor.
+_KERNELS = re.compile(r"\w+-[0-9a-f]{16}\.\w+-[\w-]+(\.so)?")
 _LOCKS = re.compile(r"[0-9a-f]{32}\.lock")
 T = TypeVar("T")
 
