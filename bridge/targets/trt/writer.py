@@ -158,7 +158,8 @@ def save(model: ir.Model, path: Path) -> None:
 def _key(step: Step, initializers: Mapping[str, str]) -> str:
     """The key for `find_sites`: the weight's initializer, or the module of a head tied to the embedding."""
     assert step.site
-    return step.site.module if step.site.weight != _weight(step) else initializers[_weight(step)]
+    tied = step.inputs[0].expert is None and step.site.weight != step.source
+    return step.site.module if tied else initializers[_weight(step)]
 
 
 def _weight(step: Step) -> str:
