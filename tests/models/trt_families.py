@@ -81,14 +81,14 @@ STACKED: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4",
         _LLAMA
         | {
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_local_experts": 3,
             "interleave_moe_layer_step": 1,
             "intermediate_size_mlp": 384,
             "attention_chunk_size": 96,
         },
     ),
-    "granite_moe": ("GraniteMoe", _SQUARE | _MOE | {"num_local_experts": 3}),
+    "granite_moe": ("GraniteMoe", _SQUARE | _MOE | {"num_local_experts": 3, "num_hidden_layers": 1}),
 }
 # What target `ort` is tested with besides.
 ORT: dict[str, tuple[str, dict[str, Any]]] = {"gemma": ("Gemma", _LLAMA | _ONE_LAYER)}
