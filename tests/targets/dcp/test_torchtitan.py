@@ -216,7 +216,7 @@ def test_stacked_experts_pass_one_after_the_other(target: str, tmp_path: Path) -
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             assert peak <= working_set(step, plan.sources) + 100_000, step.outputs
-            assert peak < max(0.6 * step.nbytes, 4 << 20), step.outputs
+            assert peak < max(0.75 * step.nbytes, 4 << 20), step.outputs  # pieces have 2 MB
     assert bridge.convert(tmp_path / target, "hf", out=tmp_path / "back").passed
 
 
