@@ -71,8 +71,8 @@ class Processes:
         self, context: ConversionContext, partitions: Sequence[Partition], stop: threading.Event
     ) -> Iterator[Mapping[str, StepResult]]:
         offer = Offer(
-            self.model, None, context.source.fingerprint, context.plan, None, context.scheme, context.memory, 1,
-            context.work.directory, context.work.identity, bridge.__version__,
+            self.model, None, None, None, context.source.fingerprint, context.plan, None, context.scheme,
+            context.memory, 1, context.work.directory, context.work.identity, bridge.__version__,
         )  # fmt: skip
         with ProcessPoolExecutor(self.processes, get_context("spawn")) as pool:
             yield from pool.map(write_partition, [offer] * len(partitions), partitions)

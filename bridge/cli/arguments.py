@@ -183,6 +183,16 @@ def target_flags() -> dict[str, inspect.Parameter]:
     return flags
 
 
+def _target_of(name: str | None) -> str | None:
+    """The target that a name or an alias stands for; None, as without a name, if it is unknown."""
+    from bridge.targets import load_target
+
+    try:
+        return None if name is None else load_target(name).name
+    except UsageError:
+        return None
+
+
 class TargetCommand(click.Command):
     """A verb whose help has sections, the options of each target under a heading of their own."""
 
@@ -191,7 +201,7 @@ class TargetCommand(click.Command):
         offered = super().shell_complete(ctx, incomplete)
         if not incomplete.startswith("-"):
             return offered
-        chosen = ctx.params.get("target")
+        chosen = _target_of(ctx.params.get("target"))
         options = [option for option in target_options() if chosen in (None, option.target)]
         flags = {name: option.help for option in options for name in option.names.split("/")}
         return offered + [CompletionItem(name, help=flags[name]) for name in flags if name.startswith(incomplete)]

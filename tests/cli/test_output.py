@@ -256,7 +256,7 @@ def test_the_shell_completes_the_options_of_the_chosen_target() -> None:
     assert {"plain,--opset", "plain,--task"} <= {*completed("convert m --target trt --")}
     assert "plain,--opset" not in completed("convert m --target hf --")
     assert completed("convert m --target hf --shard") == ["plain,--shard-size"]
-    assert completed("convert m --ops") == ["plain,--opset"]
+    assert completed("convert m --ops") == completed("convert m --target onnx --ops") == ["plain,--opset"]
 
 
 @pytest.mark.slow

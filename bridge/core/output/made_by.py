@@ -47,7 +47,7 @@ def made_by(packages: Iterable[str]) -> list[object]:
 
 def can_change(packages: Iterable[str]) -> bool:
     """Whether one of the packages runs from files that are edited: then nothing that it made is kept."""
-    return any(origin(name) == "editable" for name in packages)
+    return any(origin(name) == "editable" for name in (*packages, *OPTIONAL))
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
 INT4_BLOCKS = (64, 128)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
+ALL_EXPERTS = "every token runs through all {} experts in the graph: standard ONNX has no fused routing"
+BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 GRAPHS = (MODEL, *PARTS.values())
 
 
@@ -138,7 +140,7 @@ class Trt(StreamedTarget):
             )
         for numeric in format_.weight:
             if numeric.dtype == "int4" and numeric.block not in [(b,) for b in INT4_BLOCKS]:
-                return f"TensorRT's INT4 has blocks of 64 or 128 along `in`, not {numeric.block}; use block = 128"
+                return f"TensorRT's INT4 has blocks of 64 or 128 along `in`, not {numeric.block}; {BLOCKS}"
             if numeric.dtype == "float4_e2m1fn" and (numeric.block, numeric.scale_dtype) != ((16,), "float8_e4m3fn"):
                 return "TensorRT's FP4 has blocks of 16 with FP8 scales; use nvfp4_wo"
             if numeric.scale_dtype == "float8_e8m0fnu" and not options.custom_ops:
@@ -191,10 +193,13 @@ class Trt(StreamedTarget):
 
     def draft(self, draft: Draft) -> Drafted:
         drafted = Drafted(problems=[("", why) for why in [self.why_no_graph(draft)] if why])
+        experts = 0
         for spec, site in draft.copied():
             format_ = draft.formats.get(site.weight) if site else None
             why = draft.why_plain(spec, site)
             stack = site if site and site.stacked else None
+            if stack:
+                experts = max(experts, spec.shape[0])
             matrices: list[tuple[TensorSpec, Site | None]] = [*experts_of(spec, stack)] if stack else [(spec, site)]
             for matrix, own in matrices:
                 if own and isinstance(format_, Format):
@@ -207,6 +212,7 @@ class Trt(StreamedTarget):
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
         drafted.problems += generation_problems(draft.side_files)
+        drafted.notes += [ALL_EXPERTS.format(experts)] if experts else []
         drafted.notes += _not_in_onnx_runtime(drafted.steps)
         return drafted
 
@@ -256,9 +262,7 @@ class Trt(StreamedTarget):
         notes = []
         experts = {site.expert for site in structure.sites if site.expert is not None}
         if experts:
-            notes.append(
-                f"every token runs through all {len(experts)} experts in the graph: standard ONNX has no fused routing"
-            )
+            notes.append(ALL_EXPERTS.format(len(experts)))
         if options.dtype == "float16":
             notes.append("float16 graph: verify runs a float32 copy of it")
         if options.dtype == "bfloat16":

@@ -58,7 +58,8 @@ class EncoderDecoder:
         encoder = {name: array for name, array in inputs.items() if name in self.encoder.inputs}
         tokens = inputs.get("decoder_input_ids")
         if tokens is None:
-            raise VerifyError(f"decoder_input_ids, which the decoder reads, are missing; given: {', '.join(inputs)}")
+            beside = ", ".join(inputs)
+            raise VerifyError(f"decoder_input_ids, which the decoder reads, are missing; add them to {beside}")
         return {ENCODER: encoder, DECODER: {"input_ids": tokens, **self.source(encoder)}}
 
     def source(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.core.dtypes import to_float32
+from bridge.core.values import Slice
 from bridge.planning.plan import Plan, Step
 from bridge.sources.configs.diffusion import PLACES
 
@@ -65,13 +66,21 @@ def _first(name: str, array: np.ndarray) -> np.ndarray:
 
 def _layer_error(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -> float:
     assert step.site
-    weight = np.concatenate([to_float32(source.read(p.source), plan.sources[p.source].dtype) for p in step.inputs])
+    weight = np.concatenate([to_float32(_stored(source, p), plan.sources[p.source].dtype) for p in step.inputs])
     weight = weight.T if step.site.layout == "out_in" else weight
     product = x.reshape(-1, x.shape[-1]).astype(np.float32) @ weight
     output = y.reshape(-1, y.shape[-1]).astype(np.float32)
     output = output if bias is None else output - bias
     norm = float(np.linalg.norm(product))
     return float(np.linalg.norm(output - product)) / norm if norm else 0.0
+
+
+def _stored(source: Source, part: Slice) -> np.ndarray:
+    """A matrix as it is stored: the whole tensor, or that of one expert."""
+    if part.expert is None:
+        return source.read(part.source)
+    matrix: np.ndarray = source.read_rows(part.source, part.expert, part.expert + 1)[0]
+    return matrix
 
 
 def places(path: Path, steps: Iterable[Step]) -> Iterator[tuple[str, tuple[str, str, np.ndarray | None]]]:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.core.errors import PlanError, SchemeError
+from bridge.core.errors import SchemeError
 from bridge.targets.hf.lint import lint
 from tests.models.export_families import ROPE, WIDE, tokens
 from tests.oracles import export_oracle as oracle
@@ -173,17 +173,28 @@ def test_other_schemes_refuse_stacks_in_words(scheme: str, tmp_path: Path) -> No
     assert 'modules = ["*.experts.gate_up_proj", "*.experts.down_proj"], quant = "none"' in message
 
 
-@pytest.mark.parametrize(("target", "options"), [("trt", {}), ("tripy", {}), ("hf", {"format": "compressed-tensors"})])
+@pytest.mark.parametrize(("target", "options"), [("tripy", {}), ("hf", {"format": "compressed-tensors"})])
 def test_other_targets_refuse_stacks_in_words(target: str, options: dict[str, str], tmp_path: Path) -> None:
     directory = oracle.save(build(), tmp_path / "source")
     with pytest.raises(SchemeError, match="holds all experts of a layer in one tensor"):
         bridge.plan(directory, target, "fp8", **options)
 
 
-def test_target_trt_refuses_a_plain_model_before_it_exports_the_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int4_awq", "int8_sq"])
+def test_target_trt_refuses_what_it_cannot_do_to_a_stack(scheme: str, tmp_path: Path) -> None:
     directory = oracle.save(build(), tmp_path / "source")
-    with pytest.raises(PlanError, match=r"mlp\.experts\.gate_up_proj: holds all experts of a layer in one tensor"):
-        bridge.plan(directory, "trt")
+    with pytest.raises(SchemeError, match="experts in one tensor have one input"):
+        bridge.plan(directory, "trt", scheme)
+
+
+def test_target_trt_has_a_matrix_for_each_expert_and_says_what_that_costs(tmp_path: Path) -> None:
+    directory = oracle.save(build(), tmp_path / "source")
+    plan = bridge.plan(directory, "trt", "fp8")
+    name = "model.layers.1.mlp.experts.down_proj"
+    experts = [step for step in plan.quantized if step.source == name]
+    assert [step.inputs[0].expert for step in experts] == list(range(plan.sources[name].shape[0]))
+    assert [step.outputs[0].spec.name for step in experts] == [f"{name}[{n}]" for n in range(len(experts))]
+    assert f"every token runs through all {len(experts)} experts" in " ".join(plan.notes)
 
 
 def test_a_plain_conversion_changes_no_byte(tmp_path: Path) -> None:

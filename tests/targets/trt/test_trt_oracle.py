@@ -26,6 +26,8 @@ from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.quant.codec.decode import decode
+from bridge.sources.opening import open_source
+from bridge.targets.trt.layer_error import layer_errors
 from bridge.targets.trt.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.covering import grid
@@ -228,6 +230,8 @@ def convert_stacked(family: str, scheme: str, out: Path) -> Pair:
     plan = typed(Plan, json.loads((pair.directory / "bridge.json").read_text())["plan"])
     experts = [step for step in plan.quantized if step.inputs[0].expert is not None]
     assert len(experts) == pair.model.config.num_hidden_layers * 2 * 3  # matrices, experts
+    errors = dict(layer_errors(pair.directory, plan, open_source(pair.model), {"input_ids": pair.ids}))
+    assert 0 < max(errors[step.matrix] for step in experts) < 0.2  # of its own matrix, not of the stack
     return pair
 
 

@@ -382,7 +382,7 @@ def test_settings_are_read_from_the_manifests_table() -> None:
 def test_a_partition_of_another_model_than_the_rows_is_refused(tmp_path: Path) -> None:
     rows = pytest.importorskip("bridge.workflows.batch.engines.ray_rows")
     tiny = str(Path(__file__).parents[3] / "examples/models/tiny-llama")
-    offer = rows.Offer(tiny, None, "other", None, None, None, 1, 1, tmp_path, "", bridge.__version__)
+    offer = rows.Offer(tiny, None, None, None, "other", None, None, None, 1, 1, tmp_path, "", bridge.__version__)
     with pytest.raises(SourceError, match="is a different model on"):
         rows.same_source(offer)
     with pytest.raises(UsageError, match="has qbridge"):

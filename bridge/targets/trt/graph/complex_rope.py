@@ -21,7 +21,7 @@ def real_rope(model: Any) -> Iterator[None]:
             if axis is not None:
                 home: Any = sys.modules[type(module).__module__]
                 stack.callback(setattr, home, "apply_rotary_emb", home.apply_rotary_emb)
-                home.apply_rotary_emb = _rotation(axis)
+                home.apply_rotary_emb = _rotation(axis, home.apply_rotary_emb)
                 module.forward = types.MethodType(_cos_and_sin, module)
         yield
 
@@ -34,7 +34,9 @@ def _cos_and_sin(self: Any, x: Any, position_ids: Any) -> Any:
     return torch.stack((angles.cos(), angles.sin()), -1) * self.attention_scaling
 
 
-def _rotation(heads: int) -> Any:
+def _rotation(heads: int, original: Any) -> Any:
+    """The function that rotates queries and keys; another model of the process still gives it complex numbers."""
+
     def rotated(x: Any, turn: Any) -> Any:
         import torch
 
@@ -43,4 +45,7 @@ def _rotation(heads: int) -> Any:
         pairs = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), -1)
         return pairs.flatten(-2).type_as(x)
 
-    return lambda xq, xk, turn: (rotated(xq, turn), rotated(xk, turn))
+    def rotate(xq: Any, xk: Any, turn: Any) -> Any:
+        return original(xq, xk, turn) if turn.is_complex() else (rotated(xq, turn), rotated(xk, turn))
+
+    return rotate

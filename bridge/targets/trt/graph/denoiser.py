@@ -68,13 +68,13 @@ def _dynamic(name: str, tensor: torch.Tensor, dims: dict[str, Any]) -> dict[int,
 
 
 def drop_squeezes(model: ir.Model) -> None:
-    """Remove each Squeeze of an axis that is not one: torch leaves it alone (PixArt), and ONNX refuses it."""
+    """Remove each Squeeze of axes that are not one: torch leaves it alone (PixArt), and ONNX refuses it."""
     for node in list(model.graph):
         value, axes = (*node.inputs, None)[:2] if node.op_type == "Squeeze" else (None, None)
         numbers = ir.convenience.get_const_tensor(axes) if axes is not None else None
         if value is None or value.shape is None or numbers is None:
             continue
         extents = [value.shape[int(at)] for at in numbers.numpy().reshape(-1)]
-        if any(isinstance(extent, int) and extent != 1 for extent in extents):
+        if all(isinstance(extent, int) and extent != 1 for extent in extents):
             ir.convenience.replace_all_uses_with(node.outputs[0], value)
             model.graph.remove(node, safe=True)
