@@ -1,6 +1,6 @@
 """Train the two tiny models that the demo and the tests use; must never train on the text it is measured on.
 
-    python examples/train_tiny.py text         # writes bridge/calibration/default_text.txt, the held-out part
+    python examples/train_tiny.py text         # writes bridge/calibration/data/default_text.txt, the held-out part
     python examples/train_tiny.py tiny-llama   # writes examples/models/tiny-llama; likewise tiny-gpt2
 
 The text ships with Python: the language reference that `help()` shows and the docstrings of the standard library.
@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
-HELD_OUT = ROOT / "bridge" / "calibration" / "default_text.txt"
+HELD_OUT = ROOT / "bridge" / "calibration" / "data" / "default_text.txt"
 HELD_OUT_BYTES = 80_000
 MAX_HELD_OUT = 12_000  # one long document must not become half of the calibration text
 END = "<|endoftext|>"
@@ -231,8 +231,8 @@ def _card(name: str, recipe: Recipe, figure: float) -> str:
     return (
         f"# {name}\n\n"
         f"{recipe.line[0].upper()}{recipe.line[1:]}, float32, trained by `examples/train_tiny.py` on the documentation "
-        f"inside Python (PSF licence, see `NOTICE`); perplexity on the held-out `bridge/calibration/default_text.txt`: "
-        f"{figure:.1f} a token.\n"
+        "inside Python (PSF licence, see `NOTICE`); perplexity on the held-out "
+        f"`bridge/calibration/data/default_text.txt`: {figure:.1f} a token.\n"
     )
 
 

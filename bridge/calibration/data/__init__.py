@@ -1,4 +1,4 @@
-"""Calibration data of any form as batches of token ids: text, files, batches, prompts, a loop."""
+"""Calibration data of any form, as batches of token ids."""
 
 from bridge.calibration.data.checks import positions
 from bridge.calibration.data.prepare import prepare

@@ -1,4 +1,7 @@
-"""Experts that a checkpoint stacks in one tensor, as matrices of their own: the graph reads each by itself."""
+"""Cut experts that a checkpoint stacks into one matrix each.
+
+The graph reads each by itself.
+"""
 
 from __future__ import annotations
 

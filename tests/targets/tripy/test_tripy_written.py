@@ -173,7 +173,7 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
     quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = set()
-    for cores, memory in ((1, None), (5, 80 << 20)):
+    for cores, memory in ((1, None), (5, 96 << 20)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         out = tmp_path / str(cores)
         bridge.convert(made(dtype="bfloat16"), "tripy", quant, out, memory=memory, dtype="fp16", verify=False)

@@ -1,4 +1,4 @@
-"""Rotary embeddings that transformers computes with complex numbers, which ONNX does not have, in real ones."""
+"""Compute complex rotary embeddings in real numbers, which ONNX has."""
 
 from __future__ import annotations
 
