@@ -147,7 +147,7 @@ class _Run:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         from bridge.sources.live_models.own_caches import own_caches
-        from bridge.targets.trt.graph.calls import call_of
+        from bridge.targets.trt.graph.calls.choose import call_of
         from bridge.targets.trt.graph.complex_rope import real_rope
         from bridge.targets.trt.graph.experts import unstack_experts
 
@@ -164,7 +164,7 @@ class _Run:
             oblivious = experimental.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
             with own_caches(), real_rope(model), torch.no_grad(), oblivious:
                 if diffuses:
-                    from bridge.targets.trt.graph.denoiser import denoiser_call, drop_squeezes
+                    from bridge.targets.trt.graph.calls.denoiser import denoiser_call, drop_squeezes
 
                     call = denoiser_call(model, mode)
                 else:

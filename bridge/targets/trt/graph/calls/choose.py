@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from bridge.targets.trt.graph.encoder_decoder import part_call
-from bridge.targets.trt.graph.image_calls import image_call, pair_call
-from bridge.targets.trt.graph.sound_call import sound_call
+from bridge.targets.trt.graph.calls.encoder_decoder import part_call
+from bridge.targets.trt.graph.calls.images import image_call, pair_call
+from bridge.targets.trt.graph.calls.sound import sound_call
+from bridge.targets.trt.graph.calls.text import Call, text_call
 from bridge.targets.trt.graph.tasks import Task
-from bridge.targets.trt.graph.wrappers import Call, text_call
 
 
 def call_of(

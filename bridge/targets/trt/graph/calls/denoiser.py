@@ -12,7 +12,7 @@ from torch.export import Dim
 from bridge.core.errors import ExportError
 from bridge.sources.configs.diffusion import PLACES, nested
 from bridge.sources.live_models.diffusion_inputs import example_inputs
-from bridge.targets.trt.graph.wrappers import BATCH, Axes, Call
+from bridge.targets.trt.graph.calls.text import BATCH, Axes, Call
 
 OUTPUT = "out_sample"  # diffusers says `sample`, which is an input of a UNet
 

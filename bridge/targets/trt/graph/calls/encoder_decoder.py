@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.modeling_outputs import BaseModelOutput
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call
 from bridge.targets.trt.graph.tasks import Task
-from bridge.targets.trt.graph.wrappers import BATCH, PAST, SEQUENCE, Axes, Call
 
 SOURCE = 7  # tokens of the example's source: unlike every other extent of the examples
 KINDS = ("key", "value")

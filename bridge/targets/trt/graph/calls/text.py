@@ -16,8 +16,8 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
-from bridge.targets.trt.graph.pooling import EMBEDDING, pooled
-from bridge.targets.trt.graph.states import RECURRENT, cache_of, filled, slots
+from bridge.targets.trt.graph.calls.pooling import EMBEDDING, pooled
+from bridge.targets.trt.graph.calls.states import RECURRENT, cache_of, filled, slots
 from bridge.targets.trt.graph.tasks import Task
 
 # Pairwise different, and neither 0 nor 1, for which torch would specialize.

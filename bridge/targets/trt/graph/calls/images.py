@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from bridge.targets.trt.graph.calls.text import BATCH, SEQUENCE, Axes, Call, Flat
 from bridge.targets.trt.graph.tasks import Task
-from bridge.targets.trt.graph.wrappers import BATCH, SEQUENCE, Axes, Call, Flat
 
 SIDE = 224  # of images, if nothing gives their size
 TEXTS = 5  # rows of text in the example: unlike the number of images

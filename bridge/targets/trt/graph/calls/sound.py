@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from bridge.targets.trt.graph.calls.text import BATCH, Axes, Call, Flat
 from bridge.targets.trt.graph.tasks import Task
-from bridge.targets.trt.graph.wrappers import BATCH, Axes, Call, Flat
 
 LENGTH = 4000  # samples of the example, a quarter of a second: more than any convolution reads at once
 LEAST, MOST = {"samples": 800}, 16000 * 600  # convolutions need some samples, and torch an end

@@ -1,0 +1,1 @@
+"""The calling conventions of graphs: inputs, outputs and dynamic axes."""
