@@ -136,9 +136,9 @@ def _note(root: Path) -> str | None:
 
 def _configuration(folder: Folder, needs_tokenizer: bool) -> tuple[Declared, tuple[str, ...], dict[str, str]]:
     """Read the configuration; return its values, its file, and the tokenizer's files that it names."""
-    from bridge.sources.configs import Declared, megatron_told, read_yaml
+    from bridge.sources.configs import Declared, megatron_told
     from bridge.sources.configs.tokenizer_files import named_tokenizer
-    from bridge.sources.configs.yaml_data import MAX_BYTES
+    from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
 
     for name in CONFIGS:
         if name in folder.files:

@@ -16,9 +16,8 @@ from bridge.sources.configs.facts import Fact, Facts, Given
 from bridge.sources.configs.megatron import megatron_terms, unsaid
 from bridge.sources.configs.meta import meta_told
 from bridge.sources.configs.writers import WRITERS
-from bridge.sources.configs.yaml_data import read_yaml
 
-__all__ = ["Declared", "Derived", "Fact", "Facts", "Given", "hf_config", "megatron_told", "meta_told", "read_yaml"]
+__all__ = ["Declared", "Derived", "Fact", "Facts", "Given", "hf_config", "megatron_told", "meta_told"]
 
 
 def megatron_told(kind: str, raw: Any, where: str | None = None) -> Declared:

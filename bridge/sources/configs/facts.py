@@ -141,3 +141,9 @@ def _flat(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
 def _is_short(value: object) -> bool:
     """Whether it is a whole number that Python can print: it refuses the longest."""
     return isinstance(value, int) and value.bit_length() <= 256
+
+
+def target(value: object) -> str | None:
+    """Return the class that NeMo or Megatron-Bridge dumped a mapping from, by name only."""
+    name = value.get("_target_") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None

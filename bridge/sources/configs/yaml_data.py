@@ -12,6 +12,7 @@ import yaml
 
 from bridge.core.errors import SourceError
 from bridge.core.formats.unpickle import REFUSAL, runs_programs
+from bridge.sources.configs.facts import target
 
 MAX_BYTES = 1 << 20  # the largest seen, a whole training run's configuration, has 60 kB
 MAX_VALUES = 100_000  # aliases count as often as they are used: 500 bytes of them can stand for 10**9 values
@@ -114,9 +115,3 @@ def _refuse_programs(name: str, node: yaml.Node) -> None:
 
 def _tagged(node: yaml.Node, value: Any) -> dict[str, Any]:
     return {"_tag_": node.tag, "_value_": value}
-
-
-def target(value: object) -> str | None:
-    """Return the class that NeMo or Megatron-Bridge dumped a mapping from, by name only."""
-    name = value.get("_target_") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None

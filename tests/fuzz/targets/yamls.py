@@ -9,7 +9,7 @@ import yaml
 from hypothesis.strategies import SearchStrategy
 
 from bridge.core.errors import SourceError
-from bridge.sources.configs import read_yaml
+from bridge.sources.configs.yaml_data import read_yaml
 from tests.fuzz.case import Case, Target
 from tests.fuzz.mutate import encoded, one_file, texts
 

@@ -11,7 +11,8 @@ import yaml
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs import hf_config, megatron_told, read_yaml
+from bridge.sources.configs import hf_config, megatron_told
+from bridge.sources.configs.yaml_data import read_yaml
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.structure import structure
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bridge.core.errors import SourceError
-from bridge.sources.configs import read_yaml
+from bridge.sources.configs.yaml_data import read_yaml
 
 # Each line stands for nine times the one before: 9**29 values in a kilobyte, as aliases and as merged keys.
 NINE = [", ".join([f"*a{n - 1}"] * 9) for n in range(1, 30)]

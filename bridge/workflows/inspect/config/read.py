@@ -24,8 +24,7 @@ from bridge.core.places import check_here, check_length
 from bridge.core.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme
-from bridge.sources.configs import read_yaml
-from bridge.sources.configs.yaml_data import MAX_BYTES
+from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
 from bridge.workflows.inspect.config.features import (
     GENERIC,
     KINDS,
