@@ -52,7 +52,7 @@ def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
         name: (single.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for name, single in singles.items()
     }
     zeros = rng.integers(0, 2, (6, 256)).astype(np.uint16) << 15
-    subnormal = rng.integers(0, 256, (6, 256)).astype(np.uint16) | zeros
+    subnormal = rng.integers(0, 128, (6, 256)).astype(np.uint16) | zeros
     return words | {"any": any_bits, "zero": zeros, "subnormal": subnormal}
 
 

@@ -141,9 +141,10 @@ def _scales(
     if numeric.scale_dtype == "float8_e8m0fnu":
         codes = e8m0(largest, numeric.maxbound)
         return {"scale": codes}, values(codes, "float8_e8m0fnu")
-    # [MO] has the amax of INT4 blocks in float32, and converts it to float32 for per-tensor FP8 of unified checkpoints.
-    single = numeric.dtype == "int4" or (numeric.per == "tensor" and coding.quotient == "weight")
-    stored = scale(largest, numeric.maxbound, torch.float32 if single else dtype)
+    if numeric.per == "tensor" and coding.quotient == "weight" and largest.any():
+        stored = largest.float() / numeric.maxbound  # [MO] clamps no amax of per-tensor FP8 in unified checkpoints
+    else:  # [MO] has the amax of INT4 blocks in float32
+        stored = scale(largest, numeric.maxbound, torch.float32 if numeric.dtype == "int4" else dtype)
     if coding.scale_dtype != "float32":
         narrow = getattr(torch, coding.scale_dtype)
         stored = stored.clamp(min=torch.finfo(narrow).smallest_normal * torch.finfo(narrow).eps).to(narrow)
