@@ -88,12 +88,6 @@ def _say_size(directory: Path, pixels: torch.Tensor) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps({"size": {"height": height, "width": width}}))
 
 
-def _say_size(directory: Path, pixels: torch.Tensor) -> None:
-    """Write the size of images as a checkpoint has it: the configs of convolutional models name none."""
-    height, width = pixels.shape[-2:]
-    (directory / "preprocessor_config.json").write_text(json.dumps({"size": {"height": height, "width": width}}))
-
-
 def compare_export(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs: Path) -> Ended:
     """Hold a checkpoint to the one that ModelOpt exports after a calibration of its own; the last batch is held out."""
     try:
