@@ -22,7 +22,7 @@ from bridge.sources.config_json import read_json
 from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
-from bridge.targets.generation import Settings, check_decoder, context_length
+from bridge.targets.generation import Settings, check_decoder, context_length, encoder_length
 from bridge.targets.manifest import load_manifest
 from bridge.verification.verify import check_fits, check_on_disk
 
@@ -140,6 +140,8 @@ def _limited(settings: Settings, directory: Path, ids: list[int]) -> tuple[Setti
     files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER)}
     ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
+    if (positions := encoder_length(config)) is not None and len(ids) > positions:
+        raise UsageError(f"the text has {len(ids)} tokens, and the model's encoder reads {positions}; shorten it")
     used = 0 if config.get("is_encoder_decoder") else len(ids)  # a decoder of its own reads none of the text
     room = None if (context := context_length(config)) is None else context - used
     if room is not None and room < 1:

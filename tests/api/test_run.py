@@ -198,6 +198,9 @@ def test_a_full_context_ends_the_text_and_a_longer_prompt_is_refused(output: Pat
     edit(output / "config.json", lambda data: data.update(max_position_embeddings=room - 3))
     with pytest.raises(UsageError, match=rf"{room - 3} tokens, and the model's context {room - 3}.*shorten"):
         bridge.run(output, TEXT)
+    edit(output / "config.json", lambda data: data.update(is_encoder_decoder=True, max_position_embeddings=room - 4))
+    with pytest.raises(UsageError, match=rf"{room - 3} tokens, and the model's encoder reads {room - 4}; shorten"):
+        bridge.run(output, TEXT)
 
 
 @pytest.mark.slow

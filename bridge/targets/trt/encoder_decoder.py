@@ -72,16 +72,21 @@ class EncoderDecoder:
         return read
 
     def generate(self, inputs: Mapping[str, np.ndarray], max_new_tokens: int) -> np.ndarray:
-        """Greedy decoding: [batch, 1 + tokens], which begin with the decoder's start token."""
+        """Greedy decoding: [batch, 1 + tokens]: the decoder's start token, then the forced one if there is one."""
         batch = next(iter(inputs.values())).shape[0]
         tokens = new = np.full((batch, 1), self.start, np.int64)
         source = self.source(inputs)
         own: Arrays = {}
-        for _ in range(max_new_tokens):
+        for at in range(max_new_tokens):
             logits, own = self.step(new, source, own)
-            new = logits.argmax(-1).astype(np.int64)[:, None]
+            chosen = logits.argmax(-1) if (forced := self.forced(at)) is None else np.full(batch, forced)
+            new = chosen.astype(np.int64)[:, None]
             tokens = np.concatenate([tokens, new], axis=1)
         return tokens
+
+    def forced(self, at: int) -> int | None:
+        """The token that stands after the start token whatever the logits are; None at other places."""
+        return self.first if at == 0 else None
 
     def step(self, tokens: np.ndarray, source: Arrays, own: Arrays) -> tuple[np.ndarray, Arrays]:
         """Logits of the last of `tokens` [batch, tokens], and the decoder's cache for the next step."""
@@ -112,7 +117,7 @@ class TextGenerator:
         token = self.model.start
         for at in range(settings.tokens):
             logits, own = self.model.step(np.array([[token]], np.int64), source, own)
-            forced = self.model.first if at == 0 else None
+            forced = self.model.forced(at)
             token = chooser.choose(logits[0]) if forced is None else forced
             yield token
             if token in settings.stop:

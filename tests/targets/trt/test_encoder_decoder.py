@@ -109,6 +109,15 @@ def test_the_manifest_joins_the_graphs_and_a_text_generator_reads_it() -> None:
     assert tokens == greedy(model, {"input_ids": ids}, 8)[0, 1:].tolist()
 
 
+def test_a_forced_token_follows_the_start() -> None:
+    pair = EncoderDecoder(converted("t5", "none")[0])
+    given = answer("t5")[1]
+    free = pair.generate(given, 3)
+    pair.first = forced = int(free[0, 1]) + 1
+    tokens = pair.generate(given, 3)
+    assert (tokens[:, 1] == forced).all() and (tokens[:, 0] == free[:, 0]).all() and tokens.shape == free.shape
+
+
 def test_sound_is_no_text_to_answer() -> None:
     with pytest.raises(CannotRun, match="the encoder reads input_features, not text"):
         TextGenerator(converted("whisper", "none")[0])
