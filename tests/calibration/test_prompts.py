@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import save_file
 
 from bridge.calibration.data import Sampling, prepare
-from bridge.core.errors import CalibrationError
+from bridge.core.errors import CalibrationError, UsageError
 from bridge.sources.live_models import prompts
 from bridge.sources.opening import open_source
 
@@ -69,6 +69,28 @@ def test_one_prompt_is_too_few(pipeline: Path) -> None:
         prepare(["a cat"], open_source(pipeline))
 
 
+@pytest.mark.parametrize(
+    ("sampling", "why"),
+    [
+        (Sampling("auto"), "a pipeline takes a number of prompts"),
+        (Sampling(sequence=64), "a pipeline takes whole prompts"),
+        (Sampling(field="text"), "names a key of JSONL records"),
+    ],
+)
+def test_what_prompts_have_no_use_for_is_refused(pipeline: Path, sampling: Sampling, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        prepare(["a cat", "a dog"], open_source(pipeline), sampling)
+
+
+def test_one_batch_is_cut_along_its_rows_alone(pipeline: Path) -> None:
+    places = torch.zeros(9, 3)
+    batch = {"img_ids": places, "hidden_states": torch.ones(4, 9, 2), "timestep": torch.ones(4)}
+    data = prepare(batch, open_source(pipeline / "transformer"))
+    shapes = [{name: tuple(t.shape) for name, t in part.items()} for part in (*data.batches, *data.held_out)]
+    assert shapes == [{"img_ids": (9, 3), "hidden_states": (rows, 9, 2), "timestep": (rows,)} for rows in (3, 1)]
+    assert data.samples == 3
+
+
 def test_a_denoiser_alone_takes_batches(pipeline: Path) -> None:
     alone = open_source(pipeline / "transformer")
     assert "DiTTransformer2DModel alone takes no prompts; give the directory" in prepare(None, alone).missing
@@ -85,7 +107,8 @@ def test_inputs_are_kept_by_name_and_a_step_has_all_rows() -> None:
         """Only its signature is looked at."""
 
     hook = prompts._keep(SimpleNamespace(forward=forward), batches)
-    hook(None, (torch.ones(2, 3),), {"timestep": torch.tensor(5.0), "added": {"ids": torch.ones(2)}, "return_dict": 0})
+    more = {"added": {"ids": torch.ones(2)}, "img_ids": torch.ones(9, 3), "return_dict": 0}
+    hook(None, (torch.ones(2, 3),), {"timestep": torch.tensor(5.0), **more})
     assert {name: tuple(value.shape) for name, value in batches[0].items()} == {
-        "sample": (2, 3), "timestep": (2,), "added.ids": (2,),
+        "sample": (2, 3), "timestep": (2,), "img_ids": (9, 3), "added.ids": (2,),
     }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bridge.calibration.data.checks import checked, size
+from bridge.calibration.data.checks import checked, size, some_rows
 from bridge.calibration.data.rows import rows_of
 from bridge.calibration.data.values import HELD_OUT, Data, Sampling
 from bridge.core.errors import CalibrationError
@@ -41,8 +41,7 @@ def given(items: Iterable[Any], source: Source, sampling: Sampling) -> Data:
         if rows < 2:
             raise CalibrationError("one sample cannot both calibrate and be held out; give at least two")
         cut = rows - max(1, rows // (HELD_OUT + 1))
-        kept = [{key: value[:cut] for key, value in taken[0].items()}]
-        out = [{key: value[cut:] for key, value in taken[0].items()}]
+        kept, out = [some_rows(taken[0], slice(cut))], [some_rows(taken[0], slice(cut, None))]
     return replace(checked(tuple(kept), tuple(out), source, "the calibration data"), name="batches of the caller")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from bridge.calibration.data.digests import digest_of
 from bridge.calibration.data.values import Data
 from bridge.core.errors import CalibrationError
+from bridge.sources.configs.diffusion import PLACES
 from bridge.sources.source import Source
 
 
@@ -39,8 +40,13 @@ def checked(
 
 def size(batch: Mapping[str, Any]) -> int:
     """The number of rows of a batch."""
-    first = next(iter(batch.values()))
-    return int(first.shape[0]) if first.ndim else 1
+    first = next((tensor for name, tensor in batch.items() if name not in PLACES), None)
+    return int(first.shape[0]) if first is not None and first.ndim else 1
+
+
+def some_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Some rows of a batch, whole where a denoiser's positions are the same for all."""
+    return {name: tensor if name in PLACES else tensor[rows] for name, tensor in batch.items()}
 
 
 def positions(config: Mapping[str, Any]) -> int | None:

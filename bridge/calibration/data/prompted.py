@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bridge.calibration.data.checks import checked
 from bridge.calibration.data.documents import documents
-from bridge.calibration.data.values import PROMPTED, Data, Sampling
-from bridge.core.errors import CalibrationError
+from bridge.calibration.data.values import AUTO, PROMPTED, Data, Sampling
+from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.text import number
 from bridge.sources.source import Source
 
@@ -27,6 +27,7 @@ def prompted(data: Any, source: Source, sampling: Sampling) -> Data:
         if data is None:
             return Data(missing=missing)
         raise CalibrationError(missing)
+    _check(data, sampling)
     if isinstance(data, str | Path):
         texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field, sampling.characters)
         prompts = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
@@ -40,3 +41,13 @@ def prompted(data: Any, source: Source, sampling: Sampling) -> Data:
     batches = tuple(batch for steps in kept for batch in steps)
     made = checked(batches, (out[len(out) // 2],), source, "the prompts")
     return replace(made, samples=len(chosen), name=f"{number(len(chosen), 'prompt')} of {STEPS} steps each")
+
+
+def _check(data: Any, sampling: Sampling) -> None:
+    """UsageError for what prompts have no use for."""
+    if sampling.samples == AUTO:
+        raise UsageError('samples="auto" (--samples) chooses rows of text; a pipeline takes a number of prompts')
+    if sampling.sequence:
+        raise UsageError("sequence= (--sequence) cuts rows of text; leave it out: a pipeline takes whole prompts")
+    if sampling.field and not isinstance(data, str | Path):
+        raise UsageError(f"field={sampling.field!r} (--field) names a key of JSONL records; give them: data= (--data)")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import CalibrationError
 from bridge.core.values import main_dtype
+from bridge.sources.configs.diffusion import PLACES
 from bridge.sources.live_models.diffusion import quiet
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _keep(model: Any, batches: list[Batch]) -> Any:
             for name, value in inner.items()
         }
         tensors = {name: value.detach().cpu() for name, value in flat.items() if hasattr(value, "detach")}
-        rows = max((len(value) for value in tensors.values() if value.ndim), default=1)
+        rows = max((len(value) for name, value in tensors.items() if value.ndim and name not in PLACES), default=1)
         # one step for all rows
         batches.append({name: value if value.ndim else value.expand(rows).clone() for name, value in tensors.items()})
 

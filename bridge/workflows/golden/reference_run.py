@@ -125,8 +125,9 @@ def _run_with_taps(
             for matrix, (x, y, _) in places(path, of_steps)
             for what, value in (("input", x), ("output", y))
         }
-        runtime = Runtime(path, taps=list(dict.fromkeys(taps.values())))
-        values = runtime.run(given)
+        # a matrix may read an input of the model: the cross attention of a UNet
+        runtime = Runtime(path, taps=[tap for tap in dict.fromkeys(taps.values()) if tap not in given])
+        values = {**given, **runtime.run(given)}
         tapped |= {name: values[tap] for name, tap in taps.items()}
     return tapped, values[runtime.outputs[0]]  # of the last graph
 

@@ -10,13 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 import bridge
 from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import GoldenError, UsageError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header
 from bridge.quant.schemes.catalog import scheme_names
+from bridge.targets.trt import layer_error
+from bridge.workflows.golden import reference_run
 from bridge.workflows.golden.compare import outputs_moved
 from bridge.workflows.golden.moved import Moved, lines
 from bridge.workflows.golden.reconvert import arguments
@@ -349,3 +353,15 @@ def test_samples_that_are_no_number_before_and_now_have_not_moved_to_it() -> Non
     kept = Reference(values={"o": gone}, tolerance=0.01)
     assert outputs_moved(kept, Reference(values={"o": -gone})) == []
     assert "4 of 4 samples (100%) to or from NaN" in lines(outputs_moved(kept, Reference(values={"o": zeros})))[0]
+
+
+def test_a_matrix_that_reads_an_input_of_the_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 2]) for name in "xwy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:2], values[2:])
+    opset = [helper.make_opsetid("", 19)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "model.onnx")
+    monkeypatch.setattr(layer_error, "places", lambda path, steps: {"m": ("x", "y", None)}.items())
+    feeds = {"x": np.eye(2, dtype=np.float32), "w": np.full((2, 2), 3, np.float32)}
+    inner, out = reference_run._run_with_taps(tmp_path, [], feeds)
+    assert np.array_equal(inner["m input"], feeds["x"]) and np.array_equal(inner["m output"], feeds["w"])
+    assert np.array_equal(out, feeds["w"])
