@@ -71,8 +71,10 @@ def _registered() -> Iterator[str]:
 
 
 def _homes(module: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, module whose code it is) of the functions, classes and methods that a module holds."""
-    for name, value in list(vars(module).items()):
+    """Yield (name, module whose code it is) of what a module and its tables hold: functions, classes, methods."""
+    tables = ((name, _entries(value)) for name, value in list(vars(module).items()) if not name.startswith("__"))
+    rows = [(f"{name}[{key}]", value) for name, table in tables for key, value in table]
+    for name, value in [*vars(module).items(), *rows]:
         if isinstance(value, FunctionType):
             yield name, _home(value)
         elif isinstance(value, type):
@@ -80,6 +82,14 @@ def _homes(module: Any) -> Iterator[tuple[str, str]]:
             if _package(value.__module__) in MODEL_CODE:
                 for attribute, member in list(vars(value).items()):
                     yield from ((f"{name}.{attribute}", _home(function)) for function in _functions(member))
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    """The functions and classes that a table holds by name: of attention, of activations, of rotary embeddings."""
+    if hasattr(type(value), "_global_mapping"):  # a registry of transformers
+        return [*type(value)._global_mapping.items(), *getattr(value, "_local_mapping", {}).items()]
+    entries = list(dict.items(value)) if isinstance(value, dict) else []  # a subclass may build what is asked for
+    return [(key, entry[0] if isinstance(entry, tuple) and entry else entry) for key, entry in entries]
 
 
 def _functions(member: Any) -> Iterator[FunctionType]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, activations, modeling_rope_utils, modeling_utils
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.models.llama import modeling_llama
 
@@ -67,6 +67,25 @@ def test_a_replaced_function_method_or_class_is_seen(
     (seen,) = replaced()
     assert seen.endswith(name)
     assert seen.startswith(modeling_llama.__name__)
+    assert not is_kept()
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        (modeling_utils.ALL_ATTENTION_FUNCTIONS, "sdpa", foreign),
+        (modeling_utils.AttentionInterface._global_mapping, "sdpa", foreign),
+        (activations.ACT2FN, "silu", type("Mine", (), {"__module__": "somebody"})),
+        (activations.ACT2FN, "gelu_10", (type("Mine", (), {"__module__": "somebody"}), {"min": -10})),
+        (modeling_rope_utils.ROPE_INIT_FUNCTIONS, "linear", foreign),
+    ],
+    ids=["attention", "attention of all", "activation", "activation with arguments", "rotary embedding"],
+)
+def test_a_replaced_entry_of_a_table_is_seen(
+    table: Any, key: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(table, key, value)
+    assert replaced() and all(seen.endswith(f"[{key}]") for seen in replaced())
     assert not is_kept()
 
 
