@@ -72,35 +72,15 @@ def build(config: Mapping[str, Any], dtype: str, device: str, where: str) -> Any
     import torch
     from transformers.initialization import no_init_weights
 
-    cls, before = diffusion_class(config), torch.get_default_dtype()
-    hook = _to_meta()
+    from bridge.sources.live_models.on_meta import parameters_on_meta
+
+    cls = diffusion_class(config)
     try:
-        torch.set_default_dtype(getattr(torch, dtype))
-        with quiet(), no_init_weights(), torch.device(device):
-            model = cls.from_config(without_architecture(config))
+        with quiet(), no_init_weights(), torch.device(device), parameters_on_meta(getattr(torch, dtype)):
+            return cls.from_config(without_architecture(config))
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise SourceError(f"{where}: diffusers cannot build {cls.__name__}: {lines[0][:300]}") from error
-    finally:
-        torch.set_default_dtype(before)
-        hook.remove()
-    return model
-
-
-def _to_meta() -> Any:
-    """Put every parameter that this thread makes on the meta device until the result is removed."""
-    import threading
-
-    import torch
-
-    here = threading.get_ident()
-
-    def to_meta(_module: Any, _name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != here:
-            return None
-        return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    return torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
 
 
 def _in_float32(model: Any, names: Any) -> set[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_init_weights
@@ -32,6 +30,7 @@ from bridge.core.values import main_dtype
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models import diffusion
 from bridge.sources.live_models.loading import model_class, model_config
+from bridge.sources.live_models.on_meta import parameters_on_meta
 from bridge.sources.live_models.own_caches import own_caches
 
 if TYPE_CHECKING:
@@ -86,28 +85,11 @@ def copy_skeleton(model: Any) -> Any:
 
 
 def build_meta(config: Any, cls: Any, dtype: Any) -> Any:
-    """Build `cls(config)` with parameters on the meta device and buffers computed on the CPU.
-
-    torch calls the hook for every thread; a model that the caller builds meanwhile keeps its parameters.
-    """
-    here = threading.get_ident()
-
-    def to_meta(_module: Any, _name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != here:
-            return None  # keeps the identity of tied parameters
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
-
+    """Build `cls(config)` with parameters on the meta device and buffers computed on the CPU."""
     config._attn_implementation = None  # a live model's choice (flash attention) cannot be exported
     config.dtype = dtype
-    before = torch.get_default_dtype()
-    hook = register_module_parameter_registration_hook(to_meta)
-    try:
-        torch.set_default_dtype(dtype)
-        with own_caches():
-            return cls(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-        hook.remove()
+    with parameters_on_meta(dtype), own_caches():
+        return cls(config).eval()
 
 
 def settle_rope(model: Any) -> None:
