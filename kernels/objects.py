@@ -159,12 +159,15 @@ def _directories() -> Iterator[Path]:
 
 
 def _why_unusable(directory: Path) -> str:
-    """Why nothing of a directory is loaded, "" if it may be. Who may write beside the kernels may write them, too.
+    """Why nothing of a directory is loaded, "" if it may be.
 
-    A directory of this user's is closed to others first, as it may be of a version that did not do so.
+    Who may write beside the kernels may write them, too, and who may write beside their directory may replace it.
     """
-    if directory == BESIDE:
-        return ""
+    return "" if directory == BESIDE else _why_open(directory) or _why_open(directory.parent)
+
+
+def _why_open(directory: Path) -> str:
+    """Why others may write a directory, after it was closed to them, if it is this user's; "" if they may not."""
     try:
         status = directory.lstat()
     except FileNotFoundError:

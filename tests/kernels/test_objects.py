@@ -74,10 +74,23 @@ def test_a_file_of_another_user_or_behind_a_link_is_compiled_again(
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o777])
-def test_a_directory_that_others_can_write_is_closed_to_them(cached: Path, mode: int) -> None:
-    cached.parent.chmod(mode)
+@pytest.mark.parametrize("above", [False, True])
+def test_a_directory_that_others_can_write_is_closed_to_them(cached: Path, mode: int, above: bool) -> None:
+    place = cached.parent.parent if above else cached.parent
+    place.chmod(mode)
     assert objects.stored("smooth") == cached
-    assert cached.parent.stat().st_mode & 0o777 == 0o700
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_whose_own_directory_is_another_users_is_not_read(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_another_user(cached.parent.parent, monkeypatch)
+    with (
+        pytest.warns(RuntimeWarning, match=rf"{cached.parent.parent} belongs to another user"),
+        pytest.raises(Compiled),
+    ):
+        objects.stored("smooth")
 
 
 def test_a_directory_of_another_user_or_behind_a_link_is_neither_read_nor_written(

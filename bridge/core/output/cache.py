@@ -151,7 +151,7 @@ def clear() -> list[Entry]:
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory of a kind and the one that holds all kinds, which only this user enters; OSError."""
+    """Make the directory of a kind and the one that holds all kinds, if they are not there, for this user; OSError."""
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     for directory in (path.parent, path):
         directory.mkdir(mode=0o700, exist_ok=True)
