@@ -170,9 +170,10 @@ def compare_logits(model: Any, out: Path) -> Ended:
 def _one_graph(runtime: Runtime, arrays: Arrays, theirs: Any, first: np.ndarray) -> dict[str, float]:
     if runtime.cached:
         return _decoded(runtime, arrays["input_ids"], first)
-    named = next((name for name in runtime.outputs if hasattr(theirs, name)), "")
-    wanted = getattr(theirs, named).float().numpy() if named else first
-    return {"outputs": relative_l2(runtime.run(arrays)[named or runtime.outputs[0]], wanted)}
+    ours = runtime.run(arrays)
+    wanted = {name: array.float().numpy() for name in ours if hasattr(array := getattr(theirs, name, None), "float")}
+    wanted = wanted or {runtime.outputs[0]: first}
+    return {"outputs": max(relative_l2(ours[name], array) for name, array in wanted.items())}
 
 
 def _translated(pair: EncoderDecoder, arrays: Arrays, wanted: np.ndarray) -> dict[str, float]:

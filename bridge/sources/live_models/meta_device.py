@@ -116,6 +116,16 @@ def settle_rope(model: Any) -> None:
             module.forward = types.MethodType(forward, module)
 
 
+def settle_positions(model: Any) -> None:
+    """Compute tables of positions that are saved in no checkpoint, as transformers does when it initializes them."""
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name, module in model.named_modules():
+        if f"{name}.weight" in unsaved and hasattr(module, "create_weight"):
+            table = module.create_weight()
+            del module.weight
+            module.register_buffer("weight", table, persistent=False)
+
+
 def make_fake(model: Any, mode: Any) -> None:
     """Replace each weight by one fake CPU tensor of `mode`; tied weights stay tied."""
     fakes: dict[int, tuple[Any, Any]] = {}  # the original is kept alive: its id is the key

@@ -16,9 +16,10 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from torch.export import Dim
 
 from bridge.core.errors import ExportError, UsageError
-from bridge.targets.trt.graph.export import export_graph
+from bridge.targets.trt.graph.export import _bounded, export_graph
 from bridge.targets.trt.graph.float_graph import Graph
 from tests.models.graphs import export_once
 from tests.targets.trt import onnx_parity as parity
@@ -322,3 +323,14 @@ def test_a_graph_is_traced_alone() -> None:
         "a kernel is called": 1,
         "Python's functions are back": True,
     }, done.stderr
+
+
+def test_bounds_that_torch_suggests_are_taken_beside_axes_without_a_name() -> None:
+    batch, past = Dim("batch"), Dim("past", max=50)
+    shapes = ({0: batch, 1: Dim.DYNAMIC}, [{0: batch, 2: past}])
+    text = "Suggested fixes:\n  past = Dim('past', max=94)\n  batch = Dim('batch', max=8)"
+    ids, (kept,) = _bounded(shapes, text)
+    assert ids[0] is kept[0] and (ids[0].max, kept[2].max, ids[1]) == (8, 50, Dim.DYNAMIC)
+    (_, (other,)) = _bounded(shapes, "Not all values of past = L[0] satisfy size != 1")
+    assert (other[2].min, other[2].max) == (2, 50)
+    assert _bounded(shapes, "something else") is None

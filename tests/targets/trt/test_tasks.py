@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CLIPTextConfig, PreTrainedConfig, T5Config
 
 import bridge
 from bridge.core.errors import BridgeError, UsageError
-from bridge.targets.trt.graph.tasks import choose_task
+from bridge.targets.trt.graph.tasks import choose_task, model_class
 from bridge.targets.trt.runtime import Runtime
 from bridge.targets.trt.side_files import read_image_size, read_pooling
 from bridge.verification.outputs import relative_l2
@@ -176,3 +177,22 @@ def test_an_encoder_decoder_without_a_head_is_refused(tmp_path: Path) -> None:
         BridgeError, match="T5Model has an encoder and a decoder, and a graph of feature-extraction is of one"
     ):
         bridge.plan(transformers.T5Model(config), "trt", "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "task"),
+    [
+        (T5Config(), "T5EncoderModel", "feature-extraction"),
+        (CLIPTextConfig(), "CLIPTextModelWithProjection", "feature-extraction"),
+        (T5Config(), "T5ForConditionalGeneration", "seq2seq-lm"),
+    ],
+)
+def test_the_class_that_is_built_is_that_of_the_weights(config: PreTrainedConfig, name: str, task: str) -> None:
+    config.architectures = [name]
+    assert choose_task(None, name) == task and model_class(config, task).__name__ == name
+
+
+def test_another_models_class_is_not_built() -> None:
+    config = CLIPTextConfig()
+    config.architectures = ["T5EncoderModel"]
+    assert model_class(config, "feature-extraction").__name__ == "CLIPTextModel"

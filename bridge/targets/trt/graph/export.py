@@ -36,6 +36,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _PREFIX = "model."  # the wrapper's attribute
 # torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces; two traces at once put them
 # back in the wrong order.
+_SUGGESTED = re.compile(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", re.MULTILINE)
 _TRACING = threading.Lock()
 
 
@@ -155,6 +156,7 @@ class _Run:
         if not diffuses:
             unstack_experts(model, self.stacked)
             meta_device.settle_rope(model)
+            meta_device.settle_positions(model)
         env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         meta_device.make_fake(model, mode)
@@ -223,11 +225,9 @@ def _trace(call: Any) -> Any:
         try:
             shapes = refine_dynamic_shapes_from_suggested_fixes(error.msg, call.dynamic_shapes)
         except Exception:
-            if " != 1" not in error.msg:
-                raise error from None
-            shapes = _at_least_two(call.dynamic_shapes, error.msg)
-        if _fixed(shapes) != _fixed(call.dynamic_shapes):
-            raise error
+            shapes = _bounded(call.dynamic_shapes, error.msg)
+        if shapes is None or _fixed(shapes) != _fixed(call.dynamic_shapes):
+            raise error from None
         with _TRACING, symbolic_len(call.module):
             return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
 
@@ -249,19 +249,25 @@ def _free(program: Any) -> None:
         mode.shape_env.fake_tensor_cache.clear()
 
 
-def _at_least_two(shapes: Any, message: str) -> Any:
-    """Bound the axes that torch's message names."""
+def _bounded(shapes: Any, message: str) -> Any:
+    """Bound the axes that torch's message names, also beside a `DimHint`; None if it names no bound."""
     from torch.export import Dim
     from torch.utils import _pytree
 
-    named = set(re.findall(r"Not all values of (\w+)", message)) or {"sequence"}
+    limits = {name: (int(low or 0), int(high or 0)) for name, low, high in _SUGGESTED.findall(message)}
+    if " != 1" in message:
+        named = set(re.findall(r"Not all values of (\w+)", message)) or {"sequence"}
+        limits |= {name: (2, limits.get(name, (0, 0))[1]) for name in named}
     bounds: dict[str, Any] = {}
 
     def bounded(dim: Any) -> Any:
         name = getattr(dim, "__name__", "")
-        return bounds.setdefault(name, Dim(name, min=2, max=dim.max)) if name in named else dim
+        if name not in limits:
+            return dim
+        low, high = limits[name]
+        return bounds.setdefault(name, Dim(name, min=max(low, dim.min), max=min(high or dim.max, dim.max)))
 
-    return _pytree.tree_map(bounded, shapes)
+    return _pytree.tree_map(bounded, shapes) if limits else None
 
 
 def _ties(model: Any) -> dict[str, str]:

@@ -77,7 +77,12 @@ TASKS: dict[str, Task] = {
     "masked-lm": Task("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", _TEXT),
     "image-classification": Task("ForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", _IMAGE),
     "denoising": Task(_DENOISERS, "", (), ("out_sample",)),
-    "feature-extraction": Task("Model", "MODEL_MAPPING", (*_TEXT, *_IMAGE), ("last_hidden_state", "pooler_output")),
+    "feature-extraction": Task(
+        ("Model", "ModelWithProjection"),
+        "MODEL_MAPPING",
+        (*_TEXT, *_IMAGE),
+        ("last_hidden_state", "pooler_output", "text_embeds", "image_embeds"),
+    ),
 }
 
 
@@ -106,8 +111,16 @@ def model_class(config: Any, task: str) -> Any:
         raise UsageError(
             f"{config.model_type!r} has no {task} head in transformers; use one of: {', '.join(have) or 'none'}"
         )
-    name = (getattr(config, "architectures", None) or [None])[0]
-    return listed.get(name) or next(iter(listed.values()))
+    name = (getattr(config, "architectures", None) or [""])[0]
+    return listed.get(name) or _part(config, name, task) or next(iter(listed.values()))
+
+
+def _part(config: Any, name: str, task: str) -> Any:
+    """The class of the checkpoint's weights if it is a part of a model, or has a projection, such as T5EncoderModel."""
+    import transformers
+
+    cls = getattr(transformers, name, None) if name.endswith(TASKS["feature-extraction"].suffix) else None
+    return cls if task == "feature-extraction" and getattr(cls, "config_class", None) is type(config) else None
 
 
 def _classes(config: Any, task: Task) -> dict[str, Any]:
