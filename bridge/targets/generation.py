@@ -18,6 +18,7 @@ DECODERS = ("ForCausalLM", "LMHeadModel")  # endings of the classes of language 
 ANSWERING = (
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration",
     "PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration",
+    "T5GemmaForConditionalGeneration",
 )  # fmt: skip
 
 

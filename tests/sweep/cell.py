@@ -170,7 +170,9 @@ def compare_logits(model: Any, out: Path) -> Ended:
 def _one_graph(runtime: Runtime, arrays: Arrays, theirs: Any, first: np.ndarray) -> dict[str, float]:
     if runtime.cached:
         return _decoded(runtime, arrays["input_ids"], first)
-    ours = runtime.run(arrays)
+    sound = next(iter(arrays.values()))
+    more = {"attention_mask": np.ones(sound.shape[:2], np.int64)} if "input_features" in arrays else {}
+    ours = runtime.run({name: array for name, array in (more | arrays).items() if name in runtime.inputs})
     wanted = {name: array.float().numpy() for name in ours if hasattr(array := getattr(theirs, name, None), "float")}
     wanted = wanted or {runtime.outputs[0]: first}
     return {"outputs": max(relative_l2(ours[name], array) for name, array in wanted.items())}

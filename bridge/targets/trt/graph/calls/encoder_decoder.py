@@ -113,7 +113,7 @@ def _encoder_call(
     batch, sequence = Dim("batch"), Dim("encoder_sequence", max=_positions(model, "max_position_embeddings"))
     dims = {"batch": batch, "encoder_sequence": sequence}
     shapes = {n: {i: dims[a] for i, a in enumerate(axes) if isinstance(a, str)} for n, axes in feeds.items()}
-    gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, model.config.hidden_size)}
+    gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, _number(model, "hidden_size"))}
     gives |= {f"present.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", cross)}
     return Call(_Encoder(model), (inputs,), (shapes,), feeds, gives)
 
@@ -140,15 +140,20 @@ def _decoder_call(
     feeds: dict[str, Axes] = {"input_ids": ("batch", "sequence"), **{n: ("batch", length) for n in mask}}
     feeds |= {f"past_key_values.{slot}": ("batch", s[1], "past_sequence", s[3]) for slot, s in _slots("decoder", own)}
     feeds |= {f"past_key_values.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", cross)}
-    gives: dict[str, Axes] = {"logits": ("batch", "sequence", model.config.vocab_size)}
+    gives: dict[str, Axes] = {"logits": ("batch", "sequence", _number(model, "vocab_size"))}
     gives |= {f"present.{slot}": ("batch", s[1], "total_sequence", s[3]) for slot, s in _slots("decoder", own)}
-    module = _Decoder(model, model.config.hidden_size)
+    module = _Decoder(model, _number(model, "hidden_size"))
     return Call(module, (ids, mask, pasts, crossed), shapes, feeds, gives)
 
 
 def _slots(part: str, shapes: list[Any]) -> list[tuple[str, Any]]:
     names = [f"{layer}.{part}.{kind}" for layer in range(len(shapes) // 2) for kind in KINDS]
     return list(zip(names, shapes, strict=True))
+
+
+def _number(model: Any, key: str) -> int:
+    """A number of the config, or of its decoder's."""
+    return int(getattr(model.config, key, None) or getattr(model.config.decoder, key))
 
 
 def _positions(model: Any, key: str) -> int | None:

@@ -43,9 +43,10 @@ def _axes(output: Any, dynamic: bool) -> Axes:
 def _extents(config: Any, name: str) -> tuple[tuple[int, ...], Axes, str]:
     """Extents and axes behind the batch, and the name of the dynamic one ("" if none is)."""
     bins = getattr(config, "num_mel_bins", None)
-    if name == "input_features" and getattr(config, "feature_projection_input_dim", None):
-        width = int(config.feature_projection_input_dim)
-        return (FRAMES, width), ("spectrum_frames", width), "spectrum_frames"
+    width = getattr(config, "feature_projection_input_dim", None)
+    width = width or getattr(getattr(config, "encoder_config", None), "num_mel_bins", None)  # Parakeet
+    if name == "input_features" and width:
+        return (FRAMES, int(width)), ("spectrum_frames", int(width)), "spectrum_frames"
     if bins and getattr(config, "max_source_positions", None):  # Whisper's encoder
         shape = (int(bins), 2 * int(config.max_source_positions))
         return shape, shape, ""
