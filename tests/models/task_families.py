@@ -115,9 +115,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "siglip": lambda: T.SiglipModel(T.SiglipConfig(**_TOWERS)),
     "vit-masked": lambda: T.ViTForMaskedImageModeling(T.ViTConfig(**_VIT, encoder_stride=8)),
     "reranker": lambda: T.XLMRobertaForSequenceClassification(T.XLMRobertaConfig(**_TEXT, num_labels=1)),
+    "nomic": lambda: T.NomicBertForMaskedLM(T.NomicBertConfig(**_TEXT)),
+    "t5-encoder": lambda: T.T5EncoderModel(
+        T.T5Config(vocab_size=VOCAB, d_model=128, d_kv=32, d_ff=384, num_layers=1, num_heads=4)
+    ),
+    "clip-text": lambda: T.CLIPTextModelWithProjection(T.CLIPTextConfig(**_TOWERS["text_config"])),
+    "clip-vision": lambda: T.CLIPVisionModelWithProjection(T.CLIPVisionConfig(**_TOWERS["vision_config"])),
 }  # fmt: skip
 # One of each kind of call. Each layer more is a second of tracing.
-KINDS = ("wav2vec2", "ast", "clip", "vit-masked")
+KINDS = ("wav2vec2", "ast", "clip", "vit-masked", "nomic")
 
 
 def task_model(name: str, seed: int = 0) -> Any:

@@ -22,7 +22,7 @@ from tests.models.task_families import KINDS, MODELS, inputs, task_model
 TOLERANCE = 2e-5  # see test_export.py
 once = pytest.mark.usefixtures("graphs_once")
 EACH = [pytest.param(name, marks=() if name in KINDS else pytest.mark.product) for name in MODELS]
-QUANTIZED = ("yolos", "segformer", "depth-anything", "wav2vec2", "ast", "clip", "vit-masked", "reranker")
+QUANTIZED = ("yolos", "segformer", "depth-anything", "wav2vec2", "ast", "clip", "vit-masked", "reranker", "nomic")
 CODED = [
     pytest.param(name, scheme, marks=() if (name, scheme) == ("ast", "fp8") else pytest.mark.product)
     for name in QUANTIZED

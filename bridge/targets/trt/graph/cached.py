@@ -124,6 +124,7 @@ def _export(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
             image=request.image,
             pooling=request.pooling,
             stacked=request.stacked,
+            tensors=request.tensors,
             progress=progress,
         )
         names = checkpoint_names(graph, request.config, request.task, request.tensors, request.tied)

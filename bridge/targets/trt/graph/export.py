@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,10 @@ from bridge.targets.trt.graph.translate import to_onnx
 # ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_SUGGESTED = re.compile(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", re.MULTILINE)
 _PREFIX = "model."  # the wrapper's attribute
 # torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces; two traces at once put them
 # back in the wrong order.
-_SUGGESTED = re.compile(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", re.MULTILINE)
 _TRACING = threading.Lock()
 
 
@@ -52,6 +52,7 @@ def export_graph(
     image: tuple[int, int] | None = None,
     pooling: str = "",
     stacked: bool = False,
+    tensors: Collection[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Graph:
     """Export the graph of `config` (a transformers config, or the content of config.json).
@@ -59,6 +60,7 @@ def export_graph(
     part: which graph of a task that has several (`Task.parts`). image: height and width, if the config gives none.
     pooling: "mean", "mean normalized", ...: adds the output `sentence_embedding` to states of tokens.
     stacked: the checkpoint has the experts of a layer in one tensor, so their gate and up are one matrix.
+    tensors: the checkpoint's names; without them, no matrices are one that transformers has apart.
 
     >>> graph = export_graph({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})  # doctest: +SKIP
     """
@@ -74,7 +76,7 @@ def export_graph(
         known = resolved["architectures"] if diffuses else getattr(resolved, "architectures", None)
         architecture = (known or ["a config without `architectures`"])[0]
         name = task if task in TASKS else choose_task(task, architecture)
-        return _Run(resolved, name, row, opset, cache, part, image, pooling, stacked, tell).graph(stamp)
+        return _Run(resolved, name, row, opset, cache, part, image, pooling, stacked, tensors, tell).graph(stamp)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class _Run:
     image: tuple[int, int] | None
     pooling: str
     stacked: bool
+    tensors: Collection[str]
     tell: Callable[[str], None]
 
     def graph(self, stamp: bool) -> Graph:
@@ -151,9 +154,11 @@ class _Run:
         from bridge.targets.trt.graph.calls.choose import call_of
         from bridge.targets.trt.graph.complex_rope import real_rope
         from bridge.targets.trt.graph.experts import unstack_experts
+        from bridge.targets.trt.graph.joined import join_linears
 
         diffuses = is_diffusion(config)
         if not diffuses:
+            join_linears(model, self.tensors)
             unstack_experts(model, self.stacked)
             meta_device.settle_rope(model)
             meta_device.settle_positions(model)

@@ -81,7 +81,7 @@ TASKS: dict[str, Task] = {
         ("Model", "ModelWithProjection"),
         "MODEL_MAPPING",
         (*_TEXT, *_IMAGE),
-        ("last_hidden_state", "pooler_output", "text_embeds", "image_embeds"),
+        ("text_embeds", "image_embeds", "last_hidden_state", "pooler_output"),  # transformers' order
     ),
 }
 
