@@ -260,7 +260,7 @@ def _bounded(shapes: Any, message: str) -> Any:
     from torch.utils import _pytree
 
     limits = {name: (int(low or 0), int(high or 0)) for name, low, high in _SUGGESTED.findall(message)}
-    if " != 1" in message:
+    if " != 1" in message or "guard 1 != " in message:
         named = set(re.findall(r"Not all values of (\w+)", message)) or {"sequence"}
         limits |= {name: (2, limits.get(name, (0, 0))[1]) for name in named}
     bounds: dict[str, Any] = {}
