@@ -4,6 +4,7 @@ what is made once a run.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -44,11 +45,15 @@ def no_idle_ranks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def graphs_once(shared_directory: Path) -> Iterator[None]:
     """The float graph of a config is exported once a run: it depends on no weight, no scheme and no calibration."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
     from bridge.targets.trt.graph import export
     from tests.models.graphs import export_once
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "export_graph", export_once)
+        # torch gathers its translations for each export anew, in most of a second
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
         yield
 
 
@@ -61,10 +66,12 @@ def exports_once(request: pytest.FixtureRequest) -> None:
 
 # Files that go to one worker, since they share what is costly to start or to make; every other file is its own group.
 GROUPS = {
-    "examples": (
+    "forks": (
         "tests/docs/test_examples.py", "tests/docs/test_site.py", "tests/browser/test_site.py", "tests/test_readme.py",
-        "tests/test_forks.py",
+        "tests/test_forks.py", "tests/calibration/walk/test_workers.py", "tests/calibration/walk/test_resume.py",
+        "tests/workflows/distill/test_distill.py", "tests/workflows/chain/test_chain.py",
     ),
+    "diffusers": ("tests/targets/hf/test_diffusion.py", "tests/targets/trt/test_denoisers.py"),
     "graphs": (
         "tests/targets/trt/test_export.py", "tests/targets/trt/test_sites.py", "tests/targets/trt/test_trt_oracle.py",
     ),

@@ -20,6 +20,8 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,14 +31,23 @@ from tests import once
 ROOT = Path(__file__).parent.parent
 
 
-def python(code: str, directory: Path, seconds: float) -> tuple[int, str]:
-    """`python -c CODE` in `directory`: its exit code, and both streams in their order."""
-    return _server().ask({"code": code, "directory": str(directory), "seconds": seconds})
+def python(code: str, directory: Path, seconds: float, arguments: Sequence[str] = ()) -> tuple[int, str]:
+    """`python -c CODE ARGUMENTS` in `directory`: its exit code, and both streams in their order."""
+    return together(code, directory, seconds, arguments, [{}])[0]
+
+
+def together(
+    code: str, directory: Path, seconds: float, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+) -> list[tuple[int, str]]:
+    """The same at once in as many processes as `environments`, each with one of them on top of ours."""
+    asked = {"code": code, "arguments": [*arguments], "directory": str(directory), "seconds": seconds}
+    return _server().ask([asked | {"environment": dict(os.environ) | more} for more in environments])
 
 
 def qbridge(arguments: list[str], directory: Path, seconds: float) -> tuple[int, str]:
     """The console command, in the same way."""
-    return _server().ask({"arguments": arguments, "directory": str(directory), "seconds": seconds})
+    asked = {"arguments": arguments, "directory": str(directory), "seconds": seconds, "environment": dict(os.environ)}
+    return _server().ask([asked])[0]
 
 
 class _Server:
@@ -45,13 +56,12 @@ class _Server:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
-    def ask(self, asked: dict[str, Any]) -> tuple[int, str]:
+    def ask(self, asked: list[dict[str, Any]]) -> list[tuple[int, str]]:
         assert self._process.stdin
-        asked |= {"environment": dict(os.environ), "shared": once.ROOT and str(once.ROOT)}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        shared = {"shared": once.ROOT and str(once.ROOT)}
+        self._process.stdin.write(json.dumps([one | shared for one in asked]) + "\n")
         self._process.stdin.flush()
-        code, said = self._answer()
-        return code, said
+        return [(code, said) for code, said in self._answer()]
 
     def _answer(self) -> Any:
         assert self._process.stdout
@@ -102,18 +112,29 @@ def _warm() -> None:
     use_once(str(ROOT / "examples/models/tiny-llama"))
 
 
-def _served(asked: dict[str, Any]) -> tuple[int, str]:
-    with tempfile.TemporaryFile() as said:
-        if not (pid := os.fork()):
-            _child(asked, said.fileno())
-        until = time.monotonic() + asked["seconds"]
-        while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if time.monotonic() > until:
-                os.killpg(pid, signal.SIGKILL)
-            time.sleep(0.005)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        said.seek(0)
-        return code, said.read().decode()
+def _served(asked: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    with ExitStack() as files:
+        said = [files.enter_context(tempfile.TemporaryFile()) for _ in asked]
+        running = [_started(one, file.fileno()) for one, file in zip(asked, said, strict=True)]
+        until = time.monotonic() + asked[0]["seconds"]
+        codes = [_ended(pid, until) for pid in running]
+        for file in said:
+            file.seek(0)
+        return [(code, file.read().decode()) for code, file in zip(codes, said, strict=True)]
+
+
+def _started(asked: dict[str, Any], said: int) -> int:
+    if not (pid := os.fork()):
+        _child(asked, said)
+    return pid
+
+
+def _ended(pid: int, until: float) -> int:
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if time.monotonic() > until:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _child(asked: dict[str, Any], said: int) -> None:
@@ -144,7 +165,7 @@ def _run(asked: dict[str, Any]) -> int:
     module = sys.modules["__main__"] = ModuleType("__main__")
     try:
         if "code" in asked:
-            sys.argv, sys.path[0] = ["-c"], ""
+            sys.argv, sys.path[0] = ["-c", *asked["arguments"]], ""
             exec(compile(asked["code"], "<string>", "exec"), vars(module))
         else:
             from bridge.__main__ import main as command

@@ -48,6 +48,15 @@ def test_what_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert code == -9
 
 
+def test_several_run_at_once_each_with_its_environment(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time\nopen(os.environ['RANK'], 'w').close()\n"
+        "while not all(map(os.path.exists, '01')): time.sleep(0.01)\nprint(*sys.argv, os.environ['RANK'])"
+    )
+    environments = [{"RANK": "0"}, {"RANK": "1"}]
+    assert forks.together(code, tmp_path, 60, ["given"], environments) == [(0, "-c given 0\n"), (0, "-c given 1\n")]
+
+
 def test_the_command_gives_its_exit_code_and_output(tmp_path: Path) -> None:
     code, said = forks.qbridge(["plan", "nowhere", "--target", "hf"], tmp_path, 60)
     assert code == 1 and "nowhere" in said

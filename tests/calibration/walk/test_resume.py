@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +25,18 @@ from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.sources.source import Source  # noqa: E402
-from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests import forks  # noqa: E402
+from tests.calibration.walk.walked_models import KINDS, batches  # noqa: E402
 from tests.covering import grid  # noqa: E402
 from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
 
+ROOT = Path(__file__).parents[3]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 import bridge
 from bridge.calibration.walk.resume import Partial
-from tests.calibration.walk.walked_models import batches
+from tests.calibration.walk.walked_models import KINDS, batches
 
 keep, count = Partial.keep, 0
 def killing(*args):
@@ -83,20 +83,6 @@ def stopping(after: int) -> Callable[..., bool]:
     return stop
 
 
-# one of each kind of block, and of what is carried past a block; tests/calibration/walk/test_walk.py has more
-RESUMED = {
-    "LlamaForCausalLM",
-    "GPT2LMHeadModel",
-    "FalconForCausalLM",
-    "Gemma4ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen3NextForCausalLM",
-    "JambaForCausalLM",
-    "RecurrentGemmaForCausalLM",
-    "BertForMaskedLM",
-    "T5ForConditionalGeneration",
-    "MambaForCausalLM",
-}
 # what ModelOpt refuses
 REFUSED = {
     "fp8": ("BambaForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM", "MambaForCausalLM", "FalconForCausalLM"),
@@ -112,7 +98,7 @@ REFUSED = {
     },
     valid=lambda family, scheme, _: family not in REFUSED.get(scheme[0], ()),
     cost=lambda _, scheme, __: scheme[0].startswith("int4"),  # what searches takes three times as long
-    later=lambda family, *_: family not in RESUMED,
+    later=lambda family, *_: family not in KINDS,
 )
 def test_a_run_that_ends_after_any_block_goes_on_to_the_same_bytes(
     family: str, scheme: tuple[str, str | None], after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,8 +220,8 @@ def test_a_killed_process_goes_on(after: int, tmp_path: Path) -> None:
     model, partial = tmp_path / "model", tmp_path / "partial"
     build("LlamaForCausalLM", torch.float32, num_hidden_layers=4).save_pretrained(model)
     script = SMALL + KILLED
-    killed = [sys.executable, "-c", script, str(model), str(partial), str(after), "400kB"]
-    assert subprocess.run(killed, check=False, capture_output=True).returncode == -signal.SIGKILL
+    code, said = forks.python(script, ROOT, 300, [str(model), str(partial), str(after), "400kB"])
+    assert code == -signal.SIGKILL, said
     assert len(list(partial.glob("block-*.safetensors"))) == after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "partial"]
     assert {path.name.partition("-")[0] for path in partial.iterdir()} == {"block", "states", "journal.jsonl"}

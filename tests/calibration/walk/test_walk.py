@@ -27,10 +27,10 @@ from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.quant.schemes.scheme import Scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.sources.source import Source  # noqa: E402
-from tests.calibration.walk.walked_models import batches  # noqa: E402
+from tests.calibration.walk.walked_models import KINDS, batches  # noqa: E402
 from tests.covering import grid  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
-from tests.models.decoder_families import ALIKE, DECODERS, OTHERS, build  # noqa: E402
+from tests.models.decoder_families import DECODERS, OTHERS, build  # noqa: E402
 
 SCHEMES = {
     "fp8 + kv": ("fp8", "fp8"),
@@ -102,7 +102,7 @@ def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | typ
     {"family": [*DECODERS, *OTHERS], "scheme": list(SCHEMES), "dtype": ["float32", "bfloat16"]},
     valid=lambda family, _, dtype: dtype == "float32" or not any(part in family for part in EXPERTS),
     cost=lambda _, scheme, __: any(part in scheme for part in SEARCHES),
-    later=lambda family, *_: family in ALIKE,
+    later=lambda family, *_: family not in KINDS,
 )
 def test_statistics_are_those_of_the_whole_model(family: str, scheme: str, dtype: str, tmp_path: Path) -> None:
     build(family, getattr(torch, dtype)).save_pretrained(tmp_path)
@@ -194,10 +194,10 @@ def held_by_weight_quantizers(root: Any) -> int:
 @pytest.mark.parametrize(
     ("quant", "family"),
     [
-        ("int4_awq", "LlamaForCausalLM"),
+        pytest.param("int4_awq", "LlamaForCausalLM", marks=pytest.mark.product),
         ("int4_gptq", "LlamaForCausalLM"),
         ("nvfp4_local_hessian", "LlamaForCausalLM"),
-        ("w4a8_awq", "LlamaForCausalLM"),
+        pytest.param("w4a8_awq", "LlamaForCausalLM", marks=pytest.mark.product),
         ("int4_awq", "MixtralForCausalLM"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -27,10 +26,11 @@ from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from tests import once  # noqa: E402
+from tests import forks, once  # noqa: E402
 from tests.calibration.walk.walked_models import batches  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
+ROOT = Path(__file__).parents[3]
 FAMILIES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel")
 SCHEMES = (("fp8", "fp8"), ("int8_sq", None), ("int4_awq", "fp8"), ("w4a8_awq", None))
 CELLS = [(FAMILIES[1], *SCHEMES[2]), (FAMILIES[2], *SCHEMES[1]), (FAMILIES[0], *SCHEMES[3])]
@@ -48,20 +48,12 @@ def free_port() -> str:
 
 
 def run_pair(root: Path, cases: Sequence[Any], size: int = 2, dying: Sequence[int] = ()) -> Results:
-    """Run cases in processes as torchrun starts them, and return what each gave, by rank; `dying`: those killed."""
-    command = [sys.executable, "-m", "tests.calibration.walk.worker_process", str(root), json.dumps(cases)]
+    """Run cases in processes as those of torchrun, and return what each gave, by rank; `dying`: those killed."""
+    code = "import runpy; runpy.run_module('tests.calibration.walk.worker_process', run_name='__main__')"
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    try:
-        printed = [process.communicate(timeout=900)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    codes = [process.returncode for process in running]
-    assert codes == [-signal.SIGKILL if rank in dying else 0 for rank in range(size)], printed
+    environments = [{**shared, "RANK": str(rank)} for rank in range(size)]
+    ended = forks.together(code, ROOT, 900, [str(root), json.dumps(cases)], environments)
+    assert [code for code, _ in ended] == [-signal.SIGKILL if rank in dying else 0 for rank in range(size)], ended
     return [json.loads((root / f"results-{rank}.json").read_text()) for rank in range(size) if rank not in dying]
 
 

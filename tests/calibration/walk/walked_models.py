@@ -24,6 +24,22 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": _EVEN,
 }
 
+# Of tests.models.decoder_families one of each kind of block, and of what is carried past a block; grids leave the
+# others to `product`, and tests/planning/test_trace.py has them.
+KINDS = {
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+    "FalconForCausalLM",
+    "Gemma4ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3NextForCausalLM",
+    "JambaForCausalLM",
+    "RecurrentGemmaForCausalLM",
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "MambaForCausalLM",
+}
+
 
 def mixture(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of two layers, of which at least one has experts."""

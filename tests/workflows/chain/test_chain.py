@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ pytest.importorskip("torch")
 import bridge
 from bridge.core.errors import BridgeError, UsageError
 from bridge.workflows.chain.notes import NOTE
+from tests import forks
+from tests.calibration.walk.test_workers import free_port
 from tests.cli.test_cli import run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -180,7 +181,7 @@ def test_a_step_that_cannot_run_tells_its_own_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_and_the_first_does_the_rest(tmp_path: Path) -> None:
-    """Made, kept and refused by the same two processes: each takes seconds to import torch."""
+    """Made, kept and refused by the same two processes."""
     path = written(tmp_path, CHAIN.replace("steps   = 6", "steps = 2"))
     script = """
 import sys
@@ -198,25 +199,10 @@ for changed in (path, path.with_name("wrong.toml")):
         print("exit", ended.code)
 """
     path.with_name("wrong.toml").write_text(path.read_text().replace("int8_wo", "int9"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def both(*words: str) -> list[str]:
-        shared = {
-            **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        running = [
-            subprocess.Popen(
-                [sys.executable, *words, str(path)], env={**shared, "RANK": str(rank)}, cwd=ROOT, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        return ["".join(process.communicate(timeout=300)) for process in running]
-
-    (first, kept, refused), (second, silent, still) = (said.split("---\n") for said in both("-c", script))
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    environments = [{**shared, "RANK": str(rank)} for rank in range(2)]
+    both = [said for _, said in forks.together(script, ROOT, 300, [str(path)], environments)]
+    (first, kept, refused), (second, silent, still) = (said.split("---\n") for said in both)
     assert first == second and first.startswith("[False, False, False]") and first.endswith("True\n")
     assert "3 steps, all passed; 3 made by an earlier run" in kept and silent == "exit 0\n"
     assert "UsageError" in refused and "step coded: quant='int9'" in refused and still == "exit 2\n"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,13 @@ from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.distill import batches, train  # noqa: E402
 from bridge.workflows.distill.batches import rows_of  # noqa: E402
 from bridge.workflows.distill.settings import Settings  # noqa: E402
+from tests import forks  # noqa: E402
 from tests.calibration.walk.test_workers import free_port  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 LLAMA = "examples/models/tiny-llama"
 SMALL: dict[str, Any] = {"steps": 6, "batch": 2, "sequence": 48, "lr": 1e-3, "save_every": 2, "eval_every": 3}
+FEW = SMALL | {"steps": 2, "eval_every": 2}  # for what does not depend on how much is learned
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_another_run_does_not_take_up_what_is_left(smaller: Any, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_stored_teacher_is_not_loaded(smaller: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    how = SMALL | {"top_k": 64, "teacher_cache": tmp_path / "cache"}
+    how = FEW | {"top_k": 64, "teacher_cache": tmp_path / "cache"}
     first = bridge.distill(smaller, LLAMA, out=tmp_path / "first", **how)
     assert first.distillation and first.distillation.cache_bytes > 0
     teacher = open_source(LLAMA)
@@ -112,7 +111,7 @@ def test_a_stored_teacher_is_not_loaded(smaller: Any, tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_a_damaged_shard_is_named(smaller: Any, tmp_path: Path) -> None:
-    how = SMALL | {"top_k": 8, "teacher_cache": tmp_path / "cache"}
+    how = FEW | {"top_k": 8, "teacher_cache": tmp_path / "cache"}
     bridge.distill(smaller, LLAMA, out=tmp_path / "out", **how)
     shard = sorted((tmp_path / "cache").glob("rows-*"))[0]
     whole = shard.read_bytes()
@@ -150,7 +149,7 @@ def unused(self: Any) -> Any:
 
 @pytest.mark.slow
 def test_stored_answers_are_those_of_a_teacher_that_runs(smaller: Any, tmp_path: Path) -> None:
-    how = SMALL | {"top_k": 64, "pairs": None}
+    how = FEW | {"top_k": 64, "pairs": None}
     live = bridge.distill(smaller, LLAMA, out=tmp_path / "live", **how).distillation
     cached = bridge.distill(
         smaller, LLAMA, out=tmp_path / "cached", **how, teacher_cache=tmp_path / "cache"
@@ -245,7 +244,7 @@ def test_a_quantized_student_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_cache_of_something_else_is_refused(smaller: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    how = SMALL | {"teacher_cache": cache}
+    how = FEW | {"teacher_cache": cache}
     bridge.distill(smaller, LLAMA, out=tmp_path / "out", **how, top_k=8)
     for other, differs in (
         ({"top_k": 9}, "top_k"),
@@ -260,7 +259,7 @@ def test_a_cache_of_something_else_is_refused(smaller: Any, tmp_path: Path) -> N
     (tmp_path / "files").mkdir()
     (tmp_path / "files/note.txt").write_text("mine")
     with pytest.raises(UsageError, match="it is not a cache of a teacher"):
-        bridge.distill(smaller, LLAMA, out=tmp_path / "other", **SMALL, top_k=8, teacher_cache=tmp_path / "files")
+        bridge.distill(smaller, LLAMA, out=tmp_path / "other", **FEW, top_k=8, teacher_cache=tmp_path / "files")
 
 
 @pytest.mark.slow
@@ -323,20 +322,12 @@ bridge.distill(smaller, whole, out=root / 'two', steps=4, batch=3, sequence=48, 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("two")
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": "1",
-    }
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     for rank in range(2):
         (root / str(rank)).mkdir()
-    running = [
-        subprocess.Popen([sys.executable, "-c", PAIR, str(root)], env={**shared, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [process.wait(300) for process in running] == [0, 0]
+    environments = [{**shared, "RANK": str(rank)} for rank in range(2)]
+    ended = forks.together(PAIR, Path.cwd(), 300, [str(root)], environments)
+    assert [code for code, _ in ended] == [0, 0], ended
     return root
 
 
