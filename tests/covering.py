@@ -6,7 +6,7 @@ The other rows of the product get the marker `product`: `make test-all` runs the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -61,6 +61,18 @@ def covering(
             )
         )
     return [product[number] for number in sorted(set(chosen))]
+
+
+def usual(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """`values` for `pytest.mark.parametrize`, those that are not in `kept` marked `product`; tuples are rows."""
+    missing = [value for value in kept if value not in (values := [*values])]
+    assert not missing, missing
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=[pytest.mark.product] * (value not in kept)
+        )
+        for value in values
+    ]
 
 
 def grid(

@@ -94,8 +94,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     ("family", "algorithm", "kv", "configs", "changes"),
     [
         ("llama", "fp8", "fp8", two, {"inference_tp": 2}),
-        ("llama", "fp8", "fp8", one, {"dtype": 16}),
-        ("llama", "int8_sq", None, one, {}),
+        pytest.param("llama", "fp8", "fp8", one, {"dtype": 16}, marks=pytest.mark.product),
+        pytest.param("llama", "int8_sq", None, one, {}, marks=pytest.mark.product),
         ("llama", "int8", None, two, {}),
         ("llama-wide", "int4_awq", "fp8", two, {"dtype": "16"}),
         ("gpt2", "fp8", None, one, {"decoder_type": "gpt"}),

@@ -23,6 +23,7 @@ from bridge.targets.hf.runtime import Rebuilt
 from bridge.targets.manifest import load_manifest
 from tests import once
 from tests.blocks import ROOT
+from tests.covering import usual
 from tests.models.trt_families import encoder
 from tests.oracles.modelopt_oracle import ask
 
@@ -65,7 +66,14 @@ def source() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"cache": False}, {"dtype": "fp16"}], ids=["cache", "no cache", "fp16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="cache"),
+        pytest.param({"cache": False}, id="no cache"),
+        pytest.param({"dtype": "fp16"}, id="fp16", marks=pytest.mark.product),  # a graph more; test_export.py has it
+    ],
+)
 def test_the_float_graph_says_what_transformers_says(options: dict[str, Any]) -> None:
     result = bridge.run(written("trt", "none", **options), TEXT, tokens=24)
     assert list(result.ids) == theirs(source(), 24)
@@ -124,7 +132,7 @@ def test_llama_cpp_loses_no_token_that_ends_inside_of_a_character() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo", "nvfp4_wo"])
+@pytest.mark.parametrize("scheme", usual(["int4_wo", "nvfp4_wo"], ["int4_wo", "int8_wo", "nvfp4_wo"]))
 def test_a_weight_only_graph_says_what_its_dequantized_weights_say_in_transformers(scheme: str) -> None:
     """The same codes in `hf`, dequantized by their own reader, make the reference's weights."""
     ours = bridge.run(written("trt", scheme), TEXT, tokens=24)
@@ -138,7 +146,12 @@ def test_a_weight_only_graph_says_what_its_dequantized_weights_say_in_transforme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme,kv", [("fp8", None), ("fp8", "fp8"), ("int4_wo", "fp8"), ("int4_wo", "int8")])
+@pytest.mark.parametrize(
+    ("scheme", "kv"),
+    usual(
+        [("fp8", "fp8"), ("int4_wo", "int8")], [("fp8", None), ("fp8", "fp8"), ("int4_wo", "fp8"), ("int4_wo", "int8")]
+    ),
+)
 def test_quantized_activations_and_caches_say_what_the_fake_quantized_model_says(
     scheme: str, kv: str | None, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from bridge.core.values import Format  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.tables.architectures.structure import structure  # noqa: E402
+from tests.covering import grid  # noqa: E402
 from tests.models.calibrated_models import FAMILIES, IDS, both, built, run  # noqa: E402
 from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
@@ -339,9 +340,7 @@ FED_FLOATS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FED_FLOATS)
+@grid({"name": list(FED_FLOATS), "dtype": [torch.bfloat16, torch.float32]})
 def test_pixels_and_sounds_may_have_another_dtype_than_the_model(name: str, dtype: Any) -> None:
     fields, shape = FED_FLOATS[name]
     cls = getattr(transformers, name)

@@ -20,6 +20,7 @@ from bridge.quant.codec.blocks import stored_shapes
 from bridge.quant.codec.decode import decode
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.verification.weight_error import compare
+from tests.covering import grid
 from tests.oracles import codec_oracle
 
 FP8, INT8, INT4, FP4 = "float8_e4m3fn", "int8", "int4", "float4_e2m1fn"
@@ -100,9 +101,7 @@ def test_encode_is_the_reference_in_every_layout(scheme: str, dtype: str) -> Non
         assert_same(encode(stored, dtype, numeric, layout="in_out", transpose=not transpose), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", TORCH)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@grid({"scheme": list(SCHEMES), "dtype": list(TORCH)})
 def test_every_coding_is_the_reference_and_decodes_to_it(scheme: str, dtype: str) -> None:
     numeric = SCHEMES[scheme]
     for coding, layout, transpose in itertools.product(codings(scheme), ("out_in", "in_out"), (False, True)):
@@ -115,8 +114,7 @@ def test_every_coding_is_the_reference_and_decodes_to_it(scheme: str, dtype: str
         np.testing.assert_array_equal(decode(ours, numeric, w.shape, **spelt), values)
 
 
-@pytest.mark.parametrize("dtype", TORCH)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@grid({"scheme": list(SCHEMES), "dtype": list(TORCH)}, fast=[(scheme, "bfloat16") for scheme in SCHEMES])
 def test_rows_that_come_in_pieces_become_the_same_bytes(scheme: str, dtype: str) -> None:
     for coding in codings(scheme):
         bits, _ = source(dtype)

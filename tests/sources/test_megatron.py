@@ -385,6 +385,7 @@ def test_other_targets_write_what_they_write_of_the_hugging_face_checkpoint(targ
 
 
 @pytest.mark.slow
+@pytest.mark.product  # a source's tensors are those of any other by then
 def test_onnx_answers_as_the_model_does(tmp_path: Path) -> None:
     run = megatron_bridge(tmp_path / "run", stacked(spelled(llama(), "megatron")))
     tokenizer = "examples/models/tiny-llama"

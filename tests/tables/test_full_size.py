@@ -146,7 +146,7 @@ def test_every_architecture_covers_what_transformers_saves(architecture: str) ->
     "config",
     [
         _LLAMA_405B | {"architectures": ["LlamaForCausalLM"]},
-        _QWEN3_235B | {"architectures": ["Qwen3MoeForCausalLM"]},
+        pytest.param(_QWEN3_235B | {"architectures": ["Qwen3MoeForCausalLM"]}, marks=pytest.mark.product),
         _DEEPSEEK,
     ],
 )
@@ -172,7 +172,7 @@ def foreign_headers(dialect: str, config: dict[str, Any], dims: dict[str, int]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["megatron", "torchtitan"])
-@pytest.mark.parametrize("config", [_LLAMA_8B, _QWEN3_30B, _DEEPSEEK])
+@pytest.mark.parametrize("config", [_LLAMA_8B, _QWEN3_30B, pytest.param(_DEEPSEEK, marks=pytest.mark.product)])
 def test_foreign_checkpoints_take_the_same_work_a_tensor_at_any_size(dialect: str, config: dict[str, Any]) -> None:
     dims = {"vocab_multiple": 128, "centered": 0}
     specs = foreign_headers(dialect, config, dims)

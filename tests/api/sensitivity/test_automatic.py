@@ -134,7 +134,13 @@ def test_a_choice_for_a_program_is_what_that_program_loads(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "bits", "names"), [("hf", 4.8, ""), ("hf", 5.5, ":nvfp4,fp8"), ("gguf", 5.5, ""), ("ort", 5.5, "")]
+    ("target", "bits", "names"),
+    [
+        pytest.param("hf", 4.8, "", marks=pytest.mark.product),
+        ("hf", 5.5, ":nvfp4,fp8"),
+        ("gguf", 5.5, ""),
+        ("ort", 5.5, ""),
+    ],
 )
 def test_what_is_written_takes_no_more_bits_than_were_asked_for(
     target: str, bits: float, names: str, tmp_path: Path

@@ -33,6 +33,7 @@ from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeE
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
+from tests.covering import usual  # noqa: E402
 from tests.models.export_families import GPT2, build, tokens  # noqa: E402
 from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
@@ -65,7 +66,7 @@ def int4() -> bridge.Sensitivity:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8", "int4_wo", *(pytest.param(s, marks=SLOW) for s in ("int4_awq", "int8"))])
+@pytest.mark.parametrize("scheme", usual(["fp8", "int4_wo"], ["fp8", "int4_wo", "int4_awq", "int8"]))
 def test_a_layer_costs_what_a_copy_says_in_which_modelopt_quantized_it_alone(scheme: str) -> None:
     made = bench(scheme)
     names = [unit.name for unit in made.job.units]

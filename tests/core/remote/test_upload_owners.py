@@ -160,7 +160,7 @@ def test_a_killed_run_that_was_to_replace_gives_no_leave_to_replace(
         pytest.param(b"[" * 100_000, marks=pytest.mark.product),
         b'{"run": 1, "sender": [], "sent": 3}',
         pytest.param(b'{"run": "", "sender": "a", "sent": {"a": 1}}', marks=pytest.mark.product),
-        b"\xff",
+        pytest.param(b"\xff", marks=pytest.mark.product),
     ],
 )
 def test_a_malformed_note_is_that_of_another_run(note: bytes, s3: S3Client) -> None:

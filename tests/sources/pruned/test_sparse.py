@@ -101,7 +101,7 @@ def test_zeros_stay_zeros_when_quantized(scheme: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+@pytest.mark.parametrize("method", ["magnitude", pytest.param("wanda", marks=pytest.mark.product)])
 def test_an_output_is_compared_with_the_whole_model(method: str, tmp_path: Path) -> None:
     report = bridge.prune("examples/models/tiny-llama", out=tmp_path / "out", sparse="2:4", sparse_method=method)
     assert report.passed

@@ -22,6 +22,8 @@ from safetensors.torch import save_file as torch_save  # noqa: E402
 from tests.models.stored_checkpoints import IDS, deepseek, exported, gpt2, llama, modelopt, ragged  # noqa: E402
 from tests.oracles import compressed_oracle  # noqa: E402
 
+SLOW = [pytest.mark.slow]
+NIGHTLY = [*SLOW, pytest.mark.product]
 PRESETS = (
     "FP8",
     "FP8_DYNAMIC",
@@ -52,9 +54,13 @@ def refusal(model: Path) -> str:
 @pytest.mark.parametrize(
     ("preset", "dtype"),
     [(preset, torch.bfloat16) for preset in PRESETS]
-    + [pytest.param(preset, torch.float32, marks=pytest.mark.slow) for preset in PRESETS]
+    + [pytest.param(preset, torch.float32, marks=NIGHTLY if preset != "W4A16" else SLOW) for preset in PRESETS]
     # FP4 is rounded to bfloat16 first there
-    + [pytest.param(preset, torch.float16, marks=pytest.mark.slow) for preset in PRESETS if "FP4" not in preset],
+    + [
+        pytest.param(preset, torch.float16, marks=NIGHTLY if preset != "W8A16" else SLOW)
+        for preset in PRESETS
+        if "FP4" not in preset
+    ],
 )
 def test_compressed_tensors_reads_as_transformers_decompresses(tmp_path: Path, preset: str, dtype: Any) -> None:
     root = compressed_oracle.compress(llama(dtype), preset, tmp_path / "model")

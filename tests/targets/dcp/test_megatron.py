@@ -110,9 +110,7 @@ def test_run_config_alone_gives_the_model_back_to_the_bit(case: str, tmp_path: P
     assert all(np.array_equal(back.read(name), array) for name, array in source.arrays.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scalar", [16, 20, 168])
-@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+@grid({"case": ["gemma2", "gemma3"], "scalar": [16, 20, 168]})
 def test_what_queries_are_divided_by_comes_back_with_a_config_beside(case: str, scalar: int, tmp_path: Path) -> None:
     """Megatron-Core multiplies scores by `softmax_scale`; Gemma 3 has 168 where a head has 128."""
     bases = {"sliding_attention": ROPE, "full_attention": ROPE | {"rope_theta": 1e6}}

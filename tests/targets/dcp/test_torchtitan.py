@@ -27,6 +27,7 @@ from bridge.sources.opening import open_source
 from bridge.streaming.context import ConversionContext
 from bridge.streaming.encode import write_step
 from bridge.targets import file_settings
+from tests.covering import grid
 from tests.faults.test_library import VICTIM
 from tests.models.sources_made import MadeSource
 from tests.oracles import torchtitan_oracle
@@ -220,9 +221,7 @@ def test_stacked_experts_pass_one_after_the_other(target: str, tmp_path: Path) -
     assert bridge.convert(tmp_path / target, "hf", out=tmp_path / "back").passed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", [20, 90, 125])
-@pytest.mark.parametrize("target", ["torchtitan", "megatron"])
+@grid({"target": ["torchtitan", "megatron"], "calls": [20, 90, 125]})
 def test_a_killed_run_goes_on_to_the_bytes_of_one_that_nobody_disturbed(
     target: str, calls: int, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ def calibration(mixtral: Path) -> Calibration:
     [
         ("llama", "q5_k_imatrix"),
         pytest.param("llama", "q4_0_imatrix", marks=pytest.mark.product),
-        ("phi3", "q4_k_imatrix"),
+        pytest.param("phi3", "q4_k_imatrix", marks=pytest.mark.product),
         ("gpt2", "q6_k_imatrix"),
         pytest.param("mixtral", "q6_k_imatrix", marks=pytest.mark.product),
         ("mixtral", "q4_0_imatrix"),

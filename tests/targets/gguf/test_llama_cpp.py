@@ -18,6 +18,7 @@ from bridge.planning.contracts import verdict
 from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
+from tests.covering import grid
 from tests.models.gguf_families import FAMILIES, piece_tokenizer, save
 from tests.oracles.llama_cpp import RoundedInputs, dequantized, log_probabilities
 
@@ -67,9 +68,9 @@ def test_llama_cpp_computes_the_source_in_float32(family: str, tmp_path: Path) -
     assert difference <= (GELU if family.startswith(("gemma", "gpt2", "starcoder")) else FLOAT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "int8_wo", "int4_wo", "mxfp4_wo", "nvfp4_wo"])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+@grid(
+    {"name": ["tiny-llama", "tiny-gpt2"], "quant": ["q8_0", "q4_0", "int8_wo", "int4_wo", "mxfp4_wo", "nvfp4_wo"]},
+)
 def test_llama_cpp_computes_the_written_weights_of_trained_models(name: str, quant: str, tmp_path: Path) -> None:
     if (name, quant) == ("tiny-gpt2", "nvfp4_wo"):
         with pytest.raises(bridge.BridgeError, match="leaves out NVFP4's scale"):

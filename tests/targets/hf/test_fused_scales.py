@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import bridge
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, Provenance
+from tests.covering import grid
 from tests.oracles import export_oracle as oracle
 
 # Names of what vLLM 0.33 loads into one matrix: `packed_modules_mapping` of its models, and w1 and w3 of experts.
@@ -60,8 +61,7 @@ def changed(tensors: dict[str, torch.Tensor], modules: list[str]) -> int:
     return count
 
 
-@pytest.mark.parametrize("format_", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("family", FAMILIES)
+@grid({"family": list(FAMILIES), "format_": ["modelopt", "compressed-tensors"]})
 def test_no_code_changes_when_a_server_fuses(tmp_path: Path, family: str, format_: str) -> None:
     tensors = converted(family, tmp_path / "out", format=format_)
     matrices = fused(tensors)

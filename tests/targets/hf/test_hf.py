@@ -285,7 +285,7 @@ def test_the_data_free_path_and_a_saved_calibration_load_no_framework(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8", "int8_wo", "int4_awq", None])
+@pytest.mark.parametrize("scheme", ["fp8", "int8_wo", pytest.param("int4_awq", marks=pytest.mark.product), None])
 def test_a_converted_model_is_proved_and_answers_like_its_source(scheme: str | None, tmp_path: Path) -> None:
     few = {"samples": 16, "sequence": 128} if scheme in ("fp8", "int4_awq") else {}
     report = bridge.convert(TINY, "hf", scheme, tmp_path / "out", dtype="bf16" if scheme else None, **few)

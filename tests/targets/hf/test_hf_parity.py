@@ -17,7 +17,7 @@ from bridge.core.errors import CalibrationError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.sources.opening import open_source
 from tests import once
-from tests.covering import grid
+from tests.covering import grid, usual
 from tests.models.export_families import ALIKE, FAMILIES, build, tokens
 from tests.oracles import export_oracle as oracle
 
@@ -134,7 +134,7 @@ def test_every_scheme_of_every_family_equals_modelopts_export(family: str, schem
     ("family", "scheme", "dtypes"),
     [
         ("llama", "int4_mse", ("bf16", "bf16")),
-        ("gemma", "nvfp4_wo_mse", ("fp32", "bf16")),
+        pytest.param("gemma", "nvfp4_wo_mse", ("fp32", "bf16"), marks=pytest.mark.product),
         ("llama-tied", "nvfp4_mse", ("fp16", "bf16")),
         ("qwen3-moe", "nvfp4_four_over_six", ("bf16", "bf16")),
         *(
@@ -201,7 +201,11 @@ def small() -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "kv"), [("fp8", "fp8"), ("int8", "fp8"), ("w4a8_awq", None), ("nvfp4_awq", None), *CHOSEN]
+    ("scheme", "kv"),
+    usual(
+        [("fp8", "fp8"), ("nvfp4_awq", None), ("int4_gptq", "fp8"), ("nvfp4_local_hessian", None)],
+        [("fp8", "fp8"), ("int8", "fp8"), ("w4a8_awq", None), ("nvfp4_awq", None), *CHOSEN],
+    ),
 )
 def test_calibrating_and_converting_in_one_call_equals_modelopts_export(
     scheme: str, kv: str | None, tmp_path: Path
@@ -262,9 +266,14 @@ def test_tiles_that_cover_every_weight_of_a_group_share_a_scale(wide: int, share
     assert all(mine.read(name).tobytes() == other.read(name).tobytes() for name in names)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_pc_pt", "int4_wo", "nvfp4_wo"])
-@pytest.mark.parametrize(("dtype", "factor"), [("fp16", 2e-4), ("bf16", 1e-37), ("bf16", 2.0**-130)])
+@grid(
+    {
+        "dtype": ["fp16", "bf16"],
+        "factor": [2e-4, 1e-37, 2.0**-130],
+        "scheme": ["fp8", "fp8_pc_pt", "int4_wo", "nvfp4_wo"],
+    },
+    valid=lambda dtype, factor, _: (dtype == "fp16") == (factor == 2e-4),
+)
 def test_weights_near_the_smallest_numbers_equal_modelopts_export(
     scheme: str, dtype: str, factor: float, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ import bridge  # noqa: E402
 from bridge.core.errors import BridgeError, SourceError  # noqa: E402
 from bridge.sources.live_models.loading import as_tensor  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
+from tests.covering import grid  # noqa: E402
 from tests.models.sources_made import CONFIG, llama_shapes  # noqa: E402
 from tests.models.stored_checkpoints import IDS, deepseek, exported, gpt2, llama, mixture, modelopt, ragged  # noqa: E402
 from tests.oracles import compressed_oracle  # noqa: E402
@@ -120,9 +121,12 @@ def test_onnx_holds_the_codes_of_conv1d_turned_back(tmp_path: Path, scheme: str)
         assert torch.equal(after[f"{module}.weight_scale"], scale.T)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_wo", "int4_wo", "nvfp4_wo", "mxfp8"])
+@grid(
+    {
+        "dtype": [torch.bfloat16, torch.float32],
+        "scheme": ["fp8", "fp8_pc_pt", "fp8_block", "int8", "int8_wo", "int4_wo", "nvfp4_wo", "mxfp8"],
+    }
+)
 def test_transformers_reads_a_unified_checkpoint_in_the_words_of_compressed_tensors(
     tmp_path: Path, scheme: str, dtype: Any
 ) -> None:

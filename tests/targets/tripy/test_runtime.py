@@ -69,8 +69,8 @@ def test_file_that_does_not_load_is_broken_not_unproved(gpu: None, tp: Any, tmp_
 @pytest.mark.parametrize(
     ("name", "quant", "options", "tolerance"),
     [
-        ("tiny-gpt2", "int8_wo", {}, 2e-6),
-        ("tiny-gpt2", "int4_awq", {}, 2e-6),
+        pytest.param("tiny-gpt2", "int8_wo", {}, 2e-6, marks=pytest.mark.product),
+        pytest.param("tiny-gpt2", "int4_awq", {}, 2e-6, marks=pytest.mark.product),
         ("tiny-gpt2", "int4_wo", {"linear": True}, 2e-6),
         pytest.param("tiny-llama", "int4_awq", {}, 2e-6, marks=pytest.mark.product),
         # The substitute leaves activations alone: this only shows that input and pre-scales are where they belong.
@@ -111,7 +111,7 @@ def test_example_continues_from_a_written_directory(tp: Any, tmp_path: Path, cap
     ("mode", "times"),
     [
         *(pytest.param(mode, 2, marks=pytest.mark.product) for mode in ("none", "int8-weight-only")),
-        ("int4-weight-only", 1),
+        pytest.param("int4-weight-only", 1, marks=pytest.mark.product),
         ("float8", 2),
     ],
 )

@@ -81,7 +81,7 @@ class Case:
         ("starcoder2", "int8_wo", None, ("bf16", "bf16"), 1, 1),
         ("nemotron", "fp8_pc_pt", None, ("bf16", "bf16"), 1, 1),
         ("gemma", "nvfp4_wo", "fp8", ("fp32", "bf16"), 1, 1),
-        ("llama-wide", "int4_awq", None, ("bf16", "bf16"), 4, 1),
+        pytest.param("llama-wide", "int4_awq", None, ("bf16", "bf16"), 4, 1, marks=pytest.mark.product),
         ("llama-wide", "int8_sq", "fp8", ("bf16", "bf16"), 2, 2),
         ("gpt2", "fp8", "fp8", ("fp16", "fp16"), 4, 1),
         ("gpt2", "int8_wo", None, ("bf16", "bf16"), 2, 1),

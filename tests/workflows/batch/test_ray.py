@@ -392,6 +392,7 @@ def test_a_partition_of_another_model_than_the_rows_is_refused(tmp_path: Path) -
 
 
 @slow
+@pytest.mark.product  # tests/calibration/walk/test_workers.py has processes with the same environment
 def test_tasks_share_a_calibration_and_get_the_bytes_of_one_process(address: str, tmp_path: Path) -> None:
     """Ray starts the processes; the environment that torchrun would give says who they are."""
     pytest.importorskip("modelopt.torch.quantization")

@@ -25,6 +25,7 @@ from bridge.workflows.batch.manifest.read import read_manifest
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.run import Asked, run
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, PLANNED, Event, Outcome
+from tests.covering import usual
 from tests.faults.struck import contents
 
 TINY = Path("examples/models/tiny-llama").absolute()
@@ -270,7 +271,9 @@ def test_a_worker_that_dies_is_one_failed_row_that_resumes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", usual([signal.SIGKILL, signal.SIGINT], [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+)
 def test_a_batch_that_is_stopped_leaves_no_worker_and_goes_on(
     number: signal.Signals, slow_model: Path, alone: Callable[[str], dict[str, bytes]], tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def words(count: int = 97) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("tiny-llama", marks=pytest.mark.product), "tiny-gpt2"])
 def test_what_is_written_answers_as_the_whole_model_for_the_tokens_that_are_left(name: str, tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text(PAGES[:60_000], encoding="utf-8")
     out = tmp_path / "out"
