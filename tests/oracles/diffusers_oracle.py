@@ -18,6 +18,17 @@ HOME = Path(sys.prefix) / "diffusers"
 MISSING = "diffusers is not installed here; install it with: make oracles"
 needs_diffusers = pytest.mark.skipif(not HOME.is_dir(), reason=MISSING)
 
+# Asked of one process: importing diffusers and ModelOpt takes as long as the cases do.
+USUAL = (
+    "export:flux:fp8", "export:dit:nvfp4:300KB", "export:sdxl:int8_wo", "loaded:flux:fp8_pc_pt", "loaded:sd3:nvfp4",
+    "memory:dit", "pipeline:dit", "pipeline:sd", "prompts:sd", "prompts:dit", "graph:flux:none", "graph:dit:fp8",
+)  # fmt: skip
+
+
+def of_kind(kind: str) -> list[str]:
+    """The usual cases of a kind."""
+    return [case for case in USUAL if case.startswith(f"{kind}:")]
+
 
 def answers(name: str, cases: Sequence[str]) -> dict[str, Any]:
     """The answer to each case; `name` is that of the set of cases."""

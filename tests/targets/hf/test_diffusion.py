@@ -6,32 +6,32 @@ from typing import Any
 
 import pytest
 
-from tests.oracles.diffusers_oracle import answers, needs_diffusers
+from tests.oracles.diffusers_oracle import USUAL, answers, needs_diffusers, of_kind
 
 pytestmark = [pytest.mark.slow, needs_diffusers]
-EQUAL = ("export:flux:fp8", "export:dit:nvfp4:300KB", "export:sdxl:int8_wo")
 MORE = (
     "export:sd3:fp8", "export:sdxl:fp8", "export:pixart:fp8", "export:wan:fp8", "export:dit:fp8", "export:flux:nvfp4",
     "export:sd3:nvfp4", "export:wan:nvfp4", "export:flux:int8_sq", "export:sd3:int8_sq", "export:flux:fp8_pc_pt",
     "export:wan:int8_wo", "export:pixart:nvfp4", "export:sdxl:nvfp4",
 )  # fmt: skip
-LOADED = ("loaded:flux:fp8_pc_pt", "loaded:sd3:nvfp4")
 MORE_LOADED = ("loaded:sdxl:fp8_pc_pt", "loaded:wan:fp8_pc_pt", "loaded:flux:nvfp4", "loaded:wan:nvfp4")
-OTHERS = ("memory:dit", "pipeline:dit", "pipeline:sd", "prompts:sd", "prompts:dit")
 
 
 def answer(case: str) -> Any:
-    usual = (*EQUAL, *LOADED, *OTHERS)
-    name, cases = ("usual", usual) if case in usual else ("more", (*MORE, *MORE_LOADED))
+    name, cases = ("usual", USUAL) if case in USUAL else ("more", (*MORE, *MORE_LOADED))
     return answers(name, cases)[case]
 
 
-@pytest.mark.parametrize("case", [*EQUAL, *(pytest.param(case, marks=pytest.mark.product) for case in MORE)])
+@pytest.mark.parametrize(
+    "case", [*of_kind("export"), *(pytest.param(case, marks=pytest.mark.product) for case in MORE)]
+)
 def test_every_file_equals_modelopts_export(case: str) -> None:
     assert answer(case) == []
 
 
-@pytest.mark.parametrize("case", [*LOADED, *(pytest.param(case, marks=pytest.mark.product) for case in MORE_LOADED)])
+@pytest.mark.parametrize(
+    "case", [*of_kind("loaded"), *(pytest.param(case, marks=pytest.mark.product) for case in MORE_LOADED)]
+)
 def test_diffusers_loads_the_weights_and_gives_their_outputs(case: str) -> None:
     modules, apart = answer(case)
     assert modules >= 20 and apart < 5e-6  # float32 sums in another order

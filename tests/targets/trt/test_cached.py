@@ -170,7 +170,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "bert": (bert(), "feature-extraction", {}),
     "vit": (vit(), "image-classification", {}),
 }  # fmt: skip
-USUAL = ("llama", "half")
+USUAL = ("half",)
 MORE = [pytest.param(case, marks=pytest.mark.product) for case in CASES if case not in USUAL]
 
 

@@ -16,7 +16,7 @@ import pytest
 import bridge
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.runtime import Runtime
-from tests.models.trt_families import VOCAB, decoder
+from tests.models.trt_families import NEWER, VOCAB, decoder
 
 og = pytest.importorskip("onnxruntime_genai")
 LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
@@ -73,7 +73,7 @@ def test_genai_keeps_quantized_caches(scheme: str, kv: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt2", "phi3"])
 def test_genai_runs_every_form_of_decoder(family: str, tmp_path: Path) -> None:
     model = decoder(family)
-    bridge.convert(model, "trt", "none", tmp_path / "out", verify=False)
+    bridge.convert(model, "trt", "none", tmp_path / "out", verify=False, opset=23 if family in NEWER else None)
     ids = np.random.default_rng(4).integers(3, VOCAB, (2, 19))
     assert_equal(tmp_path / "out", Runtime(tmp_path / "out"), ids)
 
@@ -90,7 +90,7 @@ def config_of(model: Any, out: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_generation_config_is_heard_before_config(tmp_path: Path) -> None:
-    model = decoder("llama")
+    model = decoder("opt")
     model.config.eos_token_id, model.config.bos_token_id = 2, 1
     given = model.generation_config
     model.config.pad_token_id = given.pad_token_id = given.bos_token_id = None

@@ -24,7 +24,7 @@ from onnx.reference import ReferenceEvaluator
 from bridge.targets.trt.runtime import open_session
 from bridge.verification.outputs import relative_l2
 from tests.blocks import ROOT
-from tests.covering import grid
+from tests.covering import grid, usual
 from tests.targets.trt.written import ACTIVATIONS, FAMILIES, WEIGHT_ONLY, reference, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
@@ -97,7 +97,7 @@ def test_openvino_computes_the_same(family: str, tmp_path: Path) -> None:
 
 
 @needs_tools
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", usual(["llama"], FAMILIES))
 def test_graphsurgeon_imports_and_exports_the_same_graph(family: str, tmp_path: Path) -> None:
     schemes = ("none", "int4_wo", "fp8", "int8_sq")
     jobs = [{"directory": str(written(scheme, family)), "outputs": f"{tmp_path}/{scheme}.onnx"} for scheme in schemes]
@@ -111,7 +111,7 @@ def test_graphsurgeon_imports_and_exports_the_same_graph(family: str, tmp_path: 
 
 
 @needs_tools
-@pytest.mark.parametrize("scheme", ["fp8", pytest.param("int4_awq", marks=pytest.mark.product), "nvfp4_wo"])
+@pytest.mark.parametrize("scheme", usual(["fp8"], ["fp8", "int4_awq", "nvfp4_wo"]))
 def test_polygraphy_inspects_and_folds_the_graph(scheme: str, tmp_path: Path) -> None:
     model, folded = written(scheme) / "model.onnx", tmp_path / "folded.onnx"
     main = ("-c", "import sys; from polygraphy.tools import main; sys.exit(main())")

@@ -106,8 +106,7 @@ def test_the_measured_cost_is_that_of_transformers(found: Searched) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        *(pytest.param(more, marks=pytest.mark.product) for more in ([], ["--importance", "weights"])),
-        ["--repair"],
+        *(pytest.param(more, marks=pytest.mark.product) for more in ([], ["--importance", "weights"], ["--repair"])),
         ["--scores", "SCORES"],
     ],
 )
