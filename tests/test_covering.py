@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from tests.covering import covering, grid
+import pytest
+
+from tests.covering import covering, grid, usual
 
 AXES = {"family": range(7), "scheme": "abcd", "kv": (None, "fp8")}
 
@@ -53,3 +55,11 @@ def test_rows_of_the_design_are_slow_and_the_rest_is_marked_as_the_product() -> 
     chosen = covering(AXES, first=[(6, "d", None)])
     assert {row for row, names in marks.items() if names == {"slow"}} == set(chosen) - {(6, "d", None)}
     assert all(names in ({"slow"}, {"slow", "product"}) for names in marks.values())
+
+
+def test_all_values_but_the_usual_ones_are_for_the_whole_product() -> None:
+    params = usual(["a", (2, "b")], ["a", "b", (2, "b")])
+    assert [param.values for param in params] == [("a",), ("b",), (2, "b")]
+    assert [[mark.name for mark in param.marks] for param in params] == [[], ["product"], []]
+    with pytest.raises(AssertionError, match="'c'"):
+        usual(["c"], ["a", "b"])
