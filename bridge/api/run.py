@@ -6,11 +6,12 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.api.prompts import with_images
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
 from bridge.core.formats.safetensors import stored_shape
@@ -22,7 +23,7 @@ from bridge.sources.config_json import read_json
 from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
-from bridge.targets.generation import Settings, check_decoder, context_length, encoder_length
+from bridge.targets.generation import Seeing, Settings, check_decoder, check_sees, context_length, encoder_length
 from bridge.targets.manifest import load_manifest
 from bridge.verification.verify import check_fits, check_on_disk
 
@@ -72,6 +73,7 @@ def run(
     chat: bool = False,
     temperature: float = 0.0,
     seed: int = 0,
+    image: str | Path | Sequence[str | Path] | None = None,
     stream: Callable[[str], object] | None = None,
 ) -> Generation:
     """Let a written language model continue `text`, and measure tokens per second.
@@ -83,6 +85,7 @@ def run(
         chat: put `text` into the model's chat template, as what a user says.
         temperature: 0 takes the most likely token each time; above 0, tokens are drawn.
         seed: of the random numbers, for a temperature above 0.
+        image: a file, or files in the order in which `text` names them, for a model that sees.
         stream: called with each piece of text as soon as it is known.
 
     Raises:
@@ -105,9 +108,18 @@ def run(
     _check_unaltered(manifest.plan, directory)
     clock = time.perf_counter
     words = _Tokens(directory)
-    ids = words.chat(text) if chat else words.encode(text)
+    images = [] if image is None else [image] if isinstance(image, str | Path) else list(image)
+    if images:
+        check_sees(manifest.plan.architecture)
+        ids, seen = with_images(directory, text, images, chat=chat)
+    else:
+        ids, seen = words.chat(text) if chat else words.encode(text), {}
     settings, limited = _limited(settings, directory, ids)
     generator: Generator = target.generator(directory)
+    if seen:
+        if not isinstance(generator, Seeing):
+            raise CannotRun(f"no images are given to {target.name} here: {generator.runs}; leave out image (--image)")
+        generator.look(seen)
     pieces: list[str] = []
     new: list[int] = []
     times = [clock()]

@@ -20,6 +20,7 @@ def run(
     chat: Annotated[bool, Option("--chat", help="put TEXT into the model's chat template")] = False,
     temperature: Annotated[float, Option(help="0 takes the most likely token; above 0, tokens are drawn")] = 0.0,
     seed: Annotated[int, Option(help="of the random numbers")] = 0,
+    image: Annotated[list[str] | None, Option(metavar="FILE", help="for a model that sees; may be repeated")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="of a chain: replace what is there")] = False,
     no_resume: Annotated[bool, Option("--no-resume", help="of a chain: begin all steps again")] = False,
     as_json: Json = False,
@@ -41,5 +42,7 @@ def run(
             raise UsageError(f'give the text that {out} continues: qbridge run {out} "The capital of France is"')
         terminal.progress(0, 0, "load")
         stream = None if as_json else terminal.write
-        result = bridge.run(out, text, tokens=tokens, chat=chat, temperature=temperature, seed=seed, stream=stream)
+        result = bridge.run(
+            out, text, tokens=tokens, chat=chat, temperature=temperature, seed=seed, image=image, stream=stream
+        )
         terminal.print(result.to_json() if as_json else f"\n{result}")

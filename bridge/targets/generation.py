@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from bridge.core.errors import CannotRun
 
@@ -19,6 +19,11 @@ ANSWERING = (
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration",
     "PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration",
     "T5GemmaForConditionalGeneration",
+)  # fmt: skip
+# Classes that read images beside a text, and continue it.
+SEEING = (
+    "LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "AyaVisionForConditionalGeneration", "GotOcr2ForConditionalGeneration", "InternVLForConditionalGeneration",
 )  # fmt: skip
 
 
@@ -39,6 +44,14 @@ class Generator(Protocol):
 
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         """Continue the prompt `ids`; a token of `settings.stop` is the last that is yielded."""
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """A generator whose prompts may have images."""
+
+    def look(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Take what the processor made of the images of the next prompt; nothing for a text alone."""
 
 
 def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int]:
@@ -95,11 +108,17 @@ def _first_number(config: Mapping[str, Any], parts: tuple[str, ...], names: tupl
 
 def check_decoder(architecture: str) -> None:
     """CannotRun if models of this class generate no text."""
-    if not architecture.endswith((*DECODERS, *ANSWERING)):
+    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING)):
         raise CannotRun(
             f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
             "compares its outputs with those of its source"
         )
+
+
+def check_sees(architecture: str) -> None:
+    """CannotRun if models of this class read no images."""
+    if architecture not in SEEING:
+        raise CannotRun(f"{architecture} reads text alone; leave out image (--image)")
 
 
 class Chooser:

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 import bridge
 from bridge.core.errors import BridgeError
 from bridge.targets.trt.encoder_decoder import Arrays, EncoderDecoder
+from bridge.targets.trt.files import is_multimodal
 from bridge.targets.trt.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.oracles import export_oracle as oracle
 from tests.oracles.modelopt_oracle import Answer, ask
+from tests.sweep import seeing
 from tests.sweep.build import build, feeds
 from tests.sweep.decoded import distance, names, output_error, quantized
 
@@ -147,20 +150,30 @@ def _judged(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs
 
 def compare_logits(model: Any, out: Path) -> Ended:
     """Hold graphs to transformers: decoders through the cache and left-padded, others by their first output."""
+    if is_multimodal(out):
+        return _near(lambda: seeing.distances(model, out))
     if not (out / "model.onnx").exists() and not (out / "encoder.onnx").exists():
         return Ended("right", f"not run: {', '.join(sorted(path.name for path in out.glob('*.onnx')))}")
     given = feeds(model, 7)
     arrays = {
         name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy() for name, tensor in given.items()
     }
-    try:
+
+    def compared() -> dict[str, float]:
         with torch.no_grad():
             theirs = model(**given)
         first = (theirs if isinstance(theirs, torch.Tensor) else theirs[0]).float().numpy()
         if (out / "encoder.onnx").exists():
-            far = _translated(EncoderDecoder(out), arrays, first)
-        else:
-            far = _one_graph(Runtime(out), arrays, theirs, first)
+            return _translated(EncoderDecoder(out), arrays, first)
+        return _one_graph(Runtime(out), arrays, theirs, first)
+
+    return _near(compared)
+
+
+def _near(compared: Callable[[], dict[str, float]]) -> Ended:
+    """Whether all that was compared lies near."""
+    try:
+        far = compared()
     except Exception as error:
         return Ended("wrong", f"{type(error).__name__}: {error}"[:300])
     words = ", ".join(f"{what} {error:.0e}" for what, error in far.items())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.targets.generation import Settings, from_thread
 from bridge.targets.hf.runtime import Runtime
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Generator:
@@ -17,6 +20,14 @@ class Generator:
         runtime = Runtime(directory)
         self.runs = "its weights, dequantized, in transformers" if runtime.substitute else "its weights in transformers"
         self._model = runtime.model
+        self._seen: dict[str, Any] = {}
+
+    def look(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """See `bridge.targets.generation.Seeing`."""
+        import torch
+
+        tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        self._seen = {n: t.to(self._model.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         return from_thread(lambda hand: self._work(list(ids), settings, hand))
@@ -33,7 +44,8 @@ class Generator:
         torch.manual_seed(settings.seed)
         self._model.generate(
             torch.tensor([ids]), max_new_tokens=settings.tokens, do_sample=bool(sampling), streamer=stream,
-            stopping_criteria=[stopped], eos_token_id=sorted(settings.stop) or None, pad_token_id=0, **sampling,
+            stopping_criteria=[stopped], eos_token_id=sorted(settings.stop) or None, pad_token_id=0,
+            **self._seen, **sampling,
         )  # fmt: skip
 
 

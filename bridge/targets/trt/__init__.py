@@ -21,7 +21,7 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_in
 from bridge.targets.config_json import generation_problems
-from bridge.targets.trt.files import MODEL, PARTS
+from bridge.targets.trt.files import MODEL, PARTS, graphs, is_multimodal
 from bridge.targets.trt.graph.tasks import TASKS, choose_task
 from bridge.targets.trt.stacks import experts_of, of_expert
 
@@ -282,9 +282,11 @@ class Trt(StreamedTarget):
 
     def runtime(self, directory: Path) -> Any:
         from bridge.targets.trt.encoder_decoder import EncoderDecoder
-        from bridge.targets.trt.files import graphs
+        from bridge.targets.trt.multimodal import MultiModal
         from bridge.targets.trt.runtime import Runtime
 
+        if is_multimodal(directory):
+            return MultiModal(directory)
         return Runtime(directory) if len(graphs(directory)) == 1 else EncoderDecoder(directory)
 
     def why_no_generator(self, directory: Path) -> str:
@@ -292,9 +294,11 @@ class Trt(StreamedTarget):
 
     def generator(self, directory: Path) -> Generator:
         from bridge.targets.trt.encoder_decoder import TextGenerator
-        from bridge.targets.trt.files import graphs
         from bridge.targets.trt.generator import Generator as OnnxGenerator
+        from bridge.targets.trt.multimodal import MultiModalGenerator
 
+        if is_multimodal(directory):
+            return MultiModalGenerator(directory)
         return OnnxGenerator(directory) if len(graphs(directory)) == 1 else TextGenerator(directory)
 
     def layer_errors(
@@ -306,8 +310,8 @@ class Trt(StreamedTarget):
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line
-        from bridge.targets.trt.files import graphs
         from bridge.targets.trt.genai_config import write_genai_config, write_parts_config
+        from bridge.targets.trt.multimodal_config import write_multimodal_config
         from bridge.targets.trt.side_files import read_image_size, read_pooling
         from bridge.targets.trt.writer import GraphOptions, write_onnx
 
@@ -317,7 +321,9 @@ class Trt(StreamedTarget):
         given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")}
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
-        if TASKS[options["task"]].parts:
+        if "embedding" in TASKS[options["task"]].parts:
+            why_not = write_multimodal_config(context.source, text, directory, FLOAT_ACTIVATIONS)
+        elif TASKS[options["task"]].parts:
             why_not = write_parts_config(context.source, text, directory, FLOAT_ACTIVATIONS)
         elif _generates(options):
             why_not = write_genai_config(context.source, text, directory, FLOAT_ACTIVATIONS)

@@ -28,6 +28,8 @@ Range = tuple[int, int, int]
 DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4096, 16384)}
 # At 16 kHz: from 50 ms over ten seconds to half a minute; of spectra, a hundred frames a second.
 SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
+# Rows of features that stand for images or sound in a text; none in a text alone.
+ROWS: dict[str, Range] = {"image_rows": (0, 576, 4608), "audio_rows": (0, 750, 3000)}
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -52,7 +54,7 @@ class Profile:
         total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
         own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
         own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
-        return {**own, **SOUND, **DENOISER, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+        return {**own, **SOUND, **DENOISER, **ROWS, "total_sequence": total, **self.others}  # type: ignore[dict-item]
 
 
 def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:

@@ -9,7 +9,9 @@ from bridge.targets.trt.graph.tasks import TASKS
 WEIGHTS = "model.safetensors"  # of all graphs
 MODEL = "model.onnx"
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
-PARTS = {"encoder": ENCODER, "decoder": DECODER}  # part of a task -> its file
+VISION, SPEECH, EMBEDDING = "vision.onnx", "speech.onnx", "embedding.onnx"
+# Part of a task -> its file, in the order in which they run.
+PARTS = {"encoder": ENCODER, "vision": VISION, "speech": SPEECH, "embedding": EMBEDDING, "decoder": DECODER}
 
 
 def files_of(task: str) -> dict[str, str]:
@@ -19,5 +21,10 @@ def files_of(task: str) -> dict[str, str]:
 
 def graphs(directory: Path) -> list[Path]:
     """The ONNX files of a written model, in the order in which they run."""
-    parts = [directory / file for file in PARTS.values()]
-    return parts if all(path.is_file() for path in parts) else [directory / MODEL]
+    parts = [path for file in PARTS.values() if (path := directory / file).is_file()]
+    return parts if len(parts) > 1 else [directory / MODEL]
+
+
+def is_multimodal(directory: Path) -> bool:
+    """True for the graphs of a model that sees and writes."""
+    return (directory / EMBEDDING).is_file()

@@ -20,8 +20,8 @@ GENAI = "genai_config.json"
 # RoPE again where the second table of angles begins, which is a part of our graphs.
 _TYPE = "decoder"
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-_SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-_CACHE_INPUTS = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
+SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+CACHE_INPUTS = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
 _OWN_INPUTS = {
     "past_key_names": "past_key_values.%d.decoder.key", "past_value_names": "past_key_values.%d.decoder.value",
 }  # fmt: skip
@@ -34,8 +34,8 @@ _CROSS_OUTPUTS = {
     "cross_present_key_names": "present.%d.encoder.key", "cross_present_value_names": "present.%d.encoder.value",
 }  # fmt: skip
 _MASK = ("encoder_attention_mask",)
-_NO_END = 512  # tokens, for models whose positions have no end
-_CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
+NO_END = 512  # tokens, for models whose positions have no end
+CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
 
 
 def write_genai_config(
@@ -50,7 +50,7 @@ def write_genai_config(
 
     text: `Graph.text`. session: entries of ONNX Runtime's session. shared: past and present are one buffer.
     """
-    inputs = _inputs(directory / MODEL)
+    inputs = graph_inputs(directory / MODEL)
     caches = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
     if states := [name for name in caches if not name.endswith((".key", ".value"))]:
         also = ", ".join(fold_layers(states))
@@ -70,13 +70,13 @@ def write_genai_config(
         "num_attention_heads": text["num_attention_heads"],
         "num_hidden_layers": len(caches) // 2,
         "num_key_value_heads": heads,
-        "inputs": {name: name for name in _INPUTS if name in inputs} | _CACHE_INPUTS,
-        "outputs": {"logits": "logits"} | _CACHE_OUTPUTS,
+        "inputs": {name: name for name in _INPUTS if name in inputs} | CACHE_INPUTS,
+        "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
         "session_options": {**(session or {}), "provider_options": []},
     }
     settings = generation_settings(source.side_files)
-    model = {"type": _TYPE, **_token_ids(settings, text), "context_length": context, "vocab_size": text["vocab_size"]}
-    search = {key: settings[key] for key in _SEARCH if settings.get(key) is not None}
+    model = {"type": _TYPE, **token_ids(settings, text), "context_length": context, "vocab_size": text["vocab_size"]}
+    search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
     search |= {"max_length": context, "past_present_share_buffer": shared}
     content = {"model": {**model, "decoder": decoder}, "search": search}
     (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
@@ -88,7 +88,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
 
     Its keys are those of onnxruntime-genai, which has encoder-decoders for sound only.
     """
-    feeds, inputs = _inputs(directory / ENCODER), _inputs(directory / DECODER)
+    feeds, inputs = graph_inputs(directory / ENCODER), graph_inputs(directory / DECODER)
     own = [shape for name, shape in inputs.items() if name.endswith(".decoder.key")]
     cross = [shape for name, shape in inputs.items() if name.endswith(".encoder.key")]
     settings = generation_settings(source.side_files)
@@ -117,12 +117,12 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     positions = text.get("max_position_embeddings") or source.config.get("max_target_positions")
     model = {
         "type": "whisper" if speech else "encoder-decoder",
-        **_token_ids(settings, text),
+        **token_ids(settings, text),
         "decoder_start_token_id": start if start is not None else text.get("bos_token_id") or 0,
-        "context_length": positions if isinstance(positions, int) else _NO_END,
+        "context_length": positions if isinstance(positions, int) else NO_END,
         "vocab_size": text["vocab_size"],
     }
-    search = {key: settings[key] for key in _SEARCH if settings.get(key) is not None}
+    search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
     search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
     content = {"model": {**model, "encoder": encoder, "decoder": decoder}, "search": search}
     (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
@@ -130,7 +130,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     return "" if speech else f"{GENAI} says how the two graphs are joined; {why}"
 
 
-def _inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
+def graph_inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
     """Input -> its axes."""
     import onnx
 
@@ -140,7 +140,7 @@ def _inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
     return {value.name: axes(value.type.tensor_type) or () for value in graph.input}
 
 
-def _token_ids(settings: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+def token_ids(settings: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """Ids that begin, end and fill a text; `eos_token_id` may be a list. The runtime needs one to fill with."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: settings.get(name, text.get(name)) for name in names}

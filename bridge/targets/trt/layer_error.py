@@ -29,11 +29,16 @@ def layer_errors(
 ) -> tuple[tuple[str, float], ...]:
     """Return (matrix, error) for every quantized matrix of the graph, the worst first."""
     from bridge.targets.trt.encoder_decoder import feeds_of
+    from bridge.targets.trt.files import is_multimodal
+    from bridge.targets.trt.multimodal import first_rows
 
     steps = {step.matrix: step for step in plan.quantized if step.site and step.site.layout != "conv"}
-    small = {name: _first(name, array) for name, array in batch.items()}
+    if is_multimodal(directory):
+        each = first_rows(directory, batch)
+    else:
+        each = feeds_of(directory, {name: _first(name, array) for name, array in batch.items()})
     errors: dict[str, float] = {}
-    for path, feeds in feeds_of(directory, small).items():
+    for path, feeds in each.items():
         errors |= _of_graph(path, steps, source, plan, feeds)
     return tuple(sorted(errors.items(), key=lambda item: -item[1]))
 

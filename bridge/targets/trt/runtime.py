@@ -72,9 +72,10 @@ class Runtime:
         return tokens
 
     def _complete(self, feeds: dict[str, np.ndarray]) -> None:
-        if "input_ids" not in feeds:
+        first = feeds.get("input_ids", feeds.get("inputs_embeds"))
+        if first is None:
             return
-        batch, length = feeds["input_ids"].shape
+        batch, length = first.shape[:2]
         own = (name for name in feeds if name.startswith(PAST) and name.endswith(".key") and ".encoder." not in name)
         past = next((feeds[name].shape[2] for name in own), 0)
         for name, entry in self.inputs.items():

@@ -125,6 +125,7 @@ def test_an_image_processor_gives_the_size_of_images(settings: Any, size: Any) -
         ("HubertForSequenceClassification", "audio-classification"),
         ("BertForSequenceClassification", "sequence-classification"),
         ("MarianMTModel", "seq2seq-lm"),
+        ("LlavaForConditionalGeneration", "image-text-to-text"),
         ("SiglipModel", "zero-shot-image-classification"),
         ("BertModel", "feature-extraction"),
     ],
@@ -134,8 +135,8 @@ def test_the_longest_ending_of_an_architecture_decides_its_task(architecture: st
 
 
 def test_models_of_several_towers_are_refused_with_what_graphs_exist_for() -> None:
-    with pytest.raises(UsageError, match=r"LlavaForConditionalGeneration is of no task .*use target hf"):
-        choose_task(None, "LlavaForConditionalGeneration")
+    with pytest.raises(UsageError, match=r"MllamaForConditionalGeneration is of no task .*use target hf"):
+        choose_task(None, "MllamaForConditionalGeneration")
 
 
 @once

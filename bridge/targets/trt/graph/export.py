@@ -22,8 +22,8 @@ from bridge.core.text import grouped
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models import diffusion, meta_device
 from bridge.sources.live_models.meta_device import resolve_config
-from bridge.targets.trt.graph.float_graph import TEXT, Graph
-from bridge.targets.trt.graph.layers import cut_layers, find_layers
+from bridge.targets.trt.graph.float_graph import PLACES, TEXT, Graph
+from bridge.targets.trt.graph.layers import Layers, cut_layers, find_layers
 from bridge.targets.trt.graph.light_import import without_collection
 from bridge.targets.trt.graph.naming import name_by_structure
 from bridge.targets.trt.graph.stamp import KV, MODULE, SLOT, Refused, stamp_layers
@@ -101,10 +101,10 @@ class _Run:
             )
         config, model = self._build()
         text = config.get_text_config()
-        layers = None if self.part else find_layers(model, text)
+        layers = self._layers(model, text)
         count = len(layers.kinds) if layers else getattr(text, "num_hidden_layers", 0) or 0
-        several = f"layers of an {self.part} are not compared" if self.part else "no list of layers to stamp"
-        note = "" if layers else several
+        several = f"layers of {self.part}.onnx are not compared" if self.part else "no list of layers to stamp"
+        note = "" if layers or self.part == "embedding" else several
         keep = layers.chosen() if layers else []
         if not stamp:
             note = "not asked for"
@@ -127,6 +127,14 @@ class _Run:
         self.tell(f"export {count} layers")
         whole, tied = self._export(config, model)
         return self._finish(whole, tied, note)
+
+    def _layers(self, model: Any, text: Any) -> Layers | None:
+        """The layers that may be stamped: those of one graph, or of a decoder that reads embeddings."""
+        if not self.part:
+            return find_layers(model, text)
+        if self.part == "decoder" and "embedding" in TASKS[self.task].parts:
+            return find_layers(model, text, model.get_decoder())
+        return None
 
     def _build(self) -> tuple[Any, Any]:
         import copy
@@ -209,6 +217,7 @@ class _Run:
         weights = {name: name for name, value in values.items() if value.const_value is None}
         text = None if is_diffusion(self.config) else self.config.get_text_config()
         entries = {name: getattr(text, name) for name in TEXT if hasattr(text, name)}
+        entries |= {name: getattr(self.config, name) for name in PLACES if hasattr(self.config, name)}
         return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights}, entries)
 
 

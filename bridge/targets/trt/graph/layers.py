@@ -33,12 +33,18 @@ class Layers:
         return picked
 
 
-def find_layers(model: Any, config: Any) -> Layers | None:
-    """Find the one ModuleList with as many blocks as the config has layers; None if there is not exactly one."""
+def find_layers(model: Any, config: Any, inside: Any = None) -> Layers | None:
+    """Find the one ModuleList with as many blocks as the config has layers; None if there is not exactly one.
+
+    inside: the module to look in; its config is `config`.
+    """
     from torch import nn
 
     count = getattr(config, "num_hidden_layers", None)
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if inside is not None:
+        within = {id(module) for module in inside.modules()}
+        lists = [(n, m) for n, m in lists if id(m) in within]
     lists = [(n, m) for n, m in lists if not any(n.startswith(other + ".") for other, _ in lists)]
     if len(lists) != 1:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
-from bridge.targets.generation import ANSWERING
+from bridge.targets.generation import ANSWERING, SEEING
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ TASKS: dict[str, Task] = {
     "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
     "seq2seq-lm": Task(ANSWERING, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", _DECODER, parts=_TWO),
     "speech-seq2seq": Task(_SPEECH, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
+    "image-text-to-text": Task(
+        SEEING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", (*_DECODER, *_IMAGE), parts=("vision", "embedding", "decoder")
+    ),
     "ctc": Task("ForCTC", "MODEL_FOR_CTC_MAPPING", _SOUND),
     "audio-classification": Task(_SOUND_CLASSES, "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", _SOUND),
     "object-detection": Task(

@@ -8,6 +8,7 @@ import torch
 
 from bridge.targets.trt.graph.calls.encoder_decoder import part_call
 from bridge.targets.trt.graph.calls.images import image_call, pair_call
+from bridge.targets.trt.graph.calls.multimodal import multimodal_call
 from bridge.targets.trt.graph.calls.sound import sound_call
 from bridge.targets.trt.graph.calls.text import Call, text_call
 from bridge.targets.trt.graph.tasks import Task
@@ -25,6 +26,8 @@ def call_of(
     pooling: str,
 ) -> Call:
     """Return the call of `task`, or of its `part`; the other arguments are those of `export_graph`."""
+    if part and "encoder" not in task.parts:
+        return multimodal_call(model, part, mode, dtype, image)
     if part:
         return part_call(model, task, part, mode, dtype)
     if task.pairs:

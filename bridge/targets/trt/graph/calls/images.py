@@ -21,9 +21,9 @@ Size = tuple[int, int]
 
 def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     """Return the call of an image model: `pixel_values` of one size, dynamic batch."""
-    size = _size(model.config, image)
+    size = size_of(model.config, image)
     with mode:
-        inputs = _pixels(model.config, size, dtype)
+        inputs = pixels_of(model.config, size, dtype)
         feeds: dict[str, Axes] = {"pixel_values": ("batch", *map(int, inputs["pixel_values"].shape[1:]))}
         if "bool_masked_pos" in task.inputs:
             patches = _patches(model.config, size)
@@ -42,7 +42,7 @@ def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size
     names = [n for n in task.inputs if n in accepted and n not in ("pixel_values", "token_type_ids")]
     vision = model.config.vision_config
     with mode:
-        pixels = _pixels(vision, _size(vision, image), dtype)
+        pixels = pixels_of(vision, size_of(vision, image), dtype)
         inputs = {n: torch.ones(TEXTS, SEQUENCE, dtype=torch.long) for n in names} | pixels
         out = model(**inputs, return_dict=True)
         probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
@@ -59,14 +59,14 @@ def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size
     return Call(Flat(model, tuple(probe)), (inputs, []), (shapes, []), feeds, gives)
 
 
-def _size(config: Any, given: Size | None) -> Size:
+def size_of(config: Any, given: Size | None) -> Size:
     own = getattr(config, "image_size", None)
     if isinstance(own, int):
         return own, own
     return (int(own[0]), int(own[1])) if own else given or (SIDE, SIDE)
 
 
-def _pixels(config: Any, size: Size, dtype: torch.dtype) -> dict[str, Any]:
+def pixels_of(config: Any, size: Size, dtype: torch.dtype) -> dict[str, Any]:
     return {"pixel_values": torch.zeros(BATCH, int(getattr(config, "num_channels", 3)), *size, dtype=dtype)}
 
 

@@ -1,0 +1,70 @@
+"""Make a prompt that has images, with the processor of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.core.errors import CannotRun, SourceError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def with_images(
+    directory: Path, text: str, images: Sequence[str | Path], *, chat: bool
+) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The ids of a prompt, and what the processor makes of the images. `chat`: in the model's chat template."""
+    processor = _processor(directory)
+    pictures = [_opened(Path(image)) for image in images]
+    if chat:
+        said = [{"role": "user", "content": [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]}]
+        try:
+            text = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise errors of their own
+            raise SourceError(f"{directory}: the chat template refused the text and its images: {error}") from error
+    try:
+        made = dict(processor(text=text, images=pictures, return_tensors="np", add_special_tokens=not chat))
+    except Exception as error:  # processors raise errors of their own
+        word = getattr(processor, "image_token", "its image token")
+        raise UsageError(
+            f"the processor of {directory} refused the text and its images: {_first(error)}\n"
+            f"  hint   write {word} into the text for each image, or use chat=True (--chat)"
+        ) from error
+    return made.pop("input_ids")[0].tolist(), made
+
+
+def _processor(directory: Path) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:
+        raise SourceError(
+            f"{directory}: the processor of images cannot be loaded: {_first(error)}; copy the model's "
+            "preprocessor_config.json and processor_config.json there"
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        raise SourceError(
+            f"{directory}: the checkpoint has no processor of images; copy the model's preprocessor_config.json and "
+            "processor_config.json there"
+        )
+    return processor
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise CannotRun("reading images needs pillow: pip install pillow") from error
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except OSError as error:
+        raise UsageError(f"{path}: not a readable image: {error}; give a PNG or a JPEG") from error
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,72 @@
+"""Write `genai_config.json` of a model that sees: what joins its graphs.
+
+Its keys are those of onnxruntime-genai, which reads it for the model types that it knows; `qbridge run` reads all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.sources.source import Source
+from bridge.targets.config_json import generation_settings
+from bridge.targets.trt.files import DECODER, EMBEDDING, VISION
+from bridge.targets.trt.genai_config import CACHE_INPUTS, CACHE_OUTPUTS, GENAI, NO_END, SEARCH, graph_inputs, token_ids
+
+# transformers' model types whose graphs onnxruntime-genai joins as we write them.
+_KNOWN = ("gemma3",)
+_FEATURES, _EMBEDS = "image_features", "inputs_embeds"
+
+
+def write_multimodal_config(
+    source: Source, text: Mapping[str, Any], directory: Path, session: Mapping[str, str]
+) -> str:
+    """Write the file; return what onnxruntime-genai cannot do with it ("" if it runs the model)."""
+    inputs = graph_inputs(directory / DECODER)
+    keys = [shape for name, shape in inputs.items() if name.endswith(".key")]
+    settings, kind = generation_settings(source.side_files), str(source.config.get("model_type"))
+    of_session = {"session_options": {**session, "provider_options": []}}
+    named = {name: name for name in inputs if not name.startswith("past_key_values.")}
+    decoder = {
+        "filename": DECODER,
+        "head_size": keys[0][3],
+        "hidden_size": text["hidden_size"],
+        "num_attention_heads": text["num_attention_heads"],
+        "num_hidden_layers": len(keys),
+        "num_key_value_heads": keys[0][1],
+        "inputs": named | CACHE_INPUTS,
+        "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
+        **of_session,
+    }
+    vision = {
+        "filename": VISION,
+        "inputs": {name: name for name in graph_inputs(directory / VISION)},
+        "outputs": {_FEATURES: _FEATURES},
+        **of_session,
+    }
+    embedding = {
+        "filename": EMBEDDING,
+        "inputs": {"input_ids": "input_ids", _FEATURES: _FEATURES},
+        "outputs": {_EMBEDS: _EMBEDS},
+        **of_session,
+    }
+    positions = text.get("max_position_embeddings")
+    model = {
+        "type": kind,
+        **token_ids(settings, text),
+        "image_token_id": text["image_token_id"],
+        "context_length": positions if isinstance(positions, int) else NO_END,
+        "vocab_size": text["vocab_size"],
+        "vision": vision,
+        "embedding": embedding,
+        "decoder": decoder,
+    }
+    search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
+    search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
+    (directory / GENAI).write_text(json.dumps({"model": model, "search": search}, indent=2) + "\n")
+    if kind in _KNOWN:
+        return ""
+    why = f"onnxruntime-genai has no model type {kind}: `qbridge run` reads the file, and so may your program"
+    return f"{GENAI} says how the graphs are joined; {why}"
