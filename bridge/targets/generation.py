@@ -24,7 +24,12 @@ ANSWERING = (
 SEEING = (
     "LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration",
     "AyaVisionForConditionalGeneration", "GotOcr2ForConditionalGeneration", "InternVLForConditionalGeneration",
+    "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
 )  # fmt: skip
+# Classes that hear sound beside a text, and continue it.
+HEARING = ("VoxtralForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def _first_number(config: Mapping[str, Any], parts: tuple[str, ...], names: tupl
 
 def check_decoder(architecture: str) -> None:
     """CannotRun if models of this class generate no text."""
-    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING)):
+    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING, *HEARING)):
         raise CannotRun(
             f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
             "compares its outputs with those of its source"
@@ -118,7 +123,7 @@ def check_decoder(architecture: str) -> None:
 def check_sees(architecture: str) -> None:
     """CannotRun if models of this class read no images."""
     if architecture not in SEEING:
-        raise CannotRun(f"{architecture} reads text alone; leave out image (--image)")
+        raise CannotRun(f"{architecture} reads no images; leave out image (--image)")
 
 
 class Chooser:

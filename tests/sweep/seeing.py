@@ -1,4 +1,4 @@
-"""Hold the graphs of a model that sees to transformers: a prompt with images, steps, left padding, a text alone."""
+"""Hold graphs of a model that sees or hears to transformers: prompts, steps, left padding, a text alone."""
 
 from __future__ import annotations
 
@@ -12,27 +12,42 @@ from bridge.targets.trt.multimodal import MultiModal
 from bridge.verification.outputs import relative_l2
 
 STEPS, ROWS, PAD = 8, 2, 3
+TILED = ("idefics3", "smolvlm")  # families with an axis of images a row
+HEIGHT, WIDTH = 4, 6  # patches of an image of any size
 BEFORE, AFTER = 4, 6  # tokens of text around an image
 
 
-def pixels(model: Any, generator: torch.Generator) -> torch.Tensor:
-    """An image a row."""
-    side = model.config.vision_config.image_size
+def seen(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """An image or a sound a row, with transformers' names."""
+    if hasattr(model.config, "audio_config"):
+        config = model.config.audio_config
+        sound = torch.randn(ROWS, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+        mask = torch.ones(ROWS, sound.shape[-1], dtype=torch.long)
+        return {"input_features": sound} | ({"feature_attention_mask": mask} if "qwen2" in config.model_type else {})
+    vision = model.config.vision_config
+    if hasattr(vision, "temporal_patch_size"):
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        patches = torch.randn(ROWS * HEIGHT * WIDTH, width, generator=generator)
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, HEIGHT, WIDTH]] * ROWS)}
+    side = vision.image_size
     height, width = (side, side) if isinstance(side, int) else side
-    return torch.randn(ROWS, 3, height, width, generator=generator)
+    pixels = torch.randn(ROWS, 3, height, width, generator=generator)
+    if model.config.model_type == "mistral3":
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width - 16]] * ROWS)}
+    return {"pixel_values": pixels[:, None] if model.config.model_type in TILED else pixels}
 
 
 def distances(model: Any, out: Path) -> dict[str, float]:
     """What was compared -> how far the logits are from those of transformers."""
     generator = torch.Generator().manual_seed(7)
-    graphs, seen = MultiModal(out), {"pixel_values": pixels(model, generator)}
-    rows = len(graphs.features(_arrays(seen))) // ROWS
+    graphs, looked = MultiModal(out), seen(model, generator)
+    rows = len(graphs.features(graphs.read(_arrays(looked)))[f"{graphs.kind}_features"]) // ROWS
     text = torch.randint(5, 300, (ROWS, BEFORE + rows + AFTER), generator=generator)
     ids = text.clone()
-    ids[:, BEFORE : BEFORE + rows] = model.config.image_token_id
+    ids[:, BEFORE : BEFORE + rows] = graphs.token
     more = torch.randint(5, 300, (ROWS, STEPS), generator=generator)
     far = {}
-    for what, tokens, given in (("logits", ids, seen), ("text", text, {})):
+    for what, tokens, given in (("logits", ids, looked), ("text", text, {})):
         wanted = _theirs(model, {"input_ids": tokens, **given}, more)
         got = _ours(graphs, {"input_ids": tokens, **given}, more)
         far[what] = relative_l2(got[:, :-STEPS], wanted[:, :-STEPS])
@@ -50,9 +65,10 @@ def _arrays(given: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def _theirs(model: Any, given: dict[str, Any], more: torch.Tensor) -> np.ndarray:
-    places = (given["input_ids"] == model.config.image_token_id).long()
+    places = (given["input_ids"] == getattr(model.config, "image_token_id", -1)).long()
     kinds = {"gemma3": places, "paligemma": torch.zeros_like(places)}
     typed = {"token_type_ids": kinds[kind]} if (kind := model.config.model_type) in kinds else {}
+    typed |= {"mm_token_type_ids": places} if "image_grid_thw" in given else {}
     with torch.no_grad():
         out = model(**given, **typed, use_cache=True)
         logits = [out.logits]
@@ -64,12 +80,15 @@ def _theirs(model: Any, given: dict[str, Any], more: torch.Tensor) -> np.ndarray
 
 def _ours(graphs: MultiModal, given: dict[str, Any], more: torch.Tensor) -> np.ndarray:
     mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
-    out = graphs.run(_arrays({**given, "attention_mask": mask}))
+    given = {**given, "attention_mask": mask}
+    places, out = graphs.places(_arrays(given)), graphs.run(_arrays(given))
     logits = [out["logits"]]
     for at in range(STEPS):
         past = {name.replace("present.", "past_key_values."): out[name] for name in out if name != "logits"}
         mask = torch.cat([mask, torch.ones(ROWS, 1, dtype=torch.long)], 1)
         given = {"input_ids": more[:, at : at + 1], "attention_mask": mask}
-        out = graphs.run({**_arrays(given), **past})
+        if places is not None:
+            places = np.broadcast_to(places.max(axis=(0, 2))[None, :, None] + 1, (3, ROWS, 1))
+        out = graphs.run({**_arrays(given), **past, **({} if places is None else {"position_ids": places})})
         logits.append(out["logits"])
     return np.concatenate(logits, 1)

@@ -30,6 +30,12 @@ DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4
 SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
 # Rows of features that stand for images or sound in a text; none in a text alone.
 ROWS: dict[str, Range] = {"image_rows": (0, 576, 4608), "audio_rows": (0, 750, 3000)}
+# Pixels of an image of any size, which is a multiple of 28 or 32.
+SIGHT: dict[str, Range] = {
+    "image_patches": (16, 1024, 16384),
+    "image_height": (224, 448, 1344),
+    "image_width": (224, 448, 1344),
+}
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -54,7 +60,8 @@ class Profile:
         total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
         own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
         own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
-        return {**own, **SOUND, **DENOISER, **ROWS, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+        own |= {"audio_batch": self.batch}
+        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
 
 
 def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:

@@ -26,5 +26,5 @@ def graphs(directory: Path) -> list[Path]:
 
 
 def is_multimodal(directory: Path) -> bool:
-    """True for the graphs of a model that sees and writes."""
+    """True for the graphs of a model that sees or hears, and writes."""
     return (directory / EMBEDDING).is_file()

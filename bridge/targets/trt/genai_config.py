@@ -132,12 +132,20 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
 
 def graph_inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
     """Input -> its axes."""
-    import onnx
-
     from bridge.targets.trt.lint.model import axes
 
-    graph = onnx.load(path, load_external_data=False).graph
-    return {value.name: axes(value.type.tensor_type) or () for value in graph.input}
+    return {value.name: axes(value.type.tensor_type) or () for value in _graph(path).input}
+
+
+def graph_outputs(path: Path) -> list[str]:
+    """Names of the outputs."""
+    return [value.name for value in _graph(path).output]
+
+
+def _graph(path: Path) -> Any:
+    import onnx
+
+    return onnx.load(path, load_external_data=False).graph
 
 
 def token_ids(settings: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Run the graphs of a model that sees, in ONNX Runtime.
+"""Run the graphs of a model that sees or hears.
 
-`vision.onnx` makes features of images, `embedding.onnx` puts them into the text, and `decoder.onnx` continues it.
+`vision.onnx` or `speech.onnx` makes features, `embedding.onnx` puts them into the text, `decoder.onnx` continues it;
+all in ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 from bridge.core.errors import VerifyError
 from bridge.core.text import number
 from bridge.targets.generation import Chooser, Settings
-from bridge.targets.trt.files import DECODER, EMBEDDING, VISION
+from bridge.targets.trt.files import DECODER, EMBEDDING, SPEECH, VISION
 from bridge.targets.trt.genai_config import GENAI
+from bridge.targets.trt.image_places import image_places
 from bridge.targets.trt.runtime import PAST, PRESENT, Runtime
 
 Arrays = dict[str, np.ndarray]
-EMBEDS, FEATURES = "inputs_embeds", "image_features"
+GRID, SIZES = "image_grid_thw", "image_sizes"
 
 
 class MultiModal:
@@ -30,12 +32,15 @@ class MultiModal:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.vision, self.embedding = Runtime(directory / VISION), Runtime(directory / EMBEDDING)
+        self.file = VISION if (directory / VISION).is_file() else SPEECH
+        self.kind = "image" if self.file == VISION else "audio"
+        self.tower, self.embedding = Runtime(directory / self.file), Runtime(directory / EMBEDDING)
         self.decoder = Runtime(directory / DECODER)
-        self.substitute = self.vision.substitute or self.embedding.substitute or self.decoder.substitute
+        self.substitute = self.tower.substitute or self.embedding.substitute or self.decoder.substitute
         self.outputs = self.decoder.outputs
-        self.token = int(json.loads((directory / GENAI).read_text())["model"]["image_token_id"])
-        self.width = int(self.embedding.inputs[FEATURES].shape[-1])
+        joined = json.loads((directory / GENAI).read_text())["model"]
+        self.token = int(joined[f"{self.kind}_token_id"])
+        self.merge = int(joined.get("vision", {}).get("spatial_merge_size", 1))
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> Arrays:
         """Run the graphs once, with transformers' names of inputs, and `past_key_values.N.key` of earlier tokens."""
@@ -43,32 +48,85 @@ class MultiModal:
 
     def feeds(self, inputs: Mapping[str, np.ndarray]) -> dict[str, Mapping[str, np.ndarray]]:
         """What each graph is fed of transformers' inputs; all but the decoder run."""
-        seen = {name: array for name, array in inputs.items() if name in self.vision.inputs}
+        seen, ids = self.read(inputs), inputs["input_ids"]
         features = self.features(seen)
-        ids = inputs["input_ids"]
-        places = int((ids == self.token).sum())
-        if places != len(features):
+        tokens, rows = int((ids == self.token).sum()), len(features[f"{self.kind}_features"])
+        if tokens != rows:
             raise VerifyError(
-                f"the text has {number(places, 'image token')} (id {self.token}), and the images make "
-                f"{number(len(features), 'row')} of features; give as many tokens as the processor does"
+                f"the text has {number(tokens, f'{self.kind} token')} (id {self.token}), and what {self.file} reads "
+                f"makes {number(rows, 'row')} of features; give as many tokens as the processor does"
             )
-        embedding = {"input_ids": ids, FEATURES: features}
+        embedding = {"input_ids": ids, **features}
         read = {name: array for name, array in inputs.items() if name in self.decoder.inputs}
-        decoder = {**read, EMBEDS: self.embedding.run(embedding)[EMBEDS]}
-        return {**({VISION: seen} if seen else {}), EMBEDDING: embedding, DECODER: decoder}
+        if (three := self.places(inputs)) is not None:
+            read["position_ids"] = three
+        decoder = {**read, **self.embedding.run(embedding)}
+        return {**({self.file: seen} if seen else {}), EMBEDDING: embedding, DECODER: decoder}
 
-    def features(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Features of images, one row an image token; no row without images."""
+    def features(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        """What the embedding reads beside a text: a row an image token or a token of sound; none for a text alone."""
+        names = [name for name in self.embedding.inputs if name != "input_ids"]
         if not inputs:
-            return np.zeros((0, self.width), np.float32)
+            return {name: np.zeros(self._extents(name, 0), np.float32) for name in names}
+        each = [self._features_of(one, names) for one in self._apart(inputs)]
+        return each[0] if len(each) == 1 else {n: np.concatenate([one[n] for one in each], axis=-2) for n in names}
+
+    def _features_of(self, inputs: Mapping[str, np.ndarray], names: Sequence[str]) -> Arrays:
+        """Run the tower once."""
         for name, array in inputs.items():
-            axes = self.vision.inputs[name].shape
-            if any(isinstance(axis, int) and axis != n for axis, n in zip(axes, array.shape, strict=False)):
+            extents = self.tower.inputs[name].shape
+            if any(isinstance(axis, int) and axis != n for axis, n in zip(extents, array.shape, strict=False)):
                 raise VerifyError(
-                    f"{name} is {array.shape}, and {VISION} takes {tuple(axes)}: its images have one size, that of the "
-                    "checkpoint's config or processor"
+                    f"{name} is {array.shape}, and {self.file} takes {tuple(extents)}: a graph has one size of images "
+                    "and one length of sound, those of the checkpoint's config or processor"
                 )
-        return self.vision.run(inputs)[FEATURES]
+        made = self.tower.run(inputs)
+        if "audio_lengths" in made:
+            pairs = zip(made["audio_features"], made["audio_lengths"], strict=True)
+            return {"audio_features": np.concatenate([rows[:length] for rows, length in pairs])}
+        return {name: made[name].reshape(self._extents(name, -1)) for name in names}
+
+    def _extents(self, name: str, rows: int) -> list[int]:
+        """Extents of what the embedding reads, with `rows` where the number of rows stands."""
+        return [axis if isinstance(axis, int) else rows for axis in self.embedding.inputs[name].shape]
+
+    def _apart(self, inputs: Mapping[str, np.ndarray]) -> list[Mapping[str, np.ndarray]]:
+        """The inputs of each image, if the tower reads one at a time."""
+        if GRID in inputs:
+            return list(_images(inputs))
+        pixels = inputs.get("pixel_values")
+        if pixels is None or self.tower.inputs["pixel_values"].shape[0] != 1:
+            return [inputs]
+        sizes = inputs.get(SIZES, [pixels.shape[2:]] * len(pixels))  # in a batch smaller ones are filled up
+        return [
+            {"pixel_values": image[None, :, :height, :width]}
+            for image, (height, width) in zip(pixels, sizes, strict=True)
+        ]
+
+    def places(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Places of tokens in three dimensions, as given or as they follow from a prompt; None for other decoders."""
+        if GRID not in self.tower.inputs:
+            return None
+        if "position_ids" in inputs:
+            return inputs["position_ids"]
+        ids = inputs["input_ids"]
+        grids = inputs.get(GRID, np.zeros((0, 3), np.int64))
+        return image_places(ids, inputs.get("attention_mask", np.ones_like(ids)), grids, self.token, self.merge)
+
+    def read(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        """What the tower reads of transformers' inputs; images of each row and their number become one axis."""
+        read = {name: array for name, array in inputs.items() if name in self.tower.inputs}
+        pixels = read.get("pixel_values")
+        if pixels is not None and SIZES in inputs and self.tower.inputs["pixel_values"].shape[0] == 1:
+            return read | {SIZES: inputs[SIZES]}
+        if pixels is None or pixels.ndim != len(self.tower.inputs["pixel_values"].shape) + 1:
+            return read
+        images = pixels.reshape(-1, *pixels.shape[2:])
+        real = images.reshape(len(images), -1).any(axis=1)  # a row with fewer images is filled with zeros
+        mask = inputs.get("pixel_attention_mask")
+        if mask is not None and not mask.reshape(-1, *mask.shape[2:])[real].all():
+            raise VerifyError(f"an image has padded pixels, and {self.file} reads whole images: give it another size")
+        return read | {"pixel_values": images[real]}
 
     def step(self, inputs: Mapping[str, np.ndarray], past: Arrays) -> tuple[np.ndarray, Arrays]:
         """Logits of the last token of `inputs`, and the cache for the next step."""
@@ -79,10 +137,20 @@ class MultiModal:
 def first_rows(directory: Path, batch: Mapping[str, np.ndarray]) -> dict[Path, Mapping[str, np.ndarray]]:
     """Graph -> what it is fed of the first row of a batch, of the first image."""
     return {
-        directory / file: {name: array[:1] for name, array in feeds.items()}
+        directory / file: {n: a[:, :1] if n == "position_ids" and a.ndim == 3 else a[:1] for n, a in feeds.items()}
+        if GRID not in feeds
+        else next(_images(feeds))
         for file, feeds in MultiModal(directory).feeds(batch).items()
         if file != EMBEDDING
     }
+
+
+def _images(inputs: Mapping[str, np.ndarray]) -> Iterator[Arrays]:
+    """The patches and the grid of each image."""
+    grids = inputs[GRID]
+    ends = grids.prod(axis=1).cumsum()
+    for grid, begin, end in zip(grids, [0, *ends], ends, strict=False):
+        yield {"pixel_values": inputs["pixel_values"][begin:end], GRID: grid[None]}
 
 
 class MultiModalGenerator:
@@ -104,10 +172,13 @@ class MultiModalGenerator:
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         chooser, past = Chooser(settings), Arrays()
         inputs: Mapping[str, np.ndarray] = {**self._seen, "input_ids": np.array([ids], np.int64)}
+        places = self.model.places(inputs)
         for _ in range(settings.tokens):
-            logits, past = self.model.step(inputs, past)
+            given = {} if places is None else {"position_ids": places}
+            logits, past = self.model.step({**inputs, **given}, past)
             token = chooser.choose(logits[0])
             yield token
             if token in settings.stop:
                 return
             inputs = {"input_ids": np.array([[token]], np.int64)}
+            places = None if places is None else np.full((3, 1, 1), places.max() + 1)

@@ -1,4 +1,4 @@
-"""Write `genai_config.json` of a model that sees: what joins its graphs.
+"""Write `genai_config.json`, which joins graphs that see or hear.
 
 Its keys are those of onnxruntime-genai, which reads it for the model types that it knows; `qbridge run` reads all.
 """
@@ -12,12 +12,24 @@ from typing import Any
 
 from bridge.sources.source import Source
 from bridge.targets.config_json import generation_settings
-from bridge.targets.trt.files import DECODER, EMBEDDING, VISION
-from bridge.targets.trt.genai_config import CACHE_INPUTS, CACHE_OUTPUTS, GENAI, NO_END, SEARCH, graph_inputs, token_ids
+from bridge.targets.trt.files import DECODER, EMBEDDING, PARTS, VISION
+from bridge.targets.trt.genai_config import (
+    CACHE_INPUTS,
+    CACHE_OUTPUTS,
+    GENAI,
+    NO_END,
+    SEARCH,
+    graph_inputs,
+    graph_outputs,
+    token_ids,
+)
 
 # transformers' model types whose graphs onnxruntime-genai joins as we write them.
-_KNOWN = ("gemma3",)
-_FEATURES, _EMBEDS = "image_features", "inputs_embeds"
+_KNOWN = ("gemma3", "mistral3", "qwen2_5_vl")
+_MORE = ("vision_start_token_id", "video_token_id")  # of Qwen-VL, whose places onnxruntime-genai counts from these
+_FEATURES, _EMBEDS = {"vision": "image_features", "speech": "audio_features"}, "inputs_embeds"
+# Our names of inputs, which are those of transformers -> onnxruntime-genai's, where they differ.
+_GENAI_NAMES = {"input_features": "audio_embeds", "feature_attention_mask": "attention_mask"}
 
 
 def write_multimodal_config(
@@ -40,26 +52,33 @@ def write_multimodal_config(
         "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
         **of_session,
     }
-    vision = {
-        "filename": VISION,
-        "inputs": {name: name for name in graph_inputs(directory / VISION)},
-        "outputs": {_FEATURES: _FEATURES},
+    seen = "vision" if (directory / VISION).is_file() else "speech"
+    features, file = _FEATURES[seen], PARTS[seen]
+    reads, gives = graph_inputs(directory / file), graph_outputs(directory / file)
+    tower = {
+        "filename": file,
+        "inputs": {_GENAI_NAMES.get(name, name): name for name in reads},
+        "outputs": {name: name for name in gives},
         **of_session,
     }
+    if "image_grid_thw" in reads:
+        tower["spatial_merge_size"] = source.config["vision_config"].get("spatial_merge_size", 2)
     embedding = {
         "filename": EMBEDDING,
-        "inputs": {"input_ids": "input_ids", _FEATURES: _FEATURES},
+        "inputs": {"input_ids": "input_ids", features: features},
         "outputs": {_EMBEDS: _EMBEDS},
         **of_session,
     }
+    token = f"{features.removesuffix('_features')}_token_id"
     positions = text.get("max_position_embeddings")
     model = {
         "type": kind,
         **token_ids(settings, text),
-        "image_token_id": text["image_token_id"],
+        token: text[token],
+        **{name: source.config[name] for name in _MORE if name in source.config},
         "context_length": positions if isinstance(positions, int) else NO_END,
         "vocab_size": text["vocab_size"],
-        "vision": vision,
+        seen: tower,
         "embedding": embedding,
         "decoder": decoder,
     }
@@ -68,5 +87,5 @@ def write_multimodal_config(
     (directory / GENAI).write_text(json.dumps({"model": model, "search": search}, indent=2) + "\n")
     if kind in _KNOWN:
         return ""
-    why = f"onnxruntime-genai has no model type {kind}: `qbridge run` reads the file, and so may your program"
+    why = f"onnxruntime-genai runs no {kind} of these graphs: `qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; {why}"

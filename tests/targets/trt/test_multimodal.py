@@ -16,11 +16,13 @@ import transformers
 import bridge
 from bridge.core.errors import CannotRun, UsageError, VerifyError
 from bridge.targets.trt.genai_config import GENAI
+from bridge.targets.trt.image_places import image_places
 from bridge.targets.trt.multimodal import MultiModal
+from bridge.verification.outputs import relative_l2
 from tests import once
 from tests.models.seeing_family import LLAMA, picture, save_llava
 from tests.sweep import seeing
-from tests.sweep.build import build
+from tests.sweep.build import FAMILIES, build
 
 pytest.importorskip("PIL")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
@@ -119,13 +121,13 @@ def test_run_says_what_is_wrong_with_an_image(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"total 0 <image> tokens and 1 images(.|\n)*write <image> into the text"):
         bridge.run(converted(None), "The value", image=tmp_path / "image.png")
     bridge.convert(LLAMA, "trt", None, tmp_path / "llama", verify=False, progress=False)
-    with pytest.raises(CannotRun, match="LlamaForCausalLM reads text alone"):
+    with pytest.raises(CannotRun, match="LlamaForCausalLM reads no images"):
         bridge.run(tmp_path / "llama", "The value", image=tmp_path / "image.png")
 
 
 def test_image_tokens_without_images_are_refused() -> None:
     ids = batch(1)["input_ids"].numpy()
-    with pytest.raises(VerifyError, match=r"the text has 18 image tokens \(id \d+\), and the images make 0 rows"):
+    with pytest.raises(VerifyError, match=r"18 image tokens \(id \d+\), and what vision.onnx reads makes 0 rows"):
         MultiModal(converted(None)).run({"input_ids": ids})
     pixels = np.zeros((2, 3, 32, 32), np.float32)
     with pytest.raises(VerifyError, match=r"pixel_values is \(2, 3, 32, 32\).*vision.onnx takes"):
@@ -149,18 +151,22 @@ def spoken(out: Path, inputs: dict[str, np.ndarray], steps: int) -> np.ndarray:
     return np.array(logits)
 
 
-def assert_spoken(out: Path, model: Any, ids: np.ndarray, pixels: np.ndarray) -> None:
+def assert_spoken(out: Path, model: Any, ids: np.ndarray, looked: dict[str, np.ndarray]) -> None:
     """A prompt with an image, and a text alone; 1e-4: genai's session has all graph optimizations."""
     token, graphs = model.config.image_token_id, MultiModal(out)
-    seen = {"pixel_values": pixels, "num_image_tokens": np.array([int((ids == token).sum())])}
-    for tokens, given in ((ids, seen), (np.where(ids == token, 7, ids), {})):
-        got = spoken(out, {"input_ids": tokens.astype(np.int32), **given}, 6)
-        inputs, past = {"input_ids": tokens, **({"pixel_values": pixels} if given else {})}, {}
+    text = np.where(ids < 300, ids, 7)
+    for tokens, given in ((ids, looked), (text, {})):
+        counted = {"num_image_tokens": np.array([int((ids == token).sum())])} if given else {}
+        got = spoken(out, {"input_ids": tokens.astype(np.int32), **given, **counted}, 6)
+        inputs, past = {"input_ids": tokens, **given}, {}
+        places = graphs.places(inputs)
         for at, logits in enumerate(got):
             mask = np.ones((1, tokens.shape[1] + at), np.int64)
-            want, past = graphs.step({**inputs, "attention_mask": mask}, past)
+            three = {} if places is None else {"position_ids": places}
+            want, past = graphs.step({**inputs, "attention_mask": mask, **three}, past)
             np.testing.assert_allclose(logits, want[0], atol=1e-4)
             inputs = {"input_ids": want.argmax(-1)[:, None]}
+            places = None if places is None else np.full((3, 1, 1), places.max() + 1)
 
 
 def test_genai_joins_the_graphs_of_a_model_type_that_it_knows(tmp_path: Path) -> None:
@@ -170,15 +176,53 @@ def test_genai_joins_the_graphs_of_a_model_type_that_it_knows(tmp_path: Path) ->
     content["model"]["type"] = "gemma3"
     (tmp_path / "out" / GENAI).write_text(json.dumps(content))
     given = {name: tensor[:1].numpy() for name, tensor in batch(3).items()}
-    assert_spoken(tmp_path / "out", model(), given["input_ids"], given["pixel_values"])
+    assert_spoken(tmp_path / "out", model(), given.pop("input_ids"), given)
+
+
+def test_sound_of_several_lengths_and_text_equal_transformers(tmp_path: Path) -> None:
+    """Qwen2-Audio: the second sound is half as long, and its tower counts the rows."""
+    listener = build("Qwen2AudioForConditionalGeneration", torch.float32)
+    bridge.convert(listener, "trt", None, tmp_path / "out", verify=False, progress=False)
+    far = seeing.distances(listener, tmp_path / "out")
+    assert max(far.values()) < TOLERANCE, far
+    given = seeing.seen(listener, torch.Generator().manual_seed(3))
+    given["feature_attention_mask"][1, 32:] = 0
+    ids = torch.full((2, 20), 7)
+    ids[0, 2:18], ids[1, 2:10] = listener.config.audio_token_id, listener.config.audio_token_id
+    with torch.no_grad():
+        want = listener(input_ids=ids, **given).logits.numpy()
+    got = MultiModal(tmp_path / "out").run({"input_ids": ids.numpy(), **{n: t.numpy() for n, t in given.items()}})
+    assert relative_l2(got["logits"], want) < TOLERANCE
+    joined = json.loads((tmp_path / "out" / GENAI).read_text())["model"]
+    assert joined["speech"]["filename"] == "speech.onnx" and joined["audio_token_id"] == 324
+
+
+def test_places_of_images_and_texts_are_those_of_qwen() -> None:
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    with torch.device("meta"):
+        qwen = Qwen2VLModel(transformers.Qwen2VLConfig(**FAMILIES["Qwen2VLForConditionalGeneration"]))
+    token, grids = qwen.config.image_token_id, torch.tensor([[1, 4, 6], [1, 2, 4], [1, 8, 4]])
+    ids = torch.full((2, 20), 7)
+    ids[0, 2:8], ids[0, 9:11], ids[1, 6:14] = token, token, token
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    kinds = (ids == token).long()
+    want, _ = qwen.get_rope_index(ids, kinds, image_grid_thw=grids, attention_mask=mask)
+    got = image_places(ids.numpy(), mask.numpy(), grids.numpy(), token, 2)
+    np.testing.assert_array_equal(got[:, mask == 1], want.numpy()[:, mask == 1])
 
 
 @pytest.mark.product
-def test_genai_sees_with_gemma_3(tmp_path: Path) -> None:
-    gemma = build("Gemma3ForConditionalGeneration", torch.float32)
-    report = bridge.convert(gemma, "trt", None, tmp_path / "out", verify=False, progress=False)
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3", "Qwen2_5_VL"])
+def test_genai_sees_with_the_families_that_it_knows(family: str, tmp_path: Path) -> None:
+    seer = build(f"{family}ForConditionalGeneration", torch.float32)
+    report = bridge.convert(seer, "trt", None, tmp_path / "out", verify=False, progress=False)
     assert not [note for note in report.notes if "onnxruntime-genai" in note]
-    ids = np.random.default_rng(3).integers(5, 300, (1, 14))
-    ids[:, 4:8] = gemma.config.image_token_id
-    pixels = np.random.default_rng(4).standard_normal((1, 3, 32, 32)).astype(np.float32)
-    assert_spoken(tmp_path / "out", gemma, ids, pixels)
+    looked = seeing.seen(seer, torch.Generator().manual_seed(4))
+    one = {n: t.numpy()[: len(t) // 2] for n, t in looked.items() if n != "image_sizes"}
+    ids = np.random.default_rng(3).integers(5, 300, (1, 16))
+    rows = len(MultiModal(tmp_path / "out").features(one)["image_features"])
+    ids[:, 4 : 4 + rows] = seer.config.image_token_id
+    ids[:, 3] = getattr(seer.config, "vision_start_token_id", 3)
+    assert_spoken(tmp_path / "out", seer, ids, one)

@@ -126,6 +126,7 @@ def test_an_image_processor_gives_the_size_of_images(settings: Any, size: Any) -
         ("BertForSequenceClassification", "sequence-classification"),
         ("MarianMTModel", "seq2seq-lm"),
         ("LlavaForConditionalGeneration", "image-text-to-text"),
+        ("VoxtralForConditionalGeneration", "audio-text-to-text"),
         ("SiglipModel", "zero-shot-image-classification"),
         ("BertModel", "feature-extraction"),
     ],
@@ -135,7 +136,9 @@ def test_the_longest_ending_of_an_architecture_decides_its_task(architecture: st
 
 
 def test_models_of_several_towers_are_refused_with_what_graphs_exist_for() -> None:
-    with pytest.raises(UsageError, match=r"MllamaForConditionalGeneration is of no task .*use target hf"):
+    with pytest.raises(UsageError, match=r"BlipForConditionalGeneration is of no task .*use target hf"):
+        choose_task(None, "BlipForConditionalGeneration")
+    with pytest.raises(UsageError, match=r"MllamaForConditionalGeneration has no graphs: .*cross-attention.*target hf"):
         choose_task(None, "MllamaForConditionalGeneration")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
-from bridge.targets.generation import ANSWERING, SEEING
+from bridge.targets.generation import ANSWERING, HEARING, SEEING
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ TASKS: dict[str, Task] = {
     "speech-seq2seq": Task(_SPEECH, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
     "image-text-to-text": Task(
         SEEING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", (*_DECODER, *_IMAGE), parts=("vision", "embedding", "decoder")
+    ),
+    "audio-text-to-text": Task(
+        HEARING,
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+        (*_DECODER, "input_features", "feature_attention_mask"),
+        parts=("speech", "embedding", "decoder"),
     ),
     "ctc": Task("ForCTC", "MODEL_FOR_CTC_MAPPING", _SOUND),
     "audio-classification": Task(_SOUND_CLASSES, "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", _SOUND),
@@ -89,6 +95,18 @@ TASKS: dict[str, Task] = {
 }
 
 
+_TILES = "its tiles are joined by the size of each image, which transformers counts in Python"
+# Why there are no graphs of a class that sees and writes.
+_WITHOUT = {
+    "MllamaForConditionalGeneration": "its decoder reads an image in layers of cross-attention, which no graph takes",
+    "LlavaNextForConditionalGeneration": _TILES,
+    "LlavaOnevisionForConditionalGeneration": _TILES,
+    "Lfm2VlForConditionalGeneration": "its decoder keeps states of convolutions beside keys and values",
+    "Blip2ForConditionalGeneration": "its queries read an image between the tower and the decoder",
+    "JanusForConditionalGeneration": "it writes images as well",
+}
+
+
 def choose_task(requested: str | None, architecture: str) -> str:
     """The task to export; UsageError if the checkpoint has no head for it."""
     own = next((name for name, task in TASKS.items() if architecture.endswith(task.suffix)), None)
@@ -96,6 +114,8 @@ def choose_task(requested: str | None, architecture: str) -> str:
         raise UsageError(f"task {requested!r} is unknown; {nearest(requested, TASKS)}")
     if requested is not None and own == "denoising" and requested != own:
         raise UsageError(f"task {requested!r}: {architecture} is a model of diffusers; leave task= (--task) out")
+    if own is None and architecture in _WITHOUT:
+        raise UsageError(f"{architecture} has no graphs: {_WITHOUT[architecture]}; use target hf")
     if requested is None and own is None:
         raise UsageError(
             f"{architecture} is of no task that bridge writes graphs for ({', '.join(sorted(TASKS))}); use target hf, "

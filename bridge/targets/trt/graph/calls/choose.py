@@ -27,7 +27,7 @@ def call_of(
 ) -> Call:
     """Return the call of `task`, or of its `part`; the other arguments are those of `export_graph`."""
     if part and "encoder" not in task.parts:
-        return multimodal_call(model, part, mode, dtype, image)
+        return multimodal_call(model, task, part, mode, dtype, image)
     if part:
         return part_call(model, task, part, mode, dtype)
     if task.pairs:

@@ -1,4 +1,4 @@
-"""The calls of the graphs of a model that sees and writes.
+"""The calls of the graphs of a model that sees or hears.
 
 A tower makes features of images; an embedding puts them at the image tokens of a text; the decoder reads embeddings.
 The names of inputs and outputs are those of onnxruntime-genai.
@@ -6,9 +6,6 @@ The names of inputs and outputs are those of onnxruntime-genai.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,21 +14,25 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.calls.grids import grid_rows
 from bridge.targets.trt.graph.calls.images import Size, pixels_of, size_of
 from bridge.targets.trt.graph.calls.states import cache_of, filled, slots
 from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat
+from bridge.targets.trt.graph.calls.towers import MASK, image_rows, sound_rows
+from bridge.targets.trt.graph.tasks import Task
 
-FEATURES = {"vision": "image_features", "speech": "audio_features"}
-EMBEDS = "inputs_embeds"
+EMBEDS, GRID, DEEP = "inputs_embeds", "image_grid_thw", "deepstack_embeds"
 TOKENS = 7  # rows of features in the example: unlike every other extent of the examples
 
 
-def multimodal_call(model: Any, part: str, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
-    """Return the call of `part`: "vision", "embedding" or "decoder"."""
+def multimodal_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
+    """Return the call of `part` of `task`: "vision" or "speech", "embedding", "decoder"."""
     if part == "embedding":
-        return _embedding_call(model, mode, dtype)
+        return _embedding_call(model, mode, dtype, "image" if "vision" in task.parts else "audio")
     if part == "decoder":
         return _decoder_call(model, mode, dtype)
+    if part == "speech":
+        return _speech_call(model, mode, dtype)
     return _vision_call(model, mode, dtype, image)
 
 
@@ -45,23 +46,22 @@ class _Vision(nn.Module):
         self.model = model
 
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
-        with _whole(self.model):
-            made = self.model.get_image_features(**inputs, return_dict=True).pooler_output
-        return (made.reshape(-1, made.shape[-1]),)
+        if GRID in inputs:
+            return grid_rows(self.model, inputs["pixel_values"], inputs[GRID])
+        return (image_rows(self.model, inputs["pixel_values"]),)
 
 
-@contextmanager
-def _whole(model: Any) -> Iterator[None]:
-    """Let `list(tensor)` be the tensor in the module of `model`: LLaVA lists the features of each image, at the end.
+class _Speech(nn.Module):
+    """The features of sound, as wide as the decoder, and how many rows are of each sound if the model counts them."""
 
-    A list would fix the number of images to the example's.
-    """
-    scope = vars(sys.modules[type(model).__module__])
-    scope["list"] = lambda values: values if isinstance(values, torch.Tensor) else list(values)
-    try:
-        yield
-    finally:
-        del scope["list"]
+    model: Any
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
+        return sound_rows(self.model, inputs)
 
 
 class _Embedding(nn.Module):
@@ -73,13 +73,38 @@ class _Embedding(nn.Module):
         super().__init__()
         self.model, self.token = model, token
 
-    def forward(self, input_ids: Any, features: Any) -> tuple[Any, ...]:
+    def forward(self, input_ids: Any, features: Any, deep: Any = None) -> tuple[Any, ...]:
         at = input_ids == self.token
         embeds = self.model.get_input_embeddings()(input_ids.masked_fill(at, 0))  # a table may end before `token`
-        rows = torch.cat([features, features.new_zeros(1, features.shape[1])])  # so that no row is none too few
         count = at.flatten().cumsum(0).view_as(input_ids)
         row = torch.where(at, count - 1, 0).clamp(max=features.shape[0])
-        return (torch.where(at.unsqueeze(-1), rows[row].to(embeds.dtype), embeds),)
+        placed = torch.where(at.unsqueeze(-1), _ended(features)[row].to(embeds.dtype), embeds)
+        return (placed, *([] if deep is None else [_ended(deep)[:, row] * at.unsqueeze(-1).to(deep.dtype)]))
+
+
+def _ended(rows: torch.Tensor) -> torch.Tensor:
+    """Rows with one of zeros behind them, so that a text alone has one to read."""
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:-2], 1, rows.shape[-1])], -2)
+
+
+class _Deep(Flat):
+    """A decoder that adds features to the states behind its first layers: Qwen3-VL. They are zeros at texts."""
+
+    model: Any
+
+    def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
+        text = self.model.model.language_model
+        rest = {name: tensor for name, tensor in inputs.items() if name != DEEP}
+        text._deepstack_process = lambda states, places, features: states + features
+        try:
+            out = text(
+                **rest, past_key_values=filled(self.kinds, past), use_cache=True, return_dict=True,
+                visual_pos_masks=rest["attention_mask"], deepstack_visual_embeds=list(inputs[DEEP].unbind(0)),
+            )  # fmt: skip
+        finally:
+            del text._deepstack_process
+        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer))
+        return (self.model.lm_head(out.last_hidden_state), *present)
 
 
 class _ImagesAtOnce(Flat):
@@ -120,48 +145,101 @@ _AT_ONCE: dict[str, tuple[type[Flat], str]] = {
 
 
 def _vision_call(model: Any, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
+    if model.config.model_type == "mistral3":
+        return _sized_call(model, mode, dtype)
     vision = model.config.vision_config
+    if _has_grid(model):
+        return _grid_call(model, mode, dtype)
     with mode:
         inputs = pixels_of(vision, size_of(vision, image), dtype)
     feeds: dict[str, Axes] = {"pixel_values": ("image_batch", *map(int, inputs["pixel_values"].shape[1:]))}
     shapes = {"pixel_values": {0: Dim("image_batch")}}
-    return Call(_Vision(model), (inputs,), (shapes,), feeds, {FEATURES["vision"]: ("image_rows", _width(model))})
+    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
 
 
-def _embedding_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+def _sized_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+    """One image of any size in units of what becomes a row."""
+    vision = model.config.vision_config
+    unit = vision.patch_size * model.config.spatial_merge_size
+    with mode:
+        inputs = {"pixel_values": torch.zeros(1, vision.num_channels, 3 * unit, 4 * unit, dtype=dtype)}
+    shapes = {"pixel_values": {2: unit * Dim("row_units", min=2), 3: unit * Dim("column_units", min=2)}}
+    feeds: dict[str, Axes] = {"pixel_values": (1, vision.num_channels, "image_height", "image_width")}
+    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
+
+
+def _grid_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+    """The patches of one image of any size, and its grid."""
+    vision = model.config.vision_config
+    merge, width = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    with mode:
+        patches = torch.zeros(12 * merge**2, width, dtype=dtype)
+        inputs = {"pixel_values": patches, GRID: torch.tensor([[1, 3 * merge, 4 * merge]])}
+    shapes = {"pixel_values": {0: merge**2 * Dim("squares", min=2)}, GRID: {}}
+    feeds: dict[str, Axes] = {"pixel_values": ("image_patches", width), GRID: (1, 3)}
+    gives: dict[str, Axes] = {"image_features": ("image_rows", _width(model))}
+    gives |= {"deepstack_features": (deep, "image_rows", _width(model))} if (deep := _deep(model)) else {}
+    return Call(_Vision(model), (inputs,), (shapes,), feeds, gives)
+
+
+def _speech_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+    config = model.config.audio_config
+    bins, frames = config.num_mel_bins, 2 * config.max_source_positions
+    with mode:
+        inputs = {"input_features": torch.zeros(BATCH, bins, frames, dtype=dtype)}
+        if config.model_type == "qwen2_audio_encoder":
+            inputs[MASK] = torch.ones(BATCH, frames, dtype=torch.long)
+        rows = sound_rows(model, inputs)[0].shape[1]
+    feeds: dict[str, Axes] = {name: ("audio_batch", *map(int, tensor.shape[1:])) for name, tensor in inputs.items()}
+    shapes = {name: {0: Dim("audio_batch")} for name in inputs}
+    gives: dict[str, Axes] = {"audio_features": ("audio_batch", int(rows), _width(model))}
+    gives |= {"audio_lengths": ("audio_batch",)} if MASK in inputs else {}
+    return Call(_Speech(model), (inputs,), (shapes,), feeds, gives)
+
+
+def _embedding_call(model: Any, mode: Any, dtype: torch.dtype, kind: str) -> Call:
     with mode:
         ids, features = torch.zeros(BATCH, SEQUENCE, dtype=torch.long), torch.zeros(TOKENS, _width(model), dtype=dtype)
-    shapes = ({0: Dim("batch"), 1: Dim("sequence")}, {0: Dim("image_rows")})
-    feeds: dict[str, Axes] = {
-        "input_ids": ("batch", "sequence"),
-        FEATURES["vision"]: ("image_rows", _width(model)),
-    }
-    module = _Embedding(model, model.config.image_token_id)
-    return Call(module, (ids, features), shapes, feeds, {EMBEDS: ("batch", "sequence", _width(model))})
+        more = (torch.zeros(deep, TOKENS, _width(model), dtype=dtype),) if (deep := _deep(model)) else ()
+    rows = Dim(f"{kind}_rows")
+    shapes = ({0: Dim("batch"), 1: Dim("sequence")}, {0: rows}, *[{1: rows} for _ in more])
+    feeds: dict[str, Axes] = {"input_ids": ("batch", "sequence"), f"{kind}_features": (f"{kind}_rows", _width(model))}
+    gives: dict[str, Axes] = {EMBEDS: ("batch", "sequence", _width(model))}
+    if deep:
+        feeds["deepstack_features"] = (deep, f"{kind}_rows", _width(model))
+        gives[DEEP] = (deep, "batch", "sequence", _width(model))
+    module = _Embedding(model, getattr(model.config, f"{kind}_token_id"))
+    return Call(module, (ids, features, *more), shapes, feeds, gives)
 
 
 def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+    places = (3,) if _has_grid(model) else ()  # of a patch: time, row, column
     decoder, told = _AT_ONCE.get(model.config.model_type, (Flat, ""))
     with mode:
         inputs = {
             EMBEDS: torch.zeros(BATCH, SEQUENCE, _width(model), dtype=dtype),
             "attention_mask": torch.ones(BATCH, PAST + SEQUENCE, dtype=torch.long),
-            "position_ids": torch.arange(PAST, PAST + SEQUENCE).expand(BATCH, SEQUENCE).contiguous(),
+            "position_ids": torch.arange(PAST, PAST + SEQUENCE).expand(*places, BATCH, SEQUENCE).contiguous(),
         }
-        kept = _kept(model, {name: tensor[:, -SEQUENCE:] for name, tensor in inputs.items()})
+        kept = _kept(model, inputs | {"attention_mask": inputs["attention_mask"][:, PAST:]})
         if told:
             inputs[told] = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+        if deep := _deep(model):
+            inputs[DEEP], decoder = torch.zeros(deep, BATCH, SEQUENCE, _width(model), dtype=dtype), _Deep
         caches = [(f"{i}.{kind}", tuple(map(int, t.shape))) for i, layer in enumerate(kept) for kind, t in layer]
         pasts = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for _, s in caches]
     batch, sequence, past = Dim("batch"), Dim("sequence"), Dim("past")
     # A Dim cannot express past + sequence: the mask's axis is left to torch.
     axes = {name: {0: batch, 1: Dim.DYNAMIC if name == "attention_mask" else sequence} for name in inputs}
+    axes["position_ids"] = {len(places): batch, len(places) + 1: sequence}
+    axes |= {DEEP: {1: batch, 2: sequence}} if deep else {}
     feeds: dict[str, Axes] = {
         EMBEDS: ("batch", "sequence", _width(model)),
         "attention_mask": ("batch", "total_sequence"),
-        "position_ids": ("batch", "sequence"),
+        "position_ids": (*places, "batch", "sequence"),
         **({told: ("batch", "sequence")} if told else {}),
     }
+    feeds |= {DEEP: (deep, "batch", "sequence", _width(model))} if deep else {}
     feeds |= {f"past_key_values.{slot}": ("batch", s[1], "past_sequence", s[3]) for slot, s in caches}
     gives: dict[str, Axes] = {"logits": ("batch", "sequence", model.config.get_text_config().vocab_size)}
     gives |= {f"present.{slot}": ("batch", s[1], "total_sequence", s[3]) for slot, s in caches}
@@ -180,6 +258,16 @@ def _kept(model: Any, inputs: dict[str, Any]) -> tuple[list[tuple[str, Any]], ..
             "  hint   convert it with target `hf`, which needs no graph"
         )
     return kept
+
+
+def _has_grid(model: Any) -> bool:
+    """True for Qwen-VL: images of any size are patches, and tokens have places in three dimensions."""
+    return hasattr(getattr(model.config, "vision_config", None), "temporal_patch_size")
+
+
+def _deep(model: Any) -> int:
+    """How many layers of the decoder have features of their own added (Qwen3-VL)."""
+    return len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def _width(model: Any) -> int:

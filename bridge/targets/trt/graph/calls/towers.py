@@ -1,0 +1,84 @@
+"""Rows of features that towers and projectors make of images or sound.
+
+They are as wide as the decoder. transformers counts the rows of each image while it runs, which would fix the number of
+images in a graph: where it does, the tower and the projector are called here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.masking_utils import create_bidirectional_mask
+
+MASK = "feature_attention_mask"
+
+
+def image_rows(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Rows, width: the features of images in the order of their tokens."""
+    features = _IMAGES.get(model.config.model_type, _features)(model, pixel_values)
+    return features.reshape(-1, features.shape[-1])
+
+
+def _features(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    with _whole(model):
+        features: torch.Tensor = model.get_image_features(pixel_values, return_dict=True).pooler_output
+    return features
+
+
+@contextmanager
+def _whole(model: Any) -> Iterator[None]:
+    """Let `list(tensor)` be the tensor in the module of `model`: LLaVA lists the features of each image, at the end."""
+    scope = vars(sys.modules[type(model).__module__])
+    scope["list"] = lambda values: values if isinstance(values, torch.Tensor) else list(values)
+    try:
+        yield
+    finally:
+        del scope["list"]
+
+
+def _tiles(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Idefics3, without the images of zeros that fill up a batch, which never reach a graph."""
+    states = model.model.vision_model(pixel_values, return_dict=True).last_hidden_state
+    features: torch.Tensor = model.model.connector(states)
+    return features
+
+
+def _llama4(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    states = model.get_image_features(pixel_values, return_dict=True).last_hidden_state
+    features: torch.Tensor = model.multi_modal_projector(states.reshape(-1, states.shape[-1]))
+    return features
+
+
+def _one_image(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Mistral 3: the one image may have any size."""
+    size, layer = (pixel_values.shape[2], pixel_values.shape[3]), model.config.vision_feature_layer
+    made = model.model.vision_tower(pixel_values, image_sizes=[size], output_hidden_states=True, return_dict=True)
+    chosen = [made.hidden_states[at] for at in ([layer] if isinstance(layer, int) else layer)]
+    features: torch.Tensor = model.model.multi_modal_projector(torch.cat(chosen, -1).squeeze(0), [size])
+    return features
+
+
+def sound_rows(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Sounds, rows, width: the features of sound, and how many rows of each sound are its own."""
+    if MASK not in inputs:
+        rows = model.get_audio_features(inputs["input_features"], return_dict=True).pooler_output
+        return (rows.unflatten(0, (inputs["input_features"].shape[0], -1)),)
+    tower, features = model.model.audio_tower, inputs["input_features"]
+    frames, lengths = tower._get_feat_extract_output_lengths(inputs[MASK].sum(-1))
+    most = (features.shape[-1] - 2) // 2 + 1
+    mask = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=features.new_zeros(features.shape[0], most, 1),
+        attention_mask=(torch.arange(most) < frames[:, None]).long(),
+    )
+    return model.model.multi_modal_projector(tower(features, attention_mask=mask).last_hidden_state), lengths
+
+
+# Model type of transformers -> how the features are made, if not by `get_image_features` alone.
+_IMAGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "idefics3": _tiles, "smolvlm": _tiles, "llama4": _llama4, "mistral3": _one_image,
+}  # fmt: skip
