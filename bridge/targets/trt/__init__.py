@@ -152,8 +152,9 @@ class Trt(StreamedTarget):
     def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: TrtOptions) -> str:
         if kv.dynamic or kv.per != "tensor":
             return f"standard ONNX cannot compute scales at run time, as {kv.dtype} blocks need; use kv='fp8' or 'int8'"
-        if options.task and TASKS[options.task].parts:
-            return "its keys and values go from one graph to another as they are; leave out kv"
+        if options.task and (parts := TASKS[options.task].parts):
+            why = "go from one graph to another as they are" if "encoder" in parts else "are quantized for texts alone"
+            return f"its keys and values {why}; leave out kv"
         if not structure.attention:
             return f"{structure.architecture} has no attention module with a cache"
         return ""

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import bridge
-from bridge.core.errors import CannotRun, UsageError, VerifyError
+from bridge.core.errors import BridgeError, CannotRun, UsageError, VerifyError
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.image_places import image_places
 from bridge.targets.trt.multimodal import MultiModal
@@ -77,13 +77,22 @@ def test_the_manifest_names_files_inputs_outputs_and_the_image_token() -> None:
 
 def test_only_the_decoder_is_quantized_and_the_outputs_stay_near() -> None:
     out = converted("fp8")
-    kinds = {
-        part: {node.op_type for node in onnx.load(out / f"{part}.onnx", load_external_data=False).graph.node}
+    read = {
+        part: {
+            name for node in onnx.load(out / f"{part}.onnx", load_external_data=False).graph.node for name in node.input
+        }
         for part in ("vision", "embedding", "decoder")
     }
-    assert {part for part, ops in kinds.items() if "QuantizeLinear" in ops} == {"decoder"}
+    scales = {part: {name for name in names if name.endswith("_scale")} for part, names in read.items()}
+    assert not scales["vision"] | scales["embedding"]
+    assert any(name.endswith("mlp.up_proj.weight_scale") for name in scales["decoder"])
     far = seeing.distances(model(), out)
     assert 1e-4 < far["logits"] < 0.2, far
+
+
+def test_a_cache_in_codes_is_refused() -> None:
+    with pytest.raises(BridgeError, match="its keys and values are quantized for texts alone; leave out kv"):
+        bridge.plan(llava(), "trt", "fp8", kv="fp8")
 
 
 def test_run_answers_a_text_with_an_image_as_transformers_does(tmp_path: Path) -> None:
