@@ -39,6 +39,8 @@ INT4_BLOCKS = (64, 128)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 ALL_EXPERTS = "every token runs through all {} experts in the graph: standard ONNX has no fused routing"
+# Model types whose layers keep states, and keys and values, if any, in modules that no name shows.
+STATES = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba")
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 GRAPHS = (MODEL, *PARTS.values())
 
@@ -225,8 +227,9 @@ class Trt(StreamedTarget):
         if draft.config.get("is_encoder_decoder") and one_graph:
             why = f"has an encoder and a decoder, and a graph of {draft.options.task} is of one model"
             return f"{architecture} {why}; use a checkpoint that generates text (task seq2seq-lm), or target hf"
-        if task.cached and draft.options.cache and not draft.structure.attention:
-            return f"{architecture} keeps no keys and values, which a graph with a cache takes; use target hf"
+        keeps = bool(draft.structure.attention) or draft.config.get("model_type") in STATES
+        if task.cached and draft.options.cache and not keeps:
+            return f"{architecture} keeps neither keys and values nor states that a graph can take; use target hf"
         return ""
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:

@@ -233,8 +233,8 @@ def test_wrong_options_name_the_right_ones(options: dict[str, Any], says: str) -
 
 @pytest.mark.slow
 def test_an_architecture_without_keys_and_values_is_refused_with_its_reason() -> None:
-    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 48, "num_hidden_layers": 2}
-    with pytest.raises(ExportError, match=r"MambaForCausalLM: .*keys and values per layer[\s\S]*hint .*target `hf`"):
+    config = {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"], "hidden_size": 48, "num_hidden_layers": 2}
+    with pytest.raises(ExportError, match=r"RwkvForCausalLM: .*keys and values per layer[\s\S]*hint .*target `hf`"):
         export_graph(config)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import transformers
+from tokenizers import Tokenizer
 
-from bridge.core.errors import BridgeError
+import bridge
 from bridge.sources.opening import open_source
 from bridge.targets.trt.genai_config import GENAI, write_genai_config
+from bridge.targets.trt.lint import lint
+from bridge.targets.trt.runtime import Runtime
 from tests.models.graphs import export_once
 from tests.targets.trt import onnx_parity as parity
 
@@ -54,12 +60,68 @@ def test_genai_is_told_of_no_graph_with_states(tmp_path: Path) -> None:
     assert not (tmp_path / GENAI).exists()
 
 
-def test_a_recurrent_state_is_refused_with_its_reason() -> None:
-    config = transformers.Qwen3NextConfig(
+def bamba() -> Any:
+    kinds = {
+        "attn_layer_indices": [1, 4],
+        "mamba_n_heads": 12,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 3,
+        "mamba_d_state": 7,
+    }
+    fields = {**_TEXT, "num_hidden_layers": 6, "mamba_expand": 2, "mamba_d_conv": 4, **kinds}
+    return transformers.BambaConfig(architectures=["BambaForCausalLM"], **fields)
+
+
+def mamba() -> Any:
+    fields = {**_TEXT, "num_hidden_layers": 3, "state_size": 7, "use_mambapy": False}
+    return transformers.MambaConfig(architectures=["MambaForCausalLM"], **fields)
+
+
+def qwen3_next() -> Any:
+    return transformers.Qwen3NextConfig(
         architectures=["Qwen3NextForCausalLM"], **_TEXT, num_hidden_layers=2, head_dim=8, num_experts=2,
-        num_experts_per_tok=1,        moe_intermediate_size=16, shared_expert_intermediate_size=16,
-        linear_num_key_heads=2, linear_num_value_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+        layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
-    with pytest.raises(BridgeError, match="keeps recurrent states, which its code in transformers continues"):
-        export_once(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (bamba, ["0.conv_state", "0.recurrent_state", "1.key", "1.value", "2.conv_state", "2.recurrent_state"]),
+        pytest.param(mamba, ["0.conv_state", "0.recurrent_state", "1.conv_state"], marks=pytest.mark.product),
+        pytest.param(qwen3_next, ["0.conv_state", "0.recurrent_state", "1.key"], marks=pytest.mark.product),
+    ],
+)
+def test_recurrent_states_in_chunks_and_single_tokens_with_left_padding_give_torchs_logits(
+    make: Callable[[], Any], kept: list[str], tmp_path: Path
+) -> None:
+    config = make()
+    graph = export_once(config)
+    names = [v.name.removeprefix("past_key_values.") for v in graph.model.graph.inputs if "past" in v.name]
+    assert names[: len(kept)] == kept
+    model = parity.live_model(config)
+    session = parity.fill(graph, model, tmp_path)
+    ids, mask = parity.padded_batch()
+    want = parity.torch_logits(model, ids, mask)[mask == 1]
+    for sizes in ([19], [5, 7, 7], [1] * 19):
+        got = parity.in_chunks(session, ids, mask, sizes)[mask == 1]
+        assert parity.relative(got, want) < TOLERANCE, sizes
+
+
+def test_a_quantized_model_of_states_alone_is_verified_and_continues_a_text(tmp_path: Path) -> None:
+    config = mamba()
+    config.vocab_size = 1536  # of the tokenizer
+    parity.live_model(config).save_pretrained(tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / name, tmp_path / "source" / name)
+    out = tmp_path / "out"
+    report = bridge.convert(tmp_path / "source", "trt", "int8_wo", out, progress=False)
+    assert report.passed
+    assert not lint(out)
+    text = "The value of the"
+    answer = bridge.run(out, text, tokens=5)
+    ids = Tokenizer.from_file(str(out / "tokenizer.json")).encode(text).ids
+    steps = Runtime(out).generate(np.array([ids]), max_new_tokens=5)[0, len(ids) :]
+    assert list(answer.ids) == steps.tolist()

@@ -26,6 +26,7 @@ from bridge.targets.trt.graph.float_graph import PLACES, TEXT, Graph
 from bridge.targets.trt.graph.layers import Layers, cut_layers, find_layers
 from bridge.targets.trt.graph.light_import import without_collection
 from bridge.targets.trt.graph.naming import name_by_structure
+from bridge.targets.trt.graph.recurrent.loops import expand
 from bridge.targets.trt.graph.stamp import KV, MODULE, SLOT, Refused, stamp_layers
 from bridge.targets.trt.graph.tasks import TASKS, choose_task, model_class
 from bridge.targets.trt.graph.translate import to_onnx
@@ -163,6 +164,7 @@ class _Run:
         from bridge.targets.trt.graph.complex_rope import real_rope
         from bridge.targets.trt.graph.experts import unstack_experts
         from bridge.targets.trt.graph.joined import join_linears
+        from bridge.targets.trt.graph.recurrent.replace import recurrences_as_nodes
 
         diffuses = is_diffusion(config)
         if not diffuses:
@@ -177,7 +179,7 @@ class _Run:
         task, dtype = TASKS[self.task], getattr(torch, self.dtype)
         try:
             oblivious = experimental.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-            with own_caches(), real_rope(model), torch.no_grad(), oblivious:
+            with own_caches(), real_rope(model), recurrences_as_nodes(model), torch.no_grad(), oblivious:
                 if diffuses:
                     from bridge.targets.trt.graph.calls.denoiser import denoiser_call, drop_squeezes
 
@@ -207,6 +209,7 @@ class _Run:
     def _finish(self, model: ir.Model, tied: dict[str, str], note: str) -> Graph:
         model.ir_version = _IR_VERSION[self.opset]
         model.producer_name, model.producer_version = "bridge", ""
+        expand(model)
         name_by_structure(model)
         values = model.graph.initializers
         for alias, name in tied.items():

@@ -25,7 +25,34 @@ def name_by_structure(model: ir.Model) -> None:
         for i, value in enumerate(node.outputs):
             if id(value) not in fixed:
                 value.name = node.name if i == 0 else f"{node.name}:{i}"
+        for body in _bodies(node):
+            _name_body(body, node.name)
     _order_initializers(graph, ordered)
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs inside a node: what a loop does."""
+    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+
+
+def _name_body(body: ir.Graph, of: str) -> None:
+    """Names in all graphs of a model are unique."""
+    body.name = of
+    for value in body.inputs:
+        value.name = f"{of}/{value.name}"
+    count: dict[str, int] = {}
+    for node in body:
+        node.name = _numbered(f"{of}/{node.op_type}", count)
+        for i, value in enumerate(node.outputs):
+            value.name = node.name if i == 0 else f"{node.name}:{i}"
+        for inner in _bodies(node):
+            _name_body(inner, node.name)
+
+
+def _read(node: ir.Node) -> list[ir.Value]:
+    """The inputs of a node, and what the graphs inside it read of values around them."""
+    inner = [value for body in _bodies(node) for inside in body for value in _read(inside) if value.graph is not body]
+    return [value for value in node.inputs if value is not None] + inner
 
 
 def _modules(ordered: list[ir.Node]) -> dict[ir.Node, str]:
@@ -51,7 +78,7 @@ def _by_demand(graph: ir.Graph) -> list[ir.Node]:
             ordered.append(node)
             continue
         todo.append((node, True))
-        producers = [v.producer() for v in node.inputs if v is not None]
+        producers = [v.producer() for v in _read(node)]
         todo.extend((p, False) for p in reversed(producers) if p is not None and p not in done)
     return ordered
 
@@ -59,7 +86,7 @@ def _by_demand(graph: ir.Graph) -> list[ir.Node]:
 def _order_initializers(graph: ir.Graph, ordered: list[ir.Node]) -> None:
     used: dict[ir.Value, None] = {}
     for node in ordered:
-        used.update((v, None) for v in node.inputs if v is not None and v.is_initializer())
+        used.update((v, None) for v in _read(node) if v.is_initializer())
     used.update((v, None) for v in graph.outputs if v.is_initializer())
     graph.initializers.clear()
     count: dict[str, int] = {}

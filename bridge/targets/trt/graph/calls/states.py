@@ -6,9 +6,11 @@ new ones.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -16,6 +18,23 @@ from transformers.cache_utils import (
 )
 
 CONV, RECURRENT = "conv_state", "recurrent_state"  # as onnxruntime-genai names them
+_ASKED: ContextVar[list[Any]] = ContextVar("the recurrent state that a layer asked for last, by head or whole")
+
+
+class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
+    """Remembers the state that a layer asks for before it scans its tokens (`take_asked`)."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        # Zamba scans head by head
+        _ASKED.set([] if state is None else list(state.unbind(1)) if state.dim() == 4 else [state])
+        return state
+
+
+def take_asked() -> Any:
+    """The state from which the next scan goes on; None before the first token."""
+    asked = _ASKED.get([])
+    return asked.pop(0) if asked else None
 
 
 class _Given:
@@ -50,7 +69,13 @@ class StateAndKeysLayer(_Given, LinearAttentionAndFullAttentionLayer):  # type: 
     """A layer with states, keys and values."""
 
 
-REPLACED = {LinearAttentionLayer: StateLayer, LinearAttentionAndFullAttentionLayer: StateAndKeysLayer}
+# transformers' layer -> ours that takes its place
+REPLACED: dict[type, type] = {
+    LinearAttentionLayer: StateLayer,
+    LinearAttentionAndFullAttentionLayer: StateAndKeysLayer,
+    DummyLayer: DummyLayer,  # keeps nothing
+}
+STATEFUL = (StateLayer, StateAndKeysLayer)
 
 
 def cache_of(config: Any) -> DynamicCache:
@@ -59,34 +84,44 @@ def cache_of(config: Any) -> DynamicCache:
         kinds = [type(layer) for layer in DynamicCache(config=config).layers]
     except (AttributeError, KeyError, TypeError, ValueError):  # a config without layers of known types
         kinds = []
-    cache = DynamicCache()
-    if any(kind in REPLACED for kind in kinds):
+    cache = _empty(config)
+    if any(REPLACED.get(kind) in STATEFUL for kind in kinds):
         cache.layers = [REPLACED.get(kind, DynamicLayer)() for kind in kinds]
         cache.layer_class_to_replicate = None
     return cache
 
 
-def slots(layer: Any) -> list[tuple[str, Any]]:
-    """Kind and tensor of everything that a layer keeps; [] if that has another form than these."""
-    if type(layer) not in (DynamicLayer, *REPLACED.values()):
+def slots(layer: Any) -> list[tuple[str, Any]] | None:
+    """Kind and tensor of everything that a layer keeps; None if that has another form than these."""
+    if type(layer) is DummyLayer:
         return []
+    if type(layer) not in (DynamicLayer, *STATEFUL) or getattr(layer, "number_of_states", 1) != 1:
+        return None
     kept = [("key", layer.keys), ("value", layer.values)] if isinstance(layer, DynamicLayer) else []
     if isinstance(layer, LinearAttentionLayer):
-        if layer.number_of_states != 1:
-            return []
         kept += [(CONV, layer.conv_states[0]), (RECURRENT, layer.recurrent_states[0])]
-        kept = [(kind, tensor) for kind, tensor in kept if tensor is not None]
-        return kept
-    return kept if layer.keys is not None else []
+    return [(kind, tensor) for kind, tensor in kept if tensor is not None] or None
 
 
-def filled(kinds: list[list[str]], tensors: list[Any]) -> DynamicCache:
+def _empty(config: Any) -> StateCache:
+    if getattr(config, "model_type", "") != "minimax":
+        return StateCache()
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    cache: StateCache = type("LightningCache", (StateCache, MiniMaxCache), {})()  # its model takes no other
+    return cache
+
+
+def filled(config: Any, kinds: list[list[str]], tensors: list[Any]) -> DynamicCache:
     """A cache that holds `tensors`, layer by layer, in the order of `slots`."""
-    cache = DynamicCache()
+    cache = _empty(config)
     cache.layers, cache.layer_class_to_replicate = [], DynamicLayer
     left = iter(tensors)
     for names in kinds:
         given = {name: next(left) for name in names}
+        if not given:
+            cache.layers.append(DummyLayer())
+            continue
         states, keys = given.keys() & {CONV, RECURRENT}, "key" in given
         layer = (StateAndKeysLayer if keys else StateLayer)() if states else DynamicLayer()
         if keys:

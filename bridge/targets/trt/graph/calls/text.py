@@ -17,11 +17,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
 from bridge.targets.trt.graph.calls.pooling import EMBEDDING, pooled
-from bridge.targets.trt.graph.calls.states import RECURRENT, cache_of, filled, slots
+from bridge.targets.trt.graph.calls.states import cache_of, filled, slots
 from bridge.targets.trt.graph.tasks import Task
 
 # Pairwise different, and neither 0 nor 1, for which torch would specialize.
 BATCH, SEQUENCE, PAST = 2, 3, 5
+STATES = "cache_params"  # the cache of models that keep states alone
 Axes = tuple[str | int, ...]  # a word is dynamic, a number static
 Kept = tuple[list[tuple[str, Any]], ...]  # by layer: kind and tensor of what it keeps
 
@@ -78,11 +79,18 @@ class Flat(nn.Module):
         cache.layers, cache.layer_class_to_replicate = [], self.layer
         if past:
             # `DynamicCache([(k, v), ...])` would concatenate each past with an empty constant first.
-            cache = filled(self.kinds, past)
-        out = self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True)
-        layers = out.past_key_values.layers
-        present = (t for layer in layers for _, t in (slots(layer) if past else [("", layer.keys), ("", layer.values)]))
-        return (*(out[name] for name in self.outputs), *present)
+            cache = filled(self.model.config, self.kinds, past)
+        name = cache_name(self.model)
+        if name == STATES and "attention_mask" in inputs:  # such models read the mask of the new tokens alone
+            inputs = inputs | {"attention_mask": inputs["attention_mask"][:, -inputs["input_ids"].shape[1] :]}
+        out = self.model(**inputs, **{name: cache}, use_cache=True, return_dict=True)
+        kept = (slots(layer) if past else [("", layer.keys), ("", layer.values)] for layer in cache.layers)
+        return (*(out[name] for name in self.outputs), *(tensor for layer in kept for _, tensor in layer or []))
+
+
+def cache_name(model: Any) -> str:
+    """The argument that takes the cache."""
+    return STATES if STATES in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: bool, pooling: str = "") -> Call:
@@ -145,20 +153,18 @@ def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple
     short = {n: t[:, -SEQUENCE:] for n, t in inputs.items()}
     kept: Kept = ()
     if task.cached:
+        filling = cache_of(model.config)
         try:
-            out = model(**short, past_key_values=cache_of(model.config), use_cache=True, return_dict=True)
-            kept = tuple(slots(layer) for layer in out.past_key_values.layers)
+            out = model(**short, **{cache_name(model): filling}, use_cache=True, return_dict=True)
         except (AttributeError, LookupError, ValueError, TypeError) as error:
             if cache:
                 raise _no_cache(model, "it keeps a state of another form") from error
-        if cache and not all(kept or [[]]):
-            raise _no_cache(model, "a layer keeps something other than keys and values")
-        kinds = {kind for layer in kept for kind, _ in layer}
-        if cache and RECURRENT in kinds:
-            why = "it keeps recurrent states, which its code in transformers continues by one token at a time only"
-            raise _no_cache(model, why)
-        if not all(kept) or not (cache or kinds <= {"key", "value"}):
-            kept = ()
+        found = [slots(layer) for layer in filling.layers]
+        if cache and (None in found or not any(found)):
+            raise _no_cache(model, "a layer keeps something other than keys, values and states")
+        kinds = {kind for layer in found for kind, _ in layer or []}
+        if cache or (all(found) and kinds <= {"key", "value"}):
+            kept = tuple(layer or [] for layer in found)
     if not kept:
         out = model(**short, **({"use_cache": False} if task.cached else {}), return_dict=True)
     return {n: out[n] for n in task.outputs if out.get(n) is not None}, kept
