@@ -376,11 +376,11 @@ def test_only_what_is_fused_is_told_to_be_kept_apart(name: str, kept: str, told:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("RecurrentGemmaForCausalLM", {}, "keeps neither keys and values nor states that a graph can take"),
+        ("RwkvForCausalLM", {}, "keeps neither keys and values nor states that a graph can take"),
         ("T5ForConditionalGeneration", {"task": "causal-lm"}, "has no such head; use seq2seq-lm"),
         ("T5ForConditionalGeneration", {"task": "feature-extraction"}, "has an encoder and a decoder"),
     ],
 )
 def test_what_no_graph_can_be_made_of_is_refused_by_the_plan(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(BridgeError, match=says):
-        bridge.plan(build(name), "trt", "int8_wo", **options)
+        bridge.plan(tiny(name), "trt", "int8_wo", **options)

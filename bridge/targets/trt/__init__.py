@@ -40,7 +40,7 @@ INT4_BLOCKS = (64, 128)
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 ALL_EXPERTS = "every token runs through all {} experts in the graph: standard ONNX has no fused routing"
 # Model types whose layers keep states, and keys and values, if any, in modules that no name shows.
-STATES = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba")
+STATES = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma", "zamba")
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 GRAPHS = (MODEL, *PARTS.values())
 

@@ -15,6 +15,7 @@ from transformers.models.bamba import modeling_bamba as bamba
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+from transformers.models.recurrent_gemma import modeling_recurrent_gemma as gemma
 
 from bridge.targets.trt.graph.calls.states import StateCache, StateLayer, take_asked
 from bridge.targets.trt.graph.naming import name_by_structure
@@ -160,6 +161,21 @@ def test_a_decay_of_each_channel_gives_the_outputs_of_one_pass(
     def call(i: int, j: int, state: Any) -> Any:
         tensors = (tensor[:, i:j] for tensor in (q, k, v, g, beta))
         return replace._delta_rule(*tensors, initial_state=state, **more)
+
+    check(in_pieces(call, tokens, cuts), want)
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 9, 10]])
+def test_gated_units_begin_anew_where_a_text_begins(cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 19
+    x, gate = random(BATCH, tokens, WIDTH), random(BATCH, tokens, WIDTH).sigmoid()
+    reset = torch.zeros(BATCH, tokens, 1, dtype=torch.bool)
+    reset[0, :4] = reset[1, 12] = True  # padding on the left, and a second text
+    want = gemma.RecurrentGemmaRglru._rnn_scan(None, x, gate, reset, None)
+    computed(monkeypatch)
+
+    def call(i: int, j: int, state: Any) -> Any:
+        return replace._gated_scan(x[:, i:j], gate[:, i:j], reset[:, i:j], state)
 
     check(in_pieces(call, tokens, cuts), want)
 
