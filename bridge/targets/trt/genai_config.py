@@ -52,30 +52,39 @@ def write_genai_config(
     """
     inputs = graph_inputs(directory / MODEL)
     caches = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
-    if states := [name for name in caches if not name.endswith((".key", ".value"))]:
-        also = ", ".join(fold_layers(states))
-        return f"no {GENAI}: the decoder of onnxruntime-genai takes keys and values, and the graph keeps {also} as well"
-    extents = {(shape[1], shape[3]) for shape in caches.values()}
+    keys = {name: shape for name, shape in caches.items() if name.endswith((".key", ".value"))}
+    states = [name for name in caches if name not in keys]
+    if states and (shared or not keys):
+        kept = ", ".join(fold_layers(states))
+        alone = "beside keys and values in buffers of one size" if keys else "alone"
+        return f"no {GENAI}: the graph keeps {kept} {alone}, with which onnxruntime-genai was not tried"
+    extents = {(shape[1], shape[3]) for shape in keys.values()}
     if len(extents) != 1:
-        several = fold_layers([f"{name} {list(shape)}" for name, shape in caches.items()])
+        several = fold_layers([f"{name} {list(shape)}" for name, shape in keys.items()])
         return f"no {GENAI}: onnxruntime-genai takes caches of one shape, and the graph has {', '.join(several)}"
     heads, width = extents.pop()
     context = text.get("max_position_embeddings")
     if not isinstance(context, int):
         return f"no {GENAI}: onnxruntime-genai needs max_position_embeddings, which config.json does not have"
-    decoder = {
+    layers = 1 + max(int(name.split(".")[1]) for name in caches)
+    decoder: dict[str, Any] = {
         "filename": MODEL,
         "head_size": width,
         "hidden_size": text["hidden_size"],
         "num_attention_heads": text["num_attention_heads"],
-        "num_hidden_layers": len(caches) // 2,
+        "num_hidden_layers": layers,
         "num_key_value_heads": heads,
         "inputs": {name: name for name in _INPUTS if name in inputs} | CACHE_INPUTS,
         "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
         "session_options": {**(session or {}), "provider_options": []},
     }
+    kind = _TYPE  # which finds recurrent states, and convolution states beside them, by their names
+    if states and all(name.endswith(".conv_state") for name in states):
+        kind = "lfm2"
+        convolve = {int(name.split(".")[1]) for name in states}
+        decoder["layer_types"] = ["conv" if at in convolve else "full_attention" for at in range(layers)]
     settings = generation_settings(source.side_files)
-    model = {"type": _TYPE, **token_ids(settings, text), "context_length": context, "vocab_size": text["vocab_size"]}
+    model = {"type": kind, **token_ids(settings, text), "context_length": context, "vocab_size": text["vocab_size"]}
     search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
     search |= {"max_length": context, "past_present_share_buffer": shared}
     content = {"model": {**model, "decoder": decoder}, "search": search}

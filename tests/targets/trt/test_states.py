@@ -51,16 +51,22 @@ def test_convolution_states_in_chunks_and_single_tokens_with_left_padding_give_t
         assert parity.relative(got, want) < TOLERANCE, sizes
 
 
-def test_genai_is_told_of_no_graph_with_states(tmp_path: Path) -> None:
-    shapes = {"input_ids": (1, 4), "past_key_values.0.conv_state": (1, 48, 3), "past_key_values.1.key": (1, 2, 0, 8)}
-    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+@pytest.mark.parametrize(
+    ("names", "shared", "says"),
+    [
+        (["0.conv_state", "0.recurrent_state"], False, "0.recurrent_state alone, with which onnxruntime-genai was not"),
+        (["0.conv_state", "1.key"], True, "0.conv_state beside keys and values in buffers of one size"),
+    ],
+)
+def test_what_genai_was_not_tried_with_has_no_file(names: list[str], shared: bool, says: str, tmp_path: Path) -> None:
+    slots = {f"past_key_values.{name}": (1, 2, 0, 8) for name in names}
+    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in slots.items()]
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "g", inputs, [])), tmp_path / "model.onnx")
-    why = write_genai_config(open_source(LLAMA), {}, tmp_path)
-    assert "takes keys and values, and the graph keeps past_key_values.0.conv_state as well" in why
+    assert says in write_genai_config(open_source(LLAMA), {}, tmp_path, shared=shared)
     assert not (tmp_path / GENAI).exists()
 
 
-def bamba() -> Any:
+def bamba(**changes: Any) -> Any:
     kinds = {
         "attn_layer_indices": [1, 4],
         "mamba_n_heads": 12,
@@ -68,7 +74,7 @@ def bamba() -> Any:
         "mamba_n_groups": 3,
         "mamba_d_state": 7,
     }
-    fields = {**_TEXT, "num_hidden_layers": 6, "mamba_expand": 2, "mamba_d_conv": 4, **kinds}
+    fields = {**_TEXT, "num_hidden_layers": 6, "mamba_expand": 2, "mamba_d_conv": 4, **kinds, **changes}
     return transformers.BambaConfig(architectures=["BambaForCausalLM"], **fields)
 
 
@@ -125,3 +131,21 @@ def test_a_quantized_model_of_states_alone_is_verified_and_continues_a_text(tmp_
     ids = Tokenizer.from_file(str(out / "tokenizer.json")).encode(text).ids
     steps = Runtime(out).generate(np.array([ids]), max_new_tokens=5)[0, len(ids) :]
     assert list(answer.ids) == steps.tolist()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(bamba(num_hidden_layers=2, attn_layer_indices=[1]), id="bamba"),
+        pytest.param(
+            lfm2(num_hidden_layers=2, layer_types=["conv", "full_attention"]), id="lfm2", marks=pytest.mark.product
+        ),
+    ],
+)
+def test_genai_hands_states_on_beside_keys_and_values(config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    from tests.targets.trt.test_genai import assert_equal
+
+    out = tmp_path / "out"
+    bridge.convert(parity.live_model(config), "trt", "none", out, verify=False)
+    assert_equal(out, Runtime(out), np.array([[5, 9, 31, 7, 64, 12, 88]]))
