@@ -43,12 +43,15 @@ class QuantizerBinding:
     rows: tuple[int, int] | None = field(default=None, compare=False)
 
     @property
+    def joint(self) -> bool:
+        """Whether one quantizer has the weights of all experts: ModelOpt's of stacks that lie [in, out]."""
+        return self.site.stacked and self.expert is None
+
+    @property
     def weight_quantizer(self) -> str:
-        if self.site.stacked:
-            return f"{self.module}.{self.parameter}_weight_quantizer"
-        if self.expert is None:
-            return f"{self.module}.weight_quantizer"
-        return f"{self.module}.{self.parameter}_weight_quantizers.{self.expert}"
+        if self.expert is not None:
+            return f"{self.module}.{self.parameter}_weight_quantizers.{self.expert}"
+        return f"{self.module}.{self.parameter}_weight_quantizer" if self.joint else f"{self.module}.weight_quantizer"
 
     @property
     def input_quantizer(self) -> str:
@@ -104,9 +107,11 @@ def bind(
         for part in origin.parts:
             module, _, parameter = _own(site, part.live, tied).rpartition(".")
             # a stack is indexed by the expert; other parts are a matrix or a range of its rows
-            binding = QuantizerBinding(site, form, module, parameter, part.expert, part.rows)
-            if binding not in bindings[-len(origin.parts) :]:
-                bindings.append(binding)
+            every = range(origin.spec.shape[0]) if site.layout == "stack_out_in" else (part.expert,)
+            for expert in every:
+                binding = QuantizerBinding(site, form, module, parameter, expert, part.rows)
+                if binding not in bindings[-len(origin.parts) :]:
+                    bindings.append(binding)
     if lost:
         raise CalibrationError(
             f"the model in memory lacks modules that the plan quantizes: {', '.join(fold_layers(lost))}"

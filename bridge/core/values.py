@@ -329,7 +329,8 @@ class Structure:
     order of the model's modules. `embeddings`: modules whose weight is looked up, not multiplied. `ungrouped`: why
     `groups` are unknown, "" if they are known. `traced`: whether torch was needed. `singles`: groups of one module, for
     the norm that it reads. `feeds`: matrices between which nothing but attention or a gate stands. `cuts`: role of a
-    matrix that ranks share -> how. These three are empty without a table.
+    matrix that ranks share -> how. These three are empty without a table. `joined`: the weight of a stack of matrices
+    that are gate and up of an expert -> "halves" if the rows of gate come first, "pairs" if rows of both alternate.
     """
 
     architecture: str
@@ -346,6 +347,7 @@ class Structure:
     singles: tuple[InputGroup, ...] = ()
     feeds: tuple[Feed, ...] = ()
     cuts: dict[str, Cut] = field(default_factory=dict)
+    joined: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

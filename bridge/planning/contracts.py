@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge.core.text import fold_problems, grouped
 from bridge.core.values import Format, main_dtype
+from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.planning.ranks import cut_blocks, numbers_of_ranks, uneven
 from bridge.quant.describe import contract_words, numeric_words
@@ -324,6 +325,8 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
 def _out_in(step: Step, plan: Plan) -> tuple[int, int]:
     """The extents of a matrix, or of each of a stack, in this order."""
     assert step.site
+    if step.inputs[0].expert is not None:  # cut from a stack
+        return extent(step.inputs[0], plan.sources)
     shape = plan.sources[step.source].shape
     across = step.inputs[0].transposed or step.site.layout.endswith("in_out")
     first = 0 if step.site.layout == "conv" else -2

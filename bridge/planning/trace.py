@@ -46,6 +46,9 @@ MATRIX = 2  # axes
 NEVER_RUN = "its module never runs: the model reads the weight itself"
 # Towers of images and sounds beside text, cross attention without an encoder, heads and branches of other tasks.
 UNREACHED = "{inputs} alone does not reach it, so that its input cannot be measured; a rule that names it quantizes it"
+# Of stacks of a class's own kind (JetMoE), ModelOpt has no quantizers, and no server has a model.
+OWN_EXPERTS = "experts of a kind that no program is known to read quantized"
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # the stacks of `use_experts_implementation`, and of Llama 4
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # children of a module that also has `experts`
 
 
@@ -80,6 +83,7 @@ def trace_structure(source: Source) -> Structure:
         embeddings=embeddings,
         ungrouped=ungrouped,
         traced=True,
+        joined=_joined(model, origins),
     )
 
 
@@ -215,6 +219,8 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             continue
         module = live.live.removesuffix(".weight")
         reason = why_kept(module) or why_kept(name.removesuffix(".weight"))
+        if layout.startswith("stack") and not module.endswith(_EXPERTS):
+            reason = reason or OWN_EXPERTS
         sites.append(_site(name, origin, layout, "output head" if module in heads else reason))
     return sites
 
@@ -238,6 +244,16 @@ def _stacks(model: Any) -> dict[str, str]:
             tensors = [(key, tensor) for key, tensor in module._parameters.items() if tensor is not None]
             layouts |= {f"{name}.{key}": layout for key, tensor in tensors if tensor.ndim > MATRIX}
     return layouts
+
+
+def _joined(model: Any, origins: Mapping[str, Origin]) -> dict[str, str]:
+    """Stored stacks whose matrices are gate and up of an expert -> how these lie, see `Structure.joined`."""
+    joined = {}
+    for name, origin in origins.items():
+        module, _, key = origin.parts[0].live.rpartition(".")
+        if key == "gate_up_proj" and origin.parts[0].expert is None and len(origin.spec.shape) > MATRIX:
+            joined[name] = "halves" if getattr(model.get_submodule(module), "is_concatenated", True) else "pairs"
+    return joined
 
 
 def _tied_heads(model: Any, tied: Mapping[str, str]) -> list[Site]:

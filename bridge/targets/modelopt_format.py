@@ -13,6 +13,7 @@ from typing import Any
 from bridge.core.values import Format, Numeric
 from bridge.planning.plan import Plan
 from bridge.quant.describe import numeric_words
+from bridge.targets.stacks import listed_as
 
 # The version of the contract: runtimes read who wrote a checkpoint to know what its fields mean.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -39,6 +40,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 def excluded(plan: Plan) -> list[str]:
     """The runtime's list of unquantized matrices, embeddings, routers and tied heads, shortened and sorted."""
     kept = {step.site.module for step in plan.steps if step.site and step.format is None}
+    kept |= {listed_as(step.site) for step in plan.steps if step.site and step.site.stacked and step.format is None}
     tied = {alias.removesuffix(".weight") for alias in plan.tied if alias.endswith(".weight")}
     return summarize(kept | tied, [step.site.module for step in plan.quantized if step.site])
 

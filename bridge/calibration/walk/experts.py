@@ -205,7 +205,7 @@ def _stacks(
         mine = [binding for binding in bindings if binding.module == name]
         if why := _why_whole(name, module, mine, weights):
             return [], f"{name} ({type(module).__name__}) cannot run expert by expert, because {why}"
-        joint = any(binding.site.stacked for binding in mine)
+        joint = any(binding.joint for binding in mine)
         stacks.append(Stack(Block(name, len(stacks), bool(mine)), module, module.num_experts, joint))
     return stacks, "" if stacks else "it holds no stack of experts as transformers makes them"
 
@@ -215,7 +215,7 @@ def _why_whole(name: str, module: Any, bindings: Sequence[QuantizerBinding], wei
         return "a tensor of the checkpoint is cut across several experts"
     if any(calibrator(binding.format) == MSE for binding in bindings):
         return "ModelOpt searches the scales of all of its weights at once"
-    if any(binding.site.stacked and _per_expert(binding) for binding in bindings):
+    if any(binding.joint and _per_expert(binding) for binding in bindings):
         return "ModelOpt has one quantizer with a scale of each expert"
     return why_not(module)
 

@@ -195,9 +195,8 @@ def _without_smoothing(form: Format, site: Site) -> Format:
     # ModelOpt smooths and clips Linear and Conv1D only: experts get the same formats without a pre_quant_scale (they
     # would need one input scale each, but share one input), convolutions have no single `in`. Its GPTQ, too, leaves out
     # experts, whose stack is one module with several matrices; its local Hessian takes them, not we
-    if (form.prescales or form.clipped) and (site.expert is not None or site.layout == "conv"):
-        return replace(form, algorithm="max")
-    if form.chosen and (site.expert is not None or site.stacked or site.layout == "conv"):
+    changed = form.prescales or form.clipped or form.chosen
+    if changed and (site.expert is not None or site.stacked or site.layout == "conv"):
         return replace(form, algorithm="max")
     return form
 

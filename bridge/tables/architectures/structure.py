@@ -50,6 +50,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
         singles=singles_of(matched),
         feeds=feeds_of(matched),
         cuts=cuts_of(matched),
+        joined={name: how for name, (entry, _, _) in placed if (how := _joined(entry.row.expr))},
     )
 
 
@@ -110,6 +111,16 @@ def layout_of(expr: Expr | None) -> str:
     if isinstance(expr, Call) and expr.op == "stack":
         return f"stack_{layout_of(expr.args[0])}"
     return "in_out" if isinstance(expr, Call) and expr.op == "transpose" else "out_in"
+
+
+def _joined(expr: Expr | None) -> str:
+    """How a row stacks gate and up of each expert as one matrix, see `Structure.joined`; "" if it does not."""
+    if not (isinstance(expr, Call) and expr.op == "stack"):
+        return ""
+    (inner, *_) = expr.args
+    inner = inner.args[0] if isinstance(inner, Call) and inner.op == "transpose" else inner
+    kinds = {"interleave": "pairs", "concat": "halves"}
+    return kinds.get(inner.op, "") if isinstance(inner, Call) else ""
 
 
 def _embeddings(matched: Matched) -> tuple[str, ...]:

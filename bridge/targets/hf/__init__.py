@@ -123,7 +123,7 @@ class Hf(StreamedTarget):
         return spelling(options.format).why_kv_unsupported(kv)
 
     def why_stack_unsupported(self, format_: Format, site: Site, options: HfOptions) -> str:
-        return spelling(options.format).why_stack_unsupported(format_, site)
+        return ""
 
     def why_kept(self, format_: Format, site: Site) -> str:
         return "convolution: unified checkpoints hold quantized matrices only" if site.layout == "conv" else ""

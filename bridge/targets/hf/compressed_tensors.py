@@ -8,13 +8,15 @@ as 1 / scale. For the functions see `Spelling`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge.core.values import Encoding, Format, Numeric, Site
-from bridge.planning.plan import STACKED, Plan
+from bridge.planning.plan import Plan
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
+from bridge.targets.stacks import listed_as
 
 TRAITS = Traits(mixes=True)
 VERSION = "0.20.0"
@@ -50,9 +52,9 @@ def why_unsupported(format_: Format) -> str:
     return ""
 
 
-def why_stack_unsupported(format_: Format, site: Site) -> str:
-    """Why stacked experts cannot be written: compressed-tensors has only modules."""
-    return f"{STACKED} in compressed-tensors; fp8 and nvfp4_wo are in format='modelopt'"
+def holds_stack(format_: Format, site: Site) -> bool:
+    """Never: compressed-tensors has only modules."""
+    return False
 
 
 def why_kv_unsupported(kv: Numeric) -> str:
@@ -157,7 +159,7 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
         "config_groups": groups,
         "format": names.pop() if len(names) == 1 else "mixed-precision" if names else "dense",
         "global_compression_ratio": None,
-        "ignore": ignored(plan),
+        "ignore": [*ignored(plan), *_experts(plan)],
         "kv_cache_scheme": _arguments(KV) if kv else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -168,9 +170,15 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
 
 def ignored(plan: Plan) -> list[str]:
     """Modules of unquantized matrices, by name, since a group's target is the class of all of them."""
-    kept = [s.site.module for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding"]
+    kept = [listed_as(s.site) for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding"]
     tied = [alias.removesuffix(".weight") for alias in plan.tied if alias.endswith(".weight")]
     return list(dict.fromkeys([*kept, *tied]))
+
+
+def _experts(plan: Plan) -> list[str]:
+    """Patterns of the modules in unquantized stacks: vLLM asks for those of an expert, which has none of its own."""
+    kept = (s.site for s in plan.steps if s.site and s.site.stacked and s.format is None)
+    return list(dict.fromkeys(f"re:^{re.escape(listed_as(site))}\\." for site in kept))
 
 
 def compression(format_: Format) -> str:

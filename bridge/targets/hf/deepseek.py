@@ -20,9 +20,8 @@ NAME = "DeepSeek's format"
 TRAITS = Traits()
 TILE = 128
 WEIGHT = Numeric("float8_e4m3fn", "block", (TILE, TILE))
-why_stack_unsupported = partial(words.why_stack_unsupported, NAME)
 why_kv_unsupported = partial(words.why_kv_unsupported, NAME)
-kv_parts, joins = words.kv_parts, words.joins
+holds_stack, kv_parts, joins = words.holds_stack, words.kv_parts, words.joins
 
 
 def why_unsupported(format_: Format) -> str:

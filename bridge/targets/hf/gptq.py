@@ -21,9 +21,8 @@ from bridge.targets.hf.spelling import Part, Traits
 NAME = "GPTQ's format"
 TRAITS = Traits(transposed=True)
 CHANNEL = -1  # its `group_size` of one scale for each `out`
-why_stack_unsupported = partial(words.why_stack_unsupported, NAME)
 why_kv_unsupported = partial(words.why_kv_unsupported, NAME)
-kv_parts, unifies, joins = words.kv_parts, words.unifies, words.joins
+holds_stack, kv_parts, unifies, joins = words.holds_stack, words.kv_parts, words.unifies, words.joins
 
 
 def why_unsupported(format_: Format) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from bridge.core.text import grouped
 from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.core.version import __version__
-from bridge.planning.plan import STACKED, TILE, Plan
+from bridge.planning.plan import TILE, Plan
 from bridge.quant.describe import numeric_words
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.config_json import config_json
@@ -26,7 +26,7 @@ from bridge.targets.modelopt_format import (
     setting,
 )
 
-TRAITS = Traits(prescales=True, mixes=True)
+TRAITS = Traits(prescales=True, mixes=True, stacks=True)
 PACKED = ("int4", "float4_e2m1fn")
 
 
@@ -42,17 +42,9 @@ def why_unsupported(format_: Format) -> str:
     return ""
 
 
-def why_stack_unsupported(format_: Format, site: Site) -> str:
-    """Why experts stacked in one tensor cannot have the format ("" if they can).
-
-    For the other formats ModelOpt raises, or writes what no runtime can use: one scale per expert where the config
-    says one per row, or blocks along `out`.
-    """
-    if site.layout == "stack_out_in":
-        return f"{STACKED} if each lies [out, in]"
-    if setting(format_)["quant_algo"] in ("FP8", "NVFP4", "W4A16_NVFP4"):
-        return ""
-    return f"{STACKED} in {format_words(format_)[0]}: fp8, nvfp4 and nvfp4_wo are"
+def holds_stack(format_: Format, site: Site) -> bool:
+    """Whether ModelOpt's checkpoints hold experts in this format as one tensor."""
+    return site.layout == "stack_in_out" and setting(format_)["quant_algo"] in ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
 def why_kv_unsupported(kv: Numeric) -> str:

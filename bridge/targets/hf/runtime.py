@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.dtypes import from_float32, to_float32
+from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.errors import BridgeError, CannotRun
 from bridge.core.values import TensorSpec
+from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.decode import decode
 from bridge.sources.config_json import read_json
@@ -34,15 +35,26 @@ class Rebuilt:
         plain = {key: config[key] for key in config if key != "quantization_config"}
         self.config: Mapping[str, Any] = with_architecture(plain) if is_diffusion(plain) else plain
         self._output = OutputReader(plan, directory)
-        self._steps = {self._name(step): step for step in plan.steps if step.layout is not Layout.SCALES}
-        sources = ((name, plan.sources[step.source]) for name, step in self._steps.items())
+        steps = [step for step in plan.steps if step.layout is not Layout.SCALES]
+        self._steps: dict[str, Step] = {}
+        self._experts: dict[str, list[Step]] = {}  # stack -> the steps of the matrices that were cut from it
+        for step in steps:
+            if step.inputs[0].expert is not None:
+                self._experts.setdefault(step.source, []).append(step)
+            else:
+                self._steps[self._name(step)] = step
+        sources = [(name, plan.sources[step.source]) for name, step in self._steps.items()]
+        sources += [(name, plan.sources[name]) for name in self._experts]
         self.specs: Mapping[str, TensorSpec] = {
             name: TensorSpec(name, source.shape, source.dtype) for name, source in sources
         }
 
     def read(self, name: str) -> np.ndarray:
         """The storage array of one tensor: unchanged from the file, or dequantized into the source's dtype."""
-        step, spec = self._steps[name], self.specs[name]
+        spec = self.specs[name]
+        if name in self._experts:
+            return self._stack(spec, self._experts[name])
+        step = self._steps[name]
         outputs = {output.part: output for output in step.outputs}
         (whole,) = step.inputs
         if step.layout is not Layout.PLAIN:
@@ -52,6 +64,18 @@ class Rebuilt:
         array, written = self._output.read(outputs["weight"]), outputs["weight"].spec.dtype
         array = np.ascontiguousarray(array.T) if whole.transposed else array
         return array if written == spec.dtype else from_float32(to_float32(array, written), spec.dtype)
+
+    def _stack(self, spec: TensorSpec, steps: list[Step]) -> np.ndarray:
+        """The storage array of experts that were written as matrices of their own."""
+        whole = np.empty(spec.shape, DTYPES[spec.dtype].storage)
+        for step in steps:
+            (part,) = step.inputs
+            shape = extent(part, {spec.name: spec})
+            values = self._values(step, {output.part: output for output in step.outputs}, shape)
+            array = from_float32(np.ascontiguousarray(values.T if part.transposed else values), spec.dtype)
+            rows, cols = (slice(*(ends or (None,))) for ends in (part.rows, part.cols))
+            whole[part.expert, rows, cols] = array
+        return whole
 
     def _values(self, step: Step, outputs: Mapping[str, Output], shape: tuple[int, ...]) -> np.ndarray:
         """float32, in the axes that were coded; times the pre-scale, because the model's input is not multiplied."""

@@ -40,11 +40,13 @@ class Traits:
     """What a spelling can hold. `prescales`: pre-scales beside the weights; else norms and other matrices take them.
 
     `mixes`: modules in different formats. `transposed`: codes and block scales are stored [in, out].
+    `stacks`: programs read experts that the source has as one tensor [experts, in, out] from one tensor only.
     """
 
     prescales: bool = False
     mixes: bool = False
     transposed: bool = False
+    stacks: bool = False
 
 
 class Spelling(Protocol):
@@ -55,8 +57,8 @@ class Spelling(Protocol):
     def why_unsupported(self, format_: Format) -> str:
         """Why no checkpoint in this spelling can hold the format ("" if one can)."""
 
-    def why_stack_unsupported(self, format_: Format, site: Site) -> str:
-        """Why experts stacked in one tensor cannot have the format ("" if they can)."""
+    def holds_stack(self, format_: Format, site: Site) -> bool:
+        """True if experts that the source has in one tensor stay in one; else each becomes modules of its own."""
 
     def why_kv_unsupported(self, kv: Numeric) -> str:
         """Why the KV cache cannot have this numeric ("" if it can)."""

@@ -14,6 +14,7 @@ from bridge.planning.target import Draft, Drafted
 from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
+from bridge.targets.hf.experts import Experts
 from bridge.targets.hf.folding import MIN_GROUP, Folding
 from bridge.targets.hf.shards import divide, names_for
 from bridge.targets.hf.spelling import Part, Spelling
@@ -33,9 +34,11 @@ class Drafting:
     """The steps of one plan. Groups of modules that read one input decide what is shared and folded."""
 
     def __init__(self, draft: Draft, spelling: Spelling) -> None:
-        self._draft, self._spelling = draft, spelling
-        self._formats = draft.quantized
         self._drafted = Drafted()
+        self._experts = Experts(draft, spelling)
+        self._draft = draft = self._experts.draft
+        self._spelling = spelling
+        self._formats = draft.quantized | self._experts.formats
         self._copied = {
             (site.weight if site and site.weight in draft.structure.tied else spec.name): (spec, site)
             for spec, site in draft.copied()
@@ -53,7 +56,9 @@ class Drafting:
         self._drafted.notes += self._folding.notes()
         if self._draft.options.own_scales and not any(map(_is_refit, self._formats.values())):
             self._drafted.notes.append("own_scales changes nothing: no weight is FP8 with a scale per tensor")
-        steps = [self._step(name) for name in self._order()]
+        self._drafted.problems += self._experts.problems
+        self._drafted.notes += self._experts.notes
+        steps = [step for name in self._order() for step in self._steps(name)]
         if scheme and scheme.kv:
             steps += [self._kv_step(module, scheme.kv) for module in self._draft.structure.attention]
         self._drafted.steps = self._assign_files(steps)
@@ -99,9 +104,15 @@ class Drafting:
         names = dict.fromkeys((*self._draft.structure.order, *self._copied))
         return [name for name in names if name in self._copied]
 
-    def _step(self, name: str) -> Step:
-        """The step of one tensor; one with a problem gets a plain step, since the plan fails anyway."""
+    def _steps(self, name: str) -> list[Step]:
+        """The steps of one tensor: one, or those of all experts of a layer with the first of their tensors."""
         spec, site = self._copied[name]
+        if name not in self._experts.stacks:
+            return [self._step(spec, site)]
+        return [matrix.reading(self._step(matrix.spec, matrix.site)) for matrix in self._experts.of_layer(name)]
+
+    def _step(self, spec: TensorSpec, site: Site | None) -> Step:
+        """The step of a matrix; one with a problem gets a plain step, since the plan fails anyway."""
         format_ = self._formats.get(site.module) if site else None
         problems = self._incompatibilities(spec, site, format_) if site and format_ else []
         if site is None or format_ is None or problems:

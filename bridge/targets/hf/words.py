@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.core.values import Format, Numeric, Site
 from bridge.core.version import __version__
-from bridge.planning.plan import STACKED, Plan
+from bridge.planning.plan import Plan
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part
 
@@ -37,8 +37,8 @@ def why_unsupported(format_: Format, dtypes: tuple[str, ...], name: str) -> str:
     return ""
 
 
-def why_stack_unsupported(name: str, format_: Format, site: Site) -> str:
-    return f"{STACKED} in {name}; fp8 and nvfp4_wo are in format='modelopt'"
+def holds_stack(format_: Format, site: Site) -> bool:
+    return False
 
 
 def why_kv_unsupported(name: str, kv: Numeric) -> str:

@@ -21,9 +21,9 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_in
 from bridge.targets.config_json import generation_problems
+from bridge.targets.stacks import experts_of
 from bridge.targets.trt.files import MODEL, PARTS, graphs, is_multimodal
 from bridge.targets.trt.graph.tasks import TASKS, choose_task
-from bridge.targets.trt.stacks import experts_of, of_expert
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,11 +162,6 @@ class Trt(StreamedTarget):
         return ""
 
     def why_stack_unsupported(self, format_: Format, site: Site, options: TrtOptions) -> str:
-        if format_.prescales or format_.clipped or format_.chosen:
-            return (
-                f"experts in one tensor have one input, which {format_.algorithm} would smooth or search for each; "
-                "use a scheme without it, or keep them with a recipe"
-            )
         return ""
 
     def why_kept(self, format_: Format, site: Site) -> str:
@@ -203,15 +198,15 @@ class Trt(StreamedTarget):
             stack = site if site and site.stacked else None
             if stack:
                 experts = max(experts, spec.shape[0])
-            matrices: list[tuple[TensorSpec, Site | None]] = [*experts_of(spec, stack)] if stack else [(spec, site)]
-            for matrix, own in matrices:
+            for part in experts_of(spec, stack) if stack else [None]:
+                matrix, own = (part.spec, part.site) if part else (spec, site)
                 if own and isinstance(format_, Format):
                     problems = self.incompatibilities(format_, own, matrix)
                     drafted.problems += [(own.module, problem) for problem in problems]
                     step = self.quantized_step(matrix, own, format_, draft.options)
                 else:
                     step = self.plain_step(matrix, own, why, draft.options)
-                drafted.steps.append(of_expert(step, spec, stack) if stack else step)
+                drafted.steps.append(part.reading(step) if part else step)
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
         drafted.problems += generation_problems(draft.side_files)

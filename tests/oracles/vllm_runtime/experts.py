@@ -173,12 +173,14 @@ def _product(how: Method) -> Callable[..., torch.Tensor]:
         self: Any, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         first, second = (how.weights(self, layer, part) for part in ("w13", "w2"))
-        entered, total = how.inputs(self, layer, "w13", x), torch.zeros_like(x)
+        total, before = torch.zeros_like(x), layer.apply_router_weight_on_input  # Llama 4
         for expert in range(len(first)):
             share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
+            entered = how.inputs(self, layer, "w13", x * share if before else x)
             gate, up = torch.nn.functional.linear(entered, first[expert]).chunk(2, -1)
             inner = how.inputs(self, layer, "w2", torch.nn.functional.silu(gate) * up)
-            total += share * torch.nn.functional.linear(inner, second[expert])
+            made = torch.nn.functional.linear(inner, second[expert])
+            total += made if before else share * made
         return total
 
     return apply

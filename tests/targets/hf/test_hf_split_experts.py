@@ -1,0 +1,140 @@
+"""Experts that one tensor of the source holds, written as modules of each: target `hf`, every format of files.
+
+`apart` cuts the stacks a second time, in torch, as llm-compressor's `ExpertMLPWithGate.copy_from_experts_module` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import preset_name_to_scheme
+from safetensors.torch import load_file, save_file
+
+import bridge
+from bridge.planning.memory import PIECE, SCRATCH, working_set
+from tests import once
+from tests.covering import grid
+from tests.models.export_families import tokens
+from tests.oracles import export_oracle as oracle
+from tests.oracles.compressed_oracle import qparams
+from tests.sweep.build import build as build_family
+from tests.targets.hf.test_hf_stacked import build, granite, llama4
+
+MODELS = {
+    "llama4": lambda: build(make=llama4),  # [experts, in, out]
+    "granite": lambda: build(make=granite),  # [experts, out, in], under names of its own
+    "qwen3-vl": lambda: build_family("Qwen3VLMoeForConditionalGeneration"),
+    "granite-hybrid": lambda: build_family("GraniteMoeHybridForCausalLM"),
+}
+PRESETS = {"int4_wo": "W4A16", "fp8_pc_pt": "FP8_DYNAMIC", "nvfp4_wo": "NVFP4A16"}
+
+
+def source(name: str) -> Path:
+    return once.directory(f"stacks-{name}", lambda part: oracle.save(MODELS[name](), part))
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Module -> its weight [out, in], of all experts."""
+    modules = {}
+    for name, stack in tensors.items():
+        if stack.ndim != 3 or "conv" in name:
+            continue
+        block = name.replace(".experts.", ".").replace(".weight", "").rpartition(".")[0]
+        for e, matrix in enumerate(stack.transpose(1, 2) if "feed_forward" in name else stack):
+            if "gate_up" in name or "input_linear" in name:
+                halves = matrix.chunk(2)
+                modules |= {
+                    f"{block}.experts.{e}.{which}_proj": half
+                    for which, half in zip(("gate", "up"), halves, strict=True)
+                }
+            else:
+                modules[f"{block}.experts.{e}.down_proj"] = matrix
+    return modules
+
+
+@grid({"model": MODELS, "scheme": PRESETS}, first=[("llama4", "int4_wo"), ("granite", "nvfp4_wo")])
+def test_experts_are_those_of_compressed_tensors(model: str, scheme: str, tmp_path: Path) -> None:
+    bridge.convert(source(model), "hf", scheme, tmp_path / "out", format="compressed-tensors", verify=False)
+    ours, weights = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        apart(load_file(source(model) / "model.safetensors")),
+    )
+    preset = preset_name_to_scheme(PRESETS[scheme], ["Linear"])
+    preset.format = infer_module_format(torch.nn.Linear, preset)
+    compressor = BaseCompressor.get_value_from_registry(preset.format.value)
+    assert len(weights) >= 9
+    for module, weight in weights.items():
+        block, projection = module.rpartition(".")[::2]
+        pair = ("gate_proj", "up_proj") if projection != "down_proj" else ("down_proj",)
+        above = max(weights[f"{block}.{one}"].abs().max() for one in pair)
+        parts = {"weight": weight.contiguous(), **qparams(weight, preset, above)}
+        for part, tensor in compressor.compress(parts, preset).items():
+            assert torch.equal(ours[f"{module}.{part}"].view(torch.uint8), tensor.view(torch.uint8)), (module, part)
+    assert not any(tensor.ndim == 3 and "conv" not in name for name, tensor in ours.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "scheme", "format_"), [("llama4", "fp8_pc_pt", "compressed-tensors"), ("granite", "int4_awq", "modelopt")]
+)
+def test_the_report_measures_each_expert(model: str, scheme: str, format_: str, tmp_path: Path) -> None:
+    calib = [*tokens(), tokens()[0]]
+    report = bridge.convert(source(model), "hf", scheme, tmp_path / "out", calib=calib, format=format_)
+    assert report.passed
+    names = [row.name for row in report.parity.tensors if ".experts." in row.name]
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    one, other = names[:6:3]
+    assert one != other and one.split(".experts.")[0] == other.split(".experts.")[0]
+    tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
+    save_file(tensors, path, {"format": "pt"})
+    again = bridge.verify(tmp_path / "out", against=source(model))
+    assert [row.name for row in again.parity.tensors if not row.passed] == [one, other]
+
+
+def test_a_step_holds_one_expert() -> None:
+    """Twice, as read and as cut, and a piece that is coded; all experts of a layer would be five times that."""
+    plan = bridge.plan(source("llama4"), "hf", "int4_wo", format="compressed-tensors")
+    steps = [step for step in plan.quantized if step.inputs[0].expert is not None]
+    for step in steps:
+        expert = plan.sources[step.source].nbytes // plan.sources[step.source].shape[0]
+        assert working_set(step, plan.sources) <= 2 * expert + PIECE * (1 + SCRATCH)
+    assert len(steps) == 2 * 5 * 3
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "awq", "deepseek", "modelopt"])
+def test_experts_that_a_recipe_keeps_stay_in_one_tensor_and_are_listed(format_: str, tmp_path: Path) -> None:
+    """Under the module that holds them, and in compressed-tensors by a pattern of what vLLM asks for."""
+    recipe = tmp_path / "recipe.toml"
+    scheme = {"deepseek": "fp8_block"}.get(format_, "int4_wo")
+    recipe.write_text(f'base = "{scheme}"\n[[rule]]\nmodules = ["*.output_linear", "*.input_linear"]\nquant = "none"\n')
+    bridge.convert(source("granite"), "hf", recipe, tmp_path / "out", format=format_, verify=False)
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert ours["model.layers.1.block_sparse_moe.input_linear.weight"].ndim == 3
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    listed = section.get("ignore") or section.get("modules_to_not_convert")
+    if format_ == "modelopt":
+        assert any(pattern.startswith("model.layers.1.block_sparse_moe") for pattern in listed)
+        return
+    assert "model.layers.1.block_sparse_moe.experts" in listed
+    assert ("re:^model\\.layers\\.1\\.block_sparse_moe\\.experts\\." in listed) == (format_ == "compressed-tensors")
+
+
+def test_experts_of_other_names_stay_unquantized_and_the_plan_says_so() -> None:
+    made = once.directory("stacks-jetmoe", lambda part: oracle.save(build_family("JetMoeForCausalLM"), part))
+    plan = bridge.plan(made, "hf", "int8_wo")
+    (note,) = [note for note in plan.notes if "input_linear" in note]
+    assert "stays unquantized: experts of a kind that no program is known to read quantized" in note
+
+
+def test_experts_whose_rows_alternate_stay_unquantized_and_the_plan_says_so(tmp_path: Path) -> None:
+    """gpt-oss; vLLM passes over a module of each of its experts."""
+    plan: Any = bridge.plan(oracle.save(build(), tmp_path / "source"), "hf", "int4_wo", format="compressed-tensors")
+    assert any("experts" in note and "from one tensor only" in note for note in plan.notes)
