@@ -122,6 +122,7 @@ def plan_of(
     if program is None:
         return _planned(_plan_inputs(source, structure, target, scheme, options))
     refused: dict[str, list[str]] = {}
+    partial: Plan | None = None
     for contract in contracts:
         if scheme and (why := contract.lacks(scheme.formats, structure.architecture)):
             # of several outputs, the remedy of one may be another that is refused too
@@ -140,9 +141,20 @@ def plan_of(
         if not answer.why_not:
             rounds = f", which rounds inputs to {answer.inputs}" if answer.inputs else ""
             notes = (*plan.notes, f"for {program.title}{rounds}: {contract.flags()}")
-            return replace(plan, notes=notes, program=program.name)
+            plan = replace(plan, notes=notes, program=program.name)
+            if not (scheme and _leaves_experts(plan)):
+                return plan
+            partial = partial or plan
+            continue
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
+    if partial:
+        return partial
     raise SchemeError(_refusal(program, target, scheme, structure.architecture, options, contracts, refused))
+
+
+def _leaves_experts(plan: Plan) -> bool:
+    """Whether experts in one tensor stay unquantized, which another output may quantize."""
+    return any(step.site and step.site.stacked and not step.format for step in plan.steps)
 
 
 def contracts_of(target: str, options: Mapping[str, Any], runtime: str | None) -> tuple[Runtime | None, list[Contract]]:

@@ -16,7 +16,7 @@ KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
-    "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
+    "stacked": dict, "split": dict, "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
@@ -113,7 +113,13 @@ def _contract(file: TableFile, name: str) -> Contract:
     if "target" not in words:
         raise file.header(section).error("`target` is missing", hint='target = "hf"')
     rows = {part: file.section(f"{section}.{part}") for part in ("loads", "kv")}
-    known = {key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks") if key in words}
+    known: dict[str, Any] = {
+        key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks") if key in words
+    }
+    known |= {
+        kind: {name: _evidence(file, f"{section}.{kind}", name, how) for name, how in words.get(kind, {}).items()}
+        for kind in ("stacked", "split")
+    }
     return Contract(
         words["target"],
         words.get("options", {}),

@@ -79,7 +79,9 @@ class Contract:
     `prescales`: whether formats with pre-scales may be written for it. `kept`: whether it reads matrices that it fuses
     if they stay unquantized in a quantized model. None if there is no evidence: `mixed`, that modules may differ in
     format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
-    share matrices; `sparse`, that it has kernels for 2:4 zeros in these files as they are.
+    share matrices; `sparse`, that it has kernels for 2:4 zeros in these files as they are. Architectures whose source
+    has the experts of a layer in one tensor -> how it is known that it reads them: `stacked`, in one tensor still;
+    `split`, as modules of each.
     """
 
     target: str
@@ -93,6 +95,8 @@ class Contract:
     plain: Row | None = None
     ranks: Evidence | None = None
     sparse: SparseKernels | None = None
+    stacked: Mapping[str, Evidence] = field(default_factory=dict)
+    split: Mapping[str, Evidence] = field(default_factory=dict)
 
     def flags(self, target: str = "") -> str:
         """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""
@@ -219,6 +223,8 @@ def _evidence(contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[E
     yield from (contract.kv[kv].evidence for kv in _caches(plan))
     used = ((contract.mixed, len(rows) > 1), (contract.head, _heads(plan)), (contract.ranks, _ranks(plan) > 1))
     yield from (evidence for evidence, is_used in used if evidence and is_used)
+    for known, experts in ((contract.stacked, _stacked(plan)), (contract.split, _split(plan))):
+        yield from (known[plan.architecture] for _ in experts[:1])
 
 
 def _caches(plan: Plan) -> list[str]:
@@ -228,6 +234,28 @@ def _caches(plan: Plan) -> list[str]:
 def _heads(plan: Plan) -> list[str]:
     """The output heads that are quantized, which a recipe must ask for."""
     return [step.site.module for step in plan.quantized if step.site and step.site.keep.startswith(HEAD)]
+
+
+def _stacked(plan: Plan) -> list[str]:
+    """Quantized experts of a layer that are written in one tensor."""
+    return [s.site.module for s in plan.quantized if plan.target in CUT_AT_LOAD and s.site and s.site.stacked]
+
+
+def _split(plan: Plan) -> list[str]:
+    """Modules of quantized experts that the source has in one tensor."""
+    steps = (s for s in plan.quantized if plan.target in CUT_AT_LOAD and s.site and s.inputs[0].expert is not None)
+    return [step.site.module for step in steps if step.site]
+
+
+def _experts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Experts that the source has in one tensor and that are not known to be read as they are written."""
+    # written with other options, which may split what is planned in one tensor, and the reverse
+    any_form = {} if contract.written_by(plan) else {**contract.stacked, **contract.split}
+    forms = ((contract.stacked, _stacked(plan), "in one tensor"), (contract.split, _split(plan), "as modules of each"))
+    for known, experts, how in forms:
+        if plan.architecture not in {**known, **any_form}:
+            why = f"no run and no source shows that it reads experts of {plan.architecture} {how}"
+            yield from ((name, why) for name in experts)
 
 
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -244,6 +272,7 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield "", why
     if contract.head is None:
         yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
+    yield from _experts(contract, plan)
     if not contract.kept and formats:
         yield from ((module, KEPT) for module in _kept(runtime, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)

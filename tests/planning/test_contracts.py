@@ -223,6 +223,7 @@ def test_other_flags_of_the_same_program_are_named() -> None:
         (CONTRACT.replace("[writes.modelopt]", "[mistakes]\nfp8 = 3\n[writes.modelopt]"), "is a string, not 3"),
         (CONTRACT.replace("plain = {", 'sparse = { read = "x" }\nplain = {'), "not said what asks for sparse kernels"),
         (CONTRACT.replace("plain", "plane"), "unknown key `plane`"),
+        (CONTRACT.replace("plain = {", 'split = { Llama4 = "yes" }\nplain = {'), "not said how this is known"),
     ],
 )
 def test_a_bad_contract_is_an_error_with_its_row(text: str, message: str) -> None:
@@ -252,6 +253,7 @@ def every_evidence() -> Iterator[Evidence]:
         rows = [*contract.loads.values(), *contract.kv.values(), *([contract.plain] if contract.plain else [])]
         yield from (row.evidence for row in rows)
         yield from filter(None, (contract.mixed, contract.head, contract.ranks))
+        yield from (*contract.stacked.values(), *contract.split.values())
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang"])

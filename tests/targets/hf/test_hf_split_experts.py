@@ -18,6 +18,8 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
 import bridge
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import verdict
 from bridge.planning.memory import PIECE, SCRATCH, working_set
 from tests import once
 from tests.covering import grid
@@ -25,6 +27,7 @@ from tests.models.export_families import tokens
 from tests.oracles import export_oracle as oracle
 from tests.oracles.compressed_oracle import qparams
 from tests.sweep.build import build as build_family
+from tests.targets.hf import test_vllm_split_experts
 from tests.targets.hf.test_hf_stacked import build, granite, llama4
 
 MODELS = {
@@ -138,3 +141,29 @@ def test_experts_whose_rows_alternate_stay_unquantized_and_the_plan_says_so(tmp_
     """gpt-oss; vLLM passes over a module of each of its experts."""
     plan: Any = bridge.plan(oracle.save(build(), tmp_path / "source"), "hf", "int4_wo", format="compressed-tensors")
     assert any("experts" in note and "from one tensor only" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_pc_pt", "nvfp4_wo", "int4_wo"])
+def test_vllm_gets_the_output_that_quantizes_the_experts_too(scheme: str) -> None:
+    """Its contract has ModelOpt's form for Llama 4 neither in one tensor nor with experts that stay as they are."""
+    plan = bridge.plan(source("llama4"), "vllm", scheme)
+    assert plan.options["format"] == "compressed-tensors"
+    assert any(".experts.3.up_proj." in output.spec.name for step in plan.quantized for output in step.outputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "format_", "how"),
+    [("llama4", "modelopt", "in one tensor"), ("granite", "compressed-tensors", "as modules of each")],
+)
+def test_transformers_and_others_are_told_what_they_do_not_read(model: str, format_: str, how: str) -> None:
+    plan = bridge.plan(source(model), "hf", "fp8", format=format_)
+    names = ("sglang", "vllm") if format_ == "modelopt" else ("transformers",)
+    for name in names:
+        assert f"no run and no source shows that it reads experts of {plan.architecture} {how}" in (
+            verdict(load_runtime(name), plan).why_not
+        )
+
+
+def test_architectures_that_a_run_shows_are_those_of_the_runs() -> None:
+    runs = {name for c in load_runtime("vllm").contracts for name, known in c.split.items() if known.how == "run"}
+    assert runs == set(test_vllm_split_experts.MODELS)
