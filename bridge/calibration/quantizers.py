@@ -32,7 +32,8 @@ _SCALE_BITS = {"float8_e4m3fn": (4, 3), "float8_e8m0fnu": (8, 0)}
 class QuantizerBinding:
     """One site and the quantizers of its live module; experts of a stack share the input's.
 
-    `rows`: of the live matrix that are the site's, None for all; sites in one matrix share its quantizers.
+    `rows`: of the live matrix that are the site's, None for all; sites in one matrix share its quantizers. `joint`: one
+    quantizer has the weights of all experts, as ModelOpt's of stacks that the model has as [in, out].
     """
 
     site: Site
@@ -41,17 +42,15 @@ class QuantizerBinding:
     parameter: str
     expert: int | None = None
     rows: tuple[int, int] | None = field(default=None, compare=False)
-
-    @property
-    def joint(self) -> bool:
-        """Whether one quantizer has the weights of all experts: ModelOpt's of stacks that lie [in, out]."""
-        return self.site.stacked and self.expert is None
+    joint: bool = False
 
     @property
     def weight_quantizer(self) -> str:
+        if self.joint:
+            return f"{self.module}.{self.parameter}_weight_quantizer"
         if self.expert is not None:
             return f"{self.module}.{self.parameter}_weight_quantizers.{self.expert}"
-        return f"{self.module}.{self.parameter}_weight_quantizer" if self.joint else f"{self.module}.weight_quantizer"
+        return f"{self.module}.weight_quantizer"
 
     @property
     def input_quantizer(self) -> str:
@@ -107,9 +106,11 @@ def bind(
         for part in origin.parts:
             module, _, parameter = _own(site, part.live, tied).rpartition(".")
             # a stack is indexed by the expert; other parts are a matrix or a range of its rows
-            every = range(origin.spec.shape[0]) if site.layout == "stack_out_in" else (part.expert,)
+            turned = part.order[-2:] in ((1, 0), (2, 1))  # stored otherwise than the model has it
+            joint = turned if part.expert is not None else site.stacked and (site.layout == "stack_in_out") != turned
+            every = range(origin.spec.shape[0]) if site.stacked and not joint else (part.expert,)
             for expert in every:
-                binding = QuantizerBinding(site, form, module, parameter, expert, part.rows)
+                binding = QuantizerBinding(site, form, module, parameter, expert, part.rows, joint)
                 if binding not in bindings[-len(origin.parts) :]:
                     bindings.append(binding)
     if lost:

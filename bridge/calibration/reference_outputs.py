@@ -58,6 +58,16 @@ def answer_again(source: Source, held: HeldOut) -> HeldOut:
     return replace(held, source=answers, source_perplexity=perplexity(run, batches, model))
 
 
+def _takes_cache(model: Any) -> bool:
+    """Whether `use_cache` is an argument, of the model or of the base that it hands unknown ones to (GraniteMoe)."""
+    takes = inspect.signature(model.forward).parameters
+    base: Any = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
+    if "use_cache" in takes or base is None:
+        return "use_cache" in takes
+    hands = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    return hands and "use_cache" in inspect.signature(base.forward).parameters
+
+
 def runner(model: Any, device: Any = None) -> Run:
     """Return a function from a batch to output 0 of `model` on the CPU, in evaluation mode without gradients.
 
@@ -69,7 +79,7 @@ def runner(model: Any, device: Any = None) -> Run:
     """
     import torch
 
-    cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    cache = {"use_cache": False} if _takes_cache(model) else {}
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = getattr(model, "dtype", torch.float32)
 

@@ -26,7 +26,7 @@ from bridge.planning.diffusion import attention_groups
 from bridge.planning.diffusion import why_kept as diffusion_kept
 from bridge.planning.trace_inputs import Reads, input_reads, unreached_by_chance
 from bridge.sources.configs.diffusion import is_diffusion_model
-from bridge.sources.live_models.checkpoint_names import Origin, live_names, tied_names
+from bridge.sources.live_models.checkpoint_names import Origin, is_turned, live_names, tied_names
 from bridge.sources.live_models.meta_device import build_weightless, quiet
 from bridge.sources.source import Source
 
@@ -57,7 +57,7 @@ def trace_structure(source: Source) -> Structure:
     model, mode = build_weightless(source)
     architecture = str(source.config["architectures"][0])
     saved = live_names(model)
-    known = all(name in saved for name in source.specs)
+    known = all(name in saved and saved[name].spec.shape == spec.shape for name, spec in source.specs.items())
     origins = {name: saved[name] for name in source.specs} if known else live_names(model, source.specs)
     ties, names = tied_names(model), {origin.ref.live: name for name, origin in origins.items() if origin.ref}
     tied = {names.get(alias, alias): names.get(stored, stored) for alias, stored in ties.items()}
@@ -217,6 +217,8 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             continue
         if not name.endswith(".weight") and not layout.startswith("stack"):
             continue
+        if live.order == (0, 2, 1):  # stored otherwise than the model has it
+            layout = "stack_in_out"
         module = live.live.removesuffix(".weight")
         reason = why_kept(module) or why_kept(name.removesuffix(".weight"))
         if layout.startswith("stack") and not module.endswith(_EXPERTS):
@@ -239,8 +241,7 @@ def _stacks(model: Any) -> dict[str, str]:
     layouts: dict[str, str] = {}
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") or "Experts" in type(module).__name__:
-            turned = getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
-            layout = "stack_in_out" if turned else "stack_out_in"
+            layout = "stack_in_out" if is_turned(module) else "stack_out_in"
             tensors = [(key, tensor) for key, tensor in module._parameters.items() if tensor is not None]
             layouts |= {f"{name}.{key}": layout for key, tensor in tensors if tensor.ndim > MATRIX}
     return layouts

@@ -23,6 +23,9 @@ from bridge.core.values import TensorSpec
 from bridge.sources.configs.diffusion import is_diffusion_model
 from bridge.tracker.tensors import tensors_in
 
+STACK = 3  # axes
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
 
 @dataclass(frozen=True)
 class LiveSlice:
@@ -68,11 +71,12 @@ class Origin:
         return self.parts[0] if len(self.parts) == 1 and not self.computed else None
 
 
-def live_names(model: Any, have: Iterable[str] | None = None) -> dict[str, Origin]:
+def live_names(model: Any, have: Iterable[str] | Mapping[str, TensorSpec] | None = None) -> dict[str, Origin]:
     """Map every checkpoint tensor of `model` (its weights may be on the meta device) to its origin in the model.
 
-    The names are those that `save_pretrained` writes. `have`: the names in a checkpoint on disk. Names that differ
-    (another prefix, legacy names) are matched as `from_pretrained` does; names unknown to the model are left out.
+    The names are those that `save_pretrained` writes. `have`: the tensors of a checkpoint on disk. Names that differ
+    (another prefix, legacy names) are matched as `from_pretrained` does, and experts as modules of each
+    (`experts.3.gate_proj`) with the model's stacks; names unknown to the model are left out.
 
     >>> live_names(mixtral)["model.layers.0.block_sparse_moe.experts.3.w1.weight"].ref  # doctest: +SKIP
     LiveSlice(live='model.layers.0.mlp.experts.gate_up_proj', index=(3, (0, 80), (0, 60)), order=(0, 1))
@@ -87,7 +91,8 @@ def live_names(model: Any, have: Iterable[str] | None = None) -> dict[str, Origi
     if unknown:
         absent = {name: origin for name, origin in saved.items() if name not in origins}
         origins.update(_as_loaded(model, state, unknown, absent))
-    return {name: origins[name] for name in names if name in origins}
+    specs = have if isinstance(have, Mapping) else {}
+    return {name: _as_stored(origins[name], specs.get(name)) for name in names if name in origins}
 
 
 def live_modules(origins: Mapping[str, Origin]) -> dict[str, tuple[str, ...]]:
@@ -168,6 +173,12 @@ def _as_loaded(
     by_place = {place(name): origin for name, origin in absent.items()}
     origins = {}
     for name in unknown:
+        if match := _EXPERT.fullmatch(name):
+            block, expert, projection = match.groups()
+            stack = "down_proj" if projection == "down_proj" else "gate_up_proj"
+            if part := _of_expert(model, place(f"{block}.{stack}")[0], int(expert), projection):
+                origins[name] = Origin(_spec(name, part.of(state[part.live])), (part,))
+                continue
         live, converted, numbers = place(name)
         origin = by_place.get((live, converted, numbers))
         if origin is not None:
@@ -175,6 +186,40 @@ def _as_loaded(
         elif converted is None and live in state:
             origins[name] = Origin(_spec(name, state[live]), (LiveSlice(live),))
     return origins
+
+
+def _of_expert(model: Any, live: str, expert: int, projection: str) -> LiveSlice | None:
+    """A projection of an expert in a live stack; None if the model has no such one, or joins gate and up otherwise."""
+    module, _, key = live.rpartition(".")
+    try:
+        experts = model.get_submodule(module)
+        shape = tuple(experts._parameters[key].shape)
+    except (AttributeError, KeyError):
+        return None
+    if not getattr(experts, "is_concatenated", True) or expert >= shape[0]:
+        return None
+    turned = is_turned(experts)
+    out, in_ = (shape[2], shape[1]) if turned else (shape[1], shape[2])
+    half = out // 2
+    rows = {"gate_proj": (0, half), "up_proj": (half, out)}.get(projection, (0, out))
+    index = (expert, (0, in_), rows) if turned else (expert, rows, (0, in_))
+    return LiveSlice(live, index, (1, 0) if turned else (0, 1))
+
+
+def is_turned(experts: Any) -> bool:
+    """Whether a module of experts has its matrices as [in, out]."""
+    return bool(getattr(experts, "is_transposed", type(experts).__name__ == "Llama4TextExperts"))
+
+
+def _as_stored(origin: Origin, spec: TensorSpec | None) -> Origin:
+    """The origin of a stack that is stored as [in, out] where the model has [out, in], as the hub's Qwen3-VL-MoE."""
+    stored, shape = spec.shape if spec else (), origin.spec.shape
+    whole = origin.ref is not None and not origin.ref.index and len(shape) == STACK
+    if not whole or stored == shape or stored != (shape[0], *shape[:0:-1]):
+        return origin
+    assert origin.ref
+    part = LiveSlice(origin.ref.live, tuple((0, extent) for extent in shape), (0, 2, 1))
+    return replace(origin, spec=replace(origin.spec, shape=stored), parts=(part,))
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,12 +64,29 @@ def load_model(source: Source) -> Any:
             )
     except Exception as error:
         raise SourceError(f"{source.where}: transformers cannot build {cls.__name__}: {_first(error)}") from error
-    if info["missing_keys"]:
+    missing = set(info["missing_keys"])
+    missing -= _filled(model, state) if missing else set()
+    if missing:
         raise SourceError(
-            f"{source.where}: {cls.__name__} needs {named(info['missing_keys'])}, which the checkpoint lacks; "
+            f"{source.where}: {cls.__name__} needs {named(missing)}, which the checkpoint lacks; "
             "it would be left random: is `architectures` in config.json right?"
         )
     return model.eval()
+
+
+def _filled(model: Any, state: Mapping[str, Any]) -> set[str]:
+    """Fill stacks of experts from a state with modules of each, and return their names; transformers leaves them."""
+    import torch
+
+    from bridge.sources.live_models.checkpoint_names import live_names
+
+    counts = Counter[str]()
+    with torch.no_grad():
+        for name, origin in live_names(model, state.keys()).items():
+            if origin.ref and origin.ref.expert is not None:
+                origin.ref.of(model.get_parameter(origin.ref.live)).copy_(state[name])
+                counts[origin.ref.live] += state[name].numel()
+    return {live for live, count in counts.items() if count == model.get_parameter(live).numel()}
 
 
 def as_tensor(bits: Any, dtype: str) -> Any:

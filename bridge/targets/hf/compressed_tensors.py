@@ -52,8 +52,7 @@ def why_unsupported(format_: Format) -> str:
     return ""
 
 
-def holds_stack(format_: Format, site: Site) -> bool:
-    """Never: compressed-tensors has only modules."""
+def holds_stack(format_: Format) -> bool:
     return False
 
 

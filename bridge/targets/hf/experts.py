@@ -11,6 +11,7 @@ from functools import cached_property
 
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, Site, TensorSpec
+from bridge.planning.passthrough import REMEDY
 from bridge.planning.plan import PASSTHROUGH, STACKED
 from bridge.planning.target import Draft
 from bridge.targets.hf.spelling import Spelling
@@ -76,15 +77,16 @@ class Experts:
                 yield spec, site, self._given.formats.get(site.weight)
 
     def _place(self, spec: TensorSpec, site: Site, format_: Format) -> None:
-        if self._spelling.holds_stack(format_, site):
+        together = self._given.structure.architecture.startswith(self._spelling.TRAITS.stacks)
+        if together and self._spelling.holds_stack(format_):
             return
         if self._given.scheme and self._given.scheme.name == PASSTHROUGH:
-            self.problems.append((site.module, f"{STACKED} in this format"))
+            self.problems.append((site.module, f"{STACKED} in this format; {REMEDY}"))
             return
         joined = self._given.structure.joined.get(spec.name, "")
         if PAIRS in self._given.structure.joined.values():  # vLLM's gpt_oss.py passes over a module an expert
             self._kept[spec.name] = site.module, TOGETHER
-        elif self._spelling.TRAITS.stacks and site.layout == "stack_in_out":
+        elif together:
             self._kept[spec.name] = site.module, TOGETHER + ELSEWHERE
         elif matrices := modules_of(spec, site, joined):
             self.stacks[spec.name] = matrices

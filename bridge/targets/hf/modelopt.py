@@ -26,7 +26,7 @@ from bridge.targets.modelopt_format import (
     setting,
 )
 
-TRAITS = Traits(prescales=True, mixes=True, stacks=True)
+TRAITS = Traits(prescales=True, mixes=True, stacks=("Llama4", "GptOss"))
 PACKED = ("int4", "float4_e2m1fn")
 
 
@@ -42,9 +42,8 @@ def why_unsupported(format_: Format) -> str:
     return ""
 
 
-def holds_stack(format_: Format, site: Site) -> bool:
-    """Whether ModelOpt's checkpoints hold experts in this format as one tensor."""
-    return site.layout == "stack_in_out" and setting(format_)["quant_algo"] in ("FP8", "NVFP4", "W4A16_NVFP4")
+def holds_stack(format_: Format) -> bool:
+    return setting(format_)["quant_algo"] in ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
 def why_kv_unsupported(kv: Numeric) -> str:

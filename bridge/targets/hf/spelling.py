@@ -40,13 +40,13 @@ class Traits:
     """What a spelling can hold. `prescales`: pre-scales beside the weights; else norms and other matrices take them.
 
     `mixes`: modules in different formats. `transposed`: codes and block scales are stored [in, out].
-    `stacks`: programs read experts that the source has as one tensor [experts, in, out] from one tensor only.
+    `stacks`: how architectures begin whose experts stay in one tensor.
     """
 
     prescales: bool = False
     mixes: bool = False
     transposed: bool = False
-    stacks: bool = False
+    stacks: tuple[str, ...] = ()
 
 
 class Spelling(Protocol):
@@ -57,8 +57,8 @@ class Spelling(Protocol):
     def why_unsupported(self, format_: Format) -> str:
         """Why no checkpoint in this spelling can hold the format ("" if one can)."""
 
-    def holds_stack(self, format_: Format, site: Site) -> bool:
-        """True if experts that the source has in one tensor stay in one; else each becomes modules of its own."""
+    def holds_stack(self, format_: Format) -> bool:
+        """True if one tensor of all experts of a layer, in architectures of `Traits.stacks`, may have the format."""
 
     def why_kv_unsupported(self, kv: Numeric) -> str:
         """Why the KV cache cannot have this numeric ("" if it can)."""

@@ -37,7 +37,7 @@ def why_unsupported(format_: Format, dtypes: tuple[str, ...], name: str) -> str:
     return ""
 
 
-def holds_stack(format_: Format, site: Site) -> bool:
+def holds_stack(format_: Format) -> bool:
     return False
 
 

@@ -14,11 +14,18 @@ _GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3, "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+# experts in one tensor of the checkpoint, with a quantizer of ModelOpt's for each
+_GRANITE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "num_local_experts": 5, "num_experts_per_tok": 3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 # dense layers smaller than those with experts; in bfloat16, grouped products need rows of multiples of 16 bytes
 _EVEN = {"hidden_size": 64, "moe_intermediate_size": 48, "intermediate_size": 40}
 MIXTURES: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _EVEN,
     "GptOssForCausalLM": _GPT_OSS,
+    "GraniteMoeForCausalLM": _GRANITE,
     "MixtralForCausalLM": {"hidden_size": 64},
     "Qwen3MoeForCausalLM": _EVEN,
     "Qwen3NextForCausalLM": _EVEN,
@@ -43,12 +50,13 @@ KINDS = {
 
 def mixture(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of two layers, of which at least one has experts."""
-    if family != "GptOssForCausalLM":
+    if MIXTURES[family] not in (_GPT_OSS, _GRANITE):
         return build(family, dtype, **MIXTURES[family])
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM._from_config(transformers.GptOssConfig(**_GPT_OSS)).to(dtype).eval()
+    kind = getattr(transformers, family)
+    model = kind._from_config(kind.config_class(**MIXTURES[family])).to(dtype).eval()
     model.config.architectures = [family]
     with torch.no_grad():
         for tensor in model.parameters():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,25 @@ from tests.covering import grid
 from tests.models.export_families import tokens
 from tests.oracles import export_oracle as oracle
 from tests.oracles.compressed_oracle import qparams
+from tests.sweep.build import FAMILIES
 from tests.sweep.build import build as build_family
 from tests.targets.hf import test_vllm_split_experts
 from tests.targets.hf.test_hf_stacked import build, granite, llama4
 
+
+def qwen3_vl() -> Any:
+    """Of experts whose matrices are no squares."""
+    fields = FAMILIES["Qwen3VLMoeForConditionalGeneration"]
+    text = fields["text_config"] | {"moe_intermediate_size": 256}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "Qwen3VLMoeForConditionalGeneration", fields | {"text_config": text})
+        return build_family("Qwen3VLMoeForConditionalGeneration")
+
+
 MODELS = {
     "llama4": lambda: build(make=llama4),  # [experts, in, out]
     "granite": lambda: build(make=granite),  # [experts, out, in], under names of its own
-    "qwen3-vl": lambda: build_family("Qwen3VLMoeForConditionalGeneration"),
+    "qwen3-vl": qwen3_vl,
     "granite-hybrid": lambda: build_family("GraniteMoeHybridForCausalLM"),
 }
 PRESETS = {"int4_wo": "W4A16", "fp8_pc_pt": "FP8_DYNAMIC", "nvfp4_wo": "NVFP4A16"}
@@ -167,3 +179,32 @@ def test_transformers_and_others_are_told_what_they_do_not_read(model: str, form
 def test_architectures_that_a_run_shows_are_those_of_the_runs() -> None:
     runs = {name for c in load_runtime("vllm").contracts for name, known in c.split.items() if known.how == "run"}
     assert runs == set(test_vllm_split_experts.MODELS)
+
+
+def test_experts_as_the_hub_has_qwen3_vl_give_the_same_files(tmp_path: Path) -> None:
+    """[experts, in, out]; transformers 5.12 and on turns them while it loads, and saves [experts, out, in]."""
+    made = source("qwen3-vl")
+    shutil.copytree(made, tmp_path / "hub")
+    tensors = load_file(made / "model.safetensors")
+    turned = {name: t.transpose(1, 2).contiguous() if "experts" in name else t for name, t in tensors.items()}
+    save_file(turned, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    for directory, out in ((made, "ours"), (tmp_path / "hub", "theirs")):
+        options: Any = {"format": "compressed-tensors", "verify": False, "progress": False}
+        bridge.convert(directory, "hf", "int4_wo", tmp_path / out, **options)
+    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama4", "granite"])
+def test_what_is_written_is_a_source_too(model: str, tmp_path: Path) -> None:
+    """As are checkpoints of llm-compressor, which have these names."""
+    options: Any = {"format": "compressed-tensors", "progress": False}
+    first = tmp_path / "first"
+    bridge.convert(source(model), "hf", "int4_wo", first, verify=False, **options)
+    assert bridge.convert(first, "hf", None, tmp_path / "copied", **options).passed
+    one, other = (load_file(out / "model.safetensors") for out in (first, tmp_path / "copied"))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    data = [*tokens(), tokens()[0]]
+    assert bridge.convert(first, "hf", "fp8", tmp_path / "fp8", calib=data, **options).passed
