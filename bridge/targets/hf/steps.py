@@ -79,11 +79,17 @@ class Drafting:
                     yield from ((module, MIXED) for module in members)
 
     def _ungrouped(self) -> Iterator[tuple[str, str]]:
-        """Modules that would share scales if it were known with which others; experts never share any."""
+        """Modules that would share scales if it were known with which others; experts never share any.
+
+        Nor does the only one of a layer: kv_proj of JetMoE.
+        """
         why = self._draft.structure.ungrouped
-        for site in self._draft.structure.sites if why else ():
-            format_ = self._formats.get(site.module)
-            if format_ is None or site.expert is not None or not self._spelling.unifies(format_):
+        sites = [site for site in self._draft.structure.sites if site.expert is None and site.module in self._formats]
+        layers = Counter(site.layer for site in sites)
+        for site in sites if why else ():
+            format_ = self._formats[site.module]
+            alone = site.layer is not None and layers[site.layer] == 1
+            if alone or not self._spelling.unifies(format_):
                 continue
             if format_.prescales or has_tensor_scale(format_) or _one_tile(format_, self._shapes[site.module]):
                 yield (

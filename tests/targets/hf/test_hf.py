@@ -349,10 +349,11 @@ def jetmoe() -> Any:
     return transformers.JetMoeForCausalLM(config)
 
 
-def without_stacks(scheme: str, directory: Path) -> Path:
-    """A recipe that keeps its experts, which lie in one tensor."""
+def with_routers(scheme: str, directory: Path) -> Path:
+    """A recipe that quantizes its routers, too: kv_proj, alone in its layer, shares no scales."""
     recipe = directory / f"{scheme}.toml"
-    recipe.write_text(f'base = "{scheme}"\n[[rule]]\nmodules = ["*put_linear"]\nquant = "none"\n')
+    rule = f'[[rule]]\nmodules = ["*router.layer"]\nquant = "{scheme}"\noverride = true\n'
+    recipe.write_text(f'base = "{scheme}"\n{rule}')
     return recipe
 
 
@@ -362,10 +363,16 @@ def test_schemes_that_share_scales_are_refused_where_groups_are_unknown(scheme: 
         r"shares scales with the modules that read the same input, which are unknown: JetMoe(.|\n)*use fp8, fp8_pc_pt"
     )
     with pytest.raises(PlanError, match=words):
-        bridge.plan(jetmoe(), "hf", without_stacks(scheme, tmp_path))
+        bridge.plan(jetmoe(), "hf", with_routers(scheme, tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["int4_awq", "nvfp4_wo"])
+def test_the_only_matrix_of_a_layer_shares_no_scales(scheme: str) -> None:
+    names = {step.matrix for step in bridge.plan(jetmoe(), "hf", scheme).quantized}
+    assert names == {f"model.layers.{layer}.self_attention.kv_proj" for layer in (0, 1)}
 
 
 def test_schemes_that_share_nothing_say_that_groups_are_unknown(tmp_path: Path) -> None:
     for scheme, options in (("fp8", {}), ("int8_wo", {}), ("fp8", {"format": "compressed-tensors"})):
-        (note,) = bridge.plan(jetmoe(), "hf", without_stacks(scheme, tmp_path), **options).notes
-        assert note.startswith("unknown which modules read the same input: JetMoe")
+        notes = bridge.plan(jetmoe(), "hf", with_routers(scheme, tmp_path), **options).notes
+        assert notes[0].startswith("unknown which modules read the same input: JetMoe")
