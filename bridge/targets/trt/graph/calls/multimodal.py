@@ -98,12 +98,12 @@ class _Deep(Flat):
         text._deepstack_process = lambda states, places, features: states + features
         try:
             out = text(
-                **rest, past_key_values=filled(self.kinds, past), use_cache=True, return_dict=True,
+                **rest, past_key_values=filled(self.model.config, self.kinds, past), use_cache=True, return_dict=True,
                 visual_pos_masks=rest["attention_mask"], deepstack_visual_embeds=list(inputs[DEEP].unbind(0)),
             )  # fmt: skip
         finally:
             del text._deepstack_process
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer))
+        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
         return (self.model.lm_head(out.last_hidden_state), *present)
 
 
@@ -130,11 +130,11 @@ class _PrefixAtOnce(Flat):
     """A decoder in which all tokens of type 0 see each other: PaliGemma. Past tokens are of type 1 to those."""
 
     def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
-        types, cache = inputs["token_type_ids"], filled(self.kinds, past)
+        types, cache = inputs["token_type_ids"], filled(self.model.config, self.kinds, past)
         whole = torch.cat([types.new_ones(types.shape[0], past[0].shape[2]), types], 1)
         cache.__class__ = _Empty
         out = self.model(**{**inputs, "token_type_ids": whole}, past_key_values=cache, use_cache=True)
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer))
+        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
         return (out.logits, *present)
 
 
@@ -251,7 +251,7 @@ def _kept(model: Any, inputs: dict[str, Any]) -> tuple[list[tuple[str, Any]], ..
     """Keys and values of each layer of the decoder; ExportError if a layer keeps anything else."""
     cache = cache_of(model.config.get_text_config())
     layers = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).past_key_values.layers
-    kept = tuple(slots(layer) for layer in layers)
+    kept = tuple(slots(layer) or [] for layer in layers)
     if not kept or any([kind for kind, _ in layer] != ["key", "value"] for layer in kept):
         raise ExportError(
             f"{type(model).__name__}: its decoder keeps something other than keys and values of all tokens\n"
