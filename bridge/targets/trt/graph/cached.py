@@ -111,6 +111,7 @@ def _export(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
     load_sympy()
     with without_collection():
         from bridge.targets.trt.graph.export import export_graph
+        from bridge.targets.trt.graph.joined import splits
         from bridge.targets.trt.graph.weight_names import checkpoint_names
 
         graph = export_graph(
@@ -124,7 +125,7 @@ def _export(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
             image=request.image,
             pooling=request.pooling,
             stacked=request.stacked,
-            tensors=request.tensors,
+            tensors=request.tensors if splits(request.config) else (),
             progress=progress,
         )
         names = checkpoint_names(graph, request.config, request.task, request.tensors, request.tied)

@@ -6,14 +6,23 @@ transformers 5 splits such a tensor when it loads it, as that of queries, keys a
 from __future__ import annotations
 
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk
 
 from bridge.sources.live_models.checkpoint_names import Origin, live_names
+
+
+def splits(config: Mapping[str, Any]) -> bool:
+    """Whether transformers splits a tensor of such a checkpoint when it loads it."""
+    kinds = {part.get("model_type") for part in (config, *config.values()) if isinstance(part, Mapping)}
+    conversions = [each for kind in kinds if kind for each in get_checkpoint_conversion_mapping(kind) or ()]
+    return any(isinstance(step, Chunk) for each in conversions for step in getattr(each, "operations", ()))
 
 
 def join_linears(model: Any, tensors: Collection[str]) -> None:
@@ -21,9 +30,7 @@ def join_linears(model: Any, tensors: Collection[str]) -> None:
 
     The first of them holds the whole matrix, so its name is the live name of the tensor; the others have none.
     """
-    if not tensors or all(name in tensors for name in model.state_dict()):
-        return
-    for name, origin in live_names(model, tensors).items():
+    for name, origin in live_names(model, tensors).items() if tensors else ():
         if name.endswith(".weight") and _is_stack_of_wholes(origin):
             linears = [model.get_submodule(part.live.rpartition(".")[0]) for part in origin.parts]
             if all(type(linear) is nn.Linear for linear in linears):
