@@ -31,7 +31,8 @@ MLA: Fields = {
     "v_head_dim": 32,
 }  # fmt: skip
 LATENT = SQUARE | MLA | GROUPED
-INDEXED = LATENT | {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 16}
+# Of two heads both are often zero for several tokens, and each runtime chooses others of equal ones.
+INDEXED = LATENT | {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 16}
 
 DECODERS: dict[str, Fields] = {
     "ApertusForCausalLM": SQUARE | {"rope_parameters": ROPE},

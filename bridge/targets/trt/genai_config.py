@@ -34,6 +34,7 @@ _CROSS_OUTPUTS = {
     "cross_present_key_names": "present.%d.encoder.key", "cross_present_value_names": "present.%d.encoder.value",
 }  # fmt: skip
 _MASK = ("encoder_attention_mask",)
+_STATES = (".conv_state", ".recurrent_state")  # which it finds by these names
 NO_END = 512  # tokens, for models whose positions have no end
 CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
 
@@ -54,9 +55,11 @@ def write_genai_config(
     caches = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
     keys = {name: shape for name, shape in caches.items() if name.endswith((".key", ".value"))}
     states = [name for name in caches if name not in keys]
-    if states and (shared or not keys):
-        kept = ", ".join(fold_layers(states))
-        alone = "beside keys and values in buffers of one size" if keys else "alone"
+    unknown = [name for name in states if not name.endswith(_STATES)]
+    if states and (shared or not keys or unknown):
+        kept = ", ".join(fold_layers(unknown or states))
+        beside = "beside keys and values" + (" in buffers of one size" if shared else "")
+        alone = beside if keys else "alone"
         return f"no {GENAI}: the graph keeps {kept} {alone}, with which onnxruntime-genai was not tried"
     extents = {(shape[1], shape[3]) for shape in keys.values()}
     if len(extents) != 1:

@@ -56,6 +56,7 @@ def test_convolution_states_in_chunks_and_single_tokens_with_left_padding_give_t
     [
         (["0.conv_state", "0.recurrent_state"], False, "0.recurrent_state alone, with which onnxruntime-genai was not"),
         (["0.conv_state", "1.key"], True, "0.conv_state beside keys and values in buffers of one size"),
+        (["0.indexer_key", "0.key"], False, "0.indexer_key beside keys and values, with which"),
     ],
 )
 def test_what_genai_was_not_tried_with_has_no_file(names: list[str], shared: bool, says: str, tmp_path: Path) -> None:

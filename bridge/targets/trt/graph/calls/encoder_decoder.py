@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.modeling_outputs import BaseModelOutput
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.calls.states import filled
 from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call
 from bridge.targets.trt.graph.tasks import Task
 
@@ -167,14 +168,7 @@ def _empty() -> EncoderDecoderCache:
 
 
 def _filled(tensors: list[Any]) -> DynamicCache:
-    cache = DynamicCache()
-    cache.layers, cache.layer_class_to_replicate = [], None
-    for k, v in zip(tensors[::2], tensors[1::2], strict=True):
-        layer = DynamicLayer()
-        layer.keys, layer.values, layer.is_initialized = k, v, True
-        layer.dtype, layer.device = k.dtype, k.device
-        cache.layers.append(layer)
-    return cache
+    return filled(None, [list(KINDS)] * (len(tensors) // 2), tensors)
 
 
 def _flat(cache: Any) -> list[Any]:

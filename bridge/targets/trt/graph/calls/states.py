@@ -12,12 +12,15 @@ from typing import Any
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
 CONV, RECURRENT = "conv_state", "recurrent_state"  # as onnxruntime-genai names them
+INDEXER = "indexer_key"  # by which sparse attention chooses tokens (DeepSeek V3.2): [batch, tokens, features]
+GROWS = {"key": 2, "value": 2, INDEXER: 1}  # the axis of tokens; others have a fixed size
 _ASKED: ContextVar[list[Any]] = ContextVar("the recurrent state that a layer asked for last, by head or whole")
 
 
@@ -73,19 +76,20 @@ class StateAndKeysLayer(_Given, LinearAttentionAndFullAttentionLayer):  # type: 
 REPLACED: dict[type, type] = {
     LinearAttentionLayer: StateLayer,
     LinearAttentionAndFullAttentionLayer: StateAndKeysLayer,
+    DynamicIndexedLayer: DynamicIndexedLayer,
     DummyLayer: DummyLayer,  # keeps nothing
 }
-STATEFUL = (StateLayer, StateAndKeysLayer)
+OWN = (StateLayer, StateAndKeysLayer, DynamicIndexedLayer)  # what keeps more than keys and values
 
 
 def cache_of(config: Any) -> DynamicCache:
-    """An empty cache with the layers of `config` if some have states, else one that grows by layers with keys alone."""
+    """An empty cache: of the layers of `config` if some keep more than keys, else one that grows by layers of these."""
     try:
         kinds = [type(layer) for layer in DynamicCache(config=config).layers]
     except (AttributeError, KeyError, TypeError, ValueError):  # a config without layers of known types
         kinds = []
     cache = _empty(config)
-    if any(REPLACED.get(kind) in STATEFUL for kind in kinds):
+    if any(REPLACED.get(kind) in OWN for kind in kinds):
         cache.layers = [REPLACED.get(kind, DynamicLayer)() for kind in kinds]
         cache.layer_class_to_replicate = None
     return cache
@@ -95,9 +99,11 @@ def slots(layer: Any) -> list[tuple[str, Any]] | None:
     """Kind and tensor of everything that a layer keeps; None if that has another form than these."""
     if type(layer) is DummyLayer:
         return []
-    if type(layer) not in (DynamicLayer, *STATEFUL) or getattr(layer, "number_of_states", 1) != 1:
+    if type(layer) not in (DynamicLayer, *OWN) or getattr(layer, "number_of_states", 1) != 1:
         return None
     kept = [("key", layer.keys), ("value", layer.values)] if isinstance(layer, DynamicLayer) else []
+    if isinstance(layer, DynamicIndexedLayer):
+        kept.append((INDEXER, layer.indexer_keys))
     if isinstance(layer, LinearAttentionLayer):
         kept += [(CONV, layer.conv_states[0]), (RECURRENT, layer.recurrent_states[0])]
     return [(kind, tensor) for kind, tensor in kept if tensor is not None] or None
@@ -123,7 +129,8 @@ def filled(config: Any, kinds: list[list[str]], tensors: list[Any]) -> DynamicCa
             cache.layers.append(DummyLayer())
             continue
         states, keys = given.keys() & {CONV, RECURRENT}, "key" in given
-        layer = (StateAndKeysLayer if keys else StateLayer)() if states else DynamicLayer()
+        more = (StateAndKeysLayer if keys else StateLayer) if states else DynamicLayer
+        layer = (DynamicIndexedLayer if INDEXER in given else more)()
         if keys:
             layer.keys, layer.values, layer.is_initialized = given["key"], given["value"], True
         if states:
@@ -133,6 +140,8 @@ def filled(config: Any, kinds: list[list[str]], tensors: list[Any]) -> DynamicCa
             layer.conv_kernel_size[0] = given[CONV].shape[-1]
         if RECURRENT in given:
             layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = given[RECURRENT], True
+        if INDEXER in given:
+            layer.indexer_keys, layer.is_indexer_initialized = given[INDEXER], True
         first = next(iter(given.values()))
         layer.dtype, layer.device = first.dtype, first.device
         cache.layers.append(layer)

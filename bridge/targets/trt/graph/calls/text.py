@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
 from bridge.targets.trt.graph.calls.pooling import EMBEDDING, pooled
-from bridge.targets.trt.graph.calls.states import cache_of, filled, slots
+from bridge.targets.trt.graph.calls.states import GROWS, cache_of, filled, slots
 from bridge.targets.trt.graph.tasks import Task
 
 # Pairwise different, and neither 0 nor 1, for which torch would specialize.
@@ -108,9 +108,10 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         probe, kept = _probe(model, inputs, task, cache)
         flat = [(f"{i}.{kind}", tensor) for i, layer in enumerate(kept) for kind, tensor in layer]
         shapes = {slot: tuple(map(int, tensor.shape)) for slot, tensor in flat}
-        grows = {slot: slot.endswith((".key", ".value")) for slot in shapes}
-        extents = {slot: (BATCH, s[1], PAST, s[3]) if grows[slot] else (BATCH, *s[1:]) for slot, s in shapes.items()}
-        pasts = [torch.zeros(extents[slot], dtype=tensor.dtype) for slot, tensor in flat] if past else []
+        grows = {slot: GROWS.get(slot.rpartition(".")[2], 0) for slot in shapes}
+        extents = [_extents(shapes[slot], grows[slot], BATCH, PAST) for slot in shapes]
+        kinds = [tensor.dtype for _, tensor in flat]
+        pasts = [torch.zeros(s, dtype=kind) for s, kind in zip(extents, kinds, strict=True)] if past else []
     # Encoders slice a table of positions, for which torch needs a declared bound.
     bound = None if task.cached else getattr(model.config, "max_position_embeddings", None)
     # torch does not trace eager attention's mask for one token as well; the resulting graph holds for one.
@@ -125,19 +126,22 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         gives[EMBEDDING] = ("batch", int(probe["last_hidden_state"].shape[-1]))
     for slot, s in shapes.items():
         if past:
-            feeds[f"past_key_values.{slot}"] = (
-                ("batch", s[1], "past_sequence", s[3]) if grows[slot] else ("batch", *s[1:])
-            )
-        gives[f"present.{slot}"] = ("batch", s[1], total, s[3]) if grows[slot] else ("batch", *s[1:])
+            feeds[f"past_key_values.{slot}"] = _extents(s, grows[slot], "batch", "past_sequence")
+        gives[f"present.{slot}"] = _extents(s, grows[slot], "batch", total)
     layer = (DynamicLayer if past else _Tap) if shapes else None
     return Call(
         Flat(model, tuple(probe), layer, kept, pooling, **({"use_cache": False} if task.cached else {})),
         (inputs, pasts),
-        (axes, [{0: batch, 2: cached} if grows[slot] else {0: batch} for slot in shapes] if past else []),
+        (axes, [{0: batch} | ({grows[slot]: cached} if grows[slot] else {}) for slot in shapes] if past else []),
         feeds,
         gives,
         () if past else tuple(f"present.{slot}" for slot in shapes),
     )
+
+
+def _extents(shape: tuple[int, ...], grows: int, batch: str | int, length: str | int) -> Any:
+    """The extents of what a layer keeps, with those of the batch and of the axis that grows; 0: none does."""
+    return tuple(batch if at == 0 else length if at == grows else n for at, n in enumerate(shape))
 
 
 def _example(name: str, past: int) -> torch.Tensor:
