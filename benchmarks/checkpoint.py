@@ -69,7 +69,7 @@ def make_checkpoint(directory: Path, config: dict[str, Any], shards: int = 2) ->
 
 
 def make_calibration(checkpoint: Path, path: Path, scheme: str = "fp8") -> None:
-    """Write a calibration of inputs for every matrix of a checkpoint; its values do not matter for the time."""
+    """Write a calibration for every matrix of a checkpoint; its values do not matter for the time."""
     import numpy as np
 
     import bridge
@@ -77,8 +77,14 @@ def make_calibration(checkpoint: Path, path: Path, scheme: str = "fp8") -> None:
 
     plan = bridge.plan(checkpoint, target="hf", quant=scheme)
     provenance = Provenance(scheme, plan.scheme_digest, plan.architecture, "", "bfloat16", "", 0, 0)
-    amax = {step.site.module: np.array(8.0, np.float32) for step in plan.quantized if step.site}
-    Calibration(provenance, input_amax=amax).save(path)
+    steps = {step.site.module: step for step in plan.quantized if step.site}
+    amax = {module: np.array(8.0, np.float32) for module in steps}
+    if scheme != "int4_awq":
+        Calibration(provenance, input_amax=amax).save(path)
+        return
+    widths = {module: plan.sources[step.source].shape[1] for module, step in steps.items()}
+    factors = {module: np.linspace(0.5, 2, width, dtype=np.float32) for module, width in widths.items()}
+    Calibration(provenance, input_amax=amax, awq_scale=factors).save(path)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@
 Whole processes, files in the page cache where they fit; `sync` before each. Each round measures the start-up, which is
 the same command for the weights of the tiny Llama of examples/models; then `cp`; then bridge. Ratios leave out
 the start-up and are between runs of one round: of seconds, and of processor time, which other work on the machine
-changes less. `fp8` has one scale a tensor and a calibration file.
+changes less. `fp8`, with one scale a tensor, and `int4_awq` are given a calibration file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from checkpoint import LARGE, SMALL, make_calibration, make_checkpoint, run, size
 
 ROOT = Path(__file__).parent.parent
-SCHEMES = ("fp8_pc_pt", "nvfp4_wo", "int4_wo", "fp8")
-CALIBRATED = "fp8"
+CALIBRATED = ("fp8", "int4_awq")
+SCHEMES = ("fp8_pc_pt", "nvfp4_wo", "int4_wo", *CALIBRATED)
 READ = """
 import sys
 for name in sys.argv[1:]:
@@ -48,7 +48,7 @@ from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM
 presets = {
     "fp8": "FP8_DEFAULT_CFG", "fp8_pc_pt": "FP8_DEFAULT_CFG", "nvfp4_wo": "W4A16_NVFP4_CFG",
-    "int4_wo": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "int4_wo": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", "int4_awq": "INT4_AWQ_CFG",
 }
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
 ids = torch.ones(1, 8, dtype=torch.long)
@@ -61,13 +61,13 @@ with torch.no_grad():
 def bridge(source: Path, scheme: str, out: Path, verify: bool) -> list[str]:
     """The command line that converts `source`."""
     words = ["convert", str(source), "--target", "hf", "--quant", scheme, "--out", str(out), "--quiet"]
-    words += ["--calib", str(calibration_of(source))] if scheme == CALIBRATED else []
+    words += ["--calib", str(calibration_of(source, scheme))] if scheme in CALIBRATED else []
     return [sys.executable, "-m", "bridge", *words, *([] if verify else ["--no-verify"])]
 
 
-def calibration_of(source: Path) -> Path:
-    """Where the calibration of a checkpoint is kept."""
-    return source.with_name(f"{source.name}.calib.safetensors")
+def calibration_of(source: Path, scheme: str) -> Path:
+    """Where the calibration of a checkpoint for a scheme is kept."""
+    return source.with_name(f"{source.name}.{scheme}.calib.safetensors")
 
 
 def main() -> None:
@@ -89,9 +89,10 @@ def main() -> None:
     tiny.mkdir()
     for name in ("config.json", "model.safetensors"):  # a tokenizer would make `verify` run the model
         shutil.copy(ROOT / "examples/models/tiny-llama" / name, tiny)
-    for source in (checkpoint, tiny) if CALIBRATED in args.schemes else ():
-        if not calibration_of(source).exists():
-            _apart(make_calibration, source, calibration_of(source))
+    for scheme in args.schemes:
+        for source in (checkpoint, tiny) if scheme in CALIBRATED else ():
+            if not (calibration := calibration_of(source, scheme)).exists():
+                _apart(make_calibration, source, calibration, scheme)
     for scheme in args.schemes:
         _compare(scheme, checkpoint, tiny, args)
     shutil.rmtree(args.work / "copy", ignore_errors=True)
@@ -122,7 +123,7 @@ def _compare(scheme: str, checkpoint: Path, tiny: Path, args: argparse.Namespace
     if args.read:
         _compare_verification(scheme, checkpoint, tiny, args)
     for name, code in (("llm-compressor", COMPRESSOR), ("ModelOpt", MODELOPT)):
-        if not args.no_peer and not (name == "llm-compressor" and scheme == CALIBRATED):
+        if not args.no_peer and not (name == "llm-compressor" and scheme in CALIBRATED):
             theirs, _, most, _ = _timed([sys.executable, "-c", code, str(checkpoint), str(out), scheme], out)
             print(f"{scheme:10} {name} {theirs:5.1f} s  {most:4.2f} GB  {theirs / wall:.0f} x bridge", flush=True)
 
