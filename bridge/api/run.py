@@ -20,10 +20,11 @@ from bridge.core.remote.opening import written_at
 from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import read_json
+from bridge.sources.configs.positions import context_length, encoder_length
 from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
-from bridge.targets.generation import Seeing, Settings, check_decoder, check_sees, context_length, encoder_length
+from bridge.targets.generation import Seeing, Settings, check_decoder, check_sees
 from bridge.targets.manifest import load_manifest
 from bridge.verification.verify import check_fits, check_on_disk
 

@@ -281,7 +281,7 @@ def _scheme(quant_mode: str, modules: Iterable[str]) -> Scheme:
 
 def _calibration(source: Source, quant_mode: str, dataset_name: Any, device: Any) -> Callable[[Any], None]:
     """The example's forward loop: its samples and batch size, padded left with the end-of-text token."""
-    from bridge.calibration.data import positions
+    from bridge.sources.configs.positions import positions
 
     tokenizer = copy.deepcopy(source.load_tokenizer())
     tokenizer.padding_side = "left"
@@ -333,7 +333,7 @@ def _check_sizes(model: Any, batch_size: Any, num_samples: int, max_sample_lengt
 
 def _positions(model: Any) -> int | None:
     """The number of positions of a `transformers` model; None if its config does not say."""
-    from bridge.calibration.data import positions
+    from bridge.sources.configs.positions import positions
 
     config: Any = getattr(model, "config", None)
     return positions(config.to_dict()) if hasattr(config, "to_dict") else None

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from bridge.core.errors import CannotRun
 
@@ -89,26 +89,6 @@ def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int
     finally:
         stop.set()
         worker.join()
-
-
-def context_length(config: Mapping[str, Any]) -> int | None:
-    """The positions that a model, or the part of it that writes text, was made for; None if its config does not say."""
-    names = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions")
-    return _first_number(config, ("text_config", "decoder"), names)
-
-
-def encoder_length(config: Mapping[str, Any]) -> int | None:
-    """How many tokens the encoder of an encoder-decoder has positions for; None if it has a distance for each pair."""
-    if not config.get("is_encoder_decoder"):
-        return None
-    names = ("max_encoder_position_embeddings", "max_source_positions", "max_position_embeddings")
-    return _first_number(config, ("encoder",), names)
-
-
-def _first_number(config: Mapping[str, Any], parts: tuple[str, ...], names: tuple[str, ...]) -> int | None:
-    within = [config, *(part for part in map(config.get, parts) if isinstance(part, Mapping))]
-    values = (part.get(name) for part in within for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def check_decoder(architecture: str) -> None:

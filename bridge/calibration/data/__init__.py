@@ -1,6 +1,5 @@
 """Calibration data of any form, as batches of token ids."""
 
-from bridge.calibration.data.checks import positions
 from bridge.calibration.data.prepare import prepare
 from bridge.calibration.data.rows import decoder_inputs
 from bridge.calibration.data.values import (
@@ -30,6 +29,5 @@ __all__ = [
     "Sampling",
     "check_compute",
     "decoder_inputs",
-    "positions",
     "prepare",
 ]

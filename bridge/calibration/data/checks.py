@@ -9,6 +9,7 @@ from bridge.calibration.data.digests import digest_of
 from bridge.calibration.data.values import Data
 from bridge.core.errors import CalibrationError
 from bridge.sources.configs.diffusion import PLACES
+from bridge.sources.configs.positions import positions
 from bridge.sources.source import Source
 
 
@@ -47,11 +48,6 @@ def size(batch: Mapping[str, Any]) -> int:
 def some_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
     """Some rows of a batch, whole where a denoiser's positions are the same for all."""
     return {name: tensor if name in PLACES else tensor[rows] for name, tensor in batch.items()}
-
-
-def positions(config: Mapping[str, Any]) -> int | None:
-    """Return the number of positions in the model's config, None if it has none."""
-    return number_in(config, "max_position_embeddings") or number_in(config, "n_positions")
 
 
 def number_in(config: Mapping[str, Any], key: str) -> int | None:

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bridge.calibration.data.checks import checked, positions
+from bridge.calibration.data.checks import checked
 from bridge.calibration.data.values import BATCH, HELD_OUT, SEQUENCE, Data, Sampling
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
+from bridge.sources.configs.positions import positions
 from bridge.sources.source import Source
 
 

@@ -17,7 +17,7 @@ from bridge.calibration.algorithms.sizes import (
     widest,
 )
 from bridge.calibration.amount import sampling_for
-from bridge.calibration.data import BATCH, DEFAULT, HELD_OUT, SEQUENCE, Data, Sampling, positions
+from bridge.calibration.data import BATCH, DEFAULT, HELD_OUT, SEQUENCE, Data, Sampling
 from bridge.calibration.quantizers import known_formats
 from bridge.calibration.schedule import schedule_of
 from bridge.core.dtypes import SEARCHED
@@ -26,6 +26,7 @@ from bridge.core.machine import available_memory
 from bridge.core.text import size
 from bridge.core.values import Format, Site, TensorSpec, main_dtype
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.configs.positions import positions
 
 WHOLE = 1.3  # ModelOpt's copies of single matrices, and what `from_pretrained` keeps while it builds a model
 SLACK = 1.25

@@ -19,7 +19,7 @@ from bridge.core.errors import UsageError, WriteError
 from bridge.core.output.temporary import write_whole
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers, fold_problems, nearest
-from bridge.targets.generation import context_length
+from bridge.sources.configs.positions import context_length
 
 INSTALL = 'pip install --extra-index-url https://pypi.nvidia.com "tensorrt>=10.15"'
 OLDEST = 10  # older versions have no strongly typed network

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from bridge.api.request import unwarned_data_of
-from bridge.calibration.data import Sampling, positions
+from bridge.calibration.data import Sampling
 from bridge.calibration.data.documents import CHARACTERS
 from bridge.core.errors import UsageError
+from bridge.sources.configs.positions import positions
 from bridge.workflows.distill.settings import Settings
 
 if TYPE_CHECKING:

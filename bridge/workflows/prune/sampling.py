@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bridge.calibration.data import Sampling, positions
+from bridge.calibration.data import Sampling
+from bridge.sources.configs.positions import positions
 from bridge.sources.source import Source
 
 SAMPLES, SEQUENCE = 64, 256  # 16 rows keep 93 % of the same channels

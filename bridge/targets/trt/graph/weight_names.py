@@ -80,7 +80,7 @@ def _rows(live: str, parts: Mapping[str, Mapping[Any, str]], value: ir.Value) ->
 
 
 def _join(graph: Graph, initializer: str, rows: Mapping[str, int]) -> None:
-    """Read the weight from its tensors, as short convolutions are stored. Quantized ones are refused by `find_sites`."""
+    """Read the weight from its tensors, as short convolutions are stored; `find_sites` refuses quantized ones."""
     inner = graph.model.graph
     value = inner.initializers.pop(initializer)
     assert value.shape is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.targets.generation import context_length, encoder_length
+from bridge.sources.configs.positions import context_length, encoder_length
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""How many tokens a model has positions for, by the names of transformers' configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """The positions of the tokens that a model reads: those of its encoder if it has one beside a decoder."""
+    return encoder_length(config) if config.get("is_encoder_decoder") else context_length(config)
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The positions that a model, or the part of it that writes text, was made for; None if its config does not say."""
+    names = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions")
+    return _first_number(config, ("text_config", "decoder"), names)
+
+
+def encoder_length(config: Mapping[str, Any]) -> int | None:
+    """How many tokens the encoder of an encoder-decoder has positions for; None if it has a distance for each pair."""
+    if not config.get("is_encoder_decoder"):
+        return None
+    names = ("max_encoder_position_embeddings", "max_source_positions", "max_position_embeddings")
+    return _first_number(config, ("encoder",), names)
+
+
+def _first_number(config: Mapping[str, Any], parts: tuple[str, ...], names: tuple[str, ...]) -> int | None:
+    within = [config, *(part for part in map(config.get, parts) if isinstance(part, Mapping))]
+    values = (part.get(name) for part in within for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
