@@ -17,6 +17,7 @@ KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
     "stacked": dict, "split": dict, "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
+    "but_not": list,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
@@ -127,6 +128,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         {key: _row(file, f"{section}.kv", key, value, NUMERIC) for key, value in rows["kv"].items()},
         prescales=words.get("prescales", True),
         kept=words.get("kept", True),
+        but_not=tuple(words.get("but_not", ())),
         plain=_row(file, section, "plain", words["plain"]) if "plain" in words else None,
         sparse=_sparse(file, section, words["sparse"]) if "sparse" in words else None,
         **known,

@@ -6,7 +6,7 @@ plan. It is a closed list: what no row names is refused, since no run and no sou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +80,8 @@ class Contract:
     if they stay unquantized in a quantized model. None if there is no evidence: `mixed`, that modules may differ in
     format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
     share matrices; `sparse`, that it has kernels for 2:4 zeros in these files as they are. Architectures whose source
-    has the experts of a layer in one tensor -> how it is known that it reads them: `stacked`, in one tensor still;
-    `split`, as modules of each.
+    has a layer's experts in one tensor -> how it is known that it reads them: `stacked`, in one still; `split`, as
+    modules of each. `but_not`: architectures that it loads in no format.
     """
 
     target: str
@@ -97,15 +97,17 @@ class Contract:
     sparse: SparseKernels | None = None
     stacked: Mapping[str, Evidence] = field(default_factory=dict)
     split: Mapping[str, Evidence] = field(default_factory=dict)
+    but_not: tuple[str, ...] = ()
 
     def flags(self, target: str = "") -> str:
         """Target and options as a user gives them; without the target if it is given: `--format modelopt`."""
         flags = [flag(name.replace("_", "-"), value) for name, value in self.options.items()]
         return " ".join(flags if flags and target == self.target else [f"--target {self.target}", *flags])
 
-    def lacks(self, formats: Iterable[Format], architecture: str = "") -> str:
+    def lacks(self, formats: Collection[Format], architecture: str = "") -> str:
         """Why the formats of a model are not loaded: one has no row, or they may not stand together; "" if they are."""
-        formats = list(formats)
+        if architecture in self.but_not:
+            return f"loads no {architecture} there"
         words = sorted({contract_words(format_) for format_ in formats})
         for missing in (words for words in words if words not in self.loads):
             weights, _, inputs = missing.partition(" | ")
@@ -116,7 +118,7 @@ class Contract:
         smoothed = [contract_words(format_) for format_ in formats if format_.prescales]
         if smoothed and not (self.prescales and all(self.loads[words].prescales for words in smoothed)):
             return "loads no formats with pre-scales there"
-        alike = self.mixed is not None or len(words) < 2
+        alike = self.mixed or len(words) < 2
         return "" if alike else f"reads one format for all modules there, not {' and '.join(words)}"
 
     def written_by(self, plan: Plan) -> bool:

@@ -56,6 +56,8 @@ class Draft:
         kept = self.formats.get(site.weight) if site else None
         if isinstance(kept, str):
             return kept
+        if site and self.scheme is None:
+            return "no scheme was asked for"
         roles = self.structure.roles.get(spec.name, ())
         return roles[0].rsplit(".", 1)[0] + ": not a matrix multiplication" if roles else "not a matrix multiplication"
 

@@ -18,7 +18,7 @@ from bridge.cli.check import check_path
 from bridge.core.errors import BridgeError, SchemeError, TableError, UsageError, VerifyError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
-from bridge.planning.contracts import Evidence, Verdict, verdict
+from bridge.planning.contracts import Evidence, Verdict, misfits, verdict
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
@@ -138,6 +138,15 @@ def test_other_flags_are_named_only_if_they_fit_the_matrices() -> None:
 
 def test_other_architectures_than_those_excluded_are_loaded() -> None:
     assert judged(INT8.replace(" }", ', but_not = ["MistralForCausalLM"] }'), "int8_wo").how == "read"
+
+
+@pytest.mark.parametrize("scheme", [None, "int8_wo"])
+def test_an_architecture_can_be_excluded_in_every_format(scheme: str | None) -> None:
+    plan = bridge.plan(TINY, "trt", scheme)
+    contract = load_runtime("genai").contract_of(plan)
+    assert contract and not misfits(load_runtime("genai"), contract, plan)
+    excluded = misfits(load_runtime("genai"), dataclasses.replace(contract, but_not=("LlamaForCausalLM",)), plan)
+    assert excluded == [("", "loads no LlamaForCausalLM there")]
 
 
 def test_experts_can_be_excluded() -> None:
