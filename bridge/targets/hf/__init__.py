@@ -50,7 +50,9 @@ class HfOptions:
 
     format: str = option("modelopt", f"one of {', '.join(SPELLINGS)}")
     shard_size: str = option("10GB", "maximum size of a weight file: 300MB, 10GB")
-    allow_split: bool = option(False, "let a recipe keep some of q, k, v, or of gate, up; servers refuse it")
+    allow_split: bool = option(
+        False, "let a recipe keep some of q, k, v, of gate, up, or of a layer's experts; servers refuse it"
+    )
     own_scales: bool = option(
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt writes; servers then quantize again"
     )

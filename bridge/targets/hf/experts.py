@@ -1,6 +1,7 @@
 """Place the experts that one tensor of the source holds.
 
-They stay in it, become modules of each, or stay unquantized with a note.
+They stay in it, become modules of each, or stay unquantized with a note. All stacks of a layer have one fate: programs
+hold its experts as one module.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from bridge.core.text import fold_problems
+from bridge.calibration.expert_tokens import experts_of
+from bridge.core.text import fold_problems, grouped
 from bridge.core.values import Format, Site, TensorSpec
 from bridge.planning.passthrough import REMEDY
 from bridge.planning.plan import PASSTHROUGH, STACKED
@@ -20,7 +22,14 @@ from bridge.targets.stacks import PAIRS, Matrix, container, modules_of
 AS_IT_IS = "stays unquantized: {why}"
 NO_NAMES = "no program is known to read these experts quantized"
 TOGETHER = "programs read these experts from one tensor only, for which ModelOpt has fp8, nvfp4 and nvfp4_wo"
+BESIDE = "programs read the experts of a layer in one format, and the others of this layer stay unquantized"
+UNLIKE = (
+    "these are experts of one layer, which differ in format or are quantized in part; programs hold them as one module "
+    "in one format (vLLM refuses others): give all of them one, or quant = 'none', in a recipe"
+)
 ELSEWHERE = "; format='compressed-tensors' (--format compressed-tensors) has other schemes, a module an expert"
+
+Stack = tuple[TensorSpec, Site, Format | str | None]  # with its format, or why it has none
 
 
 class Experts:
@@ -35,11 +44,8 @@ class Experts:
         self.stacks: dict[str, list[Matrix]] = {}
         self.problems: list[tuple[str, str]] = []
         self._kept: dict[str, tuple[str, str]] = {}  # weight -> module, reason
-        for spec, site, format_ in self._stacked():
-            if isinstance(format_, Format):
-                self._place(spec, site, format_)
-            elif site.keep and format_ == site.keep:
-                self._kept[spec.name] = site.module, format_
+        for layer in grouped(self._stacked(), lambda stack: experts_of(stack[1])):
+            self._place(layer)
 
     @property
     def draft(self) -> Draft:
@@ -71,24 +77,43 @@ class Experts:
             layers.setdefault(container(weight)[0], []).append(weight)
         return layers
 
-    def _stacked(self) -> Iterator[tuple[TensorSpec, Site, Format | str | None]]:
+    def _stacked(self) -> Iterator[Stack]:
         for spec, site in self._given.copied():
             if site and site.stacked:
                 yield spec, site, self._given.formats.get(site.weight)
 
-    def _place(self, spec: TensorSpec, site: Site, format_: Format) -> None:
-        together = self._given.structure.architecture.startswith(self._spelling.TRAITS.stacks)
-        if together and self._spelling.holds_stack(format_):
+    def _place(self, layer: list[Stack]) -> None:
+        """Decide on the stacks of one layer: if one cannot be quantized, none is."""
+        scheme, joined = self._given.scheme, self._given.structure.joined
+        apart = {
+            spec.name: modules_of(spec, site, joined.get(spec.name, ""))
+            for spec, site, format_ in layer
+            if isinstance(format_, Format) and not (self._together and self._spelling.holds_stack(format_))
+        }
+        if apart and scheme and scheme.name == PASSTHROUGH:
+            self.problems += [
+                (site.module, f"{STACKED} in this format; {REMEDY}") for spec, site, _ in layer if spec.name in apart
+            ]
             return
-        if self._given.scheme and self._given.scheme.name == PASSTHROUGH:
-            self.problems.append((site.module, f"{STACKED} in this format; {REMEDY}"))
+        kept = {spec.name: site.keep for spec, site, format_ in layer if site.keep and format_ == site.keep}
+        kept |= {name: why for name, matrices in apart.items() if (why := self._why_kept(matrices))}
+        if kept:
+            stays = [(spec, site) for spec, site, form in layer if spec.name in kept or isinstance(form, Format)]
+            self._kept |= {spec.name: (site.module, kept.get(spec.name, BESIDE)) for spec, site in stays}
             return
-        joined = self._given.structure.joined.get(spec.name, "")
+        self.stacks |= apart
+        if len({format_ if isinstance(format_, Format) else None for _, _, format_ in layer}) > 1:
+            self.problems += [(site.module, UNLIKE) for _, site, _ in layer]
+
+    def _why_kept(self, matrices: list[Matrix]) -> str:
+        """Why a stack that cannot stay in one tensor, of these matrices, stays unquantized; "" if it does not."""
         if PAIRS in self._given.structure.joined.values():  # vLLM's gpt_oss.py passes over a module an expert
-            self._kept[spec.name] = site.module, TOGETHER
-        elif together:
-            self._kept[spec.name] = site.module, TOGETHER + ELSEWHERE
-        elif matrices := modules_of(spec, site, joined):
-            self.stacks[spec.name] = matrices
-        else:
-            self._kept[spec.name] = site.module, NO_NAMES
+            return TOGETHER
+        if self._together:
+            return TOGETHER + ELSEWHERE
+        return "" if matrices else NO_NAMES
+
+    @property
+    def _together(self) -> bool:
+        """Whether the spelling has the experts of this architecture in one tensor."""
+        return self._given.structure.architecture.startswith(self._spelling.TRAITS.stacks)

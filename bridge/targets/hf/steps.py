@@ -6,23 +6,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from bridge.calibration.expert_tokens import experts_of
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
-from bridge.planning.plan import Output, Step
+from bridge.planning.plan import PASSTHROUGH, Output, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
-from bridge.targets.hf.experts import Experts
+from bridge.targets.hf.experts import UNLIKE, Experts
 from bridge.targets.hf.folding import MIN_GROUP, Folding
 from bridge.targets.hf.shards import divide, names_for
 from bridge.targets.hf.spelling import Part, Spelling
 from bridge.targets.modelopt_format import routers
 
+ASKED = "or pass allow_split=True (--allow-split)"
 MIXED = (
     "these read the same input but differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one "
-    "rule, or pass allow_split=True (--allow-split)"
+    f"rule, {ASKED}"
 )
 MIXES = (
     "has another format than most modules, and this spelling names one for all; use format='compressed-tensors' "
@@ -70,8 +72,16 @@ class Drafting:
         return self._drafted
 
     def _split(self) -> Iterator[tuple[str, str]]:
-        """Fused modules of which a recipe keeps some unquantized; vLLM's `is_layer_skipped` raises on them."""
-        chosen = {site.module for site in self._draft.structure.sites if not site.keep}
+        """Fused modules of which a recipe keeps some unquantized; vLLM's `is_layer_skipped` raises on them.
+
+        So does its `get_moe_method` on experts of a layer that differ in format.
+        """
+        sites = [site for site in self._draft.structure.sites if not site.keep]
+        copies = self._draft.scheme and self._draft.scheme.name == PASSTHROUGH
+        for experts in grouped((s for s in sites if s.expert is not None and not copies), experts_of):
+            if len({self._formats.get(site.module) for site in experts}) > 1:
+                yield from ((site.module, f"{UNLIKE}, {ASKED}") for site in experts)
+        chosen = {site.module for site in sites}
         for group in self._draft.structure.groups:
             modules = [module for module in group.modules if module in chosen]
             for members in grouped(modules, _block):

@@ -19,9 +19,11 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
 import bridge
+from bridge.core.errors import PlanError
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.memory import PIECE, SCRATCH, working_set
+from bridge.targets.hf.experts import BESIDE, UNLIKE
 from tests import once
 from tests.covering import grid
 from tests.models.export_families import tokens
@@ -140,6 +142,58 @@ def test_experts_that_a_recipe_keeps_stay_in_one_tensor_and_are_listed(format_: 
         return
     assert "model.layers.1.block_sparse_moe.experts" in listed
     assert ("re:^model\\.layers\\.1\\.block_sparse_moe\\.experts\\." in listed) == (format_ == "compressed-tensors")
+
+
+def recipe(path: Path, base: str, quant: str, *modules: str) -> Path:
+    path.write_text(f'base = "{base}"\n[[rule]]\nmodules = {json.dumps(modules)}\nquant = "{quant}"\n')
+    return path
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("quant", ["none", "int8_wo"])
+def test_stacks_of_a_layer_that_differ_are_refused(format_: str, quant: str, tmp_path: Path) -> None:
+    """A program would find two formats in one module of experts, or both in one list of unquantized modules."""
+    rules = recipe(tmp_path / "half.toml", "int4_wo", quant, "*.1.*.output_linear")
+    for allow_split in (False, True):
+        with pytest.raises(PlanError) as told:
+            bridge.plan(source("granite"), "hf", rules, format=format_, allow_split=allow_split)
+        stacks = ", ".join(f"model.layers.1.block_sparse_moe.{end}_linear" for end in ("input", "output"))
+        assert f"{stacks}: {UNLIKE}" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("quant", "modules"),
+    [("none", "*.1.*.w2"), ("none", "*.1.*.experts.2.*"), ("none", "*.1.*.w[13]"), ("fp8_pc_pt", "*.1.*.w2")],
+)
+def test_modules_of_experts_of_a_layer_that_differ_are_refused_unless_asked(
+    quant: str, modules: str, tmp_path: Path
+) -> None:
+    rules = recipe(tmp_path / "half.toml", "int8_wo", quant, modules)
+    mixtral = oracle.source("mixtral", "bf16")
+    told = ", ".join(f"model.layers.1.block_sparse_moe.experts.{{0..2}}.{name}" for name in ("w1", "w3", "w2"))
+    with pytest.raises(PlanError, match="--allow-split") as refused:
+        bridge.plan(mixtral, "hf", rules, format="compressed-tensors")
+    assert f"{told}: {UNLIKE}" in str(refused.value)
+    plan = bridge.plan(mixtral, "hf", rules, format="compressed-tensors", allow_split=True)
+    assert any(note.startswith(f"{told}: {UNLIKE}") for note in plan.notes)
+
+
+def test_a_stack_stays_unquantized_beside_one_that_cannot_be_quantized(tmp_path: Path) -> None:
+    rules = recipe(tmp_path / "half.toml", "nvfp4_wo", "int8_wo", "*.1.*.down_proj")
+    plan = bridge.plan(source("llama4"), "hf", rules, format="modelopt")
+    assert f"model.layers.1.feed_forward.experts.gate_up_proj: stays unquantized: {BESIDE}" in plan.notes
+    experts = [step.source for step in plan.quantized if "experts" in step.source]
+    assert sorted(experts) == [f"model.layers.0.feed_forward.experts.{name}_proj" for name in ("down", "gate_up")]
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "awq", "gptq", "modelopt"])
+def test_only_the_layer_whose_experts_are_kept_is_listed(format_: str, tmp_path: Path) -> None:
+    rules = recipe(tmp_path / "layer.toml", "int4_wo", "none", "*.1.*put_linear")
+    bridge.convert(source("granite"), "hf", rules, tmp_path / "out", format=format_, verify=False, progress=False)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    listed = section.get("ignore") or section.get("modules_to_not_convert") or list(section["dynamic"])
+    named = [name.replace("\\", "") for name in listed if "router" not in name and "block_sparse_moe" in name]
+    assert named and all("model.layers.1.block_sparse_moe" in name for name in named)
 
 
 def test_experts_of_other_names_stay_unquantized_and_the_plan_says_so() -> None:
