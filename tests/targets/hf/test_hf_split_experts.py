@@ -178,6 +178,16 @@ def test_modules_of_experts_of_a_layer_that_differ_are_refused_unless_asked(
     assert any(note.startswith(f"{told}: {UNLIKE}") for note in plan.notes)
 
 
+@pytest.mark.parametrize("model", ["llama4", "granite"])
+def test_schemes_with_pre_scales_are_written_in_modelopts_format_only(model: str) -> None:
+    """As the pages say. Of Llama 4, whose experts it has in one tensor, they stay unquantized."""
+    for format_ in ("compressed-tensors", "awq", "gptq"):
+        with pytest.raises(PlanError, match=r"self_attn\.o_proj: no place for its pre-scales"):
+            bridge.plan(source(model), "hf", "int4_awq", format=format_)
+    plan = bridge.plan(source(model), "hf", "int4_awq", format="modelopt")
+    assert any(".experts." in step.matrix for step in plan.quantized) == (model == "granite")
+
+
 def test_a_stack_stays_unquantized_beside_one_that_cannot_be_quantized(tmp_path: Path) -> None:
     rules = recipe(tmp_path / "half.toml", "nvfp4_wo", "int8_wo", "*.1.*.down_proj")
     plan = bridge.plan(source("llama4"), "hf", rules, format="modelopt")
