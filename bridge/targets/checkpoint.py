@@ -57,7 +57,7 @@ class StreamedTarget:
         raise CannotRun(self.why_no_generator(directory))
 
     def layer_errors(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray], runtime: Any
     ) -> tuple[tuple[str, float], ...]:
         return ()
 

@@ -61,9 +61,12 @@ class Target(Planner, Protocol):
         """Load a written language model to generate text; CannotRun if none can here."""
 
     def layer_errors(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray], runtime: Any
     ) -> tuple[tuple[str, float], ...]:
-        """The error that each quantized module adds to its own output, relative L2, the worst first."""
+        """The error that each quantized module adds to its own output, relative L2, the worst first.
+
+        `runtime`: what `runtime(directory)` loaded.
+        """
 
     def why_not_loaded(self, plan: Plan) -> str:
         """Why no program loads the output, whatever its formats ("" if they decide)."""

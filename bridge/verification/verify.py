@@ -80,7 +80,8 @@ def prove(
         gate, quantized = manifest.output_gate, bool(plan.quantized)
         outputs = output_parity(runtime, references, gate, quantized, progress, float_error(plan), apart(plan))
         substitute = runtime.substitute
-        layers = target.layer_errors(directory, plan, source, references.inputs[0]) if plan.quantized else ()
+        if plan.quantized:
+            layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime)
         not_run += _reservations(outputs, bool(plan.quantized), substitute)
         if is_pruned(source) and not plan.quantized:
             findings += _against_whole(source, references.inputs[0])

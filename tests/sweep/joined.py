@@ -19,7 +19,7 @@ _PATCHES: Fields = {
 }  # fmt: skip
 _TOKENS: Fields = {"image_token_id": _IMAGE, "video_token_id": 321, "vision_start_token_id": 322,
                    "vision_end_token_id": 323}  # fmt: skip
-_DEEP = _PATCHES | {"out_hidden_size": 128, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_DEEP = _PATCHES | {"out_hidden_size": 128, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 _AUDIO: Fields = {
     "d_model": 128, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 384, "num_mel_bins": 16,
     "max_source_positions": 32,

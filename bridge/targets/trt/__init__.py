@@ -301,11 +301,11 @@ class Trt(StreamedTarget):
         return OnnxGenerator(directory) if len(graphs(directory)) == 1 else TextGenerator(directory)
 
     def layer_errors(
-        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+        self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray], runtime: Any
     ) -> tuple[tuple[str, float], ...]:
         from bridge.targets.trt.layer_error import layer_errors
 
-        return layer_errors(directory, plan, source, batch)
+        return layer_errors(directory, plan, source, batch, runtime)
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line

@@ -25,21 +25,23 @@ GROUP = 64  # layers tapped in one run, so that their inputs and outputs are not
 
 
 def layer_errors(
-    directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray]
+    directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray], runtime: Any
 ) -> tuple[tuple[str, float], ...]:
-    """Return (matrix, error) for every quantized matrix of the graph, the worst first."""
-    from bridge.targets.trt.encoder_decoder import feeds_of
-    from bridge.targets.trt.files import is_multimodal
-    from bridge.targets.trt.multimodal import first_rows
+    """Return (matrix, error) for every quantized matrix of the graph, the worst first. `runtime`: the written model."""
+    from bridge.targets.trt.encoder_decoder import EncoderDecoder
+    from bridge.targets.trt.files import MODEL
+    from bridge.targets.trt.multimodal import MultiModal
 
     steps = {step.matrix: step for step in plan.quantized if step.site and step.site.layout != "conv"}
-    if is_multimodal(directory):
-        each = first_rows(directory, batch)
+    each: Mapping[str, Mapping[str, np.ndarray]]
+    if isinstance(runtime, MultiModal):
+        each = runtime.first_row(batch, POSITIONS)
     else:
-        each = feeds_of(directory, {name: _first(name, array) for name, array in batch.items()})
+        first = {name: _first(name, array) for name, array in batch.items()}
+        each = runtime.feeds(first) if isinstance(runtime, EncoderDecoder) else {MODEL: first}
     errors: dict[str, float] = {}
-    for path, feeds in each.items():
-        errors |= _of_graph(path, steps, source, plan, feeds)
+    for file, feeds in each.items():
+        errors |= _of_graph(directory / file, steps, source, plan, feeds)
     return tuple(sorted(errors.items(), key=lambda item: -item[1]))
 
 

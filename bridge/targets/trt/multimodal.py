@@ -63,6 +63,16 @@ class MultiModal:
         decoder = {**read, **self.embedding.run(embedding)}
         return {**({self.file: seen} if seen else {}), EMBEDDING: embedding, DECODER: decoder}
 
+    def first_row(self, inputs: Mapping[str, np.ndarray], positions: int) -> dict[str, Arrays]:
+        """What the tower is fed of the first image or sound, and the decoder of the first tokens of the first row."""
+        feeds = self.feeds(inputs)
+        seen = {self.file: self._apart(feeds[self.file])[0]} if self.file in feeds else {}
+        graphs = {self.file: self.tower, DECODER: self.decoder}
+        return {
+            file: {name: _cut(array, graphs[file].inputs[name].shape, positions) for name, array in given.items()}
+            for file, given in {**seen, DECODER: feeds[DECODER]}.items()
+        }
+
     def features(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """What the embedding reads beside a text: a row an image token or a token of sound; none for a text alone."""
         names = [name for name in self.embedding.inputs if name != "input_ids"]
@@ -134,15 +144,10 @@ class MultiModal:
         return out["logits"][:, -1], {n.replace(PRESENT, PAST): a for n, a in out.items() if n.startswith(PRESENT)}
 
 
-def first_rows(directory: Path, batch: Mapping[str, np.ndarray]) -> dict[Path, Mapping[str, np.ndarray]]:
-    """Graph -> what it is fed of the first row of a batch, of the first image."""
-    return {
-        directory / file: {n: a[:, :1] if n == "position_ids" and a.ndim == 3 else a[:1] for n, a in feeds.items()}
-        if GRID not in feeds
-        else next(_images(feeds))
-        for file, feeds in MultiModal(directory).feeds(batch).items()
-        if file != EMBEDDING
-    }
+def _cut(array: np.ndarray, axes: Sequence[str | int], positions: int) -> np.ndarray:
+    """The first row, by the names that a graph gives the axes of an input, and at most `positions` tokens of it."""
+    most = {"batch": 1, "image_batch": 1, "audio_batch": 1, "sequence": positions, "total_sequence": positions}
+    return array[tuple(slice(most.get(str(axis))) for axis in axes)]
 
 
 def _images(inputs: Mapping[str, np.ndarray]) -> Iterator[Arrays]:

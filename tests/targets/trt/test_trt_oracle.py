@@ -230,7 +230,8 @@ def convert_stacked(family: str, scheme: str, out: Path) -> Pair:
     plan = typed(Plan, json.loads((pair.directory / "bridge.json").read_text())["plan"])
     experts = [step for step in plan.quantized if step.inputs[0].expert is not None]
     assert len(experts) == pair.model.config.num_hidden_layers * 2 * 3  # matrices, experts
-    errors = dict(layer_errors(pair.directory, plan, open_source(pair.model), {"input_ids": pair.ids}))
+    runtime = Runtime(pair.directory)
+    errors = dict(layer_errors(pair.directory, plan, open_source(pair.model), {"input_ids": pair.ids}, runtime))
     assert 0 < max(errors[step.matrix] for step in experts) < 0.2  # of its own matrix, not of the stack
     return pair
 

@@ -1,0 +1,50 @@
+"""Qwen3-VL: features of several layers of the tower, tokens with places in three dimensions, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bridge
+from bridge.targets.trt.files import DECODER, VISION
+from bridge.targets.trt.multimodal import MultiModal
+from tests import once
+from tests.sweep import seeing
+from tests.sweep.build import build
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
+LAYERS, ROWS, TOKENS = 2, 2, 140
+
+
+def converted() -> Path:
+    def make(directory: Path) -> None:
+        seer = build("Qwen3VLForConditionalGeneration", torch.float32)
+        bridge.convert(seer, "trt", None, directory / "out", verify=False, progress=False)
+
+    return once.directory("qwen3-vl-trt", make) / "out"
+
+
+def given(tokens: int = TOKENS) -> dict[str, np.ndarray]:
+    """A row an image, of transformers' names; 6 tokens an image."""
+    seer = build("Qwen3VLForConditionalGeneration", torch.float32)
+    looked = seeing.seen(seer, torch.Generator().manual_seed(3))
+    ids = np.full((ROWS, tokens), 7)
+    ids[:, 4:10] = seer.config.image_token_id
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), **{n: t.numpy() for n, t in looked.items()}}
+
+
+def test_the_first_row_has_all_layers_of_features_and_few_tokens() -> None:
+    model, inputs = MultiModal(converted()), given()
+    feeds = model.first_row(inputs, 128)
+    assert {name: array.shape for name, array in feeds[DECODER].items()} == {
+        "inputs_embeds": (1, 128, 128),
+        "attention_mask": (1, 128),
+        "position_ids": (3, 1, 128),
+        "deepstack_embeds": (LAYERS, 1, 128, 128),
+    }
+    assert feeds[VISION]["pixel_values"].shape == (24, 384) and feeds[VISION]["image_grid_thw"].shape == (1, 3)
+    whole = model.run(inputs)["logits"]
+    np.testing.assert_allclose(model.decoder.run(feeds[DECODER])["logits"], whole[:1, :128], atol=1e-5)
