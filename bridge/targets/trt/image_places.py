@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from bridge.core.errors import VerifyError
+
 
 def image_places(ids: np.ndarray, mask: np.ndarray, grids: np.ndarray, token: int, merge: int) -> np.ndarray:
     """3, batch, sequence: texts count up in all three; the tokens of an image have its rows and columns.
@@ -27,6 +29,12 @@ def image_places(ids: np.ndarray, mask: np.ndarray, grids: np.ndarray, token: in
             frames, height, width = (int(extent) for extent in next(images))
             shape = (frames, height // merge, width // merge)
             own = np.indices(shape).reshape(3, -1)
-            places[:, row, at : at + own.shape[1]] = own + following
-            at, following = at + own.shape[1], following + max(shape)
+            end = at + own.shape[1]
+            if end > ids.shape[1] or (ids[row, at:end] != token).any():
+                raise VerifyError(
+                    f"row {row} of the text has fewer than {own.shape[1]} image tokens (id {token}) from token {at} "
+                    f"on, where an image of {height} x {width} patches stands; place them as the processor does"
+                )
+            places[:, row, at:end] = own + following
+            at, following = end, following + max(shape)
     return places

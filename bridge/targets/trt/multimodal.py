@@ -50,18 +50,20 @@ class MultiModal:
         """What each graph is fed of transformers' inputs; all but the decoder run."""
         seen, ids = self.read(inputs), inputs["input_ids"]
         features = self.features(seen)
-        tokens, rows = int((ids == self.token).sum()), len(features[f"{self.kind}_features"])
-        if tokens != rows:
-            raise VerifyError(
-                f"the text has {number(tokens, f'{self.kind} token')} (id {self.token}), and what {self.file} reads "
-                f"makes {number(rows, 'row')} of features; give as many tokens as the processor does"
-            )
+        self._check_tokens(ids, len(features[f"{self.kind}_features"]))
         embedding = {"input_ids": ids, **features}
         read = {name: array for name, array in inputs.items() if name in self.decoder.inputs}
         if (three := self.places(inputs)) is not None:
             read["position_ids"] = three
         decoder = {**read, **self.embedding.run(embedding)}
         return {**({self.file: seen} if seen else {}), EMBEDDING: embedding, DECODER: decoder}
+
+    def _check_tokens(self, ids: np.ndarray, rows: int) -> None:
+        if (tokens := int((ids == self.token).sum())) != rows:
+            raise VerifyError(
+                f"the text has {number(tokens, f'{self.kind} token')} (id {self.token}), and what {self.file} reads "
+                f"makes {number(rows, 'row')} of features; give as many tokens as the processor does"
+            )
 
     def first_row(self, inputs: Mapping[str, np.ndarray], positions: int) -> dict[str, Arrays]:
         """What the tower is fed of the first image or sound, and the decoder of the first tokens of the first row."""
@@ -121,6 +123,7 @@ class MultiModal:
             return inputs["position_ids"]
         ids = inputs["input_ids"]
         grids = inputs.get(GRID, np.zeros((0, 3), np.int64))
+        self._check_tokens(ids, int(grids.prod(axis=1).sum()) // self.merge**2)
         return image_places(ids, inputs.get("attention_mask", np.ones_like(ids)), grids, self.token, self.merge)
 
     def read(self, inputs: Mapping[str, np.ndarray]) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 import bridge
+from bridge.core.errors import VerifyError
+from bridge.targets.generation import Settings
 from bridge.targets.trt.files import DECODER, VISION
-from bridge.targets.trt.multimodal import MultiModal
+from bridge.targets.trt.multimodal import MultiModal, MultiModalGenerator
 from tests import once
 from tests.sweep import seeing
 from tests.sweep.build import build
@@ -48,3 +51,24 @@ def test_the_first_row_has_all_layers_of_features_and_few_tokens() -> None:
     assert feeds[VISION]["pixel_values"].shape == (24, 384) and feeds[VISION]["image_grid_thw"].shape == (1, 3)
     whole = model.run(inputs)["logits"]
     np.testing.assert_allclose(model.decoder.run(feeds[DECODER])["logits"], whole[:1, :128], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "said"),
+    [
+        ([7, 320, 7], 0, "1 image token (id 320), and what vision.onnx reads makes 0 rows"),
+        ([7, *[320] * 5, 7], 1, "5 image tokens (id 320), and what vision.onnx reads makes 6 rows"),
+        ([7, 320, 320, 7, *[320] * 4], 1, "fewer than 6 image tokens (id 320) from token 1 on"),
+        ([7, *[320] * 6], 2, "6 image tokens (id 320), and what vision.onnx reads makes 12 rows"),
+    ],
+)
+def test_image_tokens_that_fit_no_image_are_refused_before_anything_runs(
+    tokens: list[int], images: int, said: str
+) -> None:
+    generator, inputs = MultiModalGenerator(converted()), given()
+    if images:
+        generator.look(
+            {"pixel_values": inputs["pixel_values"][: 24 * images], "image_grid_thw": inputs["image_grid_thw"][:images]}
+        )
+    with pytest.raises(VerifyError, match=re.escape(said)):
+        list(generator.generate(tokens, Settings(tokens=1)))
