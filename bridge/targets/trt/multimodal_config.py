@@ -27,7 +27,6 @@ from bridge.targets.trt.genai_config import (
 # transformers' model types whose graphs onnxruntime-genai joins as we write them.
 _KNOWN = ("gemma3", "mistral3", "qwen2_5_vl")
 _MORE = ("vision_start_token_id", "video_token_id")  # of Qwen-VL, whose places onnxruntime-genai counts from these
-_FEATURES, _EMBEDS = {"vision": "image_features", "speech": "audio_features"}, "inputs_embeds"
 # Our names of inputs, which are those of transformers -> onnxruntime-genai's, where they differ.
 _GENAI_NAMES = {"input_features": "audio_embeds", "feature_attention_mask": "attention_mask"}
 
@@ -53,7 +52,7 @@ def write_multimodal_config(
         **of_session,
     }
     seen = "vision" if (directory / VISION).is_file() else "speech"
-    features, file = _FEATURES[seen], PARTS[seen]
+    file = PARTS[seen]
     reads, gives = graph_inputs(directory / file), graph_outputs(directory / file)
     tower = {
         "filename": file,
@@ -65,11 +64,11 @@ def write_multimodal_config(
         tower["spatial_merge_size"] = source.config["vision_config"].get("spatial_merge_size", 2)
     embedding = {
         "filename": EMBEDDING,
-        "inputs": {"input_ids": "input_ids", features: features},
-        "outputs": {_EMBEDS: _EMBEDS},
+        "inputs": {name: name for name in graph_inputs(directory / EMBEDDING)},
+        "outputs": {name: name for name in graph_outputs(directory / EMBEDDING)},
         **of_session,
     }
-    token = f"{features.removesuffix('_features')}_token_id"
+    token = "image_token_id" if seen == "vision" else "audio_token_id"
     positions = text.get("max_position_embeddings")
     model = {
         "type": kind,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ import bridge
 from bridge.core.errors import VerifyError
 from bridge.targets.generation import Settings
 from bridge.targets.trt.files import DECODER, VISION
+from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.multimodal import MultiModal, MultiModalGenerator
 from tests import once
 from tests.sweep import seeing
@@ -72,3 +75,14 @@ def test_image_tokens_that_fit_no_image_are_refused_before_anything_runs(
         )
     with pytest.raises(VerifyError, match=re.escape(said)):
         list(generator.generate(tokens, Settings(tokens=1)))
+
+
+def test_the_manifest_names_all_inputs_and_outputs_of_each_graph() -> None:
+    joined = json.loads((converted() / GENAI).read_text())["model"]
+    for part in ("vision", "embedding", "decoder"):
+        graph = onnx.load(converted() / joined[part]["filename"], load_external_data=False).graph
+        named = {*joined[part]["inputs"].values(), *joined[part]["outputs"].values()}
+        assert {value.name for value in (*graph.input, *graph.output) if "." not in value.name} <= named
+    assert (
+        "deepstack_features" in joined["embedding"]["inputs"] and "deepstack_embeds" in joined["embedding"]["outputs"]
+    )
