@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# What processors import beside transformers: those with a video processor need torchvision, SmolVLM's num2words, too.
+_PACKAGES = ("torchvision", "num2words", "pillow", "sentencepiece")
+
+
 def with_images(
     directory: Path, text: str, images: Sequence[str | Path], *, chat: bool
 ) -> tuple[list[int], dict[str, np.ndarray]]:
@@ -40,6 +44,12 @@ def _processor(directory: Path) -> Any:
 
     try:
         processor = AutoProcessor.from_pretrained(str(directory), trust_remote_code=False)
+    except ImportError as error:
+        said = " ".join(str(error).split())
+        lacking = [name for name in _PACKAGES if name in said.lower()]
+        remedy = f"pip install {' '.join(lacking)}" if lacking else "install what it names"
+        what = " and ".join(lacking) or "a package"
+        raise CannotRun(f"{directory}: the processor of images lacks {what}: {said}\n  hint   {remedy}") from error
     except Exception as error:
         raise SourceError(
             f"{directory}: the processor of images cannot be loaded: {_first(error)}; copy the model's "
@@ -61,7 +71,9 @@ def _opened(path: Path) -> Any:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except OSError as error:
+    except Image.DecompressionBombError as error:
+        raise UsageError(f"{path}: too large an image: {error}; give a smaller one") from error
+    except (OSError, SyntaxError, ValueError) as error:  # pillow raises all of them for broken files
         raise UsageError(f"{path}: not a readable image: {error}; give a PNG or a JPEG") from error
 
 
