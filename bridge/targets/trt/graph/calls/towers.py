@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import create_bidirectional_mask
 
+from bridge.targets.trt.graph.this_thread import for_this_thread
+
 MASK = "feature_attention_mask"
 
 
@@ -31,9 +33,12 @@ def _features(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _whole(model: Any) -> Iterator[None]:
-    """Let `list(tensor)` be the tensor in the module of `model`: LLaVA lists the features of each image, at the end."""
+    """Let `list(tensor)` be the tensor in the module of `model`: LLaVA lists the features of each image, at the end.
+
+    Other threads see no difference.
+    """
     scope = vars(sys.modules[type(model).__module__])
-    scope["list"] = lambda values: values if isinstance(values, torch.Tensor) else list(values)
+    scope["list"] = for_this_thread(lambda values: values if isinstance(values, torch.Tensor) else list(values), list)
     try:
         yield
     finally:

@@ -9,17 +9,16 @@ of tokens, so that one graph reads a prompt, a chunk of it, and one token.
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from bridge.targets.trt.graph.calls.states import take_asked
+from bridge.targets.trt.graph.this_thread import for_this_thread
 
 DOMAIN = "bridge"
 SELECTIVE, CHUNKS, DELTA = "SelectiveScan", "ChunkScan", "DeltaRule"
@@ -37,22 +36,12 @@ def recurrences_as_nodes(model: Any) -> Iterator[None]:
             for name, function in REPLACED.items():
                 if original := getattr(home, name, None):
                     stack.callback(setattr, home, name, original)
-                    setattr(home, name, _for_this_thread(function, original))
+                    setattr(home, name, for_this_thread(function, original))
         for name, module in model.named_modules():
             if forward := FORWARDS.get(type(module).__name__):
                 module.forward = types.MethodType(forward, module)
                 module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())
         yield
-
-
-def _for_this_thread(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    thread = threading.get_ident()
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if threading.get_ident() == thread else original)(*args, **kwargs)
-
-    return call
 
 
 def _node(name: str, inputs: Sequence[Any], output: Sequence[Any], state: Any) -> tuple[Any, Any]:
