@@ -35,6 +35,8 @@ def run(
         if is_chain:
             if text is not None:
                 raise UsageError(f"{out} is a chain of steps, which takes no text")
+            if image:
+                raise UsageError(f"{out} is a chain of steps, which takes no images; leave out --image")
             made = bridge.chain(out, overwrite=overwrite, resume=not no_resume, progress=terminal.progress)
             terminal.finish(made, "\n".join(made.lines()), as_json, False)
             return

@@ -134,6 +134,13 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         bridge.chain(written(tmp_path, text))  # and none of the step that takes its output
 
 
+def test_the_command_refuses_what_a_chain_does_not_read(tmp_path: Path) -> None:
+    path = str(written(tmp_path, CHAIN))
+    assert "takes no text" in run("run", path, "hello").stderr
+    refused = run("run", path, "--image", "cat.png")
+    assert refused.exit_code == 2 and "takes no images; leave out --image" in refused.stderr
+
+
 def test_a_file_that_is_no_chain_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it has no"):
         bridge.chain(written(tmp_path, ""))
@@ -150,7 +157,6 @@ def test_the_command_runs_a_chain(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "1 step, all passed" in result.stdout
     told: dict[str, Any] = json.loads(run("run", str(path), "--json").stdout)
     assert told["passed"] and told["steps"][0]["kept"]
-    assert "takes no text" in run("run", str(path), "hello").stderr
     assert "give the text that" in run("run", LLAMA).stderr
 
 
