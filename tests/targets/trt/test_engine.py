@@ -282,3 +282,12 @@ def test_counting_gpus_without_a_driver_gives_zero(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module.ctypes, "CDLL", absent)
     assert module.gpu_count() == 0
+
+
+def test_images_of_any_size_reach_the_largest_of_mistral_3() -> None:
+    for axis in ("image_height", "image_width"):
+        extents = Profile().ranges[axis]
+        assert extents[2] >= 1540  # `longest_edge` of its processor
+        assert all(extent % 28 == extent % 32 == 0 for extent in extents), "patches of 14 or 16, two by two"
+    least_rows = (1540 // 28) ** 2
+    assert Profile().ranges["image_rows"][2] >= least_rows
