@@ -36,7 +36,8 @@ BESIDE = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
-    "hf_quant_config.json", MANIFEST, "README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
+    "video_preprocessor_config.json", "hf_quant_config.json", MANIFEST, "README.md", "LICENSE",
+    "LICENSE.txt", "LICENSE.md", "NOTICE",
 )  # fmt: skip
 FILES = (".safetensors", ".bin", ".nemo", ".pth")  # an address that ends so is that of one file
 

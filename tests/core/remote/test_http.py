@@ -40,6 +40,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (root / name).write_bytes((TINY / name).read_bytes())
+    (root / "video_preprocessor_config.json").write_text("{}")
     return root
 
 
