@@ -71,6 +71,8 @@ def _opened(path: Path) -> Any:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: there is no such image") from error
     except Image.DecompressionBombError as error:
         raise UsageError(f"{path}: too large an image: {error}; give a smaller one") from error
     except (OSError, SyntaxError, ValueError) as error:  # pillow raises all of them for broken files

@@ -57,3 +57,8 @@ def test_an_image_with_a_broken_chunk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(whole[: at - 4] + chunk + bytes(40))
     with pytest.raises(UsageError, match=r"broken\.png: not a readable image: .*; give a PNG or a JPEG"):
         prompts._opened(tmp_path / "broken.png")
+
+
+def test_an_image_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.png: there is no such image"):
+        prompts._opened(tmp_path / "none.png")

@@ -32,13 +32,13 @@ class MultiModal:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.file = VISION if (directory / VISION).is_file() else SPEECH
-        self.kind = "image" if self.file == VISION else "audio"
+        joined = json.loads((directory / GENAI).read_text())["model"]
+        self.kind = "image" if "image_token_id" in joined else "audio"
+        self.file = VISION if self.kind == "image" else SPEECH
         self.tower, self.embedding = Runtime(directory / self.file), Runtime(directory / EMBEDDING)
         self.decoder = Runtime(directory / DECODER)
         self.substitute = self.tower.substitute or self.embedding.substitute or self.decoder.substitute
         self.outputs = self.decoder.outputs
-        joined = json.loads((directory / GENAI).read_text())["model"]
         self.token = int(joined[f"{self.kind}_token_id"])
         self.merge = int(joined.get("vision", {}).get("spatial_merge_size", 1))
 

@@ -86,3 +86,10 @@ def test_the_manifest_names_all_inputs_and_outputs_of_each_graph() -> None:
     assert (
         "deepstack_features" in joined["embedding"]["inputs"] and "deepstack_embeds" in joined["embedding"]["outputs"]
     )
+
+
+@pytest.mark.parametrize(("token", "file"), [("image_token_id", "vision.onnx"), ("audio_token_id", "speech.onnx")])
+def test_the_tower_that_is_missing_is_named(token: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / GENAI).write_text(json.dumps({"model": {token: 3}}))
+    with pytest.raises(VerifyError, match=rf"{file}: not a readable ONNX file"):
+        MultiModal(tmp_path)
