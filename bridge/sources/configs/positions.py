@@ -1,4 +1,4 @@
-"""How many tokens a model has positions for, by the names of transformers' configs."""
+"""How many tokens a model has positions for, by transformers' names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace a function of a module for one thread; the others call what was there."""
+"""Replace a function of a module for one thread alone."""
 
 from __future__ import annotations
 
