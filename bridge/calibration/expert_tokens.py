@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from bridge.calibration.quantizers import QuantizerBinding
-from bridge.core.values import Site
 
 
 class ExpertTokens:
@@ -22,7 +21,7 @@ class ExpertTokens:
     def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
         self.tokens: dict[str, np.ndarray] = {}
         experts = (one for one in bindings if one.site.stacked or one.expert is not None)
-        self._names = {one.module: experts_of(one.site) for one in experts}  # live module -> checkpoint name
+        self._names = {one.module: one.site.experts for one in experts}  # live module -> checkpoint name
 
     def first(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return the loop with its first run through each layer counted; an algorithm may run it more than once."""
@@ -49,10 +48,3 @@ class ExpertTokens:
         size = int(next(module.parameters()).shape[0])
         counts = np.bincount(chosen.detach().cpu().numpy().reshape(-1), minlength=size)[:size]
         self.tokens[name] = self.tokens.get(name, np.zeros(size, np.float32)) + counts.astype(np.float32)
-
-
-def experts_of(site: Site) -> str:
-    """Return the module with all experts of the site's layer; "" if the site is not an expert."""
-    if site.stacked:
-        return site.module.rpartition(".")[0]
-    return "" if site.expert is None else site.module.rpartition(f".{site.expert}.")[0]

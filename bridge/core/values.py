@@ -268,6 +268,13 @@ class Site:
         """Whether the tensor has all experts of a layer."""
         return self.layout.startswith("stack")
 
+    @property
+    def experts(self) -> str:
+        """The module with all experts of the site's layer; "" if the site is not an expert."""
+        if self.stacked:
+            return self.module.rpartition(".")[0]
+        return "" if self.expert is None else self.module.rpartition(f".{self.expert}.")[0]
+
 
 @dataclass(frozen=True)
 class InputGroup:

@@ -155,7 +155,8 @@ def _formats(inputs: PlanInputs) -> tuple[dict[str, Format | str], dict[str, lis
             kept = target.why_kept(format_, site)
             reason = "" if kept else target.why_unsupported(format_, options)
             if site.stacked and not (kept or reason):
-                reason = target.why_stack_unsupported(format_, site, options)
+                copies = isinstance(scheme, PassthroughScheme)
+                reason = STACKED if copies else target.why_stack_unsupported(format_, site, options)
             if reason:
                 refused.setdefault(reason, []).append(site.module)
             format_ = kept or format_

@@ -8,8 +8,8 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
-from bridge.calibration.expert_tokens import experts_of
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers
@@ -54,7 +54,7 @@ def with_format(structure: Structure, unit: Unit, scheme: Scheme, specs: Mapping
 def globs(unit: Unit, others: Iterable[str]) -> list[str]:
     """The `modules` of a recipe's rule that match the unit and none of `others`."""
     names = [site.module for site in unit.sites]
-    root = experts_of(unit.sites[0])
+    root = unit.sites[0].experts
     if root and not any(other.startswith(f"{root}.") for other in set(others) - set(names)):
         return [f"{glob.escape(root)}.*"]
     return [glob.escape(name) for name in names]
@@ -82,7 +82,7 @@ def _grouped(structure: Structure, formats: Mapping[str, object]) -> list[list[s
 def _groups(structure: Structure) -> Iterator[tuple[str, ...]]:
     for group in structure.groups:
         yield group.modules
-    for key in (experts_of, lambda site: site.shares):
+    for key in (attrgetter("experts"), attrgetter("shares")):
         groups: dict[str, list[str]] = {}
         for site in structure.sites:
             groups.setdefault(key(site), []).append(site.module)
@@ -94,7 +94,7 @@ def _unit(structure: Structure, members: list[tuple[Site, Format]], specs: Mappi
     stored = [specs[structure.tied.get(site.weight, site.weight)] for site in sites]
     own = [f"{site.module}.weight" not in structure.tied for site in sites]
     return Unit(
-        name=_name([site.module for site in sites], experts_of(sites[0])),
+        name=_name([site.module for site in sites], sites[0].experts),
         sites=sites,
         formats=formats,
         weights=sum(spec.size for spec in stored),

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from bridge.calibration.expert_tokens import experts_of
 from bridge.core.text import fold_problems, grouped
 from bridge.core.values import Format, Site, TensorSpec
-from bridge.planning.passthrough import REMEDY
-from bridge.planning.plan import PASSTHROUGH, STACKED
 from bridge.planning.target import Draft
 from bridge.targets.hf.spelling import Spelling
 from bridge.targets.stacks import PAIRS, Matrix, container, modules_of
@@ -44,7 +41,7 @@ class Experts:
         self.stacks: dict[str, list[Matrix]] = {}
         self.problems: list[tuple[str, str]] = []
         self._kept: dict[str, tuple[str, str]] = {}  # weight -> module, reason
-        for layer in grouped(self._stacked(), lambda stack: experts_of(stack[1])):
+        for layer in grouped(self._stacked(), lambda stack: stack[1].experts):
             self._place(layer)
 
     @property
@@ -84,17 +81,12 @@ class Experts:
 
     def _place(self, layer: list[Stack]) -> None:
         """Decide on the stacks of one layer: if one cannot be quantized, none is."""
-        scheme, joined = self._given.scheme, self._given.structure.joined
+        joined = self._given.structure.joined
         apart = {
             spec.name: modules_of(spec, site, joined.get(spec.name, ""))
             for spec, site, format_ in layer
             if isinstance(format_, Format) and not (self._together and self._spelling.holds_stack(format_))
         }
-        if apart and scheme and scheme.name == PASSTHROUGH:
-            self.problems += [
-                (site.module, f"{STACKED} in this format; {REMEDY}") for spec, site, _ in layer if spec.name in apart
-            ]
-            return
         kept = {spec.name: site.keep for spec, site, format_ in layer if site.keep and format_ == site.keep}
         kept |= {name: why for name, matrices in apart.items() if (why := self._why_kept(matrices))}
         if kept:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from bridge.calibration.expert_tokens import experts_of
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
@@ -78,7 +77,7 @@ class Drafting:
         """
         sites = [site for site in self._draft.structure.sites if not site.keep]
         copies = self._draft.scheme and self._draft.scheme.name == PASSTHROUGH
-        for experts in grouped((s for s in sites if s.expert is not None and not copies), experts_of):
+        for experts in grouped((s for s in sites if s.expert is not None and not copies), lambda s: s.experts):
             if len({self._formats.get(site.module) for site in experts}) > 1:
                 yield from ((site.module, f"{UNLIKE}, {ASKED}") for site in experts)
         chosen = {site.module for site in sites}
