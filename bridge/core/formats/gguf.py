@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -116,19 +116,20 @@ def _value(value: Any) -> bytes:
 
 
 class _Reader:
-    """Reads the parts of a header; SourceError where it ends too early."""
+    """Reads the parts of a header, no more of the file; SourceError where it ends too early."""
 
-    def __init__(self, data: memoryview, where: Path) -> None:
-        self._data, self._where, self.at = data, where, 0
+    def __init__(self, file: BinaryIO, where: Path, nbytes: int) -> None:
+        self._file, self._where, self._nbytes, self.at = file, where, min(nbytes, MAX_HEADER), 0
 
-    def take(self, size: int) -> memoryview:
-        if size > len(self._data) - self.at:
+    def take(self, size: int) -> bytes:
+        data = self._file.read(size) if size <= self._nbytes - self.at else b""
+        if len(data) < size:
             raise SourceError(f"{self._where}: truncated inside its header; convert or download it again")
         self.at += size
-        return self._data[self.at - size : self.at]
+        return data
 
     def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        if count > len(self._data):
+        if count > self._nbytes:
             raise SourceError(f"{self._where}: a list of {count} values is longer than the file")
         return struct.unpack(f"<{count}{code}", self.take(struct.calcsize(f"<{count}{code}")))
 
@@ -147,7 +148,7 @@ class _Reader:
             return self.numbers(self._code(kind))[0]
         kind, count = *self.numbers("I"), *self.numbers("Q")
         if kind == _STRING:
-            if count > len(self._data):
+            if count > self._nbytes:
                 raise SourceError(f"{self._where}: a list of {count} texts is longer than the file")
             return [self.text() for _ in range(count)]
         return list(self.numbers(self._code(kind), count))
@@ -166,18 +167,18 @@ class GgufFile:
         self.path, self.span = path, span_of(path)
         size = path.stat().st_size
         with path.open("rb") as file:
-            reader = _Reader(memoryview(file.read(min(size, MAX_HEADER))), path)
-        if bytes(reader.take(4)) != MAGIC:
-            raise SourceError(f"{path}: not a GGUF file")
-        (version,) = reader.numbers("I")
-        if version != VERSION:
-            raise SourceError(f"{path}: GGUF version {version}; this program reads version {VERSION}")
-        tensors, pairs = reader.numbers("Q", 2)
-        self.metadata: dict[str, Any] = {}
-        for _ in range(pairs):
-            key = reader.text()
-            self.metadata[key] = reader.value()
-        infos = [self._info(reader) for _ in range(tensors)]
+            reader = _Reader(file, path, size)
+            if reader.take(4) != MAGIC:
+                raise SourceError(f"{path}: not a GGUF file")
+            (version,) = reader.numbers("I")
+            if version != VERSION:
+                raise SourceError(f"{path}: GGUF version {version}; this program reads version {VERSION}")
+            tensors, pairs = reader.numbers("Q", 2)
+            self.metadata: dict[str, Any] = {}
+            for _ in range(pairs):
+                key = reader.text()
+                self.metadata[key] = reader.value()
+            infos = [self._info(reader) for _ in range(tensors)]
         align = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(align, int) or align < 1:
             raise SourceError(f"{path}: general.alignment is {align!r}")

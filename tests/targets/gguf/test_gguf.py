@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import transformers
 
 import bridge
 from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError, VerifyError
-from bridge.core.formats.gguf import GgufFile
+from bridge.core.formats.gguf import GgufFile, layout
 from bridge.core.progress import BYTES
+from bridge.core.values import TensorSpec
 from bridge.sources.opening import open_source
 from bridge.targets import load_target
 from bridge.targets.gguf.metadata import GRAPHS
@@ -117,6 +119,20 @@ def test_a_file_that_is_cut_off_is_told(written: Path, tmp_path: Path) -> None:
     assert any("truncated" in finding for finding in load_target("gguf").lint(copy, load_manifest(copy).plan))
     with pytest.raises((SourceError, VerifyError)):
         bridge.verify(copy, against=str(LLAMA))
+
+
+def test_opening_a_file_reads_its_header_alone(tmp_path: Path) -> None:
+    nbytes = 64 << 20
+    head, _, size = layout([TensorSpec("weight", (nbytes // 4,), "float32")], {"general.architecture": "llama"})
+    with (tmp_path / "large.gguf").open("wb") as file:
+        file.write(head)
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        assert GgufFile(tmp_path / "large.gguf").specs["weight"].nbytes == nbytes
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bytes(written: Path, tmp_path: Path) -> None:
