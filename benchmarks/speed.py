@@ -36,6 +36,7 @@ ROOT = Path(__file__).parent.parent
 POINTS = ROOT / "benchmarks/speed.json"
 LLAMA = {"num_attention_heads": 16, "num_key_value_heads": 4}
 SHAPES: dict[str, dict[str, Any]] = {
+    "400 layers": SMALL | LLAMA | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 400},
     "0.1b": SMALL | LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8},
     "0.3b": SMALL | LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20},
     "1.1b": SMALL,
@@ -49,7 +50,7 @@ OTHERS = (
     ("gguf", "q4_0"), ("gguf", "q4_k"), ("gguf", "q5_k"), ("gguf", "q6_k"), ("gguf", FLOAT16),
 )  # fmt: skip
 LEAST = 0.1  # seconds that are added to those of a point before errors are divided by them
-HEAD = """# What conversions take on one core of machine A (docs/pages/performance.md), from the page cache.
+HEAD = """# What conversions take on one core of machine B (docs/pages/performance.md), from the page cache.
 # Seconds of the processor `once` and for each written `tensor`; nanoseconds for each value, by operation.
 # Written by `python -m benchmarks.speed` from the points of benchmarks/speed.json, which the same measures.
 # probe: seconds of `bridge.planning.estimate.probe`. error: nine of ten points that were left out of the fit keep it.

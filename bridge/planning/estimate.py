@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.work import Work, work_of
 
 DIRTY = 0.15  # of free memory: Linux lets a writer wait from halfway between its thresholds of 10 and 20 %
-PROBES = 40  # of 0.05 ms; the fastest counts, which other work delayed least
+PROBES = 40  # of 0.1 ms; the fastest counts, which other work delayed least
 MIN_FILE = 1 << 20  # bytes of a file that is asked whether it is in the page cache
 START, PROCESSOR, SOURCE, DISK = "start-up", "the processor", "reading the source", "the disk"
 
@@ -171,21 +172,15 @@ def machine_here(model: Any, speeds: Speeds) -> Machine:
 
 
 def speed_here(reference: float) -> float:
-    """How fast a core is in multiples of that of the table: quotients of 128 Ki floats, as kernels make them."""
+    """How fast a core is in multiples of that of the table: a hash, whose arithmetic needs no import of NumPy."""
     return reference / probe()
 
 
 def probe() -> float:
     """Seconds of the least of `PROBES` rounds."""
-    import numpy as np
-
-    values, divisor = np.full(1 << 17, 3, np.float32), np.full(1 << 17, 7, np.float32)
-    out = np.empty_like(values)
-    bits = out.view(np.uint32)
-    times = []
+    data, times = bytes(1 << 16), []
     for _ in range(PROBES):
         begin = time.perf_counter()
-        np.divide(values, divisor, out=out)
-        np.add(bits, 1, out=bits)
+        hashlib.blake2b(data)
         times.append(time.perf_counter() - begin)
     return min(times)
