@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import DTypeLike
+from bridge.core.arrays import np
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 PAGE = 4096
 MIN_BUFFER = 1 << 20  # bytes: pieces differ in size, and a buffer that grows is allocated again

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bridge.core.errors import SourceError
 from bridge.core.output.names import GENERATION
 from bridge.core.remote.path import remote
@@ -24,6 +22,8 @@ from bridge.sources.side_files import Beside, pipeline_side_files, plain_side_fi
 from bridge.sources.weights.shards import Weights
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from bridge.quant.calibration import Calibration
     from bridge.sources.quantized.checkpoint import Quantized
     from bridge.sources.quantized.megatron import Statistics

@@ -15,8 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.output.temporary import temporary_directory

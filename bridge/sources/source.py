@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-import numpy as np
-
 from bridge.core.values import LazyTensor, Program, TensorSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from bridge.quant.calibration import Calibration
     from bridge.sources.adapted.kept import KeptSource
     from bridge.sources.adapted.source import AdaptedSource

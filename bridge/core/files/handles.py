@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.errors import SourceError
 from bridge.core.remote.path import Handle, remote
 from bridge.core.remote.store import is_page

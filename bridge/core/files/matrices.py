@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, overload
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.errors import SourceError
 from bridge.core.pages import paged
 
-ReadRows = Callable[[int, int], np.ndarray]
+ReadRows = Callable[[int, int], "np.ndarray"]
 
 
 class Matrix(Protocol):

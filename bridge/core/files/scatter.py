@@ -10,8 +10,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.files.handles import read_into
 from bridge.core.remote.path import Handle
 

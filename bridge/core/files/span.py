@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.handles import close_file, identity, open_file, opened, read_at, read_into, size_of

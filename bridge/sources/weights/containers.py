@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.span import Extent, Span

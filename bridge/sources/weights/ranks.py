@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.errors import SourceError, collected
 from bridge.core.files.span import Folder, Span
 from bridge.core.text import listed, named

@@ -9,9 +9,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from bridge.core.errors import collected
 from bridge.core.formats.safetensors import SafetensorsFile
@@ -19,6 +17,9 @@ from bridge.core.formats.weight_file import WeightFile
 from bridge.core.parsing import load_json
 from bridge.core.text import named, natural
 from bridge.core.values import LazyTensor, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_NAME = 255  # of a file name, on every system
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.values import Slice, TensorSpec
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray"
 Shape = tuple[int, ...]
 Span = tuple[int, int]
 
