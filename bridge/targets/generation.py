@@ -26,7 +26,7 @@ SEEING = (
     "AyaVisionForConditionalGeneration", "GotOcr2ForConditionalGeneration", "InternVLForConditionalGeneration",
     "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
 )  # fmt: skip
 # Classes that hear sound beside a text, and continue it.
 HEARING = ("VoxtralForConditionalGeneration", "Qwen2AudioForConditionalGeneration")

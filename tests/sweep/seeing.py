@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge.targets.trt.cross_attention import MASK, load_multimodal
+from bridge.targets.trt.files import DECODER
 from bridge.targets.trt.multimodal import MultiModal
 from bridge.verification.outputs import relative_l2
 
@@ -29,6 +31,8 @@ def seen(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         patches = torch.randn(ROWS * HEIGHT * WIDTH, width, generator=generator)
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, HEIGHT, WIDTH]] * ROWS)}
+    if hasattr(vision, "max_num_tiles"):
+        return _tiled(vision, generator)
     side = vision.image_size
     height, width = (side, side) if isinstance(side, int) else side
     pixels = torch.randn(ROWS, 3, height, width, generator=generator)
@@ -37,14 +41,36 @@ def seen(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels[:, None] if model.config.model_type in TILED else pixels}
 
 
+def _tiled(vision: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """An image a row, the first of one tile, the others of all."""
+    tiles, side = vision.max_num_tiles, vision.image_size
+    count = torch.tensor([[1], *[[tiles]] * (ROWS - 1)])
+    return {
+        "pixel_values": torch.randn(ROWS, 1, tiles, 3, side, side, generator=generator),
+        "aspect_ratio_ids": count,
+        "aspect_ratio_mask": (torch.arange(tiles) < count[..., None]).long(),
+    }
+
+
+def reading(looked: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """Of a text of `length` tokens whose image stands behind BEFORE: which token reads which tile, if it says so."""
+    if "aspect_ratio_mask" not in looked:
+        return {}
+    tiles = looked["aspect_ratio_mask"][:, None].repeat(1, length, 1, 1)
+    tiles[:, :BEFORE] = 0
+    return {MASK: tiles}
+
+
 def distances(model: Any, out: Path) -> dict[str, float]:
     """What was compared -> how far the logits are from those of transformers."""
     generator = torch.Generator().manual_seed(7)
-    graphs, looked = MultiModal(out), seen(model, generator)
-    rows = len(graphs.features(graphs.read(_arrays(looked)))[f"{graphs.kind}_features"]) // ROWS
+    graphs, looked = load_multimodal(out), seen(model, generator)
+    crosses = "aspect_ratio_mask" in looked
+    rows = 1 if crosses else len(graphs.features(graphs.read(_arrays(looked)))[f"{graphs.kind}_features"]) // ROWS
     text = torch.randint(5, 300, (ROWS, BEFORE + rows + AFTER), generator=generator)
     ids = text.clone()
     ids[:, BEFORE : BEFORE + rows] = graphs.token
+    looked |= reading(looked, ids.shape[1])
     more = torch.randint(5, 300, (ROWS, STEPS), generator=generator)
     far = {}
     for what, tokens, given in (("logits", ids, looked), ("text", text, {})):
@@ -55,6 +81,8 @@ def distances(model: Any, out: Path) -> dict[str, float]:
             far["steps"] = relative_l2(got[:, -STEPS:], wanted[:, -STEPS:])
             padded = torch.cat([torch.full((ROWS, PAD), 3), ids], 1)
             mask = torch.cat([torch.zeros(ROWS, PAD, dtype=torch.long), torch.ones_like(ids)], 1)
+            if crosses:
+                given = {**given, MASK: torch.nn.functional.pad(given[MASK], (0, 0, 0, 0, PAD, 0))}
             got = _ours(graphs, {"input_ids": padded, "attention_mask": mask, **given}, more)[:, PAD:]
             far["padded"] = relative_l2(got, wanted)
     return far
@@ -72,8 +100,10 @@ def _theirs(model: Any, given: dict[str, Any], more: torch.Tensor) -> np.ndarray
     with torch.no_grad():
         out = model(**given, **typed, use_cache=True)
         logits = [out.logits]
+        kept = {MASK: given[MASK][:, -1:]} if MASK in given else {}
         for at in range(STEPS):
-            out = model(input_ids=more[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            past = out.past_key_values
+            out = model(input_ids=more[:, at : at + 1], past_key_values=past, use_cache=True, **kept)
             logits.append(out.logits)
     return torch.cat(logits, 1).float().numpy()
 
@@ -81,14 +111,17 @@ def _theirs(model: Any, given: dict[str, Any], more: torch.Tensor) -> np.ndarray
 def _ours(graphs: MultiModal, given: dict[str, Any], more: torch.Tensor) -> np.ndarray:
     mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
     given = {**given, "attention_mask": mask}
-    places, out = graphs.places(_arrays(given)), graphs.run(_arrays(given))
+    places, feeds = graphs.places(_arrays(given)), graphs.feeds(_arrays(given))[DECODER]
+    out = graphs.decoder.run(feeds)
     logits = [out["logits"]]
     for at in range(STEPS):
-        past = {name.replace("present.", "past_key_values."): out[name] for name in out if name != "logits"}
+        past = graphs.kept(feeds, out)
         mask = torch.cat([mask, torch.ones(ROWS, 1, dtype=torch.long)], 1)
         given = {"input_ids": more[:, at : at + 1], "attention_mask": mask}
         if places is not None:
             places = np.broadcast_to(places.max(axis=(0, 2))[None, :, None] + 1, (3, ROWS, 1))
-        out = graphs.run({**_arrays(given), **past, **({} if places is None else {"position_ids": places})})
+        three = {} if places is None else {"position_ids": places}
+        feeds = graphs.feeds({**_arrays(given), **past, **three})[DECODER]
+        out = graphs.decoder.run(feeds)
         logits.append(out["logits"])
     return np.concatenate(logits, 1)

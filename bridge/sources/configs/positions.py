@@ -25,6 +25,18 @@ def encoder_length(config: Mapping[str, Any]) -> int | None:
     return _first_number(config, ("encoder",), names)
 
 
+def image_positions(config: Mapping[str, Any]) -> int:
+    """How many keys an image has in layers of cross-attention: patches and a class of each tile; 0 without such layers.
+
+    Numbers that config.json leaves out are transformers' defaults.
+    """
+    if config.get("model_type") != "mllama":
+        return 0
+    vision = {"max_num_tiles": 4, "image_size": 448, "patch_size": 14} | dict(config.get("vision_config") or {})
+    side = int(vision["image_size"]) // int(vision["patch_size"])
+    return int(vision["max_num_tiles"]) * (side * side + 1)
+
+
 def _first_number(config: Mapping[str, Any], parts: tuple[str, ...], names: tuple[str, ...]) -> int | None:
     within = [config, *(part for part in map(config.get, parts) if isinstance(part, Mapping))]
     values = (part.get(name) for part in within for name in names)

@@ -280,24 +280,25 @@ class Trt(StreamedTarget):
         return [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
 
     def runtime(self, directory: Path) -> Any:
+        from bridge.targets.trt.cross_attention import load_multimodal
         from bridge.targets.trt.encoder_decoder import EncoderDecoder
-        from bridge.targets.trt.multimodal import MultiModal
         from bridge.targets.trt.runtime import Runtime
 
         if is_multimodal(directory):
-            return MultiModal(directory)
+            return load_multimodal(directory)
         return Runtime(directory) if len(graphs(directory)) == 1 else EncoderDecoder(directory)
 
     def why_no_generator(self, directory: Path) -> str:
         return ""
 
     def generator(self, directory: Path) -> Generator:
+        from bridge.targets.trt.cross_attention import load_multimodal
         from bridge.targets.trt.encoder_decoder import TextGenerator
         from bridge.targets.trt.generator import Generator as OnnxGenerator
         from bridge.targets.trt.multimodal import MultiModalGenerator
 
         if is_multimodal(directory):
-            return MultiModalGenerator(directory)
+            return MultiModalGenerator(load_multimodal(directory))
         return OnnxGenerator(directory) if len(graphs(directory)) == 1 else TextGenerator(directory)
 
     def layer_errors(

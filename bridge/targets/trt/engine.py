@@ -19,7 +19,7 @@ from bridge.core.errors import UsageError, WriteError
 from bridge.core.output.temporary import write_whole
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers, fold_problems, nearest
-from bridge.sources.configs.positions import context_length
+from bridge.sources.configs.positions import context_length, image_positions
 
 INSTALL = 'pip install --extra-index-url https://pypi.nvidia.com "tensorrt>=10.15"'
 OLDEST = 10  # older versions have no strongly typed network
@@ -36,6 +36,7 @@ SIGHT: dict[str, Range] = {
     "image_height": (224, 448, 1568),
     "image_width": (224, 448, 1568),
 }
+IMAGES: Range = (1, 1, 4)  # of a row, for layers of cross-attention; a text alone has one of zeros
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -48,11 +49,13 @@ class Profile:
     """Minimum, optimum and maximum extent of every dynamic axis, by the axis names of our graphs.
 
     `others`: axes of other names. `total_sequence` follows from `past` and `sequence` unless `others` has it.
+    `image_positions`: keys that layers of cross-attention have of an image.
     """
 
     batch: Range = (1, 1, 8)
     sequence: Range = (1, 128, 512)
     past: Range = (0, 128, 1024)
+    image_positions: int = 0
     others: Mapping[str, Range] = field(default_factory=dict)
 
     @property
@@ -60,18 +63,21 @@ class Profile:
         total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
         own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
         own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
-        own |= {"audio_batch": self.batch}
+        own |= {"audio_batch": self.batch, "images": IMAGES}
+        least, optimum, most = (count * self.image_positions for count in IMAGES)
+        own["image_positions"] = (least, optimum, most)
         return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
 
 
 def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:
     """The engine's default shapes, limited by the model's positions, which past and sequence share."""
-    limit = context_length(config)
+    limit, positions = context_length(config), image_positions(config)
     if limit is None:
-        return Profile()
+        return Profile(image_positions=positions)
     most = min(512, max(limit // 2, 1) if cache else limit)
-    past = min(1024, limit - most)
-    return Profile(sequence=(1, min(128, most), most), past=(0, min(128, past), past))
+    left = min(1024, limit - most)
+    sequence, past = (1, min(128, most), most), (0, min(128, left), left)
+    return Profile(sequence=sequence, past=past, image_positions=positions)
 
 
 def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:

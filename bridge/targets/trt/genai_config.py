@@ -26,11 +26,11 @@ _OWN_INPUTS = {
     "past_key_names": "past_key_values.%d.decoder.key", "past_value_names": "past_key_values.%d.decoder.value",
 }  # fmt: skip
 _OWN_OUTPUTS = {"present_key_names": "present.%d.decoder.key", "present_value_names": "present.%d.decoder.value"}
-_CROSS_INPUTS = {
+CROSS_INPUTS = {
     "cross_past_key_names": "past_key_values.%d.encoder.key",
     "cross_past_value_names": "past_key_values.%d.encoder.value",
 }
-_CROSS_OUTPUTS = {
+CROSS_OUTPUTS = {
     "cross_present_key_names": "present.%d.encoder.key", "cross_present_value_names": "present.%d.encoder.value",
 }  # fmt: skip
 _MASK = ("encoder_attention_mask",)
@@ -113,7 +113,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         "num_hidden_layers": len(cross),
         "num_key_value_heads": cross[0][1],
         "inputs": {"audio_features": "input_features"} if speech else {name: name for name in feeds},
-        "outputs": {"encoder_hidden_states": "last_hidden_state", **_CROSS_OUTPUTS},
+        "outputs": {"encoder_hidden_states": "last_hidden_state", **CROSS_OUTPUTS},
         **of_session,
     }
     decoder = {
@@ -121,7 +121,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         **size,
         "num_hidden_layers": len(own),
         "num_key_value_heads": own[0][1],
-        "inputs": {"input_ids": "input_ids"} | {n: n for n in _MASK if n in inputs} | _OWN_INPUTS | _CROSS_INPUTS,
+        "inputs": {"input_ids": "input_ids"} | {n: n for n in _MASK if n in inputs} | _OWN_INPUTS | CROSS_INPUTS,
         "outputs": {"logits": "logits"} | _OWN_OUTPUTS,
         **of_session,
     }

@@ -143,8 +143,13 @@ class MultiModal:
 
     def step(self, inputs: Mapping[str, np.ndarray], past: Arrays) -> tuple[np.ndarray, Arrays]:
         """Logits of the last token of `inputs`, and the cache for the next step."""
-        out = self.run({**inputs, **past})
-        return out["logits"][:, -1], {n.replace(PRESENT, PAST): a for n, a in out.items() if n.startswith(PRESENT)}
+        feeds = self.feeds({**inputs, **past})[DECODER]
+        out = self.decoder.run(feeds)
+        return out["logits"][:, -1], self.kept(feeds, out)
+
+    def kept(self, feeds: Mapping[str, np.ndarray], out: Arrays) -> Arrays:
+        """What the next step is fed of this one of the decoder, beside its tokens."""
+        return {n.replace(PRESENT, PAST): a for n, a in out.items() if n.startswith(PRESENT)}
 
 
 def _cut(array: np.ndarray, axes: Sequence[str | int], positions: int) -> np.ndarray:
@@ -164,10 +169,10 @@ def _images(inputs: Mapping[str, np.ndarray]) -> Iterator[Arrays]:
 class MultiModalGenerator:
     """See `bridge.targets.generation.Generator`: continues a text with images in it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, model: MultiModal) -> None:
         import onnxruntime
 
-        self.model = MultiModal(directory)
+        self.model = model
         why = self.model.substitute
         file = f"a float32 copy of the files ({why})" if why else "the files themselves"
         self.runs = f"{file} in ONNX Runtime {onnxruntime.__version__}, without optimizations"

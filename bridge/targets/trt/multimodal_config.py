@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.sources.configs.positions import image_positions
 from bridge.sources.source import Source
 from bridge.targets.config_json import generation_settings
 from bridge.targets.trt.files import DECODER, EMBEDDING, PARTS, VISION
 from bridge.targets.trt.genai_config import (
     CACHE_INPUTS,
     CACHE_OUTPUTS,
+    CROSS_INPUTS,
+    CROSS_OUTPUTS,
     GENAI,
     NO_END,
     SEARCH,
@@ -27,6 +30,7 @@ from bridge.targets.trt.genai_config import (
 # transformers' model types whose graphs onnxruntime-genai joins as we write them.
 _KNOWN = ("gemma3", "mistral3", "qwen2_5_vl")
 _MORE = ("vision_start_token_id", "video_token_id")  # of Qwen-VL, whose places onnxruntime-genai counts from these
+_CROSSED = ".encoder.key"  # the ending of keys of cross-attention, which name its layers
 # Our names of inputs, which are those of transformers -> onnxruntime-genai's, where they differ.
 _GENAI_NAMES = {"input_features": "audio_embeds", "feature_attention_mask": "attention_mask"}
 
@@ -37,6 +41,7 @@ def write_multimodal_config(
     """Write the file; return what onnxruntime-genai cannot do with it ("" if it runs the model)."""
     inputs = graph_inputs(directory / DECODER)
     keys = [shape for name, shape in inputs.items() if name.endswith(".key")]
+    crossed = [int(name.split(".")[1]) for name in inputs if name.endswith(_CROSSED)]
     settings, kind = generation_settings(source.side_files), str(source.config.get("model_type"))
     of_session = {"session_options": {**session, "provider_options": []}}
     named = {name: name for name in inputs if not name.startswith("past_key_values.")}
@@ -47,7 +52,8 @@ def write_multimodal_config(
         "num_attention_heads": text["num_attention_heads"],
         "num_hidden_layers": len(keys),
         "num_key_value_heads": keys[0][1],
-        "inputs": named | CACHE_INPUTS,
+        **(_crossing(source, crossed) if crossed else {}),
+        "inputs": named | CACHE_INPUTS | (CROSS_INPUTS if crossed else {}),
         "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
         **of_session,
     }
@@ -57,7 +63,7 @@ def write_multimodal_config(
     tower = {
         "filename": file,
         "inputs": {_GENAI_NAMES.get(name, name): name for name in reads},
-        "outputs": {name: name for name in gives},
+        "outputs": CROSS_OUTPUTS if crossed else {name: name for name in gives},
         **of_session,
     }
     if "image_grid_thw" in reads:
@@ -88,3 +94,8 @@ def write_multimodal_config(
         return ""
     why = f"onnxruntime-genai runs no {kind} of these graphs: `qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; {why}"
+
+
+def _crossing(source: Source, layers: list[int]) -> dict[str, Any]:
+    """Which layers read images by cross-attention, and how many keys each has of an image."""
+    return {"cross_attention_layers": layers, "image_positions": image_positions(source.config)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.sources.configs.positions import context_length, encoder_length
+from bridge.sources.configs.positions import context_length, encoder_length, image_positions
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,11 @@ from bridge.sources.configs.positions import context_length, encoder_length
 )
 def test_positions_are_read_by_each_name(config: dict[str, Any], writes: int | None, reads: int | None) -> None:
     assert (context_length(config), encoder_length(config)) == (writes, reads)
+
+
+def test_an_image_has_positions_of_all_its_tiles() -> None:
+    """560 / 14 patches a side: the shape of Llama 3.2 Vision. config.json may leave out defaults."""
+    config = {"model_type": "mllama", "vision_config": {"image_size": 560}}
+    assert image_positions(config) == 4 * 1601
+    assert image_positions({"model_type": "mllama"}) == 4 * 1025
+    assert image_positions({"model_type": "llava", "vision_config": {"image_size": [32, 32]}}) == 0

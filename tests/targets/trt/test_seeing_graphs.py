@@ -68,7 +68,7 @@ def test_the_first_row_has_all_layers_of_features_and_few_tokens() -> None:
 def test_image_tokens_that_fit_no_image_are_refused_before_anything_runs(
     tokens: list[int], images: int, said: str
 ) -> None:
-    generator, inputs = MultiModalGenerator(converted()), given()
+    generator, inputs = MultiModalGenerator(MultiModal(converted())), given()
     if images:
         generator.look(
             {"pixel_values": inputs["pixel_values"][: 24 * images], "image_grid_thw": inputs["image_grid_thw"][:images]}

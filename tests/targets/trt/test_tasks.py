@@ -138,8 +138,8 @@ def test_the_longest_ending_of_an_architecture_decides_its_task(architecture: st
 def test_models_of_several_towers_are_refused_with_what_graphs_exist_for() -> None:
     with pytest.raises(UsageError, match=r"BlipForConditionalGeneration is of no task .*use target hf"):
         choose_task(None, "BlipForConditionalGeneration")
-    with pytest.raises(UsageError, match=r"MllamaForConditionalGeneration has no graphs: .*cross-attention.*target hf"):
-        choose_task(None, "MllamaForConditionalGeneration")
+    with pytest.raises(UsageError, match=r"Blip2ForConditionalGeneration has no graphs: .*queries.*target hf"):
+        choose_task(None, "Blip2ForConditionalGeneration")
 
 
 @once

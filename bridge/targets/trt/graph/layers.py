@@ -13,6 +13,7 @@ from typing import Any
 # Attributes with the index of a layer; the other attributes of a layer decide its kind.
 _INDEX = ("layer_idx", "layer_index", "layer_id", "layer_number", "layer_num")
 _COUNTS = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
+_LISTS = ("cross_attention_layers",)  # of indices of layers
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,12 @@ def cut_layers(model: Any, config: Any, layers: Layers, keep: list[int]) -> None
         setattr(config, key, [entries[i] for i in keep])
     config.num_hidden_layers = len(keep)
     parts = layers.path.split(".")
-    for depth in range(len(parts)):
-        parent = model.get_submodule(".".join(parts[:depth]))
+    parents = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    for owner in (config, *parents):
+        for key in _LISTS:
+            if isinstance(listed := vars(owner).get(key), list):
+                setattr(owner, key, [new for new, old in enumerate(keep) if old in listed])
+    for parent in parents:
         for key in _COUNTS:
             if isinstance(parent.__dict__.get(key), int) and parent.__dict__[key] == count:
                 setattr(parent, key, len(keep))

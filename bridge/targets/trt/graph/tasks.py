@@ -98,7 +98,6 @@ TASKS: dict[str, Task] = {
 _TILES = "its tiles are joined by the size of each image, which transformers counts in Python"
 # Why there are no graphs of a class that sees and writes.
 _WITHOUT = {
-    "MllamaForConditionalGeneration": "its decoder reads an image in layers of cross-attention, which no graph takes",
     "LlavaNextForConditionalGeneration": _TILES,
     "LlavaOnevisionForConditionalGeneration": _TILES,
     "Lfm2VlForConditionalGeneration": "its decoder keeps states of convolutions beside keys and values",

@@ -14,6 +14,8 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.calls.cross_attention import TYPE as CROSSED
+from bridge.targets.trt.graph.calls.cross_attention import crossed_call
 from bridge.targets.trt.graph.calls.grids import grid_rows
 from bridge.targets.trt.graph.calls.images import Size, pixels_of, size_of
 from bridge.targets.trt.graph.calls.states import cache_of, filled, slots
@@ -27,6 +29,8 @@ TOKENS = 7  # rows of features in the example: unlike every other extent of the 
 
 def multimodal_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     """Return the call of `part` of `task`: "vision" or "speech", "embedding", "decoder"."""
+    if model.config.model_type == CROSSED:
+        return crossed_call(model, part, mode, dtype)
     if part == "embedding":
         return _embedding_call(model, mode, dtype, "image" if "vision" in task.parts else "audio")
     if part == "decoder":
