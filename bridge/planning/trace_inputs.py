@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from bridge.core.values import InputGroup
 from bridge.sources.configs.diffusion import is_diffusion_model, nested
 from bridge.sources.live_models.diffusion_inputs import example_inputs
+from bridge.sources.live_models.flat_patches import example_patches, reads_patches
 from bridge.sources.live_models.own_caches import own_caches
 from bridge.tracker.tensors import tensors_in
 
@@ -229,6 +230,8 @@ def _example(model: Any, tokens: int = 2) -> dict[str, Any]:
 
 
 def _image(model: Any) -> dict[str, Any]:
+    if reads_patches(model):
+        return example_patches(model, 1, 4, model.dtype)
     parts = (getattr(model.config, name, None) for name in ("vision_config", "backbone_config", "encoder"))
     vision = next((part for part in parts if hasattr(part, "image_size")), model.config)
     size = getattr(vision, "image_size", None) or 224

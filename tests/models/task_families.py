@@ -113,6 +113,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "clip": lambda: T.CLIPModel(T.CLIPConfig(**_TOWERS, projection_dim=64)),
     "siglip": lambda: T.SiglipModel(T.SiglipConfig(**_TOWERS)),
+    "siglip2": lambda: T.Siglip2Model(
+        T.Siglip2Config(text_config=_TOWERS["text_config"], vision_config={**_VIT, "num_patches": 25})
+    ),
     "vit-masked": lambda: T.ViTForMaskedImageModeling(T.ViTConfig(**_VIT, encoder_stride=8)),
     "reranker": lambda: T.XLMRobertaForSequenceClassification(T.XLMRobertaConfig(**_TEXT, num_labels=1)),
     "nomic": lambda: T.NomicBertForMaskedLM(T.NomicBertConfig(**_TEXT)),
@@ -123,7 +126,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "clip-vision": lambda: T.CLIPVisionModelWithProjection(T.CLIPVisionConfig(**_TOWERS["vision_config"])),
 }  # fmt: skip
 # One of each kind of call. Each layer more is a second of tracing.
-KINDS = ("wav2vec2", "ast", "clip", "vit-masked", "nomic")
+KINDS = ("wav2vec2", "ast", "clip", "siglip2", "vit-masked", "nomic")
 
 
 def task_model(name: str, seed: int = 0) -> Any:
@@ -157,6 +160,10 @@ def inputs(model: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
             given["token_type_ids"] = torch.zeros_like(ids)
     if given and not hasattr(config, "vision_config"):
         return given
+    if "Siglip2" in type(model).__name__:
+        grids = torch.tensor([[4, 6], [3, 2], [7, 3]])[:rows]
+        mask = (torch.arange(24) < grids.prod(1)[:, None]).long()
+        return given | {"pixel_values": noise(24, 192), "pixel_attention_mask": mask, "spatial_shapes": grids}
     size = getattr(getattr(config, "vision_config", config), "image_size", None) or 224
     height, width = (size, size) if isinstance(size, int) else size
     given["pixel_values"] = noise(3, height, width)

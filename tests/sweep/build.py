@@ -85,10 +85,11 @@ def feeds(model: Any, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
             getattr(config, "backbone_config", None), "image_size", 64
         )
         height, width = (side, side) if isinstance(side, int) else side
-        if name == "Siglip2Model":
+        if name.startswith("Siglip2"):
+            grids = torch.tensor([[4, 4], [2, 5]] * rows)[:rows]
             given["pixel_values"] = noise(16, 3 * vision.patch_size**2)
-            given["pixel_attention_mask"] = torch.ones(rows, 16, dtype=torch.int64)
-            given["spatial_shapes"] = torch.tensor([[4, 4]] * rows)
+            given["pixel_attention_mask"] = (torch.arange(16) < grids.prod(1)[:, None]).long()
+            given["spatial_shapes"] = grids
         else:
             given["pixel_values"] = noise(
                 *([vision.num_frames] if hasattr(vision, "num_frames") else []), 3, height, width

@@ -108,6 +108,7 @@ VISION: dict[str, Fields] = {
         "hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 4, 4],
         "decoder_hidden_size": 64, "num_labels": 5,
     },
+    "Siglip2ForImageClassification": {"vision_config": VIT | {"num_patches": 16}, "num_labels": 5},
     "SiglipForImageClassification": {"vision_config": VIT, "num_labels": 5},
     "SwinForImageClassification": _SWIN,
     "Swinv2ForImageClassification": _SWIN,

@@ -29,6 +29,7 @@ from bridge.core.errors import ExportError
 from bridge.core.values import main_dtype
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models import diffusion
+from bridge.sources.live_models.flat_patches import resize_by_grid
 from bridge.sources.live_models.loading import model_class, model_config
 from bridge.sources.live_models.on_meta import parameters_on_meta
 from bridge.sources.live_models.own_caches import own_caches
@@ -51,6 +52,7 @@ def build_weightless(source: Source) -> tuple[Any, FakeTensorMode]:
     with torch.device("meta"), no_init_weights():
         model = build_meta(resolve_config(dict(source.config)), model_class(source.config), dtype)
     model.tie_weights()
+    resize_by_grid(model)
     make_fake(model, mode := FakeTensorMode(allow_non_fake_inputs=True))
     return model, mode
 
@@ -117,7 +119,8 @@ def settle_rope(model: Any) -> None:
 
 
 def settle_positions(model: Any) -> None:
-    """Compute tables of positions that are saved in no checkpoint, as transformers does when it initializes them."""
+    """Compute tables of positions that no checkpoint has, as transformers initializes them; resize others by data."""
+    resize_by_grid(model)
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, module in model.named_modules():
         if f"{name}.weight" in unsaved and hasattr(module, "create_weight"):

@@ -30,11 +30,13 @@ DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4
 SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
 # Rows of features that stand for images or sound in a text; none in a text alone.
 ROWS: dict[str, Range] = {"image_rows": (0, 576, 4608), "audio_rows": (0, 750, 3000)}
-# Pixels of an image of any size: multiples of both 28 and 32. Mistral 3's processor makes sides of up to 1540.
+# Of images of any size. Pixels: multiples of both 28 and 32, and Mistral 3's processor makes sides of up to 1540.
+# Patches: SigLIP 2's processor makes 256, of up to 1024 that it was trained with.
 SIGHT: dict[str, Range] = {
     "image_patches": (16, 1024, 16384),
     "image_height": (224, 448, 1568),
     "image_width": (224, 448, 1568),
+    "patches": (1, 256, 1024),
 }
 IMAGES: Range = (1, 1, 4)  # of a row, for layers of cross-attention; a text alone has one of zeros
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -1,6 +1,6 @@
 """The calls of models that see images, alone or beside texts.
 
-Images have one size, batches any.
+Images have one size, or come as patches, any number of them; batches are of any size.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import inspect
 from typing import Any
 
 import torch
-from torch.export import Dim
 
-from bridge.targets.trt.graph.calls.text import BATCH, SEQUENCE, Axes, Call, Flat
+from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
+from bridge.targets.trt.graph.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
 from bridge.targets.trt.graph.tasks import Task
 
 SIDE = 224  # of images, if nothing gives their size
 TEXTS = 5  # rows of text in the example: unlike the number of images
+PATCHES = 13  # of an image of the example that comes as patches
 Size = tuple[int, int]
 
 
 def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
-    """Return the call of an image model: `pixel_values` of one size, dynamic batch."""
+    """Return the call of an image model: `pixel_values` of one size, or patches; dynamic batch."""
     size = size_of(model.config, image)
     with mode:
-        inputs = pixels_of(model.config, size, dtype)
-        feeds: dict[str, Axes] = {"pixel_values": ("batch", *map(int, inputs["pixel_values"].shape[1:]))}
+        inputs, feeds = _images(model, model.config, size, dtype, "batch")
         if "bool_masked_pos" in task.inputs:
             patches = _patches(model.config, size)
             inputs["bool_masked_pos"] = torch.zeros(BATCH, patches, dtype=torch.bool)
@@ -32,8 +32,9 @@ def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Siz
         out = model(**inputs, return_dict=True)
         probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
     gives: dict[str, Axes] = {n: ("batch", *map(int, t.shape[1:])) for n, t in probe.items()}
-    shapes = {name: {0: Dim("batch")} for name in inputs}
-    return Call(Flat(model, tuple(probe)), (inputs, []), (shapes, []), feeds, gives)
+    if reads_patches(model) and "last_hidden_state" in gives:
+        gives["last_hidden_state"] = ("batch", "patches", gives["last_hidden_state"][2])
+    return Call(Flat(model, tuple(probe)), (inputs, []), (dynamic_axes(feeds, {}), []), feeds, gives)
 
 
 def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
@@ -42,21 +43,32 @@ def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size
     names = [n for n in task.inputs if n in accepted and n not in ("pixel_values", "token_type_ids")]
     vision = model.config.vision_config
     with mode:
-        pixels = pixels_of(vision, size_of(vision, image), dtype)
+        pixels, seen = _images(model, vision, size_of(vision, image), dtype, "image_batch")
         inputs = {n: torch.ones(TEXTS, SEQUENCE, dtype=torch.long) for n in names} | pixels
         out = model(**inputs, return_dict=True)
         probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
-    rows, images = Dim("text_batch"), Dim("image_batch")
-    sequence = Dim("sequence", max=getattr(model.config.text_config, "max_position_embeddings", None))
-    shapes = {n: {0: rows, 1: sequence} for n in names} | {"pixel_values": {0: images}}
-    feeds: dict[str, Axes] = dict.fromkeys(names, ("text_batch", "sequence"))
-    feeds["pixel_values"] = ("image_batch", *map(int, pixels["pixel_values"].shape[1:]))
+    bound = getattr(model.config.text_config, "max_position_embeddings", None)
+    feeds = dict.fromkeys(names, ("text_batch", "sequence")) | seen
     own: dict[str, Axes] = {"logits_per_image": ("image_batch", "text_batch")}
     for name in ("text", "image"):
         if f"{name}_embeds" in probe:
             own[f"{name}_embeds"] = (f"{name}_batch", int(probe[f"{name}_embeds"].shape[-1]))
     gives = {n: own[n] for n in probe}
+    shapes = dynamic_axes(feeds, {"sequence": (None, bound)})
     return Call(Flat(model, tuple(probe)), (inputs, []), (shapes, []), feeds, gives)
+
+
+def _images(
+    model: Any, vision: Any, size: Size, dtype: torch.dtype, rows: str
+) -> tuple[dict[str, Any], dict[str, Axes]]:
+    """Example inputs of a tower and their axes; `vision`: its config. `rows`: the name of the axis of images."""
+    if not reads_patches(model):
+        pixels = pixels_of(vision, size, dtype)
+        return pixels, {"pixel_values": (rows, *map(int, pixels["pixel_values"].shape[1:]))}
+    inputs = example_patches(model, BATCH, PATCHES, dtype)
+    width = int(inputs["pixel_values"].shape[-1])
+    mask: Axes = (rows, "patches")
+    return inputs, {"pixel_values": (*mask, width), "pixel_attention_mask": mask, GRIDS: (rows, 2)}
 
 
 def size_of(config: Any, given: Size | None) -> Size:

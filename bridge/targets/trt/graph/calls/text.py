@@ -7,6 +7,7 @@ window: the mask does the sliding, so inputs and outputs have the same form in a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from bridge.targets.trt.graph.tasks import Task
 BATCH, SEQUENCE, PAST = 2, 3, 5
 STATES = "cache_params"  # the cache of models that keep states alone
 Axes = tuple[str | int, ...]  # a word is dynamic, a number static
+Bounds = Mapping[str, tuple[int | None, int | None]]  # the least and the largest extent of an axis
 Kept = tuple[list[tuple[str, Any]], ...]  # by layer: kind and tensor of what it keeps
 
 
@@ -137,6 +139,16 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         gives,
         () if past else tuple(f"present.{slot}" for slot in shapes),
     )
+
+
+def dynamic_axes(feeds: Mapping[str, Axes], bounds: Bounds) -> dict[str, dict[int, Any]]:
+    """The dynamic axes of each input; those of one name have one extent."""
+    names = dict.fromkeys(axis for axes in feeds.values() for axis in axes if isinstance(axis, str))
+    dims = {}
+    for name in names:
+        least, most = bounds.get(name, (None, None))
+        dims[name] = Dim(name, min=least, max=most)
+    return {n: {at: dims[axis] for at, axis in enumerate(axes) if isinstance(axis, str)} for n, axes in feeds.items()}
 
 
 def _extents(shape: tuple[int, ...], grows: int, batch: str | int, length: str | int) -> Any:
