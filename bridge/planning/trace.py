@@ -315,7 +315,8 @@ def _attention(model: Any) -> tuple[str, ...]:
     """Attention modules with a place in the KV cache, in layer order. Linear attention keeps a state instead."""
     modules = []
     for name, module in model.named_modules():
-        kind, at = name.rpartition(".")[2], _place_in_cache(module)
+        kind = name.rstrip(".0123456789").rpartition(".")[2]  # one of two in a layer is `self_attn.1`
+        at = _place_in_cache(module)
         if isinstance(at, int) and ("attn" in kind or "attention" in kind) and "linear" not in kind:
             modules.append((at, name))
     inner = [(at, name) for at, name in modules if not any(other.startswith(f"{name}.") for _, other in modules)]

@@ -18,7 +18,7 @@ DECODERS = ("ForCausalLM", "LMHeadModel")  # endings of the classes of language 
 ANSWERING = (
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration",
     "PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration",
-    "T5GemmaForConditionalGeneration",
+    "T5GemmaForConditionalGeneration", "SwitchTransformersForConditionalGeneration", "LEDForConditionalGeneration",
 )  # fmt: skip
 # Classes that read images beside a text, and continue it.
 SEEING = (

@@ -339,6 +339,11 @@ def test_models_of_bfloat16_are_given_pixels_of_it(name: str) -> None:
     assert structure.ungrouped == ""
 
 
+def test_each_of_two_attentions_in_a_layer_has_a_place_in_the_cache() -> None:
+    structure = trace_structure(open_source(tiny("LongcatFlashForCausalLM")))
+    assert structure.attention == ("model.layers.0.self_attn.0", "model.layers.0.self_attn.1")
+
+
 @pytest.mark.slow
 def test_what_does_not_run_without_values_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     fields = {"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}

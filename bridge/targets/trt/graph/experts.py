@@ -11,8 +11,10 @@ import types
 from typing import Any
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.methods.experts import METHODS, STACKS, by_expert, mixed
+from bridge.targets.trt.graph.methods.replace import replace_methods
 
-LLAMA4 = "Llama4TextExperts"  # gets the tokens once for each expert, times its routing weight
+ZERO_EXPERTS = "LongcatFlashExperts"  # its last experts give the tokens as they are
 
 
 def unstack_experts(model: Any, stacked: bool = False) -> None:
@@ -22,13 +24,15 @@ def unstack_experts(model: Any, stacked: bool = False) -> None:
     `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`. `stacked`: the checkpoint has stacks, too: gate and up stay one
     matrix, and biases stay in their stack.
     """
+    replace_methods(model, METHODS)
     for name, module in model.named_modules():
-        if type(module).__name__ == LLAMA4:
+        kind = type(module).__name__
+        if kind in STACKS:
             for key in list(module._parameters):
                 _unstack(module, key, True)
-            module.forward = types.MethodType(_llama4_forward, module)
-            continue
-        if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+        if kind == ZERO_EXPERTS:
+            _as_others(module)
+        if kind in METHODS or not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
             continue
         if module.has_post_expert_norm:
             raise ExportError(f"{name}: experts with a norm after each expert are not supported; use target hf")
@@ -58,7 +62,7 @@ def _own_gate(module: Any) -> bool:
     """True if the class joins gate and up in its own way (gpt-oss): then they stay one matrix."""
     from transformers.integrations.moe import _default_apply_gate
 
-    return type(module)._apply_gate is not _default_apply_gate or not module.is_concatenated
+    return module._apply_gate.__func__ is not _default_apply_gate or not module.is_concatenated
 
 
 def _linear(module: Any, x: Any, key: str, expert: int, part: str = "") -> Any:
@@ -73,31 +77,31 @@ def _linear(module: Any, x: Any, key: str, expert: int, part: str = "") -> Any:
     return functional.linear(x, weight, bias)
 
 
+def _as_others(module: Any) -> None:
+    """Name what other classes name."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    module.has_gate = module.is_concatenated = True
+    module.is_transposed = module.has_post_expert_norm = False
+    module.num_experts = module.num_routed_experts
+    module._apply_gate = types.MethodType(_default_apply_gate, module)
+
+
 def _dense_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    import torch
-
-    tokens = hidden_states.shape[0]
-    routing = torch.zeros(tokens, self.num_experts, dtype=top_k_weights.dtype).scatter(1, top_k_index, top_k_weights)
-    total = None
-    for e in range(self.num_experts):
-        if not self.has_gate:
-            inner = self.act_fn(_linear(self, hidden_states, "up_proj", e))
-        elif f"gate_up_proj[{e}]" in self._parameters:
-            inner = self._apply_gate(_linear(self, hidden_states, "gate_up_proj", e))
-        else:
-            gate = _linear(self, hidden_states, "gate_up_proj", e, "gate")
-            inner = self.act_fn(gate) * _linear(self, hidden_states, "gate_up_proj", e, "up")
-        part = _linear(self, inner, "down_proj", e) * routing[:, e : e + 1]
-        part = part.to(hidden_states.dtype)
-        total = part if total is None else total + part
-    return total
+    zeros = getattr(self, "zero_expert_num", 0)
+    routing = by_expert(top_k_index, top_k_weights, self.num_experts + zeros)
+    total = mixed((_expert(self, hidden_states, e) for e in range(self.num_experts)), routing)
+    if not zeros:
+        return total
+    return total + (hidden_states * routing[:, self.num_experts :].sum(1, keepdim=True)).to(total.dtype)
 
 
-def _llama4_forward(self: Any, hidden_states: Any) -> Any:
-    import torch
-
-    outputs = []
-    for e, tokens in enumerate(hidden_states.view(self.num_experts, -1, self.hidden_size)):
-        gate, up = (tokens @ self._parameters[f"gate_up_proj[{e}]"]).chunk(2, dim=-1)
-        outputs.append((up * self.act_fn(gate)) @ self._parameters[f"down_proj[{e}]"])
-    return torch.cat(outputs)
+def _expert(self: Any, hidden_states: Any, expert: int) -> Any:
+    if not self.has_gate:
+        inner = self.act_fn(_linear(self, hidden_states, "up_proj", expert))
+    elif f"gate_up_proj[{expert}]" in self._parameters:
+        inner = self._apply_gate(_linear(self, hidden_states, "gate_up_proj", expert))
+    else:
+        gate = _linear(self, hidden_states, "gate_up_proj", expert, "gate")
+        inner = self.act_fn(gate) * _linear(self, hidden_states, "gate_up_proj", expert, "up")
+    return _linear(self, inner, "down_proj", expert)

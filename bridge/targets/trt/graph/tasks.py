@@ -96,7 +96,7 @@ TASKS: dict[str, Task] = {
 
 
 _TILES = "its tiles are joined by the size of each image, which transformers counts in Python"
-# Why there are no graphs of a class that sees and writes.
+# Why there are no graphs of a class that writes.
 _WITHOUT = {
     "LlavaNextForConditionalGeneration": _TILES,
     "LlavaOnevisionForConditionalGeneration": _TILES,
@@ -106,6 +106,7 @@ _WITHOUT = {
     "Glm4vForConditionalGeneration": "its tower resamples positions by the size of each image",
     "Ovis2ForConditionalGeneration": "it embeds the tokens around an image from a table of its tower",
     "Pix2StructForConditionalGeneration": "its encoder reads patches with their places, which no task has",
+    "NllbMoeForConditionalGeneration": "transformers 5 runs its first two experts, whatever its router chooses",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from bridge.core.errors import ExportError
 from bridge.targets.trt.graph.calls.states import filled
@@ -67,7 +67,7 @@ class _Decoder(nn.Module):
         out = self.model(
             **given,
             decoder_input_ids=input_ids,
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            encoder_outputs=MoEModelOutput(last_hidden_state=states),  # has every field that some decoder reads
             past_key_values=cache,
             use_cache=True,
         )

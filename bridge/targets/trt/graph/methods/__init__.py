@@ -1,0 +1,1 @@
+"""Methods in the place of transformers' own, which depend on data."""
