@@ -48,6 +48,7 @@ UPLOADS = 12  # parts that obstore sends at once
 # Both by `python -m benchmarks.scale_measured constants`.
 HASHED = 1.4e9  # bytes a second of the SHA-256 that is taken of a file before it is sent, on one core
 TASK = 1.5  # seconds from a call of Ray to its first byte: a process starts and imports
+OPENED = 5e-5  # seconds a tensor: a call opens the model and unpickles the plan; of a Llama of 400 layers
 UPLOAD, SHARED = "the upload", "the shared file system"
 
 
@@ -145,14 +146,13 @@ def spread(plan: Plan, source: Source, cluster: Cluster) -> tuple[float, str]:
     speeds, number = read_speeds(), {id(step): str(at) for at, step in enumerate(plan.steps)}
     tasks = list(Tasks(plan.steps, source))
     sizes = [(tuple(number[id(step)] for step in task), sum(step.nbytes for step in task)) for task in tasks]
-    opened = spent({"tensor": speeds.start["tensor"]}, work_of(plan))  # each call opens the model and takes the plan
     stream = {name: value for name, value in speeds.write.items() if name != "once"}
     waiting, waited = list[Part](), dict.fromkeys((START, PROCESSOR, SOURCE), 0.0)
     for count, partition in enumerate(cut(sizes, {}, cluster.workers)):
         work = work_of(replace(plan, steps=tuple(plan.steps[int(key)] for key in partition.steps)))
         worker = Machine(cluster.cores, source=work.read / max(cluster.reading(work.read), 1e-9))
         waits = stage_waits("write", stream, work, worker, fits=False)
-        begin = opened + (TASK if count < cluster.workers else 0.0)
+        begin = OPENED * len(plan.outputs) + (TASK if count < cluster.workers else 0.0)
         waiting.append(Part(begin + max(waits.values()), work.written))
         for name, seconds in {START: begin, PROCESSOR: waits[PROCESSOR], SOURCE: waits[SOURCE]}.items():
             waited[name] += seconds

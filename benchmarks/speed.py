@@ -5,7 +5,7 @@
 
 A point is a process that converts and verifies: processor time and wall time of its start (planning included), of
 writing and of verification, and the work that its plan counts. The fit is on processor time, which other work on the
-machine moves less. Files are in the page cache.
+machine moves less; it is held against wall time. Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checkpoint import SMALL, make_calibration, make_checkpoint
-from bridge.planning.estimate import probe, read_speeds, spent
+from bridge.planning.estimate import Machine, probe, read_speeds, spent, stage_waits
 from bridge.planning.work import Work
 
 Point = dict[str, Any]
@@ -49,6 +49,7 @@ OTHERS = (
     ("hf", "nvfp4_wo_mse"), ("hf", "nvfp4_four_over_six"), ("hf", "w4a8_nvfp4_fp8"), ("gguf", "none"), ("gguf", "q8_0"),
     ("gguf", "q4_0"), ("gguf", "q4_k"), ("gguf", "q5_k"), ("gguf", "q6_k"), ("gguf", FLOAT16),
 )  # fmt: skip
+CORES = 2  # of the machine of the points
 LEAST = 0.1  # seconds that are added to those of a point before errors are divided by them
 HEAD = """# What conversions take on one core of machine B (docs/pages/performance.md), from the page cache.
 # Seconds of the processor `once` and for each written `tensor`; nanoseconds for each value, by operation.
@@ -168,21 +169,31 @@ def _count(work: dict[str, Any], name: str) -> float:
 
 
 def left_out(points: Sequence[Point]) -> list[tuple[Point, float, float]]:
-    """Each point with its processor seconds and what a fit of all other points predicts."""
+    """Each point with its seconds and what a fit of all other points predicts."""
     found = []
     for point in points:
         others = [other for other in points if other is not point]
         work = Work(**point["work"])
         if not {*work.values} <= {name for other in others for name in other["work"]["values"]}:
             continue  # no other point has measured what it does
-        predicted = sum(spent(fit(others, stage), work) for stage in STAGES)
-        found.append((point, sum(point[stage][0] for stage in STAGES), predicted))
+        found.append((point, wall(point), predicted({stage: fit(others, stage) for stage in STAGES}, work)))
     return found
+
+
+def wall(point: Point) -> float:
+    """The seconds that a point took."""
+    return sum(point[stage][1] for stage in STAGES)
+
+
+def predicted(fits: Mapping[str, dict[str, float]], work: Work) -> float:
+    """The seconds that some work takes on the machine of the points, by fits of the stages."""
+    waits = [stage_waits(stage, fits[stage], work, Machine(CORES), fits=True) for stage in STAGES[1:]]
+    return spent(fits[STAGES[0]], work) + sum(max(seconds.values()) for seconds in waits)
 
 
 def table(points: Sequence[Point], probed: float) -> str:
     """The text of `mappings/speed.toml`."""
-    errors = [abs(predicted / real - 1) for _, real, predicted in left_out(points)]
+    errors = [abs(seconds / real - 1) for _, real, seconds in left_out(points)]
     lines = [HEAD, f"probe = {probed:.3g}", f"error = {error_of(errors):.2f}", RATES]
     for stage in STAGES:
         lines += ["", f"[{stage}]"]
@@ -206,9 +217,9 @@ def main() -> None:
         args.work.mkdir(exist_ok=True)
         measure(args.work, args.rounds, args.only)
     points = json.loads(POINTS.read_text())
-    for point, real, predicted in left_out(points):
-        name = f"{point['size']:5} {point['target']:5} {point['scheme']:20}"
-        print(f"{name} {real:6.2f} s of the processor, left out {predicted:6.2f} s ({predicted / real - 1:+.0%})")
+    for point, real, seconds in left_out(points):
+        name = f"{point['size']:10} {point['target']:5} {point['scheme']:20}"
+        print(f"{name} {real:6.2f} s, left out {seconds:6.2f} s ({seconds / real - 1:+.0%})")
     (ROOT / "mappings/speed.toml").write_text(
         table(points, min(probe() for _ in range(20)) if args.measure else read_speeds().probe)
     )

@@ -64,9 +64,9 @@ def test_show_loads_no_framework(what: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_an_architecture_with_a_table_loads_no_framework_and_no_numpy() -> None:
-    words = ("plan", str(MODEL), "--target", "trt", "--quant", "fp8", "--kv", "fp8")
-    assert not loaded(command(*words)) & (FRAMEWORKS | {"numpy"})
+@pytest.mark.parametrize("words", ["trt --quant fp8 --kv fp8", "hf --quant nvfp4_wo", "gguf --quant q8_0"])
+def test_a_plan_of_an_architecture_with_a_table_loads_no_framework_and_no_numpy(words: str) -> None:
+    assert not loaded(command("plan", str(MODEL), "--target", *words.split())) & (FRAMEWORKS | {"numpy"})
 
 
 def test_the_loader_of_target_tripy_is_there_without_an_import_of_its_own() -> None:

@@ -259,12 +259,16 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         check_device(resolved.scheme, request.device)
     elif not recipe:
         _warn_of_unused(request, compared)
+    own = request.calib if given is None and request.data is None else request.data
+    if compared and not resolved.uncalibrated:
+        with clock.stage("imports"):  # of what tokenizes; no more without data to run the model on
+            data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
+            compared = not data.missing
     if resolved.uncalibrated or compared:
         from bridge.calibration.modelopt import import_frameworks
 
         with clock.stage("imports"):
             import_frameworks(with_modelopt=resolved.uncalibrated and resolved.needs_modelopt)
-        own = request.calib if given is None and request.data is None else request.data
         if resolved.uncalibrated:
             assert resolved.scheme
             data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
@@ -273,8 +277,6 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
             run_as = source_for(source, request.compute)
             way = way_of(run_as, resolved.structure, resolved.scheme, data, request.memory, request.device)
             runs, free = runs and not way.blocks, way.free  # the written model would be run whole
-        else:
-            data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, source.fingerprint, statistics, *filter(None, [request.compute]))
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()

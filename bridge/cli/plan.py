@@ -60,10 +60,12 @@ def plan(
             model, target, quant, kv=kv, config=config, runtime=runtime, memory=memory, keep=sizes, drop_layers=dropped,
             sparse=sparse, base=base, adapter=adapter, **options,
         )  # fmt: skip
+        here = bridge.estimate(result, model)
         if as_json:
-            print_json(terminal, {**result.to_dict(), "digest": result.digest})
+            estimate = {"seconds": here.seconds, "bound": here.bound, **vars(here)}
+            print_json(terminal, {**result.to_dict(), "digest": result.digest, "estimate": estimate})
             return
         from bridge.reporting.columns import line
         from bridge.reporting.plan_table import plan_table
 
-        terminal.print(plan_table(result, every), line("here", str(bridge.estimate(result, model))))
+        terminal.print(plan_table(result, every), line("here", str(here)))

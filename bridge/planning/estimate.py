@@ -42,13 +42,13 @@ class Machine:
 class Estimate:
     """How long a conversion takes: seconds of each stage, and of what it waits for most.
 
-    `error`: the share of the processor time that the estimate may be wrong by; wall time was not checked. `rate`: bytes
-    a second that are assumed of what bounds it, else 0. `without`: what the plan does not tell and comes on top.
+    `error`: the share that the time may be wrong by where the processor bounds it. `rate`: bytes a second that are
+    assumed of what bounds it, else 0. `without`: what the plan does not tell and comes on top.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
     >>> str(bridge.estimate(plan, machine=Machine(cores=2)))
-    'about 1 s, limited by start-up; the processor time give or take 25 %'
+    'about 1 s, limited by start-up, give or take 25 %'
     """
 
     stages: dict[str, float]
@@ -69,7 +69,7 @@ class Estimate:
     def __str__(self) -> str:
         assumed = f" at {size(round(self.rate))}/s, which is assumed" if self.rate else ""
         text = f"{duration(self.seconds)}, limited by {self.bound}"
-        text += assumed or f"; the processor time give or take {self.error * 100:.0f} %"
+        text += assumed or f", give or take {self.error * 100:.0f} %"
         return f"{text}, without {' and '.join(self.without)}" if self.without else text
 
 
@@ -104,7 +104,8 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
     """Estimate how long converting by `plan` takes here, or on `machine`; reads no weight.
 
     Args:
-        model: what the plan was made of: from a server, from a disk, or in the page cache it is read at other speeds.
+        model: what the plan was made of: from a server, from a disk, or in the page cache it is read at other speeds;
+            None: from memory.
         verify: with the comparison that `convert` makes unless it is told not to.
         machine: None measures a core for some milliseconds, counts cores, and takes the table's disk.
 
@@ -130,7 +131,7 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
         stages[stage] = max(seconds.values())
         waits = {name: waits[name] + seconds.get(name, 0.0) for name in waits}
     without = ["the calibration"] if plan.calibration else []
-    without += [] if plan.target in speeds.targets else [f"what {plan.target} makes beside tensors"]
+    without += [] if plan.target in speeds.targets else [f"the graph or other files of {plan.target}"]
     estimated = Estimate(stages, waits, speeds.error, without=tuple(without))
     rates = {SOURCE: machine.source, DISK: machine.disk} if assumes else {}
     return replace(estimated, rate=rates.get(estimated.bound, 0.0))
@@ -139,11 +140,13 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
 def stage_waits(stage: str, table: dict[str, float], work: Work, machine: Machine, fits: bool) -> dict[str, float]:
     """Seconds that a stage waits for each resource, which threads use at the same time: the longest wait counts.
 
-    `fits`: source and output stay in the page cache, so that verification reads no disk.
+    Cores share values, which kernels compute; what Python does for a tensor happens on one core at a time. `fits`:
+    source and output stay in the page cache, so that verification reads no disk.
     """
     read = work.read / machine.source if stage == "write" or not fits else 0.0
     waiting = max(work.written - DIRTY * machine.cache, 0) if stage == "write" else 0 if fits else work.written
-    processor = spent(table, work) / machine.speed / machine.cores
+    alone = spent(table, replace(work, values={}))
+    processor = (alone + (spent(table, work) - alone) / machine.cores) / machine.speed
     return {PROCESSOR: processor, SOURCE: read, DISK: waiting / machine.disk}
 
 

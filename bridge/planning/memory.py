@@ -119,8 +119,8 @@ def stream_memory(plan: Plan, memory: int | None) -> int:
     base, largest = plan.memory - sum(sizes[:2]), max(sizes, default=0)
     if memory is not None and memory < base + largest:
         raise UsageError(
-            f"memory={size(memory)} is too little: the target needs {size(base)} and the largest tensor "
-            f"{size(largest)} while it is converted; give at least {base + largest} bytes"
+            f"memory={size(memory)} is too little: the target needs {size(base)}, and converting its "
+            f"largest tensors {size(largest)}; give at least {base + largest} bytes"
         )
     if memory is not None:
         return memory - base

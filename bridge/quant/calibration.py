@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.display import Displayed, Table
 from bridge.core.errors import BridgeError, CalibrationError, WriteError, reason
 from bridge.core.files.matrices import Matrix

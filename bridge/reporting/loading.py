@@ -68,6 +68,6 @@ def loading_line(entries: Iterable[Loading]) -> str:
     """The programs that load an output; "" if no contract is about its target."""
     entries = list(entries)
     names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"]
-    why = next((f" ({entry.program}: {entry.where})" for entry in entries), "")
+    why = next((f" ({entry.program}: {entry.where})" for entry in entries if not entry.mistake), "")
     loaded = ", ".join(names) or f"no program that a contract is about{why}"
     return "; ".join([loaded, *(f"not {e.program}: {e.mistake}" for e in entries if e.mistake)]) if entries else ""

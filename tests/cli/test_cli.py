@@ -100,6 +100,8 @@ def test_json_of_a_plan_is_the_plan() -> None:
     plan = bridge.plan(MODEL, "trt", "int8_wo")
     assert data["digest"] == plan.digest
     assert len(data["steps"]) == len(plan.steps)
+    assert data["estimate"]["bound"] == "start-up"
+    assert data["estimate"]["seconds"] == pytest.approx(sum(data["estimate"]["stages"].values()))
 
 
 def test_a_flag_of_the_target_reaches_the_target() -> None:

@@ -91,7 +91,7 @@ def test_the_table_is_that_of_the_points() -> None:
 def test_points_that_were_left_out_are_predicted() -> None:
     """Nine of ten within the error that a plan tells, and none by a factor of two."""
     points = json.loads(speed.POINTS.read_text())
-    errors = sorted(abs(predicted / real - 1) for _, real, predicted in speed.left_out(points))
+    errors = sorted(abs(seconds / real - 1) for _, real, seconds in speed.left_out(points))
     assert len(errors) >= 0.9 * len(points)
     assert errors[int(0.9 * len(errors))] <= read_speeds().error + 0.05
     assert errors[len(errors) // 2] < 0.15
@@ -104,8 +104,8 @@ def test_the_largest_model_is_predicted_from_smaller_ones() -> None:
     largest, others = ([point for point in points if (point["size"] == "1.1b") is same] for same in (True, False))
     fits = {stage: speed.fit(others, stage) for stage in speed.STAGES}
     for point in largest:
-        predicted = sum(estimates.spent(fits[stage], Work(**point["work"])) for stage in speed.STAGES)
-        assert predicted == pytest.approx(sum(point[stage][0] for stage in speed.STAGES), rel=1 / 3), point["scheme"]
+        seconds = speed.predicted(fits, Work(**point["work"]))
+        assert seconds == pytest.approx(speed.wall(point), rel=1 / 3), point["scheme"]
     assert len(largest) == len(speed.STREAMED)
 
 
@@ -123,10 +123,13 @@ def test_the_slowest_of_processor_source_and_disk_decides(plan: Plan) -> None:
     assert estimate(bridge.plan(TINY, "hf"), machine=QUICK).bound == START
 
 
-def test_cores_and_their_speed_divide_the_time_of_the_processor(plan: Plan) -> None:
+def test_cores_share_values_and_not_what_is_done_for_a_tensor(plan: Plan) -> None:
     plan = large(plan, 2000)
-    one, four = (estimate(plan, machine=Machine(cores)) for cores in (1, 4))
-    assert one.waits[PROCESSOR] == pytest.approx(4 * four.waits[PROCESSOR])
+    one, four, endless = (estimate(plan, machine=Machine(cores)) for cores in (1, 4, 10**9))
+    tables = (read_speeds().write, read_speeds().verify)
+    alone = sum(table["once"] + table["tensor"] * work_of(plan).tensors for table in tables)
+    assert endless.waits[PROCESSOR] == pytest.approx(alone)
+    assert one.waits[PROCESSOR] - alone == pytest.approx(4 * (four.waits[PROCESSOR] - alone))
     assert one.seconds == pytest.approx(2 * estimate(plan, machine=Machine(1, speed=2.0)).seconds)
 
 
@@ -148,7 +151,9 @@ def test_what_is_assumed_and_what_is_missing_is_told(plan: Plan) -> None:
     assert str(from_server).endswith("limited by reading the source at 670 MB/s, which is assumed")
     assert estimate(plan, "org/at-the-hub").waits[SOURCE] == pytest.approx(work_of(plan).read / read_speeds().disk)
     assert str(estimate(bridge.plan(TINY, "hf", "fp8"), machine=QUICK)).endswith(", without the calibration")
-    assert str(estimate(bridge.plan(TINY, "trt", "int8_wo"), machine=QUICK)).endswith("what trt makes beside tensors")
+    assert str(estimate(bridge.plan(TINY, "trt", "int8_wo"), machine=QUICK)).endswith(
+        "without the graph or other files of trt"
+    )
 
 
 def test_no_weight_is_read_and_a_model_in_memory_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from bridge.calibration.quantizers import QuantizerBinding
+from bridge.core.arrays import np
 from bridge.core.errors import CalibrationError
 from bridge.quant.calibration import Applied
 

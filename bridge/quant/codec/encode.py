@@ -29,7 +29,7 @@ from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
 from bridge.quant.codec.search import fp4_scales, integer_amax
 
-PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls, more do not fit in the L2 cache
+PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.formats.gguf import f32, u32
 from bridge.core.text import described
 from bridge.tables.architectures.match import Matched
@@ -32,7 +31,7 @@ _ROPE = {
 }  # fmt: skip
 # What a kind of scaling cannot do without.
 _SCALING = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-_LARGEST = {int: 2**32 - 1, float: float(np.finfo(np.float32).max)}
+_LARGEST = {int: 2**32 - 1, float: (2 - 2**-23) * 2.0**127}  # of float32
 
 
 @dataclass(frozen=True)
