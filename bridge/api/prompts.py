@@ -39,11 +39,18 @@ def with_images(
     return made.pop("input_ids")[0].tolist(), made
 
 
-def _processor(directory: Path) -> Any:
-    from transformers import AutoProcessor
+def image_alone(directory: Path, images: Sequence[str | Path]) -> dict[str, np.ndarray]:
+    """What the image processor makes of the one image that a model reads without a text."""
+    if len(images) != 1:
+        raise UsageError(f"the model reads one image, and {len(images)} were given; give one: image= (--image)")
+    return dict(_processor(directory, "AutoImageProcessor")(images=_opened(Path(images[0])), return_tensors="np"))
+
+
+def _processor(directory: Path, kind: str = "AutoProcessor") -> Any:
+    import transformers
 
     try:
-        processor = AutoProcessor.from_pretrained(str(directory), trust_remote_code=False)
+        processor = getattr(transformers, kind).from_pretrained(str(directory), trust_remote_code=False)
     except ImportError as error:
         said = " ".join(str(error).split())
         lacking = [name for name in _PACKAGES if name in said.lower()]
@@ -55,7 +62,7 @@ def _processor(directory: Path) -> Any:
             f"{directory}: the processor of images cannot be loaded: {_first(error)}; copy the model's "
             "preprocessor_config.json and processor_config.json there"
         ) from error
-    if not hasattr(processor, "image_processor"):
+    if kind == "AutoProcessor" and not hasattr(processor, "image_processor"):
         raise SourceError(
             f"{directory}: the checkpoint has no processor of images; copy the model's preprocessor_config.json and "
             "processor_config.json there"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.api.prompts import with_images
+from bridge.api.prompts import image_alone, with_images
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
 from bridge.core.formats.safetensors import stored_shape
@@ -24,13 +24,17 @@ from bridge.sources.configs.positions import context_length, encoder_length
 from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
-from bridge.targets.generation import Seeing, Settings, check_decoder, check_sees
+from bridge.targets.generation import READING, Seeing, Settings, check_decoder, check_sees
 from bridge.targets.manifest import load_manifest
 from bridge.verification.verify import check_fits, check_on_disk
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from bridge.planning.plan import Plan
     from bridge.targets.generation import Generator
+
+_EMPTY = "text is empty; give the model something to continue"
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ def run(
         chat: put `text` into the model's chat template, as what a user says.
         temperature: 0 takes the most likely token each time; above 0, tokens are drawn.
         seed: of the random numbers, for a temperature above 0.
-        image: a file, or files in the order in which `text` names them, for a model that sees.
+        image: a file, or files in the order in which `text` names them, for a model that sees. `text` may be empty for
+            one that reads an image alone, as TrOCR.
         stream: called with each piece of text as soon as it is known.
 
     Raises:
@@ -97,7 +102,8 @@ def run(
     >>> bridge.run("to-run", "The value of the", tokens=8).prompt_tokens
     4
     """
-    settings = _settings(text, tokens, temperature, seed)
+    images = [] if image is None else [image] if isinstance(image, str | Path) else list(image)
+    settings = _settings(text, tokens, temperature, seed, needs_text=not images)
     directory = written_at(out)
     manifest = load_manifest(directory)
     target = load_target(manifest.plan.target)
@@ -109,12 +115,7 @@ def run(
     _check_unaltered(manifest.plan, directory)
     clock = time.perf_counter
     words = _Tokens(directory)
-    images = [] if image is None else [image] if isinstance(image, str | Path) else list(image)
-    if images:
-        check_sees(manifest.plan.architecture)
-        ids, seen = with_images(directory, text, images, chat=chat)
-    else:
-        ids, seen = words.chat(text) if chat else words.encode(text), {}
+    ids, seen = _prompt(directory, manifest.plan.architecture, text, images, words, chat)
     settings, limited = _limited(settings, directory, ids)
     generator: Generator = target.generator(directory)
     if seen:
@@ -135,10 +136,27 @@ def run(
     return Generation("".join(pieces), tuple(new), len(ids), first - times[0], times[-1] - first, end, generator.runs)
 
 
-def _settings(text: str, tokens: int, temperature: float, seed: int) -> Settings:
+def _prompt(
+    directory: Path, architecture: str, text: str, images: list[str | Path], words: _Tokens, chat: bool
+) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The ids of the prompt, and what is seen."""
+    if images:
+        check_sees(architecture)
+    if architecture in READING:
+        if chat:
+            raise UsageError(f"{architecture} reads an image, and no chat; leave out chat (--chat)")
+        return words.encode(text, special=False) if text else [], image_alone(directory, images)
+    if not text:
+        raise UsageError(_EMPTY)
+    if images:
+        return with_images(directory, text, images, chat=chat)
+    return words.chat(text) if chat else words.encode(text), {}
+
+
+def _settings(text: str, tokens: int, temperature: float, seed: int, *, needs_text: bool) -> Settings:
     """The arguments, checked; UsageError names the wrong one."""
-    if not isinstance(text, str) or not text:
-        raise UsageError("text is empty; give the model something to continue")
+    if not isinstance(text, str) or (needs_text and not text):
+        raise UsageError(_EMPTY)
     for name, value, least in (("tokens", tokens, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UsageError(f"{name}={value!r} must be a whole number, at least {least}")
@@ -155,7 +173,8 @@ def _limited(settings: Settings, directory: Path, ids: list[int]) -> tuple[Setti
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
     if (positions := encoder_length(config)) is not None and len(ids) > positions:
         raise UsageError(f"the text has {len(ids)} tokens, and the model's encoder reads {positions}; shorten it")
-    used = 0 if config.get("is_encoder_decoder") else len(ids)  # a decoder of its own reads none of the text
+    apart = config.get("is_encoder_decoder") and config.get("model_type") != "vision-encoder-decoder"
+    used = 0 if apart else len(ids)  # a decoder apart from the encoder of a text reads none of it
     room = None if (context := context_length(config)) is None else context - used
     if room is not None and room < 1:
         raise UsageError(

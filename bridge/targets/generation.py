@@ -28,6 +28,8 @@ SEEING = (
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
 )  # fmt: skip
+# Classes that write what an image shows, behind a prompt of few tokens or none: TrOCR, Donut, Nougat.
+READING = ("VisionEncoderDecoderModel",)
 # Classes that hear sound beside a text, and continue it.
 HEARING = ("VoxtralForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
 
@@ -93,7 +95,7 @@ def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int
 
 def check_decoder(architecture: str) -> None:
     """CannotRun if models of this class generate no text."""
-    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING, *HEARING)):
+    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING, *READING, *HEARING)):
         raise CannotRun(
             f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
             "compares its outputs with those of its source"
@@ -102,7 +104,7 @@ def check_decoder(architecture: str) -> None:
 
 def check_sees(architecture: str) -> None:
     """CannotRun if models of this class read no images."""
-    if architecture not in SEEING:
+    if architecture not in (*SEEING, *READING):
         raise CannotRun(f"{architecture} reads no images; leave out image (--image)")
 
 

@@ -24,6 +24,35 @@ _WHISPER = {key: value for key, value in _BART.items() if key != "max_position_e
     "max_source_positions": FRAMES // 2, "max_target_positions": 40, "num_mel_bins": BINS, "suppress_tokens": None,
     "begin_suppress_tokens": None, "encoder_attention_heads": 2,
 }  # fmt: skip
+_TROCR: dict[str, Any] = {
+    "model_type": "trocr", "vocab_size": VOCAB, "d_model": 128, "decoder_layers": 2, "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 256, "max_position_embeddings": 40,
+}  # fmt: skip
+_VIT: dict[str, Any] = {
+    "model_type": "vit", "hidden_size": 64, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+_SWIN: dict[str, Any] = {
+    "model_type": "donut-swin", "embed_dim": 64, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2,
+    "image_size": [16, 32], "patch_size": 4,
+}  # fmt: skip
+_MBART: dict[str, Any] = {**_BART, "model_type": "mbart", "is_decoder": True, "add_cross_attention": True}
+_MOONSHINE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 384, "encoder_num_hidden_layers": 1,
+    "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 8, "decoder_num_attention_heads": 4,
+    "max_position_embeddings": 40, "pad_token_id": 0,
+}  # fmt: skip
+_S2T: dict[str, Any] = {
+    **{key: value for key, value in _BART.items() if key != "max_position_embeddings"}, "input_feat_per_channel": BINS,
+    "input_channels": 1, "conv_channels": 64, "max_source_positions": 200, "max_target_positions": 40,
+}  # fmt: skip
+
+
+def _read(encoder: dict[str, Any], decoder: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """A reader of images."""
+    fields = {"encoder": encoder, "decoder": decoder, "decoder_start_token_id": 2, "pad_token_id": 1}
+    return "VisionEncoderDecoderConfig", "VisionEncoderDecoderModel", fields
+
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
@@ -36,9 +65,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mbart": ("MBartConfig", "MBartForConditionalGeneration", _BART),
     "marian": ("MarianConfig", "MarianMTModel", _BART),
     "m2m100": ("M2M100Config", "M2M100ForConditionalGeneration", _BART),
+    "trocr": _read(_VIT, _TROCR),
+    "trocr-sines": _read(_VIT, _TROCR | {"use_learned_position_embeddings": False, "layernorm_embedding": False}),
+    "donut": _read(_SWIN, _MBART),
+    "moonshine": ("MoonshineConfig", "MoonshineForConditionalGeneration", _MOONSHINE),
+    "speech2text": ("Speech2TextConfig", "Speech2TextForConditionalGeneration", _S2T),
     "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
 }  # fmt: skip
-KINDS = ("t5", "whisper")  # text with positions by distance, sound with learned ones
+KINDS = ("t5", "whisper", "trocr", "moonshine")  # text, sound of one length, images, sound of any length
 
 
 def seq2seq(family: str, seed: int = 0) -> Any:
@@ -51,8 +85,16 @@ def seq2seq(family: str, seed: int = 0) -> Any:
 
 
 def sources(family: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
-    """What the encoder reads: rows of 11 tokens, padded on the left, the right, or not at all; or of sound."""
+    """What the encoder reads: rows of 11 tokens, padded on the left, the right, or not at all; of sound; or images."""
     generator = torch.Generator().manual_seed(seed)
+    if family.startswith(("trocr", "donut")):
+        size = (16, 32) if family == "donut" else (32, 32)
+        return {"pixel_values": torch.randn(rows, 3, *size, generator=generator)}
+    if family in ("moonshine", "speech2text"):
+        name, extents = ("input_values", [3500]) if family == "moonshine" else ("input_features", [61, BINS])
+        sound = torch.randn(rows, *extents, generator=generator)
+        mask = torch.arange(extents[0]) < torch.tensor([extents[0] * 2 // 3, *[extents[0]] * (rows - 1)])[:, None]
+        return {name: sound, "attention_mask": mask.long()}
     if family == "whisper":
         return {"input_features": torch.randn(rows, BINS, FRAMES, generator=generator)}
     ids = torch.randint(3, VOCAB, (rows, 11), generator=generator)

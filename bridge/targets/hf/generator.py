@@ -42,8 +42,11 @@ class Generator:
 
         sampling = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0} if settings.temperature else {}
         torch.manual_seed(settings.seed)
+        # of a model that reads images alone, a prompt is what the decoder has written so far
+        name = "decoder_input_ids" if self._model.main_input_name == "pixel_values" else "inputs"
+        prompt = {name: torch.tensor([ids])} if ids else {}
         self._model.generate(
-            torch.tensor([ids]), max_new_tokens=settings.tokens, do_sample=bool(sampling), streamer=stream,
+            **prompt, max_new_tokens=settings.tokens, do_sample=bool(sampling), streamer=stream,
             stopping_criteria=[stopped], eos_token_id=sorted(settings.stop) or None, pad_token_id=0,
             **self._seen, **sampling,
         )  # fmt: skip

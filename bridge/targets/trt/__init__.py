@@ -293,13 +293,17 @@ class Trt(StreamedTarget):
 
     def generator(self, directory: Path) -> Generator:
         from bridge.targets.trt.cross_attention import load_multimodal
-        from bridge.targets.trt.encoder_decoder import TextGenerator
+        from bridge.targets.trt.encoder_decoder import ImageReader, TextGenerator
+        from bridge.targets.trt.files import ENCODER
+        from bridge.targets.trt.genai_config import graph_inputs
         from bridge.targets.trt.generator import Generator as OnnxGenerator
         from bridge.targets.trt.multimodal import MultiModalGenerator
 
         if is_multimodal(directory):
             return MultiModalGenerator(load_multimodal(directory))
-        return OnnxGenerator(directory) if len(graphs(directory)) == 1 else TextGenerator(directory)
+        if len(graphs(directory)) == 1:
+            return OnnxGenerator(directory)
+        return (ImageReader if "pixel_values" in graph_inputs(directory / ENCODER) else TextGenerator)(directory)
 
     def layer_errors(
         self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray], runtime: Any

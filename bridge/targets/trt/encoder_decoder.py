@@ -21,6 +21,7 @@ from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.runtime import PAST, PRESENT, Runtime
 
 Arrays = dict[str, np.ndarray]
+MASK = "encoder_attention_mask"
 
 
 def feeds_of(directory: Path, inputs: Mapping[str, np.ndarray]) -> dict[Path, Mapping[str, np.ndarray]]:
@@ -55,20 +56,27 @@ class EncoderDecoder:
 
     def feeds(self, inputs: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
         """What each graph is fed, of transformers' inputs; the encoder runs."""
-        encoder = {name: array for name, array in inputs.items() if name in self.encoder.inputs}
+        encoder = self.read(inputs)
         tokens = inputs.get("decoder_input_ids")
         if tokens is None:
             beside = ", ".join(inputs)
             raise VerifyError(f"decoder_input_ids, which the decoder reads, are missing; add them to {beside}")
         return {ENCODER: encoder, DECODER: {"input_ids": tokens, **self.source(encoder)}}
 
+    def read(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What the encoder reads of transformers' inputs; without a mask, no row is padded."""
+        read = {name: array for name, array in inputs.items() if name in self.encoder.inputs}
+        if "attention_mask" in self.encoder.inputs and read:
+            read.setdefault("attention_mask", np.ones(next(iter(read.values())).shape[:2], np.int64))
+        return read
+
     def source(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run the encoder; return what the decoder reads of it at every step."""
-        made = self.encoder.run(inputs)
+        given = self.read(inputs)
+        made = self.encoder.run(given)
         read = {n.replace(PRESENT, PAST): array for n, array in made.items() if n.startswith(PRESENT)}
-        if "encoder_attention_mask" in self.decoder.inputs:
-            ids = inputs["input_ids"]
-            read["encoder_attention_mask"] = inputs.get("attention_mask", np.ones_like(ids))
+        if MASK in self.decoder.inputs:  # of sound the encoder makes it, since it has fewer states than samples
+            read[MASK] = made[MASK] if MASK in made else given["attention_mask"]
         return read
 
     def generate(self, inputs: Mapping[str, np.ndarray], max_new_tokens: int) -> np.ndarray:
@@ -95,30 +103,59 @@ class EncoderDecoder:
         return out["logits"][:, -1], grown
 
 
-class TextGenerator:
-    """See `bridge.targets.generation.Generator`: answers a text that the encoder reads."""
+class _Loaded:
+    """Both graphs, loaded to generate."""
 
     def __init__(self, directory: Path) -> None:
         import onnxruntime
 
         self.model = EncoderDecoder(directory)
-        if "input_ids" not in self.model.encoder.inputs:
-            raise CannotRun(
-                f"the encoder reads {', '.join(self.model.encoder.inputs)}, not text; use onnxruntime-genai"
-            )
         why = self.model.substitute
         file = f"a float32 copy of the files ({why})" if why else "the files themselves"
         self.runs = f"{file} in ONNX Runtime {onnxruntime.__version__}, without optimizations"
 
-    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+    def decode(self, inputs: Arrays, prompt: Sequence[int], settings: Settings) -> Iterator[int]:
+        """Continue `prompt`, the decoder's first tokens, with what the encoder makes of `inputs`."""
         chooser = Chooser(settings)
-        source = self.model.source({"input_ids": np.array([ids], np.int64)})
+        source, tokens = self.model.source(inputs), list(prompt)
         own: Arrays = {}
-        token = self.model.start
         for at in range(settings.tokens):
-            logits, own = self.model.step(np.array([[token]], np.int64), source, own)
-            forced = self.model.forced(at)
+            logits, own = self.model.step(np.array([tokens], np.int64), source, own)
+            forced = self.model.forced(at) if len(prompt) == 1 else None
             token = chooser.choose(logits[0]) if forced is None else forced
             yield token
             if token in settings.stop:
                 return
+            tokens = [token]
+
+
+class TextGenerator(_Loaded):
+    """See `bridge.targets.generation.Generator`: answers a text that the encoder reads."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        if "input_ids" not in self.model.encoder.inputs:
+            raise CannotRun(
+                f"the encoder reads {', '.join(self.model.encoder.inputs)}, not text; for Whisper use onnxruntime-genai"
+            )
+
+    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+        return self.decode({"input_ids": np.array([ids], np.int64)}, [self.model.start], settings)
+
+
+class ImageReader(_Loaded):
+    """See `bridge.targets.generation.Generator`: writes what an image shows, behind a prompt of the decoder."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._seen: Arrays = {}
+
+    def look(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """See `bridge.targets.generation.Seeing`."""
+        self._seen = self.model.read(inputs)
+
+    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+        if not self._seen:
+            raise CannotRun("the encoder reads an image; give one: image= (--image)")
+        start = self.model.start
+        return self.decode(self._seen, ids if list(ids[:1]) == [start] else [start, *ids], settings)

@@ -34,6 +34,7 @@ CROSS_OUTPUTS = {
     "cross_present_key_names": "present.%d.encoder.key", "cross_present_value_names": "present.%d.encoder.value",
 }  # fmt: skip
 _MASK = ("encoder_attention_mask",)
+_START = "decoder_start_token_id"
 _STATES = (".conv_state", ".recurrent_state")  # which it finds by these names
 NO_END = 512  # tokens, for models whose positions have no end
 CACHE_OUTPUTS = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
@@ -98,13 +99,15 @@ def write_genai_config(
 def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path, session: Mapping[str, str]) -> str:
     """Write what joins the graphs of an encoder and a decoder; return what onnxruntime-genai cannot do with it.
 
-    Its keys are those of onnxruntime-genai, which has encoder-decoders for sound only.
+    Its keys are those of onnxruntime-genai, which runs Whisper's graphs.
     """
-    feeds, inputs = graph_inputs(directory / ENCODER), graph_inputs(directory / DECODER)
+    feeds, gives = graph_inputs(directory / ENCODER), graph_outputs(directory / ENCODER)
+    inputs = graph_inputs(directory / DECODER)
     own = [shape for name, shape in inputs.items() if name.endswith(".decoder.key")]
     cross = [shape for name, shape in inputs.items() if name.endswith(".encoder.key")]
     settings = generation_settings(source.side_files)
-    speech = "input_features" in feeds
+    kind = source.config.get("model_type")
+    whisper, mask = kind == "whisper", {name: name for name in _MASK if name in gives}
     of_session = {"session_options": {**session, "provider_options": []}}
     size = {"hidden_size": text["hidden_size"], "num_attention_heads": own[0][1], "head_size": own[0][3]}
     encoder = {
@@ -112,8 +115,8 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         **size,
         "num_hidden_layers": len(cross),
         "num_key_value_heads": cross[0][1],
-        "inputs": {"audio_features": "input_features"} if speech else {name: name for name in feeds},
-        "outputs": {"encoder_hidden_states": "last_hidden_state", **CROSS_OUTPUTS},
+        "inputs": {"audio_features": "input_features"} if whisper else {name: name for name in feeds},
+        "outputs": {"encoder_hidden_states": "last_hidden_state", **CROSS_OUTPUTS} | mask,
         **of_session,
     }
     decoder = {
@@ -125,12 +128,13 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         "outputs": {"logits": "logits"} | _OWN_OUTPUTS,
         **of_session,
     }
-    start = settings.get("decoder_start_token_id", source.config.get("decoder_start_token_id"))
+    starts = (settings, source.config, source.config.get("decoder") or {})
+    start = next((part[_START] for part in starts if part.get(_START) is not None), None)
     positions = text.get("max_position_embeddings") or source.config.get("max_target_positions")
     model = {
-        "type": "whisper" if speech else "encoder-decoder",
+        "type": "whisper" if whisper else "encoder-decoder",
         **token_ids(settings, text),
-        "decoder_start_token_id": start if start is not None else text.get("bos_token_id") or 0,
+        _START: start if start is not None else text.get("bos_token_id") or 0,
         "context_length": positions if isinstance(positions, int) else NO_END,
         "vocab_size": text["vocab_size"],
     }
@@ -138,8 +142,11 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
     content = {"model": {**model, "encoder": encoder, "decoder": decoder}, "search": search}
     (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
-    why = "onnxruntime-genai has no encoder-decoders for text: `qbridge run` reads the file, and so may your program"
-    return "" if speech else f"{GENAI} says how the two graphs are joined; {why}"
+    if whisper:
+        return ""
+    sound = not {"input_ids", "pixel_values"} & feeds.keys()
+    reader = "your program may read the file" if sound else "`qbridge run` reads the file, and so may your program"
+    return f"{GENAI} says how the graphs are joined; onnxruntime-genai runs no {kind} of these graphs: {reader}"
 
 
 def graph_inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:

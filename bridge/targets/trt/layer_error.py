@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bridge.sources.source import Source
 
 POSITIONS = 128  # rows of x per layer: enough to rank layers, small enough to hold every layer's output
+MASK = "attention_mask"
 GROUP = 64  # layers tapped in one run, so that their inputs and outputs are not all held at once
 
 
@@ -37,7 +38,8 @@ def layer_errors(
     if isinstance(runtime, MultiModal):
         each = runtime.first_row(batch, POSITIONS)
     else:
-        first = {name: _first(name, array) for name, array in batch.items()}
+        text = "input_ids" in batch
+        first = {n: array if n in PLACES else _first(array, text or n != MASK) for n, array in batch.items()}
         each = runtime.feeds(first) if isinstance(runtime, EncoderDecoder) else {MODEL: first}
     errors: dict[str, float] = {}
     for file, feeds in each.items():
@@ -64,11 +66,9 @@ def _of_graph(
     return errors
 
 
-def _first(name: str, array: np.ndarray) -> np.ndarray:
-    """The first row of an input, of token ids the first positions; a denoiser's positions have no rows."""
-    if name in PLACES:
-        return array
-    return array[:1, :POSITIONS] if array.ndim == 2 and array.dtype.kind in "iub" else array[:1]
+def _first(array: np.ndarray, tokens: bool) -> np.ndarray:
+    """The first row of an input, of tokens the first positions; the mask of a sound is as long as the sound."""
+    return array[:1, :POSITIONS] if tokens and array.ndim == 2 and array.dtype.kind in "iub" else array[:1]
 
 
 def _layer_error(step: Step, source: Source, plan: Plan, x: Any, y: Any, bias: Any) -> float:

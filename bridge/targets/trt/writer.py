@@ -74,19 +74,21 @@ def write_onnx(
     notes = dict.fromkeys(
         f"all layers were exported, none stamped: {o.graph.note}" for o in made.values() if o.graph.note
     )
-    _check_placed(context, [one.placed for one in made.values()])
+    _check_placed(list(made.values()))
     unused = set.intersection(*(one.unused for one in made.values()))
     skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in sorted(unused)}
     text = next(iter(made.values())).graph.text
     return WriteResult(summary.policies, skipped, (*notes, *summary.notes())), text
 
 
-def _check_placed(context: ConversionContext, placed: Sequence[set[str]]) -> None:
-    """ExportError if a quantized matrix is multiplied in none of several graphs."""
-    if len(placed) == 1:
+def _check_placed(made: Sequence[MadeGraph]) -> None:
+    """ExportError if a quantized matrix that some of several graphs read is multiplied in none.
+
+    One that none reads, as the pooler of an image encoder before a decoder, is told as skipped.
+    """
+    if len(made) == 1:
         return  # `find_sites` asks for all of them
-    lost = {step.matrix for step in context.plan.quantized} - set().union(*placed)
-    if lost:
+    if lost := set().union(*(one.read for one in made)).difference(*(one.placed for one in made)):
         raise ExportError(f"weight of {', '.join(fold_layers(sorted(lost)))} is read by no MatMul, Gemm or Conv")
 
 
@@ -103,9 +105,10 @@ def _request(context: ConversionContext, options: GraphOptions, part: str) -> Gr
 
 @dataclass(frozen=True)
 class MadeGraph:
-    """A finished graph; the quantized matrices in it, and planned tensors that it does not read."""
+    """A finished graph; quantized matrices that it reads and that are in it, planned tensors that it does not read."""
 
     graph: Graph
+    read: set[str]
     placed: set[str]
     unused: set[str]
 
@@ -142,7 +145,7 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     attach(graph.model, floats, weights_file)
     stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}
     placed = {steps[key].matrix for key in uses}
-    return MadeGraph(graph, placed, stored - set(graph.model.graph.initializers))
+    return MadeGraph(graph, {step.matrix for step in quantized}, placed, stored - set(graph.model.graph.initializers))
 
 
 def save(model: ir.Model, path: Path) -> None:

@@ -128,6 +128,8 @@ def test_an_image_processor_gives_the_size_of_images(settings: Any, size: Any) -
         ("LlavaForConditionalGeneration", "image-text-to-text"),
         ("VoxtralForConditionalGeneration", "audio-text-to-text"),
         ("SiglipModel", "zero-shot-image-classification"),
+        ("VisionEncoderDecoderModel", "image-to-text"),
+        ("MoonshineForConditionalGeneration", "speech-seq2seq"),
         ("BertModel", "feature-extraction"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
-from bridge.targets.generation import ANSWERING, HEARING, SEEING
+from bridge.targets.generation import ANSWERING, HEARING, READING, SEEING
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ _SOUND_CLASSES = (
 _ANSWER = ("start_logits", "end_logits")
 _DENOISERS = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")  # of diffusers
 _TWO = ("encoder", "decoder")
-_SPEECH = ("WhisperForConditionalGeneration",)
+_SPEECH = tuple(f"{name}ForConditionalGeneration" for name in ("Whisper", "Moonshine", "Speech2Text"))
 # The first task with a suffix of the architecture is its own.
 TASKS: dict[str, Task] = {
     "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
     "seq2seq-lm": Task(ANSWERING, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", _DECODER, parts=_TWO),
     "speech-seq2seq": Task(_SPEECH, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
+    "image-to-text": Task(READING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", _IMAGE, parts=_TWO),
     "image-text-to-text": Task(
         SEEING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", (*_DECODER, *_IMAGE), parts=("vision", "embedding", "decoder")
     ),

@@ -29,7 +29,7 @@ def call_of(
     if part and "encoder" not in task.parts:
         return multimodal_call(model, task, part, mode, dtype, image)
     if part:
-        return part_call(model, task, part, mode, dtype)
+        return part_call(model, task, part, mode, dtype, image)
     if task.pairs:
         return pair_call(model, task, mode, dtype, image)
     if model.main_input_name == "pixel_values":

@@ -7,33 +7,59 @@ beside its own cache, which grows. So no graph computes them again, and none nee
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import MoEModelOutput
 
 from bridge.core.errors import ExportError
+from bridge.targets.trt.graph.calls.images import Size, pixels_of, size_of
+from bridge.targets.trt.graph.calls.speech import heard, sounds
 from bridge.targets.trt.graph.calls.states import filled
-from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call
+from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Bounds, Call, dynamic_axes
 from bridge.targets.trt.graph.tasks import Task
 
 SOURCE = 7  # tokens of the example's source: unlike every other extent of the examples
 KINDS = ("key", "value")
 START = 0  # any token: what the encoder's graph takes of the decoder depends on none
+STATES = "encoder_sequence"  # the axis of the encoder's states, if their number is not fixed
+MASK = "encoder_attention_mask"
 
 
-def part_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype) -> Call:
-    """Return the call of `part`, "encoder" or "decoder"."""
+def part_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
+    """Return the call of `part`, "encoder" or "decoder". `image`: height and width, if the config gives none."""
+    if found := heard(model):
+        found.settle(model)
     with mode:
-        inputs, axes = _source(model, task, dtype)
-        cross, own = _caches(model, inputs)
-    length: str | int = "encoder_sequence" if _is_text(model) else cross[0][2]
+        source = _source(model, task, dtype, image)
+        kept = _kept(model, source.inputs)
+    length: str | int = STATES if source.masked else kept.cross[0][2]
     if part == "encoder":
-        return _encoder_call(model, inputs, axes, cross, length)
-    return _decoder_call(model, mode, dtype, cross, own, length)
+        return _encoder_call(model, source, kept, length)
+    return _decoder_call(model, mode, dtype, source, kept, length)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the encoder reads: example inputs, and their axes with bounds. `masked`: rows may be padded."""
+
+    inputs: dict[str, Any]
+    axes: dict[str, Axes]
+    masked: bool = False
+    bounds: Bounds = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Shapes of the keys and values of cross-attention and of the decoder's own cache; the width of the states."""
+
+    cross: list[tuple[int, ...]]
+    own: list[tuple[int, ...]]
+    width: int
 
 
 class _Encoder(nn.Module):
@@ -46,8 +72,12 @@ class _Encoder(nn.Module):
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         batch = next(iter(inputs.values())).shape[0]
         start = torch.full((batch, 1), START, dtype=torch.long)
+        masks = []
+        if found := heard(self.model):
+            masks = [found.states(self.model, inputs["attention_mask"])]
+            inputs = {**inputs, "attention_mask": found.taken(masks[0])}
         out = self.model(**inputs, decoder_input_ids=start, past_key_values=_empty(), use_cache=True)
-        return out.encoder_last_hidden_state, *_flat(out.past_key_values.cross_attention_cache)
+        return out.encoder_last_hidden_state, *_flat(out.past_key_values.cross_attention_cache), *masks
 
 
 class _Decoder(nn.Module):
@@ -61,39 +91,42 @@ class _Decoder(nn.Module):
         cache = EncoderDecoderCache(_filled(own), DynamicCache())
         cache.cross_attention_cache = _filled(cross)
         cache.is_updated = dict.fromkeys(range(len(cross) // 2), True)
-        # Only its extents are read, for the mask.
-        states = cross[0].new_zeros(cross[0].shape[0], cross[0].shape[2], self.width)
-        given = {"attention_mask": mask["encoder_attention_mask"]} if mask else {}
+        # Only its extents are read, for the mask; the class has every field that some decoder reads.
+        states = MoEModelOutput(cross[0].new_zeros(cross[0].shape[0], cross[0].shape[2], self.width))
+        states.attention_mask = mask.get(MASK)  # where Moonshine looks for it
+        given = {"attention_mask": mask[MASK]} if mask else {}
         out = self.model(
-            **given,
-            decoder_input_ids=input_ids,
-            encoder_outputs=MoEModelOutput(last_hidden_state=states),  # has every field that some decoder reads
-            past_key_values=cache,
-            use_cache=True,
+            **given, decoder_input_ids=input_ids, encoder_outputs=states, past_key_values=cache, use_cache=True
         )
         return out.logits, *_flat(out.past_key_values.self_attention_cache)
 
 
-def _source(model: Any, task: Task, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Axes]]:
-    """Example inputs of the encoder and their axes: token ids with their mask, or spectra of the config's length."""
-    if _is_text(model):
+def _source(model: Any, task: Task, dtype: torch.dtype, image: Size | None) -> _Source:
+    """Token ids with their mask, sounds, or images and spectra of the config's extents."""
+    name = model.main_input_name
+    if name == "input_ids":
         names = [n for n in task.inputs if n in inspect.signature(model.forward).parameters]
         inputs = {n: torch.ones(BATCH, SOURCE, dtype=torch.long) for n in names}  # one tensor twice is one input
-        return inputs, dict.fromkeys(names, ("batch", "encoder_sequence"))
-    bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
-    return {"input_features": torch.zeros(BATCH, bins, frames, dtype=dtype)}, {
-        "input_features": ("batch", bins, frames)
-    }
+        return _Source(inputs, dict.fromkeys(names, ("batch", STATES)), True, _positions(model))
+    if name == "pixel_values":
+        vision = model.config.encoder
+        return _of_one_size(pixels_of(vision, size_of(vision, image), dtype))
+    if heard(model):
+        inputs, axes, bounds = sounds(model, dtype)
+        return _Source(inputs, axes, True, bounds)
+    frames = 2 * model.config.max_source_positions
+    return _of_one_size({name: torch.zeros(BATCH, model.config.num_mel_bins, frames, dtype=dtype)})
 
 
-def _is_text(model: Any) -> bool:
-    return bool(model.main_input_name == "input_ids")
+def _of_one_size(inputs: dict[str, Any]) -> _Source:
+    return _Source(inputs, {n: ("batch", *map(int, t.shape[1:])) for n, t in inputs.items()})
 
 
-def _caches(model: Any, inputs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Shapes of the keys and values of cross-attention and of the decoder's own cache, layer by layer."""
+def _kept(model: Any, inputs: Mapping[str, Any]) -> _Kept:
+    """Run the model once on fake tensors, of sounds without a mask."""
     start = torch.full((BATCH, 1), START, dtype=torch.long)
-    out = model(**inputs, decoder_input_ids=start, past_key_values=_empty(), use_cache=True)
+    whole = {n: t for n, t in inputs.items() if n == model.main_input_name or not heard(model)}
+    out = model(**whole, decoder_input_ids=start, past_key_values=_empty(), use_cache=True)
     cache = out.past_key_values
     layers = [*cache.cross_attention_cache.layers, *cache.self_attention_cache.layers]
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
@@ -105,62 +138,61 @@ def _caches(model: Any, inputs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         [tuple(map(int, t.shape)) for t in _flat(part)]
         for part in (cache.cross_attention_cache, cache.self_attention_cache)
     )
-    return cross, own
+    return _Kept(cross, own, int(out.encoder_last_hidden_state.shape[-1]))
 
 
-def _encoder_call(
-    model: Any, inputs: dict[str, Any], feeds: dict[str, Axes], cross: list[Any], length: str | int
-) -> Call:
-    batch, sequence = Dim("batch"), Dim("encoder_sequence", max=_positions(model, "max_position_embeddings"))
-    dims = {"batch": batch, "encoder_sequence": sequence}
-    shapes = {n: {i: dims[a] for i, a in enumerate(axes) if isinstance(a, str)} for n, axes in feeds.items()}
-    gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, _number(model, "hidden_size"))}
-    gives |= {f"present.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", cross)}
-    return Call(_Encoder(model), (inputs,), (shapes,), feeds, gives)
+def _encoder_call(model: Any, source: _Source, kept: _Kept, length: str | int) -> Call:
+    gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, kept.width)}
+    gives |= {f"present.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", kept.cross)}
+    gives |= {MASK: ("batch", length)} if heard(model) else {}
+    shapes = dynamic_axes(source.axes, source.bounds)
+    return Call(_Encoder(model), (source.inputs,), (shapes,), source.axes, gives)
 
 
-def _decoder_call(
-    model: Any, mode: Any, dtype: torch.dtype, cross: list[Any], own: list[Any], length: str | int
-) -> Call:
-    batch, sequence, past = Dim("batch"), Dim("sequence"), Dim("past")
-    text = isinstance(length, str)
-    source = Dim("encoder_sequence", max=_positions(model, "max_position_embeddings")) if text else None
+def _decoder_call(model: Any, mode: Any, dtype: torch.dtype, source: _Source, kept: _Kept, length: str | int) -> Call:
     extent = SOURCE if isinstance(length, str) else length
     with mode:
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
-        mask = {"encoder_attention_mask": torch.ones(BATCH, extent, dtype=torch.long)} if text else {}
-        pasts = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for s in own]
-        crossed = [torch.zeros(BATCH, s[1], extent, s[3], dtype=dtype) for s in cross]
-    by_source = {0: batch, 2: source} if text else {0: batch}
-    shapes = (
-        {0: batch, 1: sequence},
-        {n: {0: batch, 1: source} for n in mask},
-        [{0: batch, 2: past}] * len(pasts),
-        [by_source] * len(crossed),
-    )
-    feeds: dict[str, Axes] = {"input_ids": ("batch", "sequence"), **{n: ("batch", length) for n in mask}}
-    feeds |= {f"past_key_values.{slot}": ("batch", s[1], "past_sequence", s[3]) for slot, s in _slots("decoder", own)}
-    feeds |= {f"past_key_values.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", cross)}
-    gives: dict[str, Axes] = {"logits": ("batch", "sequence", _number(model, "vocab_size"))}
-    gives |= {f"present.{slot}": ("batch", s[1], "total_sequence", s[3]) for slot, s in _slots("decoder", own)}
-    module = _Decoder(model, _number(model, "hidden_size"))
-    return Call(module, (ids, mask, pasts, crossed), shapes, feeds, gives)
+        mask = {MASK: torch.ones(BATCH, extent, dtype=torch.long)} if source.masked else {}
+        own = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for s in kept.own]
+        cross = [torch.zeros(BATCH, s[1], extent, s[3], dtype=dtype) for s in kept.cross]
+    text: dict[str, Axes] = {"input_ids": ("batch", "sequence")}
+    masks: dict[str, Axes] = {n: ("batch", length) for n in mask}
+    past = "past_key_values."
+    grown = {past + slot: ("batch", s[1], "past_sequence", s[3]) for slot, s in _slots("decoder", kept.own)}
+    given = {past + slot: ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", kept.cross)}
+    feeds: dict[str, Axes] = {**text, **masks, **grown, **given}
+    axes = dynamic_axes(feeds, {**_bounds(model), **source.bounds})
+    shapes = (axes["input_ids"], {n: axes[n] for n in masks}, [axes[n] for n in grown], [axes[n] for n in given])
+    vocabulary = getattr(model.config, "vocab_size", None) or model.config.decoder.vocab_size
+    gives: dict[str, Axes] = {"logits": ("batch", "sequence", int(vocabulary))}
+    gives |= {f"present.{slot}": ("batch", s[1], "total_sequence", s[3]) for slot, s in _slots("decoder", kept.own)}
+    return Call(_Decoder(model, kept.width), (ids, mask, own, cross), shapes, feeds, gives)
 
 
-def _slots(part: str, shapes: list[Any]) -> list[tuple[str, Any]]:
+def _slots(part: str, shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
     names = [f"{layer}.{part}.{kind}" for layer in range(len(shapes) // 2) for kind in KINDS]
     return list(zip(names, shapes, strict=True))
 
 
-def _number(model: Any, key: str) -> int:
-    """A number of the config, or of its decoder's."""
-    return int(getattr(model.config, key, None) or getattr(model.config.decoder, key))
+def _bounds(model: Any) -> Bounds:
+    """The least and the most tokens and states at once.
+
+    torch does not trace the mask of eager attention for one as well, but the graph holds for one. A table of sines has
+    an end; torch finds the end of other tables itself.
+    """
+    decoder = getattr(model.config, "decoder", model.config)
+    least = 2 if decoder._attn_implementation == "eager" else None
+    parts = [module for name, module in model.named_modules() if "decoder" in name]
+    tables = [module for module in parts if torch.is_tensor(getattr(module, "weights", None))]
+    ends = [table.weights.shape[0] - table.padding_idx - 1 for table in tables]
+    return {"sequence": (least, min(ends, default=None)), STATES: (least, None)}
 
 
-def _positions(model: Any, key: str) -> int | None:
-    """A bound of a learned table of positions, which torch needs; relative positions have none."""
-    bound = getattr(model.config, key, None)
-    return bound if isinstance(bound, int) else None
+def _positions(model: Any) -> Bounds:
+    """The end of a learned table of positions, which torch needs; relative positions have none."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    return {STATES: (None, most)} if isinstance(most, int) else {}
 
 
 def _empty() -> EncoderDecoderCache:
