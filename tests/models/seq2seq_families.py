@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "T5Config", "T5ForConditionalGeneration",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
+    "longt5": ("LongT5Config", "LongT5ForConditionalGeneration", {**_T5, "local_radius": 4}),
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
     "mbart": ("MBartConfig", "MBartForConditionalGeneration", _BART),
     "marian": ("MarianConfig", "MarianMTModel", _BART),

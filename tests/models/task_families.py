@@ -117,6 +117,19 @@ MODELS: dict[str, Callable[[], Any]] = {
         T.Siglip2Config(text_config=_TOWERS["text_config"], vision_config={**_VIT, "num_patches": 25})
     ),
     "vit-masked": lambda: T.ViTForMaskedImageModeling(T.ViTConfig(**_VIT, encoder_stride=8)),
+    "sew": lambda: T.SEWForCTC(T.SEWConfig(**_SPEECH, squeeze_factor=2)),
+    "levit": lambda: T.LevitForImageClassification(
+        T.LevitConfig(
+            image_size=64, hidden_sizes=[32, 64, 128], num_attention_heads=[2, 4, 4], depths=[1, 1, 1],
+            key_dim=[16, 16, 16], num_labels=5,
+        )
+    ),
+    "vitpose": lambda: T.VitPoseForPoseEstimation(
+        T.VitPoseConfig(
+            backbone_config=T.VitPoseBackboneConfig(**{**_VIT, "image_size": [224, 224], "patch_size": [32, 32]}),
+            num_labels=5,
+        )
+    ),
     "reranker": lambda: T.XLMRobertaForSequenceClassification(T.XLMRobertaConfig(**_TEXT, num_labels=1)),
     "nomic": lambda: T.NomicBertForMaskedLM(T.NomicBertConfig(**_TEXT)),
     "t5-encoder": lambda: T.T5EncoderModel(

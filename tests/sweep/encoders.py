@@ -53,7 +53,7 @@ ENCODERS: dict[str, Fields] = {
     "LukeForMaskedLM": _ROBERTA | {"entity_vocab_size": 20, "entity_emb_size": 128},
     "MPNetForMaskedLM": _ROBERTA,
     "MegatronBertForMaskedLM": _BERT,
-    "MobileBertForMaskedLM": _BERT | {"embedding_size": 128, "intra_bottleneck_size": 128, "true_hidden_size": 128},
+    "MobileBertForMaskedLM": _BERT | {"embedding_size": 64, "intra_bottleneck_size": 128, "true_hidden_size": 128},
     "ModernBertForMaskedLM": PLAIN | {"global_attn_every_n_layers": 2, "local_attention": 16},
     "ModernBertForSequenceClassification": PLAIN | {"global_attn_every_n_layers": 2, "local_attention": 16},
     "NomicBertForMaskedLM": _BERT,

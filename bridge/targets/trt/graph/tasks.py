@@ -68,6 +68,7 @@ TASKS: dict[str, Task] = {
         ("class_queries_logits", "masks_queries_logits"),
     ),
     "depth-estimation": Task("ForDepthEstimation", "MODEL_FOR_DEPTH_ESTIMATION_MAPPING", _IMAGE, ("predicted_depth",)),
+    "pose-estimation": Task("ForPoseEstimation", "MODEL_FOR_POSE_ESTIMATION_MAPPING", _IMAGE, ("heatmaps",)),
     "masked-image-modeling": Task(
         "ForMaskedImageModeling",
         "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
@@ -106,6 +107,7 @@ _WITHOUT = {
     "JanusForConditionalGeneration": "it writes images as well",
     "Glm4vForConditionalGeneration": "its tower resamples positions by the size of each image",
     "Ovis2ForConditionalGeneration": "it embeds the tokens around an image from a table of its tower",
+    "ProphetNetForConditionalGeneration": "its decoder reads one token at a time once it has a cache",
     "Pix2StructForConditionalGeneration": "its encoder reads patches with their places, which no task has",
     "NllbMoeForConditionalGeneration": "transformers 5 runs its first two experts, whatever its router chooses",
 }

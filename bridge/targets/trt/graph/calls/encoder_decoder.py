@@ -145,7 +145,9 @@ def _encoder_call(model: Any, source: _Source, kept: _Kept, length: str | int) -
     gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, kept.width)}
     gives |= {f"present.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", kept.cross)}
     gives |= {MASK: ("batch", length)} if heard(model) else {}
-    shapes = dynamic_axes(source.axes, source.bounds)
+    # LongT5 fills up its blocks unless they are full, which would be by none. Its global blocks depend on the length.
+    blocks = getattr(model.config, "encoder_attention_type", "") == "local"
+    shapes = dynamic_axes(source.axes, source.bounds, STATES if blocks else "")
     return Call(_Encoder(model), (source.inputs,), (shapes,), source.axes, gives)
 
 

@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
 from bridge.targets.trt.graph.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
@@ -23,6 +24,8 @@ Size = tuple[int, int]
 def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     """Return the call of an image model: `pixel_values` of one size, or patches; dynamic batch."""
     size = size_of(model.config, image)
+    _forget_biases(model)
+    _keep_stages_apart(model)
     with mode:
         inputs, feeds = _images(model, model.config, size, dtype, "batch")
         if "bool_masked_pos" in task.inputs:
@@ -69,6 +72,45 @@ def _images(
     width = int(inputs["pixel_values"].shape[-1])
     mask: Axes = (rows, "patches")
     return inputs, {"pixel_values": (*mask, width), "pixel_attention_mask": mask, GRIDS: (rows, 2)}
+
+
+class _Forgetful(dict[str, Any]):
+    """Has no key, whatever was put into it."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+def _forget_biases(model: Any) -> None:
+    """Let LeViT compute the biases of attention in each run: a trace would read those of the run before as data."""
+    for module in model.modules():
+        if hasattr(module, "attention_bias_cache"):
+            module.attention_bias_cache = _Forgetful()
+
+
+class _Apart(TorchFunctionMode):
+    """Cuts rows into a number of parts, where transformers gives their extent: torch would fix the batch."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.split and kwargs == {"dim": 0}:
+            return args[0].unflatten(0, (self.parts, -1)).unbind(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _keep_stages_apart(model: Any) -> None:
+    """Let ZoeDepth, which joins the stages of its backbone along the batch, part them again by their number."""
+    for module in model.modules():
+        if type(module).__name__ == "ZoeDepthReassembleStage":
+
+            def forward(stages: Any, *sides: Any, of: Any = module.forward) -> Any:
+                with _Apart(len(stages)):
+                    return of(stages, *sides)
+
+            module.forward = forward
 
 
 def size_of(config: Any, given: Size | None) -> Size:

@@ -21,6 +21,9 @@ FRAMES = 90  # of the example's spectrum
 def sound_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
     """Return the call of a model of sound; its mask is an input if the model was trained with one."""
     config, name = model.config, model.main_input_name
+    for module in model.modules():
+        if hasattr(module, "upsample") and hasattr(module, "pool"):
+            _fill_up(module)
     shape, axes, word = _extents(config, name)
     with mode:
         inputs = {name: torch.zeros(BATCH, *shape, dtype=dtype)}
@@ -32,6 +35,22 @@ def sound_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
     feeds: dict[str, Axes] = {n: ("batch", *(axes if n == name else axes[:1])) for n in inputs}
     gives = {n: _axes(t, bool(word)) for n, t in probe.items()}
     return Call(Flat(model, tuple(probe)), (inputs, []), ({n: dims for n in inputs}, []), feeds, gives)
+
+
+def _fill_up(encoder: Any) -> None:
+    """Let SEW put zeros for the frames that its pool drops without asking whether there are any, in place."""
+    factor: int = encoder.upsample.squeeze_factor
+    frames: list[Any] = []
+
+    def begin(_: Any, args: Any) -> None:
+        frames[:] = [args[0].shape[1]]
+
+    def end(_: Any, __: Any, out: Any) -> Any:
+        whole = torch.cat([out, out.new_zeros(out.shape[0], factor, out.shape[2])], 1)
+        return whole.index_select(1, torch.arange(frames[0]))
+
+    encoder.register_forward_pre_hook(begin)
+    encoder.upsample.register_forward_hook(end)
 
 
 def _axes(output: Any, dynamic: bool) -> Axes:

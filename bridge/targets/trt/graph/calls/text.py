@@ -104,9 +104,12 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
     names = [n for n in task.inputs if n in accepted and n not in ("pixel_values", "bool_masked_pos")]
     if "token_type_ids" in names and not getattr(model.config, "type_vocab_size", 0):
         names.remove("token_type_ids")
-    past = PAST if task.cached and cache else 0
+    past, fixed = PAST if task.cached and cache else 0, _fixed(model.config)
+    if fixed:
+        names.remove("attention_mask")
+        _drop_mask(model)
     with mode:
-        inputs = {n: _example(n, past) for n in names}
+        inputs = {n: _example(n, past, fixed or SEQUENCE) for n in names}
         probe, kept = _probe(model, inputs, task, cache)
         flat = [(f"{i}.{kind}", tensor) for i, layer in enumerate(kept) for kind, tensor in layer]
         shapes = {slot: tuple(map(int, tensor.shape)) for slot, tensor in flat}
@@ -120,10 +123,12 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
     least = 2 if task.cached and model.config._attn_implementation == "eager" else None
     batch, sequence, cached = Dim("batch"), Dim("sequence", min=least, max=bound), Dim("past")
     # A Dim cannot express past + sequence: the mask's axis is left to torch.
-    axes = {n: {0: batch, 1: Dim.DYNAMIC if past and n == "attention_mask" else sequence} for n in names}
-    total = "total_sequence" if past else "sequence"
-    feeds: dict[str, Axes] = {n: ("batch", total if n == "attention_mask" else "sequence") for n in names}
-    gives: dict[str, Axes] = {n: _axes(n, probe[n].shape) for n in probe}
+    tokens = {n: Dim.DYNAMIC if past and n == "attention_mask" else sequence for n in names}
+    axes = {n: {0: batch} if fixed else {0: batch, 1: tokens[n]} for n in names}
+    length: str | int = fixed or "sequence"
+    total = "total_sequence" if past else length
+    feeds: dict[str, Axes] = {n: ("batch", total if n == "attention_mask" else length) for n in names}
+    gives: dict[str, Axes] = {n: _axes(n, probe[n].shape, length) for n in probe}
     if pooling:
         gives[EMBEDDING] = ("batch", int(probe["last_hidden_state"].shape[-1]))
     for slot, s in shapes.items():
@@ -141,13 +146,16 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
     )
 
 
-def dynamic_axes(feeds: Mapping[str, Axes], bounds: Bounds) -> dict[str, dict[int, Any]]:
-    """The dynamic axes of each input; those of one name have one extent."""
+def dynamic_axes(feeds: Mapping[str, Axes], bounds: Bounds, guarded: str = "") -> dict[str, dict[int, Any]]:
+    """The dynamic axes of each input; those of one name have one extent.
+
+    guarded: the axis on whose extent code branches, though each branch gives the same graph: torch need not prove it.
+    """
     names = dict.fromkeys(axis for axes in feeds.values() for axis in axes if isinstance(axis, str))
-    dims = {}
+    dims: dict[str, Any] = {}
     for name in names:
         least, most = bounds.get(name, (None, None))
-        dims[name] = Dim(name, min=least, max=most)
+        dims[name] = Dim.DYNAMIC if name == guarded else Dim(name, min=least, max=most)
     return {n: {at: dims[axis] for at, axis in enumerate(axes) if isinstance(axis, str)} for n, axes in feeds.items()}
 
 
@@ -156,17 +164,30 @@ def _extents(shape: tuple[int, ...], grows: int, batch: str | int, length: str |
     return tuple(batch if at == 0 else length if at == grows else n for at, n in enumerate(shape))
 
 
-def _example(name: str, past: int) -> torch.Tensor:
+def _fixed(config: Any) -> int:
+    """The one length of texts that the landmarks of Nystromformer take; 0 for models of any length."""
+    length = getattr(config, "segment_means_seq_len", 0)
+    return int(length) if length != getattr(config, "num_landmarks", 0) else 0
+
+
+def _drop_mask(model: Any) -> None:
+    """Let attention by landmarks read no mask, in place: transformers' does not fit them, so that no text is padded."""
+    for module in model.modules():
+        if hasattr(module, "iterative_inv"):
+            module.register_forward_pre_hook(lambda _, args: (args[0], None, *args[2:]))
+
+
+def _example(name: str, past: int, length: int) -> torch.Tensor:
     if name == "attention_mask":
-        return torch.ones(BATCH, past + SEQUENCE, dtype=torch.long)
+        return torch.ones(BATCH, past + length, dtype=torch.long)
     if name == "position_ids":
-        return torch.arange(past, past + SEQUENCE).expand(BATCH, SEQUENCE).contiguous()
-    return torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+        return torch.arange(past, past + length).expand(BATCH, length).contiguous()
+    return torch.zeros(BATCH, length, dtype=torch.long)
 
 
 def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple[dict[str, Any], Kept]:
     """Run the model once on fake tensors; return its outputs, and what each layer keeps."""
-    short = {n: t[:, -SEQUENCE:] for n, t in inputs.items()}
+    short = {n: t[:, -SEQUENCE:] if task.cached else t for n, t in inputs.items()}
     kept: Kept = ()
     if task.cached:
         filling = cache_of(model.config)
@@ -194,7 +215,7 @@ def _no_cache(model: Any, reason: str) -> ExportError:
     )
 
 
-def _axes(name: str, shape: Any) -> Axes:
-    """Every text output is [batch, sequence, features], [batch, features], or a question's [batch, sequence]."""
+def _axes(name: str, shape: Any, length: str | int) -> Axes:
+    """Every text output is [batch, length, features], [batch, features], or a question's [batch, length]."""
     positions = len(shape) == 3 or name in ("start_logits", "end_logits")
-    return ("batch", "sequence", *map(int, shape[2:])) if positions else ("batch", *map(int, shape[1:]))
+    return ("batch", length, *map(int, shape[2:])) if positions else ("batch", *map(int, shape[1:]))
