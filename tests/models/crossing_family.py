@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.models.seeing_family import LLAMA, TEMPLATE
+from tests.models.seeing_family import TEMPLATE, stir, tokenizer_with
 from tests.oracles import export_oracle as oracle
 
 SIDE, TILES = 24, 3
@@ -17,11 +17,7 @@ IMAGE = "<|image|>"
 
 def save_mllama(directory: Path) -> None:
     """Save model and processor; of each kind of layer one more than two, which are stamped. Gates are open."""
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(LLAMA / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
-    token = tokenizer.convert_tokens_to_ids(IMAGE)
+    tokenizer, token = tokenizer_with(IMAGE)
     images = transformers.MllamaImageProcessorPil(size={"height": SIDE, "width": SIDE}, max_image_tiles=TILES)
     config = transformers.MllamaConfig(
         text_config={
@@ -40,14 +36,7 @@ def save_mllama(directory: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.MllamaForConditionalGeneration(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate" in name.rpartition(".")[2]:
-                parameter.fill_(0.7)
-            else:
-                spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 and "embed" not in name else 0.3
-                parameter.add_(spread * torch.randn_like(parameter))
-        model.lm_head.weight.mul_(20)  # tokens apart from each other
+    stir(model)
     oracle.save(model, directory)
     template = TEMPLATE.replace("<image>", IMAGE)
     transformers.MllamaProcessor(images, tokenizer, chat_template=template).save_pretrained(directory)

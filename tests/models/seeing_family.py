@@ -19,13 +19,30 @@ TEMPLATE = (
 )
 
 
-def save_llava(directory: Path) -> None:
-    """Save model and processor; four layers, so that two are stamped."""
+def tokenizer_with(image: str) -> tuple[Any, int]:
+    """The tokenizer of the tiny Llama, which also knows the token of an image, and the id of that."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(LLAMA / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    token = tokenizer.convert_tokens_to_ids("<image>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [image]})
+    return tokenizer, tokenizer.convert_tokens_to_ids(image)
+
+
+def stir(model: Any) -> None:
+    """Weights with which images decide the tokens: as wide as their inputs are many, and open gates."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate" in name.rpartition(".")[2]:
+                parameter.fill_(0.7)
+            else:
+                spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 and "embed" not in name else 0.3
+                parameter.add_(spread * torch.randn_like(parameter))
+        model.lm_head.weight.mul_(20)  # tokens apart from each other
+
+
+def save_llava(directory: Path) -> None:
+    """Save model and processor; four layers, so that two are stamped."""
+    tokenizer, token = tokenizer_with("<image>")
     config = transformers.LlavaConfig(
         text_config={
             "model_type": "llama", "vocab_size": token + 3, "hidden_size": 48, "intermediate_size": 80,

@@ -113,6 +113,7 @@ MULTIMODAL: dict[str, Fields] = {
     "LlavaOnevisionForConditionalGeneration": {
         "text_config": _QWEN2, "vision_config": _VIT | {"model_type": "siglip_vision_model"},
         "image_token_index": _IMAGE, "image_grid_pinpoints": [[32, 64], [64, 32]],
+        "vision_aspect_ratio": "anyres_max_1",  # resamples the features of two tiles
     },
     "Mistral3ForConditionalGeneration": {
         "text_config": TEXT | {"model_type": "mistral"}, "image_token_index": _IMAGE,

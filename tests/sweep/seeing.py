@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from bridge.targets.trt.cross_attention import MASK, load_multimodal
 from bridge.targets.trt.files import DECODER
 from bridge.targets.trt.multimodal import MultiModal
+from bridge.targets.trt.tiles import ROWS as FEATURES
 from bridge.verification.outputs import relative_l2
 
 STEPS, ROWS, PAD = 8, 2, 3
@@ -35,6 +37,11 @@ def seen(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return _tiled(vision, generator)
     side = vision.image_size
     height, width = (side, side) if isinstance(side, int) else side
+    if hasattr(model.config, "image_grid_pinpoints"):
+        sizes = torch.tensor([[side + 5, 2 * side], [3 * side, side]])
+        tiles = max(image_size_to_num_patches(size, model.config.image_grid_pinpoints, side) for size in sizes)
+        pixels = torch.randn(ROWS, tiles, 3, side, side, generator=generator)
+        return {"pixel_values": pixels, "image_sizes": sizes}
     pixels = torch.randn(ROWS, 3, height, width, generator=generator)
     if model.config.model_type == "mistral3":
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width - 16]] * ROWS)}
@@ -66,10 +73,11 @@ def distances(model: Any, out: Path) -> dict[str, float]:
     generator = torch.Generator().manual_seed(7)
     graphs, looked = load_multimodal(out), seen(model, generator)
     crosses = "aspect_ratio_mask" in looked
-    rows = 1 if crosses else len(graphs.features(graphs.read(_arrays(looked)))[f"{graphs.kind}_features"]) // ROWS
-    text = torch.randint(5, 300, (ROWS, BEFORE + rows + AFTER), generator=generator)
+    rows = [1] * ROWS if crosses else _rows(graphs, _arrays(looked))
+    text = torch.randint(5, 300, (ROWS, BEFORE + max(rows) + AFTER), generator=generator)
     ids = text.clone()
-    ids[:, BEFORE : BEFORE + rows] = graphs.token
+    for row, count in zip(ids, rows, strict=True):
+        row[BEFORE : BEFORE + count] = graphs.token
     looked |= reading(looked, ids.shape[1])
     more = torch.randint(5, 300, (ROWS, STEPS), generator=generator)
     far = {}
@@ -86,6 +94,13 @@ def distances(model: Any, out: Path) -> dict[str, float]:
             got = _ours(graphs, {"input_ids": padded, "attention_mask": mask, **given}, more)[:, PAD:]
             far["padded"] = relative_l2(got, wanted)
     return far
+
+
+def _rows(graphs: MultiModal, looked: dict[str, np.ndarray]) -> list[int]:
+    """Features of each row's image or sound."""
+    if graphs.tiling is not None:
+        return [len(image[FEATURES]) for image in graphs.tiling.images(looked)]
+    return [len(graphs.features(graphs.read(looked))[f"{graphs.kind}_features"]) // ROWS] * ROWS
 
 
 def _arrays(given: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -29,10 +29,11 @@ DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4
 # At 16 kHz: from 50 ms over ten seconds to half a minute; of spectra, a hundred frames a second.
 SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
 # Rows of features that stand for images or sound in a text; none in a text alone.
-ROWS: dict[str, Range] = {"image_rows": (0, 576, 4608), "audio_rows": (0, 750, 3000)}
+ROWS: dict[str, Range] = {"image_rows": (0, 576, 9216), "audio_rows": (0, 750, 3000)}
 # Of images of any size. Pixels: multiples of both 28 and 32, and Mistral 3's processor makes sides of up to 1540.
 # Patches: SigLIP 2's processor makes 256, of up to 1024 that it was trained with.
 SIGHT: dict[str, Range] = {
+    "image_tiles": (1, 5, 37),  # LLaVA-OneVision has up to 6 x 6, and the image itself
     "image_patches": (16, 1024, 16384),
     "image_height": (224, 448, 1568),
     "image_width": (224, 448, 1568),

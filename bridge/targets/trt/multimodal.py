@@ -19,9 +19,10 @@ from bridge.targets.trt.files import DECODER, EMBEDDING, SPEECH, VISION
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.image_places import image_places
 from bridge.targets.trt.runtime import PAST, PRESENT, Runtime
+from bridge.targets.trt.tiles import COUNTS, SIZES, tiling_of
 
 Arrays = dict[str, np.ndarray]
-GRID, SIZES = "image_grid_thw", "image_sizes"
+GRID = "image_grid_thw"
 
 
 class MultiModal:
@@ -41,6 +42,7 @@ class MultiModal:
         self.outputs = self.decoder.outputs
         self.token = int(joined[f"{self.kind}_token_id"])
         self.merge = int(joined.get("vision", {}).get("spatial_merge_size", 1))
+        self.tiling = tiling_of(joined.get("vision", {}))
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> Arrays:
         """Run the graphs once, with transformers' names of inputs, and `past_key_values.N.key` of earlier tokens."""
@@ -106,6 +108,8 @@ class MultiModal:
         """The inputs of each image, if the tower reads one at a time."""
         if GRID in inputs:
             return list(_images(inputs))
+        if self.tiling is not None:
+            return list(self.tiling.images(inputs))
         pixels = inputs.get("pixel_values")
         if pixels is None or self.tower.inputs["pixel_values"].shape[0] != 1:
             return [inputs]
@@ -130,6 +134,8 @@ class MultiModal:
         """What the tower reads of transformers' inputs; images of each row and their number become one axis."""
         read = {name: array for name, array in inputs.items() if name in self.tower.inputs}
         pixels = read.get("pixel_values")
+        if pixels is not None and self.tiling is not None:
+            return read | {name: inputs[name] for name in (SIZES, COUNTS) if name in inputs}
         if pixels is not None and SIZES in inputs and self.tower.inputs["pixel_values"].shape[0] == 1:
             return read | {SIZES: inputs[SIZES]}
         if pixels is None or pixels.ndim != len(self.tower.inputs["pixel_values"].shape) + 1:

@@ -26,6 +26,7 @@ from bridge.targets.trt.genai_config import (
     graph_outputs,
     token_ids,
 )
+from bridge.targets.trt.tiles import ROWS, tiling_entries
 
 # transformers' model types whose graphs onnxruntime-genai joins as we write them.
 _KNOWN = ("gemma3", "mistral3", "qwen2_5_vl")
@@ -68,6 +69,8 @@ def write_multimodal_config(
     }
     if "image_grid_thw" in reads:
         tower["spatial_merge_size"] = source.config["vision_config"].get("spatial_merge_size", 2)
+    if ROWS in reads:
+        tower |= tiling_entries(text, reads["pixel_values"][3])
     embedding = {
         "filename": EMBEDDING,
         "inputs": {name: name for name in graph_inputs(directory / EMBEDDING)},

@@ -22,7 +22,7 @@ from bridge.core.text import grouped
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models import diffusion, meta_device
 from bridge.sources.live_models.meta_device import resolve_config
-from bridge.targets.trt.graph.float_graph import PLACES, TEXT, Graph
+from bridge.targets.trt.graph.float_graph import PATCHES, PLACES, TEXT, Graph
 from bridge.targets.trt.graph.layers import Layers, cut_layers, find_layers
 from bridge.targets.trt.graph.light_import import without_collection
 from bridge.targets.trt.graph.naming import name_by_structure
@@ -221,6 +221,8 @@ class _Run:
         text = None if is_diffusion(self.config) else self.config.get_text_config()
         entries = {name: getattr(text, name) for name in TEXT if hasattr(text, name)}
         entries |= {name: getattr(self.config, name) for name in PLACES if hasattr(self.config, name)}
+        tower = getattr(self.config, "vision_config", None)
+        entries |= {name: getattr(tower, name) for name in PATCHES if hasattr(tower, name)}
         return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights}, entries)
 
 

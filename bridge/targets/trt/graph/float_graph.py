@@ -15,7 +15,9 @@ TEXT = (
     "max_position_embeddings", "hidden_size", "num_attention_heads", "vocab_size", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
-PLACES = ("image_token_id", "audio_token_id")  # of the whole config: tokens that stand for what is seen or heard
+# Of the whole config: tokens that stand for what is seen or heard, and how tiles of an image are joined.
+PLACES = ("image_token_id", "audio_token_id", "image_grid_pinpoints", "vision_aspect_ratio")
+PATCHES = ("patch_size",)  # of the tower's config
 WITHOUT_DATA = "weights"  # where the file says that data of a weight are: nowhere
 MAX_BYTES = 1 << 30  # of a graph: a damaged or foreign file must not take all memory
 
@@ -28,7 +30,7 @@ class Graph:
     `weights`: initializer -> live parameter of the transformers model, or an expression over one for an expert
     (`...experts.down_proj[3]`, `...experts.gate_up_proj[3, gate]`). `tied`: alias -> initializer. `note`: why no layer
     was stamped, "" if layers were stamped or the model has at most two. `text`: some entries of the text model's config
-    with transformers' own names and defaults (see `TEXT`), and the ids of `PLACES`.
+    with transformers' own names and defaults (see `TEXT`), and those of `PLACES` and `PATCHES`.
     """
 
     model: ir.Model

@@ -97,11 +97,8 @@ TASKS: dict[str, Task] = {
 }
 
 
-_TILES = "its tiles are joined by the size of each image, which transformers counts in Python"
 # Why there are no graphs of a class that writes.
 _WITHOUT = {
-    "LlavaNextForConditionalGeneration": _TILES,
-    "LlavaOnevisionForConditionalGeneration": _TILES,
     "Lfm2VlForConditionalGeneration": "its decoder keeps states of convolutions beside keys and values",
     "Blip2ForConditionalGeneration": "its queries read an image between the tower and the decoder",
     "JanusForConditionalGeneration": "it writes images as well",

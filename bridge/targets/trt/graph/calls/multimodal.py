@@ -20,10 +20,14 @@ from bridge.targets.trt.graph.calls.grids import grid_rows
 from bridge.targets.trt.graph.calls.images import Size, pixels_of, size_of
 from bridge.targets.trt.graph.calls.states import cache_of, filled, slots
 from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat
-from bridge.targets.trt.graph.calls.towers import MASK, image_rows, sound_rows
+from bridge.targets.trt.graph.calls.towers import MASK, image_rows, sound_rows, tile_rows
 from bridge.targets.trt.graph.tasks import Task
+from bridge.targets.trt.tiles import ROWS, WEIGHTS
 
 EMBEDS, GRID, DEEP = "inputs_embeds", "image_grid_thw", "deepstack_embeds"
+# Model type of transformers whose images are tiles -> how many features are added to one: OneVision resamples them.
+PARTS = {"llava_next": 1, "llava_onevision": 4}
+TILES = 5  # of the example
 TOKENS = 7  # rows of features in the example: unlike every other extent of the examples
 
 
@@ -52,6 +56,8 @@ class _Vision(nn.Module):
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         if GRID in inputs:
             return grid_rows(self.model, inputs["pixel_values"], inputs[GRID])
+        if ROWS in inputs:
+            return (tile_rows(self.model, inputs["pixel_values"], inputs[ROWS], inputs.get(WEIGHTS)),)
         return (image_rows(self.model, inputs["pixel_values"]),)
 
 
@@ -151,6 +157,8 @@ _AT_ONCE: dict[str, tuple[type[Flat], str]] = {
 def _vision_call(model: Any, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     if model.config.model_type == "mistral3":
         return _sized_call(model, mode, dtype)
+    if model.config.model_type in PARTS:
+        return _tiles_call(model, mode, dtype)
     vision = model.config.vision_config
     if _has_grid(model):
         return _grid_call(model, mode, dtype)
@@ -169,6 +177,20 @@ def _sized_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
         inputs = {"pixel_values": torch.zeros(1, vision.num_channels, 3 * unit, 4 * unit, dtype=dtype)}
     shapes = {"pixel_values": {2: unit * Dim("row_units", min=2), 3: unit * Dim("column_units", min=2)}}
     feeds: dict[str, Axes] = {"pixel_values": (1, vision.num_channels, "image_height", "image_width")}
+    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
+
+
+def _tiles_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+    """The tiles of one image, and which of their features stand in the text."""
+    vision, parts = model.config.vision_config, PARTS[model.config.model_type]
+    with mode:
+        pixels = torch.zeros(TILES, vision.num_channels, vision.image_size, vision.image_size, dtype=dtype)
+        inputs = {"pixel_values": pixels, ROWS: torch.zeros(TOKENS, parts, dtype=torch.long)}
+        inputs |= {WEIGHTS: torch.zeros(TOKENS, parts, dtype=dtype)} if parts > 1 else {}
+    rows = Dim("image_rows")
+    shapes = {name: {0: Dim("image_tiles") if name == "pixel_values" else rows} for name in inputs}
+    feeds: dict[str, Axes] = {"pixel_values": ("image_tiles", *map(int, pixels.shape[1:]))}
+    feeds |= {name: ("image_rows", parts) for name in inputs if name != "pixel_values"}
     return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
 
 

@@ -62,9 +62,30 @@ def _one_image(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
     """Mistral 3: the one image may have any size."""
     size, layer = (pixel_values.shape[2], pixel_values.shape[3]), model.config.vision_feature_layer
     made = model.model.vision_tower(pixel_values, image_sizes=[size], output_hidden_states=True, return_dict=True)
-    chosen = [made.hidden_states[at] for at in ([layer] if isinstance(layer, int) else layer)]
-    features: torch.Tensor = model.model.multi_modal_projector(torch.cat(chosen, -1).squeeze(0), [size])
+    features: torch.Tensor = model.model.multi_modal_projector(_chosen(made, layer).squeeze(0), [size])
     return features
+
+
+def _chosen(made: Any, layer: int | list[int]) -> torch.Tensor:
+    """What the layers of a tower made that a config chooses, beside each other."""
+    return torch.cat([made.hidden_states[at] for at in ([layer] if isinstance(layer, int) else layer)], -1)
+
+
+def tile_rows(model: Any, pixel_values: torch.Tensor, rows: torch.Tensor, weights: Any = None) -> torch.Tensor:
+    """Rows, width: sums of features of one image's tiles, and of a new line, which is the last of them.
+
+    `rows`: which are added; `weights`: how much of each, all of the one if None.
+    """
+    config = model.config
+    made = model.model.vision_tower(pixel_values, output_hidden_states=True, return_dict=True)
+    states = _chosen(made, config.vision_feature_layer)
+    states = states[:, 1:] if config.vision_feature_select_strategy == "default" else states
+    features = model.model.multi_modal_projector(states).flatten(0, 1)
+    features = torch.cat([features, model.model.image_newline[None]])
+    parts = [features[rows[:, at]] for at in range(rows.shape[1])]
+    if weights is None:
+        return parts[0]
+    return torch.stack([part * weights[:, at, None] for at, part in enumerate(parts)]).sum(0)
 
 
 def sound_rows(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
