@@ -27,7 +27,7 @@ SEEING = (
     "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
+    "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "Glm4vForConditionalGeneration",
 )  # fmt: skip
 # Classes that write what an image shows, behind a prompt of few tokens or none: TrOCR, Donut, Nougat.
 READING = ("VisionEncoderDecoderModel",)

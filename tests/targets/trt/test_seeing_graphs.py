@@ -1,4 +1,4 @@
-"""Qwen3-VL: features of several layers of the tower, tokens with places in three dimensions, and what is refused."""
+"""Qwen3-VL and GLM-4V: features of several layers, tokens with places in three dimensions, and what is refused."""
 
 from __future__ import annotations
 
@@ -93,3 +93,22 @@ def test_the_tower_that_is_missing_is_named(token: str, file: str, tmp_path: Pat
     (tmp_path / GENAI).write_text(json.dumps({"model": {token: 3}}))
     with pytest.raises(VerifyError, match=rf"{file}: not a readable ONNX file"):
         MultiModal(tmp_path)
+
+
+@pytest.mark.product
+def test_glm_continues_a_text_with_images_of_two_sizes_as_transformers_does(tmp_path: Path) -> None:
+    """Its table has 4 x 4 places, between which those of larger images lie."""
+    seer = build("Glm4vForConditionalGeneration", torch.float32)
+    bridge.convert(seer, "trt", None, tmp_path / "out", verify=False, progress=False)
+    grids = torch.tensor([[1, 6, 8], [1, 2, 4]])
+    patches = torch.randn(int(grids.prod(1).sum()), 384, generator=torch.Generator().manual_seed(5))
+    ids = torch.full((1, 24), 7)
+    ids[0, 3:15], ids[0, 17:19] = seer.config.image_token_id, seer.config.image_token_id
+    looked = {"pixel_values": patches, "image_grid_thw": grids}
+    kinds = (ids == seer.config.image_token_id).int()
+    wanted = seer.generate(
+        ids, **looked, mm_token_type_ids=kinds, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    generator = MultiModalGenerator(MultiModal(tmp_path / "out"))
+    generator.look({name: tensor.numpy() for name, tensor in looked.items()})
+    assert list(generator.generate(ids[0].tolist(), Settings(tokens=8))) == wanted[0, 24:].tolist()

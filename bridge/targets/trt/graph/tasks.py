@@ -102,7 +102,6 @@ _WITHOUT = {
     "Lfm2VlForConditionalGeneration": "its decoder keeps states of convolutions beside keys and values",
     "Blip2ForConditionalGeneration": "its queries read an image between the tower and the decoder",
     "JanusForConditionalGeneration": "it writes images as well",
-    "Glm4vForConditionalGeneration": "its tower resamples positions by the size of each image",
     "Ovis2ForConditionalGeneration": "it embeds the tokens around an image from a table of its tower",
     "ProphetNetForConditionalGeneration": "its decoder reads one token at a time once it has a cache",
     "Pix2StructForConditionalGeneration": "its encoder reads patches with their places, which no task has",

@@ -24,7 +24,9 @@ def grid_rows(model: Any, patches: torch.Tensor, grid: torch.Tensor) -> tuple[to
     tower = model.model.visual
     rows, columns = _places(torch.arange(patches.shape[0]), grid[0, 2], tower.spatial_merge_size)
     states, deep = tower.patch_embed(patches), []
-    if hasattr(tower, "pos_embed"):
+    if hasattr(tower, "downsample"):
+        states = tower.embeddings(tower.post_conv_layernorm(states), grid.prod(1), grid, rows, columns)
+    elif hasattr(tower, "pos_embed"):
         states = states + _resampled(tower, rows, columns, grid).to(states.dtype)
     rotation = tower.rotary_pos_emb(states, torch.stack([rows, columns], -1))
     full = getattr(tower, "fullatt_block_indexes", None)
@@ -40,7 +42,16 @@ def grid_rows(model: Any, patches: torch.Tensor, grid: torch.Tensor) -> tuple[to
                 deep.append(tower.deepstack_merger_list[tower.deepstack_visual_indexes.index(number)](states))
     finally:
         tower.config._attn_implementation = kept
+    states = _halved(tower, states) if hasattr(tower, "downsample") else states
     return (tower.merger(states), *([torch.stack(deep)] if deep else []))
+
+
+def _halved(tower: Any, states: torch.Tensor) -> torch.Tensor:
+    """GLM-4V: a convolution makes a row of each square of patches."""
+    merge = tower.spatial_merge_size
+    squares = tower.post_layernorm(states).unflatten(0, (-1, merge, merge)).permute(0, 3, 1, 2)
+    made: torch.Tensor = tower.downsample(squares).flatten(1)
+    return made
 
 
 def _resampled(tower: Any, rows: torch.Tensor, columns: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:

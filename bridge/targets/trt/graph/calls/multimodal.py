@@ -293,7 +293,8 @@ def _has_grid(model: Any) -> bool:
 
 def _deep(model: Any) -> int:
     """How many layers of the decoder have features of their own added (Qwen3-VL)."""
-    return len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    tower = getattr(getattr(model, "model", None), "visual", None)
+    return len(getattr(tower, "deepstack_visual_indexes", None) or ())
 
 
 def _width(model: Any) -> int:
