@@ -140,6 +140,8 @@ def test_run_answers_a_text_with_an_image_as_transformers_does(tmp_path: Path) -
     wanted = model().generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
     answer = bridge.run(converted(None), TEXT, image=tmp_path / "image.png", tokens=8)
     assert list(answer.ids) == wanted[0, answer.prompt_tokens :].tolist()
+    bridge.convert(source(), "hf", "none", tmp_path / "hf", verify=False, progress=False)
+    assert bridge.run(tmp_path / "hf", TEXT, image=tmp_path / "image.png", tokens=8).ids == answer.ids
     other_image = picture(tmp_path / "other.png", seed=4)
     other = bridge.run(converted(None), TEXT, image=tmp_path / "other.png", tokens=8)
     assert other.ids != answer.ids, "the image makes a difference"
