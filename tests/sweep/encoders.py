@@ -50,6 +50,7 @@ ENCODERS: dict[str, Fields] = {
         "coordinate_size": 20, "shape_size": 24, "input_size": 32, "patch_size": 8, "max_2d_position_embeddings": 64,
     },
     "LongformerForMaskedLM": _LONG | {"pad_token_id": 1},
+    "LongformerForSequenceClassification": _LONG | {"pad_token_id": 1},
     "LukeForMaskedLM": _ROBERTA | {"entity_vocab_size": 20, "entity_emb_size": 128},
     "MPNetForMaskedLM": _ROBERTA,
     "MegatronBertForMaskedLM": _BERT,

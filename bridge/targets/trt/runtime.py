@@ -85,7 +85,7 @@ class Runtime:
                 feeds[name] = np.ones((batch, past + length), np.int64)
             elif name == "position_ids":
                 feeds[name] = _positions(feeds.get("attention_mask"), batch, past, length)
-            elif name == "token_type_ids":
+            elif name in ("token_type_ids", "global_attention_mask"):
                 feeds[name] = np.zeros((batch, length), np.int64)
             elif name.startswith(PAST):
                 feeds[name] = np.zeros(empty_extents(entry.shape, batch), np.float32)

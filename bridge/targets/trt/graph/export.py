@@ -164,22 +164,26 @@ class _Run:
         from bridge.targets.trt.graph.complex_rope import real_rope
         from bridge.targets.trt.graph.experts import unstack_experts
         from bridge.targets.trt.graph.joined import join_linears
+        from bridge.targets.trt.graph.methods import unasked, windows
+        from bridge.targets.trt.graph.methods.replace import replace_methods
         from bridge.targets.trt.graph.recurrent.replace import recurrences_as_nodes
 
         diffuses = is_diffusion(config)
         if not diffuses:
             join_linears(model, self.tensors)
             unstack_experts(model, self.stacked)
+            replace_methods(model, {**windows.METHODS, **unasked.METHODS})
             meta_device.settle_rope(model)
             meta_device.settle_positions(model)
-        env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=windows.has_windows(model))
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         meta_device.make_fake(model, mode)
         tied = _ties(model)
         task, dtype = TASKS[self.task], getattr(torch, self.dtype)
         try:
             oblivious = experimental.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-            with own_caches(), real_rope(model), recurrences_as_nodes(model), torch.no_grad(), oblivious:
+            clamped = unasked.always_clamped(self.dtype)
+            with own_caches(), real_rope(model), recurrences_as_nodes(model), torch.no_grad(), oblivious, clamped:
                 if diffuses:
                     from bridge.targets.trt.graph.calls.denoiser import denoiser_call, drop_squeezes
 

@@ -28,6 +28,7 @@ class Task:
 
 _DECODER = ("input_ids", "attention_mask", "position_ids")
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
+_WINDOWS = "global_attention_mask"  # of Longformer and LED; classifiers and answers have their own default
 _IMAGE = ("pixel_values",)
 _SOUND = ("input_values", "input_features", "attention_mask")
 # Before sequence-classification: some heads over sound have its ending.
@@ -43,7 +44,7 @@ _SPEECH = tuple(f"{name}ForConditionalGeneration" for name in ("Whisper", "Moons
 # The first task with a suffix of the architecture is its own.
 TASKS: dict[str, Task] = {
     "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
-    "seq2seq-lm": Task(ANSWERING, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", _DECODER, parts=_TWO),
+    "seq2seq-lm": Task(ANSWERING, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", (*_DECODER, _WINDOWS), parts=_TWO),
     "speech-seq2seq": Task(_SPEECH, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
     "image-to-text": Task(READING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", _IMAGE, parts=_TWO),
     "image-text-to-text": Task(
@@ -83,15 +84,17 @@ TASKS: dict[str, Task] = {
         pairs=True,
     ),
     "sequence-classification": Task("ForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _TEXT),
-    "token-classification": Task("ForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", _TEXT),
+    "token-classification": Task(
+        "ForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", (*_TEXT, _WINDOWS)
+    ),
     "question-answering": Task("ForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING", _TEXT, _ANSWER),
-    "masked-lm": Task("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", _TEXT),
+    "masked-lm": Task("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", (*_TEXT, _WINDOWS)),
     "image-classification": Task("ForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", _IMAGE),
     "denoising": Task(_DENOISERS, "", (), ("out_sample",)),
     "feature-extraction": Task(
         ("Model", "ModelWithProjection"),
         "MODEL_MAPPING",
-        (*_TEXT, *_IMAGE),
+        (*_TEXT, _WINDOWS, *_IMAGE),
         ("text_embeds", "image_embeds", "last_hidden_state", "pooler_output"),  # transformers' order
     ),
 }

@@ -192,9 +192,9 @@ def _bounds(model: Any) -> Bounds:
 
 
 def _positions(model: Any) -> Bounds:
-    """The end of a learned table of positions, which torch needs; relative positions have none."""
+    """A text has one token, and torch needs the end of a learned table of positions; relative ones have none."""
     most = getattr(model.config, "max_position_embeddings", None)
-    return {STATES: (None, most)} if isinstance(most, int) else {}
+    return {STATES: (1, most if isinstance(most, int) else None)}
 
 
 def _empty() -> EncoderDecoderCache:

@@ -117,10 +117,11 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         extents = [_extents(shapes[slot], grows[slot], BATCH, PAST) for slot in shapes]
         kinds = [tensor.dtype for _, tensor in flat]
         pasts = [torch.zeros(s, dtype=kind) for s, kind in zip(extents, kinds, strict=True)] if past else []
-    # Encoders slice a table of positions, for which torch needs a declared bound.
-    bound = None if task.cached else getattr(model.config, "max_position_embeddings", None)
+    # Without a cache, models slice a table of positions, for which torch needs a declared bound.
+    bound = getattr(model.config, "max_position_embeddings", None) or -1  # XLNet's too: it has no table
+    bound = None if past or bound < 0 else bound
     # torch does not trace eager attention's mask for one token as well; the resulting graph holds for one.
-    least = 2 if task.cached and model.config._attn_implementation == "eager" else None
+    least = 2 if task.cached and model.config._attn_implementation == "eager" else 1
     batch, sequence, cached = Dim("batch"), Dim("sequence", min=least, max=bound), Dim("past")
     # A Dim cannot express past + sequence: the mask's axis is left to torch.
     tokens = {n: Dim.DYNAMIC if past and n == "attention_mask" else sequence for n in names}
