@@ -8,7 +8,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ CELLS: dict[str, tuple[str, str | None]] = {
 }
 ENDS = ("equal", "right", "differs", "refused", "wrong", "crashed")
 STEPS = 8
+WITHOUT = "cache=False"  # what a refusal says if there is a graph without a cache
 ROUNDINGS = 4  # times the distance of transformers' float32 from its float64, where that is large
 FLOAT = 1e-4  # float32 sums in another order, blown up by two random layers
 
@@ -70,14 +71,25 @@ def run(family: str, cell: str, work: Path) -> Ended:
         _say_size(directory, pixels)
     options: dict[str, Any] = {"own_scales": True, "dtype": "bf16"} if target == "hf" else {"verify": False}
     data = {"calib": batches} if scheme in ("fp8", "int4_awq") else {}
+
+    def convert(**more: Any) -> Any:
+        return bridge.convert(directory, target, scheme, out, progress=False, **data, **options, **more)
+
+    apart = ""
     try:
-        report = bridge.convert(directory, target, scheme, out, progress=False, **data, **options)
+        try:
+            report = convert()
+        except BridgeError as error:
+            if WITHOUT not in str(error):
+                raise
+            report, apart = convert(cache=False), "without a cache: "
     except BridgeError as error:
         return Ended("refused", _shortened(str(error), work))
     except Exception as error:
         return Ended("crashed", _shortened(f"{type(error).__name__}: {error} ({_place(error)})", work))
     if target == "trt":
-        return compare_logits(model, out)
+        ended = compare_logits(model, out)
+        return replace(ended, words=apart + ended.words)
     assert scheme
     if not report.passed:
         failed = [one for one in (*report.parity.tensors, *report.parity.outputs) if not one.passed]

@@ -224,7 +224,8 @@ class Trt(StreamedTarget):
             return f"{architecture} {why}; use a checkpoint that generates text (task seq2seq-lm), or target hf"
         keeps = bool(draft.structure.attention) or draft.config.get("model_type") in STATES
         if task.cached and draft.options.cache and not keeps:
-            return f"{architecture} keeps neither keys and values nor states that a graph can take; use target hf"
+            reason = "keeps neither keys and values nor states that a graph can take"
+            return f"{architecture} {reason}; leave the cache out (cache=False, --no-cache), or use target hf"
         return ""
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: TrtOptions) -> Step:

@@ -16,6 +16,7 @@ def to_onnx(program: Any, opset: int) -> ir.Model:
     import torch
 
     options: dict[str, Any] = {"dynamo": True, "opset_version": opset, "optimize": False, "verbose": False}
+    _cast_subtracted(program.graph_module)
     if not _needs_decomposition(program.graph_module):
         _replace_operators(program.graph_module)
         program.run_decompositions = lambda *_: program
@@ -44,6 +45,21 @@ def _replace_operators(module: Any) -> None:
                 node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
         elif node.target in alias:
             node.target = alias[node.target]
+    module.recompile()
+
+
+def _cast_subtracted(module: Any) -> None:
+    """Cast integers that a float is reduced by, `1.0 - mask`: torch would promote them and find no such operator."""
+    import torch
+
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.rsub.Scalar):
+        source, made = node.args[0], node.meta["val"]
+        if source.meta["val"].dtype != made.dtype:
+            with module.graph.inserting_before(node):
+                cast = module.graph.call_function(aten._to_copy.default, (source,), {"dtype": made.dtype})
+            cast.meta = dict(node.meta) | {"val": made}
+            node.args = (cast, *node.args[1:])
     module.recompile()
 
 
