@@ -381,7 +381,7 @@ def test_only_what_is_fused_is_told_to_be_kept_apart(name: str, kept: str, told:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("RwkvForCausalLM", {}, "keeps neither keys and values nor states that a graph can take"),
+        ("RwkvForCausalLM", {"cache": False}, "reads its tokens one by one in a Python loop, which no graph has"),
         ("T5ForConditionalGeneration", {"task": "causal-lm"}, "has no such head; use seq2seq-lm"),
         ("T5ForConditionalGeneration", {"task": "feature-extraction"}, "has an encoder and a decoder"),
     ],

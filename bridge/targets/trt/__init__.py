@@ -41,6 +41,7 @@ FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 ALL_EXPERTS = "every token runs through all {} experts in the graph: standard ONNX has no fused routing"
 # Model types whose layers keep states, and keys and values, if any, in modules that no name shows.
 STATES = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma", "zamba")
+LOOPS = ("rwkv", "xlstm")  # model types that read tokens in a Python loop
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 GRAPHS = (MODEL, *PARTS.values())
 
@@ -222,6 +223,8 @@ class Trt(StreamedTarget):
         if draft.config.get("is_encoder_decoder") and one_graph:
             why = f"has an encoder and a decoder, and a graph of {draft.options.task} is of one model"
             return f"{architecture} {why}; use a checkpoint that generates text (task seq2seq-lm), or target hf"
+        if task.cached and draft.config.get("model_type") in LOOPS:
+            return f"{architecture} reads its tokens one by one in a Python loop, which no graph has; use target hf"
         keeps = bool(draft.structure.attention) or draft.config.get("model_type") in STATES
         if task.cached and draft.options.cache and not keeps:
             reason = "keeps neither keys and values nor states that a graph can take"
