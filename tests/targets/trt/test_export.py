@@ -19,8 +19,9 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch.export import Dim
 
 from bridge.core.errors import ExportError, UsageError
-from bridge.targets.trt.graph.export import _bounded, export_graph
+from bridge.targets.trt.graph.export import export_graph
 from bridge.targets.trt.graph.float_graph import Graph
+from bridge.targets.trt.graph.traced import _bounded
 from tests.models.graphs import export_once
 from tests.targets.trt import onnx_parity as parity
 from tests.targets.trt.architectures import CORE, DECODERS, bert, dinov3, gemma3, gpt2, llama, mixtral, resnet, vit
@@ -275,7 +276,7 @@ def test_a_graph_does_not_depend_on_what_ran_before() -> None:
 
 ALONE = """
 import builtins, json, math, sys, threading, types, torch
-from bridge.targets.trt.graph.export import _trace
+from bridge.targets.trt.graph.traced import trace as _trace
 
 class Model(torch.nn.Module):
     def __init__(self, *first):

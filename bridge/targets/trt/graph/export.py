@@ -8,7 +8,6 @@ layers are exported and the rest is stamped.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +28,13 @@ from bridge.targets.trt.graph.naming import name_by_structure
 from bridge.targets.trt.graph.recurrent.loops import expand
 from bridge.targets.trt.graph.stamp import KV, MODULE, SLOT, Refused, stamp_layers
 from bridge.targets.trt.graph.tasks import TASKS, choose_task, model_class
+from bridge.targets.trt.graph.traced import free, trace
 from bridge.targets.trt.graph.translate import to_onnx
 
 # ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_SUGGESTED = re.compile(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", re.MULTILINE)
 _PREFIX = "model."  # the wrapper's attribute
-# torch.export replaces `max`, `min` and `math.pow` in the whole process while it traces; two traces at once put them
-# back in the wrong order.
-_TRACING = threading.Lock()
 
 
 def export_graph(
@@ -193,9 +189,9 @@ class _Run:
                         model, task, mode, dtype,
                         cache=self.cache, part=self.part, image=self.image, pooling=self.pooling,
                     )  # fmt: skip
-                program = _trace(call)
+                program = trace(call)
                 graph = to_onnx(program, self.opset)
-                _free(program)
+                free(program)
                 if diffuses:
                     drop_squeezes(graph)
         except BridgeError:
@@ -228,69 +224,6 @@ class _Run:
         tower = getattr(self.config, "vision_config", None)
         entries |= {name: getattr(tower, name) for name in PATCHES if hasattr(tower, name)}
         return Graph(model, weights, note, {alias: name for alias, name in tied.items() if name in weights}, entries)
-
-
-def _trace(call: Any) -> Any:
-    """Trace; if torch suggests tighter bounds for a dynamic axis, use them and try once more.
-
-    Examples are the end of a table of positions, or a layout that differs for an extent of one (`size != 1`), which
-    concerns torch's strides and not the graph. An axis that torch would fix to the example's extent is refused.
-    """
-    import torch
-    from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
-
-    from bridge.targets.trt.graph.symbolic_len import symbolic_len
-
-    try:
-        with _TRACING, symbolic_len(call.module):
-            return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
-    except torch._dynamo.exc.UserError as error:
-        try:
-            shapes = refine_dynamic_shapes_from_suggested_fixes(error.msg, call.dynamic_shapes)
-        except Exception:
-            shapes = _bounded(call.dynamic_shapes, error.msg)
-        if shapes is None or _fixed(shapes) != _fixed(call.dynamic_shapes):
-            raise error from None
-        with _TRACING, symbolic_len(call.module):
-            return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
-
-
-def _fixed(shapes: Any) -> int:
-    """How many axes have a number."""
-    from torch.utils import _pytree
-
-    return sum(isinstance(dim, int) for dim in _pytree.tree_leaves(shapes))
-
-
-def _free(program: Any) -> None:
-    """Break the cycles that keep a traced program alive forever, 7 MB each time.
-
-    The cache of torch's symbols holds fake tensors, whose sizes hold the symbols in C++, where gc does not see them.
-    """
-    modes: set[Any] = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes}
-    for mode in modes - {None}:
-        mode.shape_env.fake_tensor_cache.clear()
-
-
-def _bounded(shapes: Any, message: str) -> Any:
-    """Bound the axes that torch's message names, also beside a `DimHint`; None if it names no bound."""
-    from torch.export import Dim
-    from torch.utils import _pytree
-
-    limits = {name: (int(low or 0), int(high or 0)) for name, low, high in _SUGGESTED.findall(message)}
-    if " != 1" in message or "guard 1 != " in message:
-        named = set(re.findall(r"Not all values of (\w+)", message)) or {"sequence"}
-        limits |= {name: (2, limits.get(name, (0, 0))[1]) for name in named}
-    bounds: dict[str, Any] = {}
-
-    def bounded(dim: Any) -> Any:
-        name = getattr(dim, "__name__", "")
-        if name not in limits:
-            return dim
-        low, high = limits[name]
-        return bounds.setdefault(name, Dim(name, min=max(low, dim.min), max=min(high or dim.max, dim.max)))
-
-    return _pytree.tree_map(bounded, shapes) if limits else None
 
 
 def _ties(model: Any) -> dict[str, str]:

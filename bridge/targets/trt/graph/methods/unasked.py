@@ -1,4 +1,4 @@
-"""Questions about data that a graph cannot ask, answered so that the outputs are the same."""
+"""Answer questions about data that a graph cannot ask; outputs stay equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention within a window and to tokens that all attend to, of Longformer and LED.
+"""Attention of Longformer and LED: within windows, and to global tokens.
 
 transformers pads a text to whole windows outside the attention, reads as a Python bool whether any token is global, and
 cuts overlapping chunks by strides. Here each block of half a window attends to itself and its two neighbours, whatever
