@@ -39,11 +39,11 @@ def cache(
             now = time.time()
             table = [(cache.KINDS[e.kind], e.what, e.key, size(e.bytes), age(now - e.used)) for e in entries]
             terminal.print(Columns(("kept", "of", "key", "size", "last used"), table, (3,), wrap=False), "")
+        if not entries and (why := cache.why_nothing_is_kept()):
+            terminal.print(f"nothing is kept: {why}")
+            return
         total = f"{number(len(entries), 'file')}, {size(sum(entry.bytes for entry in entries))}"
-        try:
-            terminal.print(f"{cache.directory('')}: {'removed ' if clear else ''}{total}")
-        except RuntimeError:
-            terminal.print("nothing is kept: this user has no home directory; set XDG_CACHE_HOME to a directory")
+        terminal.print(f"{cache.directory('')}: {'removed ' if clear else ''}{total}")
 
 
 def age(seconds: float) -> str:

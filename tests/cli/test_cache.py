@@ -60,6 +60,15 @@ def test_a_user_without_a_home_directory_reads_words(words: tuple[str, ...], mon
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     (line,) = lines(*words)
     assert line == "nothing is kept: this user has no home directory; set XDG_CACHE_HOME to a directory"
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert lines() == [f"nothing is kept: {tmp_path / 'file'} is not a directory"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert lines() == [f"nothing is kept: {tmp_path} cannot be written"]
     assert json.loads("".join(lines("--json"))) == []
 
 

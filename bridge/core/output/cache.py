@@ -63,6 +63,18 @@ def directory(kind: str) -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "qbridge" / kind
 
 
+def why_nothing_is_kept() -> str:
+    """Return why no entry can be stored for this user; "" if it can."""
+    try:
+        place = directory("")
+    except RuntimeError:
+        return "this user has no home directory; set XDG_CACHE_HOME to a directory"
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
 def load(kind: str, key: str) -> bytes | None:
     """The content that was stored under `key`; None if there is no undamaged one."""
     try:
