@@ -278,6 +278,24 @@ def test_a_graph_that_cannot_be_exported_leaves_nothing(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
+def test_no_framework_is_imported_to_compare_what_cannot_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint without a tokenizer: its graph may be kept, and then the conversion needs none."""
+    from bridge.calibration import modelopt
+
+    imported: list[bool] = []
+    monkeypatch.setattr(modelopt, "import_frameworks", lambda with_modelopt: imported.append(with_modelopt))
+    shutil.copytree(LLAMA, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    report = bridge.convert(tmp_path / "model", "trt", "int8_wo", tmp_path / "out")
+    assert report.passed
+    assert not report.parity.outputs
+    assert not imported
+    bridge.convert(LLAMA, "trt", "int8_wo", tmp_path / "compared")
+    assert imported == [False]
+
+
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_is_done_and_the_same_call_goes_on(
     converted: tuple[Path, Any], calibration: Path, tmp_path: Path
 ) -> None:
