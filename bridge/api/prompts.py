@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.errors import CannotRun, SourceError, UsageError
+from bridge.core.errors import CannotRun, SourceError, UsageError, first_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ def with_images(
     except Exception as error:  # processors raise errors of their own
         word = getattr(processor, "image_token", "its image token")
         raise UsageError(
-            f"the processor of {directory} refused the text and its images: {_first(error)}\n"
+            f"the processor of {directory} refused the text and its images: {first_line(error)}\n"
             f"  hint   write {word} into the text for each image, or use chat=True (--chat)"
         ) from error
     return made.pop("input_ids")[0].tolist(), made
@@ -59,7 +59,7 @@ def _processor(directory: Path, kind: str = "AutoProcessor") -> Any:
         raise CannotRun(f"{directory}: the processor of images lacks {what}: {said}\n  hint   {remedy}") from error
     except Exception as error:
         raise SourceError(
-            f"{directory}: the processor of images cannot be loaded: {_first(error)}; copy the model's "
+            f"{directory}: the processor of images cannot be loaded: {first_line(error)}; copy the model's "
             "preprocessor_config.json and processor_config.json there"
         ) from error
     if kind == "AutoProcessor" and not hasattr(processor, "image_processor"):
@@ -84,8 +84,3 @@ def _opened(path: Path) -> Any:
         raise UsageError(f"{path}: too large an image: {error}; give a smaller one") from error
     except (OSError, SyntaxError, ValueError) as error:  # pillow raises all of them for broken files
         raise UsageError(f"{path}: not a readable image: {error}; give a PNG or a JPEG") from error
-
-
-def _first(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bridge.api.prompts import image_alone, with_images
 from bridge.core.dtypes import DTYPES
-from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
+from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError, first_line
 from bridge.core.formats.safetensors import stored_shape
 from bridge.core.output.names import GENERATION
 from bridge.core.remote.opening import written_at
@@ -217,7 +217,7 @@ class _Tokens:
             self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
         except Exception as error:  # tokenizers raises bare exceptions
             raise SourceError(
-                f"{directory / TOKENIZER} cannot be read as a tokenizer ({str(error).splitlines()[0]}); copy the "
+                f"{directory / TOKENIZER} cannot be read as a tokenizer ({first_line(error)}); copy the "
                 "model's there, or convert again with tokenizer= (--tokenizer)"
             ) from error
         self._decoded = DecodeStream(skip_special_tokens=True)

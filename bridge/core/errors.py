@@ -35,6 +35,12 @@ class BridgeError(Exception):
         return shown if len(text) <= MAX_MESSAGE else f"{shown} ... and {len(text) - MAX_MESSAGE} more characters"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, whose messages may run to pages; its class if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def printable(text: str) -> str:
     """A text for a terminal: escapes instead of control characters, except for line ends.
 

@@ -11,7 +11,7 @@ from bridge.core.places import shown
 from bridge.core.remote.client import Client
 from bridge.core.remote.exchange import Address
 from bridge.core.remote.http import WebStore
-from bridge.core.remote.objects import first_line
+from bridge.core.remote.objects import unsigned
 from bridge.core.remote.store import RemoteStat
 
 HINT = "request access to the model on the hub, and `hf auth login`"
@@ -109,5 +109,5 @@ def _problem(where: str, error: BaseException) -> SourceError:
     if isinstance(error, RepositoryNotFoundError | FileNotFoundError):
         return SourceError(f"{where}: the hub has no (public) model of this name; check spelling, or `hf auth login`")
     return SourceError(
-        f"{where}: the hub cannot be asked ({first_line(error)}); check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        f"{where}: the hub cannot be asked ({unsigned(error)}); check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
     )

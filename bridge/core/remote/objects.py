@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bridge.core.errors import BridgeError, SourceError, UsageError
+from bridge.core.errors import BridgeError, SourceError, UsageError, first_line
 from bridge.core.places import scheme_of, shown, store_of
 from bridge.core.remote.readers import GIVEN_UP, result, start
 from bridge.core.remote.store import RemoteStat, Store, check_names
@@ -329,15 +329,13 @@ def _plain(every: bool = False) -> Iterator[None]:
             found = FileNotFoundError
         if name in REFUSALS or (status and status[1] in ("401", "403")):
             found = PermissionError
-        line = text.partition("\n")[0].rpartition("status code: ")[2].partition(":")[0] if ours else first_line(error)
+        line = text.partition("\n")[0].rpartition("status code: ")[2].partition(":")[0] if ours else unsigned(error)
         raise found(line + (f" ({kind[1].lower()})" if kind and ours else "")) from None
 
 
-def first_line(error: BaseException) -> str:
+def unsigned(error: BaseException) -> str:
     """The first line of another library's error, without what an address in it was signed with."""
-    lines = str(error).strip().splitlines()
-    line = re.sub(r"\?\S+|(?<=://)[^/\s@]*@", "", lines[0]) if lines else type(error).__name__
-    return line[:200]
+    return re.sub(r"\?\S+|(?<=://)[^/\s@]*@", "", first_line(error))[:200]
 
 
 def problem(url: str, doing: str, error: BaseException, kind: type[BridgeError]) -> BridgeError:
@@ -345,10 +343,10 @@ def problem(url: str, doing: str, error: BaseException, kind: type[BridgeError])
     scheme = store_of(url)
     if isinstance(error, PermissionError):
         return kind(
-            f"{shown(url)}: access refused ({first_line(error)}); {CREDENTIALS.get(scheme, 'check the credentials')}"
+            f"{shown(url)}: access refused ({unsigned(error)}); {CREDENTIALS.get(scheme, 'check the credentials')}"
         )
     if isinstance(error, FileNotFoundError):
         return kind(f"{shown(url)}: not there; check the address: {scheme}://bucket/directory")
     return kind(
-        f"{shown(url)}: cannot be {doing} ({first_line(error)}); check the address and the network, and run again"
+        f"{shown(url)}: cannot be {doing} ({unsigned(error)}); check the address and the network, and run again"
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.errors import SourceError, UsageError
+from bridge.core.errors import SourceError, UsageError, first_line
 from bridge.core.output.temporary import temporary_directory
 from bridge.core.remote.store import check_names
 from bridge.core.text import named, nearest
@@ -63,7 +63,7 @@ def load_model(source: Source) -> Any:
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
             )
     except Exception as error:
-        raise SourceError(f"{source.where}: transformers cannot build {cls.__name__}: {_first(error)}") from error
+        raise SourceError(f"{source.where}: transformers cannot build {cls.__name__}: {first_line(error)}") from error
     missing = set(info["missing_keys"])
     missing -= _filled(model, state) if missing else set()
     if missing:
@@ -111,7 +111,7 @@ def load_tokenizer(given: Any, root: Path | None, where: str) -> Any:
         return AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
     except Exception as error:
         raise SourceError(
-            f"{where}: no tokenizer could be loaded from {place}: {_first(error)}; give tokenizer= (--tokenizer)"
+            f"{where}: no tokenizer could be loaded from {place}: {first_line(error)}; give tokenizer= (--tokenizer)"
         ) from error
 
 
@@ -129,12 +129,6 @@ def gathered_tokenizer(files: Mapping[str, Path | bytes], where: str) -> Any:
             return load_tokenizer(None, folder, where)
         except SourceError as error:  # the user does not know the temporary directory
             raise SourceError(str(error).replace(str(folder), where)) from error
-
-
-def _first(error: Exception) -> str:
-    """Return the first line of an error: transformers' messages run to pages."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 @contextmanager

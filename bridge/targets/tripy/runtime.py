@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.errors import BridgeError, CannotRun, VerifyError
+from bridge.core.errors import BridgeError, CannotRun, VerifyError, first_line
 from bridge.targets.tripy.frontend import nvtripy
 from bridge.targets.tripy.loading import load
 from bridge.targets.tripy.models.build import build
@@ -33,7 +33,7 @@ class Runtime:
             rebuilt = Rebuilt(directory)
             text = rebuilt.substitute or "its weights in the transformers model"
             self.outputs, self.run = rebuilt.outputs, rebuilt.run
-            self.substitute = f"{text} ({str(error).splitlines()[0]})"
+            self.substitute = f"{text} ({first_line(error)})"
             self.model = rebuilt.model
         else:
             try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.errors import CannotRun, VerifyError
+from bridge.core.errors import CannotRun, VerifyError, first_line
 from bridge.targets.generation import Chooser, Settings
 from bridge.targets.trt.runtime import PAST, PRESENT, empty_extents, open_session
 
@@ -64,7 +64,7 @@ class Generator:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime raises its own unrelated classes
-            raise VerifyError(f"ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
+            raise VerifyError(f"ONNX Runtime cannot run it: {first_line(error)}") from error
         outputs = dict(zip(self._outputs, binding.get_outputs(), strict=True))
         following = {name: outputs[name.replace(PAST, PRESENT)] for name in self._caches}
         return outputs["logits"].numpy()[0, -1], following

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.errors import CannotRun, VerifyError
+from bridge.core.errors import CannotRun, VerifyError, first_line
 
 PAST, PRESENT = "past_key_values.", "present."
 TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
@@ -51,7 +51,7 @@ class Runtime:
         try:
             return dict(zip(self.outputs, self.session.run(self.outputs, full), strict=True))
         except Exception as error:  # onnxruntime raises its own unrelated classes
-            raise VerifyError(f"ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
+            raise VerifyError(f"ONNX Runtime cannot run it: {first_line(error)}") from error
 
     def generate(self, input_ids: np.ndarray, max_new_tokens: int, stop: int | None = None) -> np.ndarray:
         """Greedy decoding: [batch, sequence] token ids in, the same with up to `max_new_tokens` appended out."""
@@ -118,7 +118,7 @@ def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False
     try:
         session = onnxruntime.InferenceSession(model or str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own unrelated classes
-        raise VerifyError(f"{file}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+        raise VerifyError(f"{file}: ONNX Runtime cannot load it: {first_line(error)}") from error
     return session, substitute
 
 
@@ -140,7 +140,7 @@ def _runnable(file: Path, taps: Sequence[str], halves: Sequence[str]) -> tuple[b
     try:
         model = ir.load(file)
     except Exception as error:  # protobuf's and onnx_ir's errors have no common base
-        raise VerifyError(f"{file}: not a readable ONNX file: {str(error).splitlines()[0]}") from error
+        raise VerifyError(f"{file}: not a readable ONNX file: {first_line(error)}") from error
     reason = _reason(model, halves)
     if not reason and not taps:
         return None, ""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from bridge.core import errors
-from bridge.core.errors import BridgeError, BridgeWarning, CalibrationError, UsageError, notes_of
+from bridge.core.errors import BridgeError, BridgeWarning, CalibrationError, UsageError, first_line, notes_of
 from bridge.core.output.directory import can_go_on
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _join(rank: int, size: int) -> Workers:
         _leave(made, own)
         raise UsageError(
             f"this is process {rank} of {size} that were started together, and they did not all come within "
-            f"{JOIN.total_seconds():g} seconds ({_first_line(error)}); all of them must call this verb, with the same "
+            f"{JOIN.total_seconds():g} seconds ({first_line(error)}); all of them must call this verb, with the same "
             "arguments: or pass workers=1 to run in this process alone"
         ) from error
     return Workers(rank, size, made, own)
@@ -259,7 +259,7 @@ class Workers:
         except RuntimeError as error:
             raise CalibrationError(
                 f"worker {self.rank} of {self.size} lost another one, which was killed or did not answer within "
-                f"{PATIENCE} hours ({_first_line(error)}); its own output may say why: run the same command again"
+                f"{PATIENCE} hours ({first_line(error)}); its own output may say why: run the same command again"
             ) from TimeoutError(str(error))  # what is done is kept, as when a server does not answer
 
 
@@ -275,7 +275,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
