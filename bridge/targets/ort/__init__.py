@@ -122,6 +122,9 @@ class Ort(Trt):
         return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        from bridge.targets.trt.graph.light_import import import_onnx_ir
+
+        import_onnx_ir()
         from bridge.targets.ort.packing import join_products
         from bridge.targets.ort.rewrite import fuse
         from bridge.targets.trt.genai_config import write_genai_config

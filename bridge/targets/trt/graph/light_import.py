@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
 from types import ModuleType
 
+_IMPORTING = threading.Lock()
 LATER = ("sympy", "onnx_ir._symbolic_shapes")  # loaded by the first look at one of their names
 
 
@@ -26,12 +28,15 @@ class _Finder:
 
 
 def import_onnx_ir() -> None:
-    """Import onnx_ir; nothing happens if it was imported before."""
-    sys.meta_path.insert(0, _Finder)
-    try:
-        import onnx_ir  # noqa: F401
-    finally:
-        sys.meta_path.remove(_Finder)
+    """Import onnx_ir, in one thread: another one's import of a lazy module looks at it. Nothing happens again."""
+    with _IMPORTING:
+        if "onnx_ir" in sys.modules:
+            return
+        sys.meta_path.insert(0, _Finder)
+        try:
+            import onnx_ir  # noqa: F401
+        finally:
+            sys.meta_path.remove(_Finder)
 
 
 def load_sympy() -> None:
