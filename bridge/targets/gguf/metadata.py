@@ -6,19 +6,17 @@ the config; `problems` says where it is not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core.arrays import np
 from bridge.core.formats.gguf import f32, u32
 from bridge.core.text import described
 from bridge.tables.architectures.match import Matched
+from bridge.targets.rope import FULL, SLIDING, Rope, llama3_factors, rope_of
 
 GELU = ("gelu_pytorch_tanh", "gelu_new")
 ROPE_FREQS = "rope_freqs.weight"
-SLIDING, FULL = "sliding_attention", "full_attention"
 # Fields that are read here, in the config and in its rotary settings.
 _FIELDS = {
     "max_position_embeddings": int, "n_positions": int, "original_max_position_embeddings": int, "sliding_window": int,
@@ -96,27 +94,9 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary settings of a config, in the form of transformers 5."""
-
-    theta: float
-    kind: str
-    scaling: Mapping[str, Any]
-    local: float  # theta of the layers with a window
-    share: float  # part of a head that is turned
-
-
-def rope_of(config: Mapping[str, Any], graph: Graph) -> Rope:
-    """Rotary settings, from `rope_parameters`, or `rope_theta` and `rope_scaling` of older versions."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    full = given.get(FULL, given) if isinstance(given, Mapping) else {}
-    local = given.get(SLIDING, {}) if isinstance(given, Mapping) else {}
-    theta = float(full.get("rope_theta") or config.get("rope_theta") or (1e6 if graph.name == "gemma3" else 1e4))
-    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    default = 0.5 if graph.name == "nemotron" else 1.0
-    near = local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4
-    return Rope(theta, str(full.get("rope_type") or full.get("type") or "default"), full, float(near), share or default)
+def rotary(config: Mapping[str, Any], graph: Graph) -> Rope:
+    """Rotary settings, with what the architecture has without an entry."""
+    return rope_of(config, 1e6 if graph.name == "gemma3" else 1e4, 0.5 if graph.name == "nemotron" else 1.0)
 
 
 def malformed(config: Mapping[str, Any], matched: Matched) -> list[str]:
@@ -171,7 +151,7 @@ def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
         yield "norm_topk_prob is false; llama.cpp's qwen3moe divides the experts' shares by their sum"
     if config.get("scale_attn_by_inverse_layer_idx"):
         yield "scale_attn_by_inverse_layer_idx is true, which llama.cpp does not compute"
-    yield from _rope_problems(rope_of(config, graph), graph)
+    yield from _rope_problems(rotary(config, graph), graph)
     yield from _window_problems(config, matched, graph)
 
 
@@ -249,7 +229,7 @@ def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, An
     keys = {f"{graph.name}.{key}": value for key, value in keys.items()}
     if not graph.rotary:
         return keys
-    rope = rope_of(config, graph)
+    rope = rotary(config, graph)
     keys[f"{graph.name}.rope.dimension_count"] = u32(int(head_dim * rope.share))
     keys[f"{graph.name}.rope.freq_base"] = f32(rope.theta)
     if rope.kind == "linear":
@@ -283,21 +263,3 @@ def _windows(config: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
         keys["attn_logit_softcapping"] = f32(float(config.get("attn_logit_softcapping") or 50.0))
         keys["final_logit_softcapping"] = f32(float(config.get("final_logit_softcapping") or 30.0))
     return keys
-
-
-def llama3_factors(rope: Rope, head_dim: int, context: int) -> np.ndarray:
-    """What each frequency is divided by, float32, as `_compute_llama3_parameters` of transformers scales them."""
-    given = rope.scaling
-    factor, low, high = (float(given[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = int(given.get("original_max_position_embeddings") or context)
-    factors = []
-    for at in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * rope.theta ** (at / head_dim)
-        smooth = (original / wavelength - low) / (high - low)
-        if wavelength < original / high:
-            factors.append(1.0)
-        elif wavelength > original / low:
-            factors.append(factor)
-        else:
-            factors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(factors, np.float32)
