@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import re
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _SUGGESTED = re.compile(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", re.MULTILINE)
@@ -21,8 +25,6 @@ def trace(call: Any) -> Any:
     import torch
     from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
-    from bridge.targets.trt.graph.symbolic_len import symbolic_len
-
     try:
         with _TRACING, symbolic_len(call.module):
             return torch.export.export(call.module, call.args, dynamic_shapes=call.dynamic_shapes, strict=False)
@@ -35,6 +37,29 @@ def trace(call: Any) -> Any:
             raise error from None
         with _TRACING, symbolic_len(call.module):
             return torch.export.export(call.module, call.args, dynamic_shapes=shapes, strict=False)
+
+
+@contextmanager
+def symbolic_len(model: Any) -> Iterator[None]:
+    """Replace `len` in the modules of transformers whose code `model` runs; for other callers it is the same.
+
+    Python's `len` of a tensor is a number, with which torch fixes the axis to the example's extent (RT-DETR's batch).
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    scopes = [vars(sys.modules[name]) for name in names if name.startswith("transformers.")]
+    for scope in scopes:
+        scope["len"] = _length
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            del scope["len"]
+
+
+def _length(value: Any) -> Any:
+    import torch
+
+    return value.shape[0] if isinstance(value, torch.Tensor) else builtins.len(value)
 
 
 def _fixed(shapes: Any) -> int:
