@@ -49,6 +49,7 @@ paths = [Path(out) / model / name for model in jobs for name in names]
 files = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.exists()}
 print(json.dumps([[name for name in frameworks if name in sys.modules], files]))
 """
+BIASED = llama(num_hidden_layers=3, attention_bias=True)  # which no template has
 REQUEST = GraphRequest(
     {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 1e4},
     "causal-lm", "float32", 21, True, True, ("lm_head.weight", "model.norm.weight"), {},
@@ -192,7 +193,7 @@ def test_a_graph_that_is_read_is_the_one_that_was_made(case: str) -> None:
 
 
 def test_equal_requests_are_exported_once_and_each_gets_its_own_graph(folder: Path, exports: list[str]) -> None:
-    request = request_of(llama(num_hidden_layers=3))
+    request = request_of(BIASED)
     assert not is_kept(request)
     first, names = float_graph(request, lambda _: None)
     assert is_kept(request)
@@ -207,7 +208,7 @@ def test_equal_requests_are_exported_once_and_each_gets_its_own_graph(folder: Pa
 
 
 def test_the_progress_says_whether_a_graph_is_made_or_kept(folder: Path, exports: list[str]) -> None:
-    request = request_of(llama(num_hidden_layers=3))
+    request = request_of(BIASED)
     texts: list[str] = []
     float_graph(request, texts.append)
     assert "graph: kept" not in texts
@@ -219,7 +220,7 @@ def test_the_progress_says_whether_a_graph_is_made_or_kept(folder: Path, exports
 def test_the_progress_says_who_else_makes_the_graph(
     folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = request_of(llama(num_hidden_layers=3))
+    request = request_of(BIASED)
     texts: list[str] = []
     monkeypatch.setattr(cache, "MAX_WAIT", 0.1)  # then it goes on without
     with cache.making("graphs", request.key):
@@ -301,7 +302,7 @@ def test_diffusers_decides_on_the_key_of_its_own_models(monkeypatch: pytest.Monk
 
 def test_an_editable_package_keeps_nothing(folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made_by, "origin", lambda name: "editable" if name == "onnxscript" else "")
-    float_graph(request_of(llama(num_hidden_layers=3)), lambda _: None)
+    float_graph(request_of(BIASED), lambda _: None)
     assert not folder.exists()
 
 
@@ -321,7 +322,7 @@ def test_where_a_config_came_from_changes_no_graph() -> None:
 
 
 def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:
-    request = request_of(llama(num_hidden_layers=3))
+    request = request_of(BIASED)
     made, _ = float_graph(request, lambda _: None)
     (path,) = folder.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
@@ -336,7 +337,7 @@ def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:
 def test_code_that_others_may_have_changed_makes_no_entry_and_reads_none(
     folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = request_of(llama(num_hidden_layers=3))
+    request = request_of(BIASED)
     with monkeypatch.context() as patched:
         patched.setattr(as_installed, "models_are_as_installed", lambda: False)
         float_graph(request, lambda _: None)
@@ -359,3 +360,32 @@ def test_what_cannot_be_exported_is_not_kept(folder: Path, exports: list[str]) -
             float_graph(request, lambda _: None)
     assert exports == ["causal-lm"] * 2
     assert list(folder.iterdir()) == []
+
+
+def test_a_template_is_filled_in_and_nothing_is_kept(
+    folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(llama(num_hidden_layers=3))
+    texts: list[str] = []
+    assert is_kept(request)
+    graph, names = float_graph(request, texts.append)
+    assert names == {name: name for name in graph.weights}
+    assert texts == ["graph: template of llama"]
+    assert exports == [] and not folder.exists()
+    monkeypatch.setattr(as_installed, "models_are_as_installed", lambda: False)
+    float_graph(request, texts.append)
+    assert exports == ["causal-lm"]
+
+
+@pytest.mark.slow
+def test_the_first_conversion_with_a_template_loads_no_framework(tmp_path: Path) -> None:
+    code = (
+        "import sys, bridge\n"
+        "bridge.convert(sys.argv[1], sys.argv[2], 'int8_wo', sys.argv[3], verify=False, progress=False)\n"
+        f"print([name for name in {FRAMEWORKS} if name in sys.modules])"
+    )
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": "", "PYTHONPATH": str(MODELS.parents[1])}
+    for target in ("trt", "ort"):
+        words = [sys.executable, "-c", code, str(MODELS / "tiny-llama"), target, str(tmp_path / target)]
+        run = subprocess.run(words, capture_output=True, text=True, env=env)
+        assert run.stdout.splitlines()[-1:] == ["[]"], run.stderr

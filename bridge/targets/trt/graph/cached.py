@@ -1,6 +1,6 @@
-"""Export each float graph once and read it from the cache.
+"""Export each float graph once and read it from the cache, or fill in the template of its family.
 
-Later conversions with the same config need neither torch nor transformers.
+Neither a template nor a graph that is kept needs torch or transformers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.targets.trt.graph.float_graph import Graph, from_bytes, to_bytes
 from bridge.targets.trt.graph.light_import import load_sympy, without_collection
+from bridge.targets.trt.graph.templates.find import find_template
 
 KIND = "graphs"
 PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "ml-dtypes", "sympy")
@@ -72,10 +73,16 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
     """The float graph, and initializer -> checkpoint tensor. The graph is the caller's own.
 
     A graph that is made goes through the same bytes as one that is read, so both give the same file. `progress` hears
-    whether it was read ("graph: kept"), is made ("export ... layers") or waited for.
+    whether it is from a template ("graph: template of llama"), was read ("graph: kept"), is made ("export ... layers")
+    or waited for.
     """
     if not _may_be_kept(request):
         return from_bytes(_make(request, progress))
+    if template := find_template(request):
+        graph, names = template.graph(request)
+        if names:
+            progress(f"graph: template of {template.name}")
+            return graph, names
     making: list[bool] = []
 
     def make() -> tuple[str, bytes]:
@@ -93,7 +100,9 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
 
 def is_kept(request: GraphRequest) -> bool:
     """Whether the graph will be read, not made: then making it takes no core for seconds."""
-    return _may_be_kept(request) and cache.load(KIND, request.key) is not None
+    if not _may_be_kept(request):
+        return False
+    return find_template(request) is not None or cache.load(KIND, request.key) is not None
 
 
 def _make(request: GraphRequest, progress: Callable[[str], None]) -> bytes:

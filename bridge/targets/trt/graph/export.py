@@ -210,13 +210,13 @@ class _Run:
         model.ir_version = _IR_VERSION[self.opset]
         model.producer_name, model.producer_version = "bridge", ""
         expand(model)
-        name_by_structure(model)
         values = model.graph.initializers
         for alias, name in tied.items():
             if alias in values and name not in values:
                 value = values.pop(alias)
                 value.name = name
                 values[name] = value
+        name_by_structure(model)
         weights = {name: name for name, value in values.items() if value.const_value is None}
         text = None if is_diffusion(self.config) else self.config.get_text_config()
         entries = {name: getattr(text, name) for name in TEXT if hasattr(text, name)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,31 @@ class Graph:
     text: dict[str, Any]
 
 
+def plain_names(weights: Mapping[str, str], tensors: Collection[str], tied: Mapping[str, str]) -> dict[str, str]:
+    """Initializer -> checkpoint tensor where the checkpoint has the live model's names; {} if it lacks one.
+
+    `tied`: alias -> tensor.
+    """
+    known = {*tensors, *tied}
+    return {name: tied.get(live, live) for name, live in weights.items()} if known.issuperset(weights.values()) else {}
+
+
 def to_bytes(graph: Graph, names: Mapping[str, str]) -> bytes:
-    """Everything that `from_bytes` returns: equal bytes for equal graphs, without weights.
+    """`plain_bytes`, compressed; `from_bytes` undoes it."""
+    return zlib.compress(plain_bytes(graph, names), level=6)
+
+
+def from_bytes(data: bytes) -> tuple[Graph, dict[str, str]]:
+    """Undo `to_bytes`; ValueError for other bytes, and for a graph that names a file."""
+    try:
+        plain = zlib.decompressobj().decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"not a graph: {error}") from error
+    return from_plain_bytes(plain)
+
+
+def plain_bytes(graph: Graph, names: Mapping[str, str]) -> bytes:
+    """Everything that `from_plain_bytes` returns: equal bytes for equal graphs, without weights.
 
     `names`: initializer -> checkpoint tensor.
     """
@@ -51,20 +74,19 @@ def to_bytes(graph: Graph, names: Mapping[str, str]) -> bytes:
         for value in weights:
             assert value.dtype is not None and value.shape is not None and value.name is not None
             value.const_value = ir.ExternalTensor(WITHOUT_DATA, 0, 0, value.dtype, shape=value.shape, name=value.name)
-        model = ir.to_proto(graph.model).SerializeToString(deterministic=True)
+        model: bytes = ir.to_proto(graph.model).SerializeToString(deterministic=True)
     finally:
         for value in weights:
             value.const_value = None
-    return zlib.compress(json.dumps(about).encode() + b"\n" + model, level=6)
+    return json.dumps(about).encode() + b"\n" + model
 
 
-def from_bytes(data: bytes) -> tuple[Graph, dict[str, str]]:
-    """Undo `to_bytes`; ValueError for other bytes, and for a graph that names a file."""
+def from_plain_bytes(data: bytes) -> tuple[Graph, dict[str, str]]:
+    """Undo `plain_bytes`; ValueError for other bytes, and for a graph that names a file."""
     import onnx
 
-    whole = zlib.decompressobj()
     try:
-        line, _, content = whole.decompress(data, MAX_BYTES).partition(b"\n")
+        line, _, content = data.partition(b"\n")
         about = json.loads(line)
         model = ir.from_proto(onnx.ModelProto.FromString(content))
         weights, names = dict(about["weights"]), dict(about["names"])
@@ -77,7 +99,7 @@ def from_bytes(data: bytes) -> tuple[Graph, dict[str, str]]:
             if isinstance(tensor, ir.ExternalTensor):
                 raise ValueError(f"{where} has data in a file")
         return Graph(model, weights, about["note"], dict(about["tied"]), dict(about["text"])), names
-    except Exception as error:  # zlib's, protobuf's and onnx_ir's errors have no common base
+    except Exception as error:  # protobuf's and onnx_ir's errors have no common base
         raise ValueError(f"not a graph: {error}") from error
 
 

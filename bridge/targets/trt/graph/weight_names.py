@@ -12,7 +12,7 @@ from bridge.core.errors import ExportError
 from bridge.core.text import fold_layers
 from bridge.sources.live_models.checkpoint_names import live_names, live_parts
 from bridge.sources.live_models.meta_device import build_meta, resolve_config
-from bridge.targets.trt.graph.float_graph import Graph
+from bridge.targets.trt.graph.float_graph import Graph, plain_names
 from bridge.targets.trt.graph.tasks import model_class
 
 
@@ -24,9 +24,9 @@ def checkpoint_names(
     `tensors`: the checkpoint's. `tied`: alias -> tensor. A weight that the model joins of several is joined in the
     graph, in place. ExportError for a weight that the checkpoint lacks.
     """
+    if plain := plain_names(graph.weights, tensors, tied):
+        return plain
     known = {*tensors, *tied}
-    if all(live in known for live in graph.weights.values()):
-        return {initializer: tied.get(live, live) for initializer, live in graph.weights.items()}
     resolved = resolve_config(dict(config))
     parts = live_parts(live_names(build_meta(resolved, model_class(resolved, task), torch.float32), tensors))
     names: dict[str, str] = {}

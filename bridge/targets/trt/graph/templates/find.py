@@ -1,0 +1,89 @@
+"""The graph of a request from a template, if its family has one."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.core.mappings import mappings
+from bridge.targets.trt.graph.float_graph import TEXT, Graph, from_plain_bytes, plain_names
+from bridge.targets.trt.graph.templates.fill import fill
+from bridge.targets.trt.graph.templates.sizes import Family, Sizes, read_sizes, sizes_of
+
+if TYPE_CHECKING:
+    from bridge.targets.trt.graph.cached import GraphRequest
+
+FOLDER, ENDING, ABOUT = "graphs", ".tar.xz", "family.json"
+
+
+@dataclass(frozen=True)
+class Template:
+    """The graphs of a family, and the sizes of the model that one of them is filled with."""
+
+    path: Path
+    family: Family
+    sizes: Sizes
+    sentinel: Sizes
+    member: str
+
+    @property
+    def name(self) -> str:
+        """The type of the family's models."""
+        return self.path.name.removesuffix(ENDING)
+
+    def graph(self, request: GraphRequest) -> tuple[Graph, dict[str, str]]:
+        """Return the float graph, and initializer -> checkpoint tensor; {} if the checkpoint lacks one."""
+        with tarfile.open(self.path) as archive:
+            graph, _ = from_plain_bytes(_member(archive, self.member))
+        tied = fill(graph.model, self.sentinel, self.sizes)
+        weights = {name: name for name, value in graph.model.graph.initializers.items() if value.const_value is None}
+        given = {**self.family.defaults, **request.config}
+        text = {name: given[name] for name in TEXT if name in given}
+        return Graph(graph.model, weights, "", tied, text), plain_names(weights, request.tensors, request.tied)
+
+
+def find_template(request: GraphRequest) -> Template | None:
+    """The template that gives the graph of a request; None if its family has none, or its config asks for more."""
+    path = _path(request)
+    if path is None:
+        return None
+    family, members = read_family(path)
+    sizes = sizes_of(request.config, family)
+    if sizes is None or request.config.get("architectures") != [family.architecture]:
+        return None
+    member = member_name(sizes.variant, request.dtype, request.opset)
+    if member not in members:
+        return None
+    sentinel = read_sizes(family.sentinels[sizes.variant], family)
+    return Template(path, family, sizes, sentinel, member) if sizes.compared == sentinel.kinds else None
+
+
+def read_family(path: Path) -> tuple[Family, list[str]]:
+    """Read what an archive says of its family, and the names of its graphs."""
+    with tarfile.open(path) as archive:
+        family = Family(**json.loads(_member(archive, ABOUT)))
+        return family, [name for name in archive.getnames() if name != ABOUT]
+
+
+def member_name(variant: str, dtype: str, opset: int) -> str:
+    """The file of an archive with the graphs of `variant`."""
+    return f"{variant}-{dtype}-{opset}"
+
+
+def _path(request: GraphRequest) -> Path | None:
+    """The archive of the request's family; None if it has none, or asks for more than a decoder with a cache."""
+    kind = request.config.get("model_type")
+    whole = request.task == "causal-lm" and request.cache and request.stamp
+    if not whole or request.part or request.pooling or request.stacked:
+        return None
+    # looked up in the list, never joined to a path
+    return next((path for path in (mappings() / FOLDER).glob(f"*{ENDING}") if path.name == f"{kind}{ENDING}"), None)
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    content = archive.extractfile(name)
+    assert content is not None
+    return content.read()
