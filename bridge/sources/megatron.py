@@ -22,7 +22,7 @@ from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import RUN, open_ranks, rank_files, refuse_absent
 
 if TYPE_CHECKING:
-    from bridge.sources.configs import Declared
+    from bridge.sources.configs.derive import Declared
     from bridge.sources.dialects.opening import Join
 
 WRITTEN_BY = (
@@ -136,7 +136,8 @@ def _note(root: Path) -> str | None:
 
 def _configuration(folder: Folder, needs_tokenizer: bool) -> tuple[Declared, tuple[str, ...], dict[str, str]]:
     """Read the configuration; return its values, its file, and the tokenizer's files that it names."""
-    from bridge.sources.configs import Declared, megatron_told
+    from bridge.sources.configs.declared import megatron_told
+    from bridge.sources.configs.derive import Declared
     from bridge.sources.configs.tokenizer_files import named_tokenizer
     from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
 

@@ -37,7 +37,8 @@ def recognizes(model: object) -> bool:
 def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
     """Open the directory; without params.json, config= gives what the tensors do not tell."""
     from bridge.core.files.archive import open_folder
-    from bridge.sources.configs import Declared, meta_told
+    from bridge.sources.configs.derive import Declared
+    from bridge.sources.configs.meta import meta_told
     from bridge.sources.dialects.opening import CutOf, Foreign, given_config, source_of
     from bridge.sources.weights.distributed import json_object
     from bridge.tables.dialects.dialect import Cut

@@ -41,7 +41,7 @@ def recognizes(model: object) -> bool:
 def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
     """Open a step, or the last of a directory of them."""
     from bridge.core.files.archive import open_folder
-    from bridge.sources.configs import Declared
+    from bridge.sources.configs.derive import Declared
     from bridge.sources.dialects.hf_names import hugging_faces, unwrapped
     from bridge.sources.dialects.opening import Foreign, dialect_of, given_config, source_of, training
     from bridge.sources.weights.distributed import distributed

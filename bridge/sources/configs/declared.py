@@ -1,4 +1,4 @@
-"""Derive a config.json for checkpoints of Megatron, NeMo, torchtitan and Meta.
+"""Read what a configuration of Megatron or NeMo declares, to derive a config.json from.
 
 declared = megatron_told("run_config.yaml", read_yaml(text, "run_config.yaml"))
 derived  = hf_config("the/checkpoint", "megatron", declared, specs, given=config)
@@ -11,13 +11,9 @@ from typing import Any
 
 from bridge.core.errors import SourceError
 from bridge.core.text import nearest
-from bridge.sources.configs.derive import Declared, Derived, hf_config
-from bridge.sources.configs.facts import Fact, Facts, Given
+from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.megatron import megatron_terms, unsaid
-from bridge.sources.configs.meta import meta_told
 from bridge.sources.configs.writers import WRITERS
-
-__all__ = ["Declared", "Derived", "Fact", "Facts", "Given", "hf_config", "megatron_told", "meta_told"]
 
 
 def megatron_told(kind: str, raw: Any, where: str | None = None) -> Declared:

@@ -17,7 +17,8 @@ from bridge.core.files.span import Folder
 from bridge.core.text import fold_layers, grouped, named
 from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
-from bridge.sources.configs import Declared, Derived, Given, hf_config
+from bridge.sources.configs.derive import Declared, Derived, hf_config
+from bridge.sources.configs.facts import Given
 from bridge.sources.configs.token_ids import token_ids
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed

@@ -17,7 +17,8 @@ from bridge.core.dtypes import DTYPES, dtype_word, from_float32, to_float32
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
-from bridge.sources.configs import Declared, Fact
+from bridge.sources.configs.derive import Declared
+from bridge.sources.configs.facts import Fact
 from bridge.sources.configs.megatron import megatron_terms, unsaid
 from bridge.sources.dialects.opening import STATE, Foreign, source_of
 from bridge.sources.dialects.tensors import weights_of

@@ -10,7 +10,8 @@ import transformers
 
 from bridge.core.errors import SourceError, TableError
 from bridge.core.mappings import mappings, parse_table, table_files
-from bridge.sources.configs import hf_config, megatron_told
+from bridge.sources.configs.declared import megatron_told
+from bridge.sources.configs.derive import hf_config
 from bridge.sources.configs.facts import Fact
 from bridge.sources.configs.families import (
     Family,

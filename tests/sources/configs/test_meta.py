@@ -9,7 +9,8 @@ import pytest
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs import Declared, hf_config, meta_told
+from bridge.sources.configs.derive import Declared, hf_config
+from bridge.sources.configs.meta import meta_told
 from tests.sources.weights import native_shapes
 from tests.sources.weights.native_shapes import FFN, HIDDEN, MOE_FFN, ROWS
 
