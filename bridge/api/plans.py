@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
 from bridge.core.values import Structure
 from bridge.planning.contract_files import load_runtime, runtimes
@@ -106,6 +107,7 @@ def passthrough_of(quant: Any, source: Source) -> Scheme | None:
     return passthrough_scheme(source.quantized) if quant is None and source.quantized else None
 
 
+@without_collection()
 def plan_of(
     source: Source,
     structure: Structure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,22 @@ def keep_pages() -> None:
     """
     _allocator.update(_KEEPING)
     _set_allocator(_KEEPING)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Disable garbage collection for what makes many small objects that all live on.
+
+    Collecting takes a fifth of tracing a model, and of planning 45,000 tensors; of importing torch and transformers a
+    tenth.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bridge.core.machine import without_collection
 from bridge.core.values import Structure
 from bridge.core.version import loads_transformers
 from bridge.planning import trace_cache
@@ -11,6 +12,7 @@ from bridge.tables.architectures.match import architecture_of
 from bridge.tables.architectures.structure import structure
 
 
+@without_collection()
 def structure_of(source: Source) -> Structure:
     """From the architecture's table; if there is none, traced with torch, once."""
     if load_arch(architecture_of(source.config)) is not None:

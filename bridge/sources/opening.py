@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from bridge.core.added import added
 from bridge.core.errors import SourceError, UsageError
+from bridge.core.machine import without_collection
 from bridge.core.places import check_here, check_length, is_remote
 from bridge.sources.adapted.opening import open_with
 from bridge.sources.configs.diffusion import is_diffusion_model
@@ -17,6 +18,7 @@ from bridge.sources.source import Source, SourceKind
 KINDS = ("memory", "megatron", "meta", "torchtitan", "hf")
 
 
+@without_collection()
 def open_source(
     model: Any, config: Any = None, tokenizer: Any = None, base: Any = None, adapter: str | None = None
 ) -> Source:

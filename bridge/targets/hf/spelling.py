@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.core.values import Encoding, Format, Numeric, Site
@@ -85,6 +86,7 @@ class Spelling(Protocol):
         """File -> content of config.json and other JSON files that tell a runtime how tensors are quantized."""
 
 
+@cache
 def spelling(name: str) -> Spelling:
     """Return the spelling called `name`, one of `SPELLINGS`."""
     return importlib.import_module(SPELLINGS[name])

@@ -241,18 +241,29 @@ def _one_tile(format_: Format, shape: tuple[int, int]) -> bool:
 
 
 def _output(part: Part, format_: Format, spec: TensorSpec, group: int, fused: int) -> Output:
+    text = _expression(part.part, format_, spec.name, group, fused)
+    return Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text)
+
+
+def _expression(part: str, format_: Format, name: str, group: int, fused: int) -> str:
+    """How a part of a matrix follows from the source, for the plan's table."""
     first = format_.weight[0]
-    weight = f"{spec.name} / pre_quant_scale" if format_.prescales else spec.name
-    block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
+    weight = f"{name} / pre_quant_scale" if format_.prescales else name
     shared, joined = (f", the largest of {count}" if count >= MIN_GROUP else "" for count in (group, fused))
-    text = {
-        "weight": f"codes({weight})",
-        "scale": f"{scale_words(format_)}({weight}, {first.per}{block}){joined} / {first.maxbound:g}",
-        "scale_2": f"amax({weight}){shared} / {6 * first.largest_scale if len(format_.weight) == 1 else 448:g}",
-        "input_scale": _input_scale(format_.input, shared),
-        "pre_quant_scale": f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}",
-    }
-    return Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text.get(part.part, part.part))
+    match part:
+        case "weight":
+            return f"codes({weight})"
+        case "scale":
+            block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
+            return f"{scale_words(format_)}({weight}, {first.per}{block}){joined} / {first.maxbound:g}"
+        case "scale_2":
+            bound = 6 * first.largest_scale if len(format_.weight) == 1 else 448
+            return f"amax({weight}){shared} / {bound:g}"
+        case "input_scale":
+            return _input_scale(format_.input, shared)
+        case "pre_quant_scale":
+            return f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}"
+    return part
 
 
 def _input_scale(numeric: Numeric | None, shared: str) -> str:

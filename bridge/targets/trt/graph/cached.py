@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from bridge.core.machine import without_collection
 from bridge.core.output import cache
 from bridge.core.output.made_by import deciding, made_by
 from bridge.core.version import loads_transformers
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.targets.trt.graph.float_graph import Graph, from_bytes, to_bytes
-from bridge.targets.trt.graph.light_import import load_sympy, without_collection
+from bridge.targets.trt.graph.light_import import load_sympy
 from bridge.targets.trt.graph.templates.find import find_template
 
 KIND = "graphs"

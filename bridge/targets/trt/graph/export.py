@@ -17,13 +17,13 @@ import onnx_ir as ir
 from bridge.core.dtypes import FLOATS
 from bridge.core.dtypes import dtype as dtype_row
 from bridge.core.errors import BridgeError, ExportError, UsageError
+from bridge.core.machine import without_collection
 from bridge.core.text import grouped
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models import diffusion, meta_device
 from bridge.sources.live_models.meta_device import resolve_config
 from bridge.targets.trt.graph.float_graph import PATCHES, PLACES, TEXT, Graph
 from bridge.targets.trt.graph.layers import Layers, cut_layers, find_layers
-from bridge.targets.trt.graph.light_import import without_collection
 from bridge.targets.trt.graph.naming import name_by_structure
 from bridge.targets.trt.graph.recurrent.loops import expand
 from bridge.targets.trt.graph.stamp import KV, MODULE, SLOT, Refused, stamp_layers

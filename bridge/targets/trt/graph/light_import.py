@@ -5,11 +5,9 @@ onnx_ir imports sympy, which only sums of symbolic axes need: 0.4 s of processor
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
 from types import ModuleType
@@ -44,18 +42,3 @@ def load_sympy() -> None:
     for name in LATER:
         if name in sys.modules:
             sys.modules[name].__doc__  # noqa: B018  the look
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Disable garbage collection: tracing makes millions of small live objects, and collecting takes a fifth of it.
-
-    Of importing torch and transformers it takes a tenth.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
