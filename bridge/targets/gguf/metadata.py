@@ -12,8 +12,8 @@ from typing import Any
 
 from bridge.core.formats.gguf import f32, u32
 from bridge.core.text import described
+from bridge.sources.configs.rope import FULL, SLIDING, Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
-from bridge.targets.rope import FULL, SLIDING, Rope, llama3_factors, rope_of
 
 GELU = ("gelu_pytorch_tanh", "gelu_new")
 ROPE_FREQS = "rope_freqs.weight"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bridge.targets.rope import SLIDING, Rope, frequencies
+from bridge.sources.configs.rope import SLIDING, Rope, frequencies
 from bridge.targets.trt.graph.layers import Layers
 from bridge.targets.trt.graph.naming import name_by_structure
 from bridge.targets.trt.graph.stamp import stamp_layers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.targets.rope import FULL, SLIDING, Rope, rope_of
+from bridge.sources.configs.rope import FULL, SLIDING, Rope, rope_of
 from bridge.targets.trt.graph.layers import Layers
 
 # Entries of older versions of config.json, in place of `rope_parameters` and `layer_types`.
