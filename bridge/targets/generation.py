@@ -28,9 +28,13 @@ SEEING = (
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "Glm4vForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration", "JanusForConditionalGeneration", "Ovis2ForConditionalGeneration",
+    "Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration",
 )  # fmt: skip
-# Classes that write what an image shows, behind a prompt of few tokens or none: TrOCR, Donut, Nougat.
-READING = ("VisionEncoderDecoderModel",)
+# Classes that write what an image shows, behind a prompt of few tokens or none: TrOCR, Donut, Nougat, Pix2Struct.
+READING = ("VisionEncoderDecoderModel", "Pix2StructForConditionalGeneration")
+# Classes that write down what a sound says.
+TRANSCRIBING = tuple(f"{name}ForConditionalGeneration" for name in ("Whisper", "Moonshine", "Speech2Text"))
 # Classes that hear sound beside a text, and continue it.
 HEARING = ("VoxtralForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
 
@@ -56,10 +60,10 @@ class Generator(Protocol):
 
 @runtime_checkable
 class Seeing(Protocol):
-    """A generator whose prompts may have images."""
+    """A generator whose prompts may have images or sounds."""
 
     def look(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Take what the processor made of the images of the next prompt; nothing for a text alone."""
+        """Take what the processor made of those of the next prompt; nothing for a text alone."""
 
 
 def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int]:
@@ -96,7 +100,7 @@ def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int
 
 def check_decoder(architecture: str) -> None:
     """CannotRun if models of this class generate no text."""
-    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING, *READING, *HEARING)):
+    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING, *READING, *HEARING, *TRANSCRIBING)):
         raise CannotRun(
             f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
             "compares its outputs with those of its source"
@@ -107,6 +111,12 @@ def check_sees(architecture: str) -> None:
     """CannotRun if models of this class read no images."""
     if architecture not in (*SEEING, *READING):
         raise CannotRun(f"{architecture} reads no images; leave out image (--image)")
+
+
+def check_hears(architecture: str) -> None:
+    """CannotRun if models of this class hear no sound."""
+    if architecture not in (*HEARING, *TRANSCRIBING):
+        raise CannotRun(f"{architecture} hears no sound; leave out audio (--audio)")
 
 
 class Chooser:

@@ -75,10 +75,10 @@ def feeds(model: Any, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
     if "flattened_patches" in takes:
         grid = torch.stack([torch.arange(1, 17) // 4, torch.arange(1, 17) % 4], -1).expand(rows, -1, -1).float()
         patches = model.config.vision_config.patch_embed_hidden_size if hasattr(config, "vision_config") else 192
-        return {
-            "flattened_patches": torch.cat([grid.to(model.dtype), noise(16, patches)], -1),
-            "decoder_input_ids": ids(),
-        }
+        mask = torch.ones(rows, 16, dtype=torch.long)
+        mask[1:, 12:] = 0  # smaller images are filled up with zeros
+        flattened = torch.cat([grid.to(model.dtype), noise(16, patches)], -1) * mask[..., None].to(model.dtype)
+        return {"flattened_patches": flattened, "attention_mask": mask, "decoder_input_ids": ids()}
     if main == "pixel_values" or towers:
         vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
         side = getattr(vision, "image_size", None) or getattr(
@@ -90,10 +90,17 @@ def feeds(model: Any, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
             given["pixel_values"] = noise(16, 3 * vision.patch_size**2)
             given["pixel_attention_mask"] = (torch.arange(16) < grids.prod(1)[:, None]).long()
             given["spatial_shapes"] = grids
+        elif name.startswith("Vilt"):
+            given["pixel_values"] = noise(3, 3 * config.patch_size, 6 * config.patch_size)
+            given["pixel_mask"] = torch.ones(rows, 3 * config.patch_size, 6 * config.patch_size, dtype=torch.long)
+            given["pixel_mask"][1:, 2 * config.patch_size :] = 0
+            given["pixel_mask"][1:, :, 5 * config.patch_size :] = 0
         else:
             given["pixel_values"] = noise(
                 *([vision.num_frames] if hasattr(vision, "num_frames") else []), 3, height, width
             )
+    if "noise" in takes:  # by which ViT-MAE chooses the patches that it hides
+        given["noise"] = noise((side // config.patch_size) ** 2)
     if main == "input_features" or ("input_features" in takes and "input_ids" in given and name in DUAL):
         given["input_features"] = _features(model, noise)
     if main == "input_values":

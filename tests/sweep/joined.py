@@ -80,6 +80,10 @@ MULTIMODAL: dict[str, Fields] = {
     "Idefics3ForConditionalGeneration": {
         "text_config": _LLAMA, "vision_config": _VIT, "scale_factor": 2, "image_token_id": _IMAGE,
     },
+    "InstructBlipForConditionalGeneration": {
+        "text_config": _LLAMA, "vision_config": _VIT, "qformer_config": PLAIN | {"encoder_hidden_size": 128},
+        "num_query_tokens": 4, "image_token_index": _IMAGE,
+    },
     "InternVLForConditionalGeneration": {
         "text_config": _QWEN2, "image_token_id": _IMAGE, "image_seq_length": 4,
         "vision_config": _VIT | {"image_size": [32, 32], "patch_size": [8, 8]},

@@ -29,6 +29,11 @@ def seen(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         mask = torch.ones(ROWS, sound.shape[-1], dtype=torch.long)
         return {"input_features": sound} | ({"feature_attention_mask": mask} if "qwen2" in config.model_type else {})
     vision = model.config.vision_config
+    if hasattr(vision, "num_patches"):
+        grids = torch.tensor([[HEIGHT, WIDTH], [2, HEIGHT]])  # the second is filled up
+        patches = torch.randn(ROWS, HEIGHT * WIDTH, 3 * vision.patch_size**2, generator=generator)
+        mask = (torch.arange(HEIGHT * WIDTH) < grids.prod(1)[:, None]).long()
+        return {"pixel_values": patches, "spatial_shapes": grids, "pixel_attention_mask": mask}
     if hasattr(vision, "temporal_patch_size"):
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         patches = torch.randn(ROWS * HEIGHT * WIDTH, width, generator=generator)
@@ -45,6 +50,11 @@ def seen(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     pixels = torch.randn(ROWS, 3, height, width, generator=generator)
     if model.config.model_type == "mistral3":
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width - 16]] * ROWS)}
+    if model.config.model_type == "instructblip":
+        asked = torch.randint(5, 300, (ROWS, AFTER), generator=generator)
+        mask = torch.ones_like(asked)
+        mask[1, :2] = 0  # the shorter question is filled up
+        return {"pixel_values": pixels, "qformer_input_ids": asked, "qformer_attention_mask": mask}
     return {"pixel_values": pixels[:, None] if model.config.model_type in TILED else pixels}
 
 
@@ -75,6 +85,8 @@ def distances(model: Any, out: Path) -> dict[str, float]:
     crosses = "aspect_ratio_mask" in looked
     rows = [1] * ROWS if crosses else _rows(graphs, _arrays(looked))
     text = torch.randint(5, 300, (ROWS, BEFORE + max(rows) + AFTER), generator=generator)
+    for at, token in enumerate(getattr(model.config, "visual_indicator_token_ids", [])):
+        text[:, at if at < BEFORE else -1] = token  # Ovis 2 embeds them in another way beside an image
     ids = text.clone()
     for row, count in zip(ids, rows, strict=True):
         row[BEFORE : BEFORE + count] = graphs.token
@@ -100,6 +112,8 @@ def _rows(graphs: MultiModal, looked: dict[str, np.ndarray]) -> list[int]:
     """Features of each row's image or sound."""
     if graphs.tiling is not None:
         return [len(image[FEATURES]) for image in graphs.tiling.images(looked)]
+    if "spatial_shapes" in looked:
+        return (looked["spatial_shapes"].prod(1) // 4).tolist()  # two by two patches are a row
     return [len(graphs.features(graphs.read(looked))[f"{graphs.kind}_features"]) // ROWS] * ROWS
 
 
@@ -112,13 +126,14 @@ def _theirs(model: Any, given: dict[str, Any], more: torch.Tensor) -> np.ndarray
     kinds = {"gemma3": places, "paligemma": torch.zeros_like(places)}
     typed = {"token_type_ids": kinds[kind]} if (kind := model.config.model_type) in kinds else {}
     typed |= {"mm_token_type_ids": places} if "image_grid_thw" in given else {}
+    writer = model.language_model if hasattr(model.config, "qformer_config") else model
     with torch.no_grad():
-        out = model(**given, **typed, use_cache=True)
+        out = (model if "pixel_values" in given else writer)(**given, **typed, use_cache=True)
         logits = [out.logits]
         kept = {MASK: given[MASK][:, -1:]} if MASK in given else {}
         for at in range(STEPS):
-            past = out.past_key_values
-            out = model(input_ids=more[:, at : at + 1], past_key_values=past, use_cache=True, **kept)
+            past = getattr(out, "language_model_outputs", out).past_key_values
+            out = writer(input_ids=more[:, at : at + 1], past_key_values=past, use_cache=True, **kept)
             logits.append(out.logits)
     return torch.cat(logits, 1).float().numpy()
 

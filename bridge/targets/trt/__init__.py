@@ -23,7 +23,7 @@ from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, out_i
 from bridge.targets.config_json import generation_problems
 from bridge.targets.stacks import experts_of
 from bridge.targets.trt.files import MODEL, PARTS, graphs, is_multimodal
-from bridge.targets.trt.graph.tasks import TASKS, choose_task
+from bridge.targets.trt.graph.tasks import TASKS, choose_task, why_without
 
 if TYPE_CHECKING:
     import numpy as np
@@ -219,6 +219,8 @@ class Trt(StreamedTarget):
         """Why no graph of the model can be made, as far as config and structure tell; "" if they do not."""
         architecture = draft.structure.architecture
         task = TASKS[draft.options.task]
+        if why := why_without(draft.config):
+            return f"{architecture} has no graphs: {why}"
         one_graph = "input_ids" in task.inputs and not task.parts and not architecture.endswith("EncoderModel")
         if draft.config.get("is_encoder_decoder") and one_graph:
             why = f"has an encoder and a decoder, and a graph of {draft.options.task} is of one model"

@@ -22,7 +22,7 @@ from bridge.targets.trt.runtime import PAST, PRESENT, Runtime
 from bridge.targets.trt.tiles import COUNTS, SIZES, tiling_of
 
 Arrays = dict[str, np.ndarray]
-GRID = "image_grid_thw"
+GRID, EXTENTS = "image_grid_thw", "spatial_shapes"  # of images in patches
 
 
 class MultiModal:
@@ -108,6 +108,9 @@ class MultiModal:
         """The inputs of each image, if the tower reads one at a time."""
         if GRID in inputs:
             return list(_images(inputs))
+        if EXTENTS in inputs:  # in a batch fewer patches are filled up
+            pairs = zip(inputs["pixel_values"], inputs[EXTENTS], strict=True)
+            return [{"pixel_values": image[None, : grid.prod()], EXTENTS: grid[None]} for image, grid in pairs]
         if self.tiling is not None:
             return list(self.tiling.images(inputs))
         pixels = inputs.get("pixel_values")

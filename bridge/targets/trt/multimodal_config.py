@@ -6,7 +6,7 @@ Its keys are those of onnxruntime-genai, which reads it for the model types that
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from bridge.targets.trt.genai_config import (
     graph_outputs,
     token_ids,
 )
+from bridge.targets.trt.runtime import PAST
 from bridge.targets.trt.tiles import ROWS, tiling_entries
 
 # transformers' model types whose graphs onnxruntime-genai joins as we write them.
 _KNOWN = ("gemma3", "mistral3", "qwen2_5_vl")
 _MORE = ("vision_start_token_id", "video_token_id")  # of Qwen-VL, whose places onnxruntime-genai counts from these
 _CROSSED = ".encoder.key"  # the ending of keys of cross-attention, which name its layers
+_CONV = ".conv_state"
 # Our names of inputs, which are those of transformers -> onnxruntime-genai's, where they differ.
 _GENAI_NAMES = {"input_features": "audio_embeds", "feature_attention_mask": "attention_mask"}
 
@@ -45,13 +47,13 @@ def write_multimodal_config(
     crossed = [int(name.split(".")[1]) for name in inputs if name.endswith(_CROSSED)]
     settings, kind = generation_settings(source.side_files), str(source.config.get("model_type"))
     of_session = {"session_options": {**session, "provider_options": []}}
-    named = {name: name for name in inputs if not name.startswith("past_key_values.")}
+    named = {name: name for name in inputs if not name.startswith(PAST)}
     decoder = {
         "filename": DECODER,
         "head_size": keys[0][3],
         "hidden_size": text["hidden_size"],
         "num_attention_heads": text["num_attention_heads"],
-        "num_hidden_layers": len(keys),
+        **_layers(inputs),
         "num_key_value_heads": keys[0][1],
         **(_crossing(source, crossed) if crossed else {}),
         "inputs": named | CACHE_INPUTS | (CROSS_INPUTS if crossed else {}),
@@ -97,6 +99,13 @@ def write_multimodal_config(
         return ""
     why = f"onnxruntime-genai runs no {kind} of these graphs: `qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; {why}"
+
+
+def _layers(inputs: Iterable[str]) -> dict[str, Any]:
+    """How many layers keep something of earlier tokens, and their types if some keep states of convolutions."""
+    convolves = {int(name.split(".")[1]): name.endswith(_CONV) for name in inputs if name.startswith(PAST)}
+    types = ["conv" if convolves[layer] else "full_attention" for layer in sorted(convolves)]
+    return {"num_hidden_layers": len(types)} | ({"layer_types": types} if any(convolves.values()) else {})
 
 
 def _crossing(source: Source, layers: list[int]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import CLIPTextConfig, PreTrainedConfig, T5Config
 
 import bridge
@@ -18,6 +20,7 @@ from bridge.targets.trt.runtime import Runtime
 from bridge.targets.trt.side_files import read_image_size, read_pooling
 from bridge.verification.outputs import relative_l2
 from tests.models.task_families import KINDS, MODELS, inputs, task_model
+from tests.sweep.build import FAMILIES
 
 TOLERANCE = 2e-5  # see test_export.py
 once = pytest.mark.usefixtures("graphs_once")
@@ -131,6 +134,9 @@ def test_an_image_processor_gives_the_size_of_images(settings: Any, size: Any) -
         ("VisionEncoderDecoderModel", "image-to-text"),
         ("MoonshineForConditionalGeneration", "speech-seq2seq"),
         ("BertModel", "feature-extraction"),
+        ("ViltForQuestionAnswering", "visual-question-answering"),
+        ("ViTMAEForPreTraining", "masked-autoencoding"),
+        ("Pix2StructForConditionalGeneration", "image-to-text"),
     ],
 )
 def test_the_longest_ending_of_an_architecture_decides_its_task(architecture: str, task: str) -> None:
@@ -140,8 +146,31 @@ def test_the_longest_ending_of_an_architecture_decides_its_task(architecture: st
 def test_models_of_several_towers_are_refused_with_what_graphs_exist_for() -> None:
     with pytest.raises(UsageError, match=r"BlipForConditionalGeneration is of no task .*use target hf"):
         choose_task(None, "BlipForConditionalGeneration")
-    with pytest.raises(UsageError, match=r"Blip2ForConditionalGeneration has no graphs: .*queries.*target hf"):
-        choose_task(None, "Blip2ForConditionalGeneration")
+    with pytest.raises(UsageError, match=r"NllbMoeForConditionalGeneration has no graphs: .*experts.*target hf"):
+        choose_task(None, "NllbMoeForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("Blip2ForConditionalGeneration", {"image_token_index": None}, "set image_token_index to the id of <image>"),
+        ("Blip2ForConditionalGeneration", {"text_config": {"model_type": "t5"}}, "has an encoder of its own"),
+        ("InstructBlipForConditionalGeneration", {"text_config": {"model_type": "t5"}}, "OPT or Vicuna"),
+        ("Ovis2ForConditionalGeneration", {"tokenize_function": "gumbel_argmax"}, "draws random numbers"),
+        ("ViltForQuestionAnswering", {"max_image_length": 7}, "set that to -1"),
+    ],
+)
+def test_a_checkpoint_whose_config_has_no_graph_is_refused_before_work(family: str, changes: Any, says: str) -> None:
+    fields = copy.deepcopy(FAMILIES[family])
+    if "tokenize_function" in changes:
+        fields["vision_config"] |= changes
+    else:
+        fields |= changes
+    cls = getattr(transformers, family)
+    with torch.device("meta"):
+        model = cls(cls.config_class(**fields))
+    with pytest.raises(BridgeError, match=f"{family} has no graphs: .*{says}"):
+        bridge.plan(model, "trt", "none")
 
 
 @once

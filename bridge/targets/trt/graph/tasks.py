@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
-from bridge.targets.generation import ANSWERING, HEARING, READING, SEEING
+from bridge.targets.generation import ANSWERING, HEARING, READING, SEEING, TRANSCRIBING
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,11 @@ _SOUND_CLASSES = (
 _ANSWER = ("start_logits", "end_logits")
 _DENOISERS = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")  # of diffusers
 _TWO = ("encoder", "decoder")
-_SPEECH = tuple(f"{name}ForConditionalGeneration" for name in ("Whisper", "Moonshine", "Speech2Text"))
 # The first task with a suffix of the architecture is its own.
 TASKS: dict[str, Task] = {
     "causal-lm": Task(("ForCausalLM", "LMHeadModel"), "MODEL_FOR_CAUSAL_LM_MAPPING", _DECODER, cached=True),
     "seq2seq-lm": Task(ANSWERING, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", (*_DECODER, _WINDOWS), parts=_TWO),
-    "speech-seq2seq": Task(_SPEECH, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
+    "speech-seq2seq": Task(TRANSCRIBING, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", ("input_features",), parts=_TWO),
     "image-to-text": Task(READING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", _IMAGE, parts=_TWO),
     "image-text-to-text": Task(
         SEEING, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", (*_DECODER, *_IMAGE), parts=("vision", "embedding", "decoder")
@@ -83,6 +83,12 @@ TASKS: dict[str, Task] = {
         ("logits_per_image", "text_embeds", "image_embeds"),
         pairs=True,
     ),
+    "visual-question-answering": Task(
+        "ViltForQuestionAnswering", "MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING", (*_TEXT, *_IMAGE, "pixel_mask")
+    ),
+    "masked-autoencoding": Task(
+        "ViTMAEForPreTraining", "MODEL_FOR_PRETRAINING_MAPPING", (*_IMAGE, "noise"), ("logits", "mask", "ids_restore")
+    ),
     "sequence-classification": Task("ForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", _TEXT),
     "token-classification": Task(
         "ForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", (*_TEXT, _WINDOWS)
@@ -102,14 +108,28 @@ TASKS: dict[str, Task] = {
 
 # Why there are no graphs of a class that writes.
 _WITHOUT = {
-    "Lfm2VlForConditionalGeneration": "its decoder keeps states of convolutions beside keys and values",
-    "Blip2ForConditionalGeneration": "its queries read an image between the tower and the decoder",
-    "JanusForConditionalGeneration": "it writes images as well",
-    "Ovis2ForConditionalGeneration": "it embeds the tokens around an image from a table of its tower",
     "ProphetNetForConditionalGeneration": "its decoder reads one token at a time once it has a cache",
-    "Pix2StructForConditionalGeneration": "its encoder reads patches with their places, which no task has",
     "NllbMoeForConditionalGeneration": "transformers 5 runs its first two experts, whatever its router chooses",
 }
+
+
+def why_without(config: Mapping[str, Any]) -> str:
+    """Why a checkpoint with this config.json has no graphs, though others of its class have; "" if it has."""
+    kind = config.get("model_type")
+    if kind in ("blip-2", "instructblip"):
+        text = (config.get("text_config") or {}).get("model_type")
+        if text in ("t5", "flan-t5"):
+            return "its text model has an encoder of its own (T5); use a checkpoint with OPT or Vicuna, or target hf"
+        if not isinstance(config.get("image_token_index"), int):
+            return (
+                "config.json does not say which token stands for an image; set image_token_index to the id of <image> "
+                "in its tokenizer, as newer revisions of the checkpoint do"
+            )
+    if kind == "ovis2" and (config.get("vision_config") or {}).get("tokenize_function") == "gumbel_argmax":
+        return "its tower draws random numbers (tokenize_function gumbel_argmax); use target hf"
+    if kind == "vilt" and config.get("max_image_length", -1) > 0:
+        return "it draws max_image_length of an image's patches; set that to -1 to read all of them, or use target hf"
+    return ""
 
 
 def choose_task(requested: str | None, architecture: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bridge.targets.trt.graph.calls.encoder_decoder import part_call
-from bridge.targets.trt.graph.calls.images import image_call, pair_call
+from bridge.targets.trt.graph.calls.images import image_call, pair_call, question_call
 from bridge.targets.trt.graph.calls.multimodal import multimodal_call
 from bridge.targets.trt.graph.calls.sound import sound_call
 from bridge.targets.trt.graph.calls.text import Call, text_call
@@ -30,6 +30,8 @@ def call_of(
         return multimodal_call(model, task, part, mode, dtype, image)
     if part:
         return part_call(model, task, part, mode, dtype, image)
+    if "pixel_mask" in task.inputs:
+        return question_call(model, task, mode, dtype)
     if task.pairs:
         return pair_call(model, task, mode, dtype, image)
     if model.main_input_name == "pixel_values":

@@ -27,6 +27,7 @@ SOURCE = 7  # tokens of the example's source: unlike every other extent of the e
 KINDS = ("key", "value")
 START = 0  # any token: what the encoder's graph takes of the decoder depends on none
 STATES = "encoder_sequence"  # the axis of the encoder's states, if their number is not fixed
+PATCHES = "image_patches"  # the same axis, where patches of an image of any size are read
 MASK = "encoder_attention_mask"
 
 
@@ -37,7 +38,7 @@ def part_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, 
     with mode:
         source = _source(model, task, dtype, image)
         kept = _kept(model, source.inputs)
-    length: str | int = STATES if source.masked else kept.cross[0][2]
+    length: str | int = source.states or kept.cross[0][2]
     if part == "encoder":
         return _encoder_call(model, source, kept, length)
     return _decoder_call(model, mode, dtype, source, kept, length)
@@ -45,11 +46,14 @@ def part_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, 
 
 @dataclass(frozen=True)
 class _Source:
-    """What the encoder reads: example inputs, and their axes with bounds. `masked`: rows may be padded."""
+    """What the encoder reads: example inputs, and their axes with bounds.
+
+    `states`: the axis of the encoder's states if rows may be padded, "" if their number is fixed.
+    """
 
     inputs: dict[str, Any]
     axes: dict[str, Axes]
-    masked: bool = False
+    states: str = ""
     bounds: Bounds = field(default_factory=dict)
 
 
@@ -107,13 +111,19 @@ def _source(model: Any, task: Task, dtype: torch.dtype, image: Size | None) -> _
     if name == "input_ids":
         names = [n for n in task.inputs if n in inspect.signature(model.forward).parameters]
         inputs = {n: torch.ones(BATCH, SOURCE, dtype=torch.long) for n in names}  # one tensor twice is one input
-        return _Source(inputs, dict.fromkeys(names, ("batch", STATES)), True, _positions(model))
+        return _Source(inputs, dict.fromkeys(names, ("batch", STATES)), STATES, _positions(model))
+    if name == "flattened_patches":
+        width = int(model.config.vision_config.patch_embed_hidden_size) + 2  # each has its row and column before it
+        patches = {name: torch.zeros(BATCH, SOURCE, width, dtype=dtype)}
+        mask = {"attention_mask": torch.ones(BATCH, SOURCE, dtype=torch.long)}
+        axes: dict[str, Axes] = {name: ("batch", PATCHES, width), "attention_mask": ("batch", PATCHES)}
+        return _Source(patches | mask, axes, PATCHES)
     if name == "pixel_values":
         vision = model.config.encoder
         return _of_one_size(pixels_of(vision, size_of(vision, image), dtype))
     if heard(model):
         inputs, axes, bounds = sounds(model, dtype)
-        return _Source(inputs, axes, True, bounds)
+        return _Source(inputs, axes, STATES, bounds)
     frames = 2 * model.config.max_source_positions
     return _of_one_size({name: torch.zeros(BATCH, model.config.num_mel_bins, frames, dtype=dtype)})
 
@@ -155,7 +165,7 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype, source: _Source, ke
     extent = SOURCE if isinstance(length, str) else length
     with mode:
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
-        mask = {MASK: torch.ones(BATCH, extent, dtype=torch.long)} if source.masked else {}
+        mask = {MASK: torch.ones(BATCH, extent, dtype=torch.long)} if source.states else {}
         own = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for s in kept.own]
         cross = [torch.zeros(BATCH, s[1], extent, s[3], dtype=dtype) for s in kept.cross]
     text: dict[str, Axes] = {"input_ids": ("batch", "sequence")}
@@ -166,7 +176,7 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype, source: _Source, ke
     feeds: dict[str, Axes] = {**text, **masks, **grown, **given}
     axes = dynamic_axes(feeds, {**_bounds(model), **source.bounds})
     shapes = (axes["input_ids"], {n: axes[n] for n in masks}, [axes[n] for n in grown], [axes[n] for n in given])
-    vocabulary = getattr(model.config, "vocab_size", None) or model.config.decoder.vocab_size
+    vocabulary = getattr(model.config, "vocab_size", None) or model.get_decoder().config.vocab_size
     gives: dict[str, Axes] = {"logits": ("batch", "sequence", int(vocabulary))}
     gives |= {f"present.{slot}": ("batch", s[1], "total_sequence", s[3]) for slot, s in _slots("decoder", kept.own)}
     return Call(_Decoder(model, kept.width), (ids, mask, own, cross), shapes, feeds, gives)
@@ -188,7 +198,7 @@ def _bounds(model: Any) -> Bounds:
     parts = [module for name, module in model.named_modules() if "decoder" in name]
     tables = [module for module in parts if torch.is_tensor(getattr(module, "weights", None))]
     ends = [table.weights.shape[0] - table.padding_idx - 1 for table in tables]
-    return {"sequence": (least, min(ends, default=None)), STATES: (least, None)}
+    return {"sequence": (least, min(ends, default=None)), STATES: (least, None), PATCHES: (least, None)}
 
 
 def _positions(model: Any) -> Bounds:

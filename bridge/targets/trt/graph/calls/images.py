@@ -9,10 +9,13 @@ import inspect
 from typing import Any
 
 import torch
+from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
 from bridge.targets.trt.graph.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
+from bridge.targets.trt.graph.methods import padded_images
+from bridge.targets.trt.graph.methods.replace import replace_methods
 from bridge.targets.trt.graph.tasks import Task
 
 SIDE = 224  # of images, if nothing gives their size
@@ -28,16 +31,41 @@ def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Siz
     _keep_stages_apart(model)
     with mode:
         inputs, feeds = _images(model, model.config, size, dtype, "batch")
+        patches = _patches(model.config, size) if len(task.inputs) > 1 else 0
         if "bool_masked_pos" in task.inputs:
-            patches = _patches(model.config, size)
             inputs["bool_masked_pos"] = torch.zeros(BATCH, patches, dtype=torch.bool)
             feeds["bool_masked_pos"] = ("batch", patches)
+        if "noise" in task.inputs:
+            inputs["noise"], feeds["noise"] = torch.zeros(BATCH, patches, dtype=dtype), ("batch", patches)
         out = model(**inputs, return_dict=True)
         probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
     gives: dict[str, Axes] = {n: ("batch", *map(int, t.shape[1:])) for n, t in probe.items()}
     if reads_patches(model) and "last_hidden_state" in gives:
         gives["last_hidden_state"] = ("batch", "patches", gives["last_hidden_state"][2])
     return Call(Flat(model, tuple(probe)), (inputs, []), (dynamic_axes(feeds, {}), []), feeds, gives)
+
+
+def question_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
+    """Return the call of a model that reads a text and an image in each row; images are whole patches of any number."""
+    replace_methods(model, padded_images.METHODS)
+    config, (height, width) = model.config, _pair(model.config.patch_size)
+    extents = (3 * height, 4 * width)
+    names = [name for name in task.inputs if not name.startswith("pixel")]
+    with mode:
+        inputs = {name: torch.ones(BATCH, SEQUENCE, dtype=torch.long) for name in names}
+        inputs["pixel_values"] = torch.zeros(BATCH, config.num_channels, *extents, dtype=dtype)
+        inputs["pixel_mask"] = torch.ones(BATCH, *extents, dtype=torch.long)
+        logits = model(**inputs, return_dict=True).logits
+    batch, tokens = Dim("batch"), Dim("sequence", max=config.max_position_embeddings)
+    rows, columns = height * Dim("row_units", min=2), width * Dim("column_units", min=2)
+    shapes: dict[str, Any] = {name: {0: batch, 1: tokens} for name in names}
+    shapes |= {"pixel_values": {0: batch, 2: rows, 3: columns}, "pixel_mask": {0: batch, 1: rows, 2: columns}}
+    feeds: dict[str, Axes] = dict.fromkeys(names, ("batch", "sequence"))
+    feeds["pixel_values"] = ("batch", config.num_channels, "image_height", "image_width")
+    feeds["pixel_mask"] = ("batch", "image_height", "image_width")
+    return Call(
+        Flat(model, ("logits",)), (inputs, []), (shapes, []), feeds, {"logits": ("batch", int(logits.shape[1]))}
+    )
 
 
 def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
@@ -125,6 +153,10 @@ def pixels_of(config: Any, size: Size, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _patches(config: Any, size: Size) -> int:
-    patch = config.patch_size
-    height, width = (patch, patch) if isinstance(patch, int) else patch
+    height, width = _pair(config.patch_size)
     return (size[0] // height) * (size[1] // width)
+
+
+def _pair(extent: Any) -> tuple[int, int]:
+    height, width = (extent, extent) if isinstance(extent, int) else extent
+    return int(height), int(width)

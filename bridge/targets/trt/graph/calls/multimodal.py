@@ -6,6 +6,7 @@ The names of inputs and outputs are those of onnxruntime-genai.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,16 +15,18 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
+from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
 from bridge.targets.trt.graph.calls.cross_attention import TYPE as CROSSED
 from bridge.targets.trt.graph.calls.cross_attention import crossed_call
 from bridge.targets.trt.graph.calls.grids import grid_rows
 from bridge.targets.trt.graph.calls.images import Size, pixels_of, size_of
-from bridge.targets.trt.graph.calls.states import cache_of, filled, slots
-from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat
-from bridge.targets.trt.graph.calls.towers import MASK, image_rows, sound_rows, tile_rows
+from bridge.targets.trt.graph.calls.states import CONV, GROWS, cache_of, filled, slots
+from bridge.targets.trt.graph.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat, Kept, dynamic_axes, extents
+from bridge.targets.trt.graph.calls.towers import MASK, image_rows, patch_rows, sound_rows, tile_rows
 from bridge.targets.trt.graph.tasks import Task
 from bridge.targets.trt.tiles import ROWS, WEIGHTS
 
+QUESTION = ("qformer_input_ids", "qformer_attention_mask")  # what the queries of InstructBLIP read beside an image
 EMBEDS, GRID, DEEP = "inputs_embeds", "image_grid_thw", "deepstack_embeds"
 # Model type of transformers whose images are tiles -> how many features are added to one: OneVision resamples them.
 PARTS = {"llava_next": 1, "llava_onevision": 4}
@@ -56,9 +59,11 @@ class _Vision(nn.Module):
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         if GRID in inputs:
             return grid_rows(self.model, inputs["pixel_values"], inputs[GRID])
+        if GRIDS in inputs:
+            return (patch_rows(self.model, inputs["pixel_values"], inputs[GRIDS]),)
         if ROWS in inputs:
             return (tile_rows(self.model, inputs["pixel_values"], inputs[ROWS], inputs.get(WEIGHTS)),)
-        return (image_rows(self.model, inputs["pixel_values"]),)
+        return (image_rows(self.model, **inputs),)
 
 
 class _Speech(nn.Module):
@@ -92,9 +97,38 @@ class _Embedding(nn.Module):
         return (placed, *([] if deep is None else [_ended(deep)[:, row] * at.unsqueeze(-1).to(deep.dtype)]))
 
 
+class _Indicators(_Embedding):
+    """Where images are, Ovis 2 has embeddings of its own for the tokens around them: the last of its table."""
+
+    def forward(self, input_ids: Any, features: Any, deep: Any = None) -> tuple[Any, ...]:
+        (embeds,) = super().forward(input_ids, features, deep)
+        model = self.model.model
+        shown = features.new_ones(features.shape[0]).sum() > 0
+        first = model.visual_vocab_size - model.vision_tower.num_visual_indicator_tokens
+        for number, token in enumerate(model.visual_indicator_token_ids):
+            own = model.visual_embeddings_table(torch.tensor([first + number]))
+            embeds = torch.where(((input_ids == token) & shown)[..., None], own.to(embeds.dtype), embeds)
+        return (embeds,)
+
+
 def _ended(rows: torch.Tensor) -> torch.Tensor:
     """Rows with one of zeros behind them, so that a text alone has one to read."""
     return torch.cat([rows, rows.new_zeros(*rows.shape[:-2], 1, rows.shape[-1])], -2)
+
+
+_EMBEDDINGS = {"ovis2": _Indicators}
+
+
+class _Within(Flat):
+    """A decoder that is a whole model inside of another: BLIP-2."""
+
+    model: Any
+
+    def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
+        writer = self.model.language_model
+        out = writer(**inputs, past_key_values=filled(writer.config, self.kinds, past), use_cache=True)
+        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
+        return (out.logits, *present)
 
 
 class _Deep(Flat):
@@ -151,6 +185,7 @@ class _PrefixAtOnce(Flat):
 # Model type of transformers -> its decoder, and the input that says which tokens see each other.
 _AT_ONCE: dict[str, tuple[type[Flat], str]] = {
     "gemma3": (_ImagesAtOnce, "input_ids"), "paligemma": (_PrefixAtOnce, "token_type_ids"),
+    "blip-2": (_Within, ""), "instructblip": (_Within, ""),
 }  # fmt: skip
 
 
@@ -159,13 +194,19 @@ def _vision_call(model: Any, mode: Any, dtype: torch.dtype, image: Size | None) 
         return _sized_call(model, mode, dtype)
     if model.config.model_type in PARTS:
         return _tiles_call(model, mode, dtype)
+    if reads_patches(model):
+        return _patches_call(model, mode, dtype)
     vision = model.config.vision_config
     if _has_grid(model):
         return _grid_call(model, mode, dtype)
     with mode:
         inputs = pixels_of(vision, size_of(vision, image), dtype)
+        asked = [name for name in QUESTION if name in inspect.signature(model.forward).parameters]
+        inputs |= {name: torch.ones(BATCH, SEQUENCE, dtype=torch.long) for name in asked}
     feeds: dict[str, Axes] = {"pixel_values": ("image_batch", *map(int, inputs["pixel_values"].shape[1:]))}
-    shapes = {"pixel_values": {0: Dim("image_batch")}}
+    feeds |= dict.fromkeys(asked, ("image_batch", "sequence"))
+    most = model.config.qformer_config.max_position_embeddings if asked else None
+    shapes = dynamic_axes(feeds, {"sequence": (None, most)})
     return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
 
 
@@ -208,6 +249,18 @@ def _grid_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     return Call(_Vision(model), (inputs,), (shapes,), feeds, gives)
 
 
+def _patches_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
+    """The patches of one image of any size, without those that fill up a batch, and its grid."""
+    side = model.model.multi_modal_projector.factor
+    with mode:
+        example = example_patches(model, 1, 12 * side**2, dtype)
+        inputs = {name: example[name] for name in ("pixel_values", GRIDS)}
+    shapes = {"pixel_values": {1: side**2 * Dim("squares", min=2)}, GRIDS: {}}
+    width = int(inputs["pixel_values"].shape[2])
+    feeds: dict[str, Axes] = {"pixel_values": (1, "image_patches", width), GRIDS: (1, 2)}
+    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
+
+
 def _speech_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     config = model.config.audio_config
     bins, frames = config.num_mel_bins, 2 * config.max_source_positions
@@ -234,7 +287,7 @@ def _embedding_call(model: Any, mode: Any, dtype: torch.dtype, kind: str) -> Cal
     if deep:
         feeds["deepstack_features"] = (deep, f"{kind}_rows", _width(model))
         gives[DEEP] = (deep, "batch", "sequence", _width(model))
-    module = _Embedding(model, getattr(model.config, f"{kind}_token_id"))
+    module = _EMBEDDINGS.get(model.config.model_type, _Embedding)(model, getattr(model.config, f"{kind}_token_id"))
     return Call(module, (ids, features, *more), shapes, feeds, gives)
 
 
@@ -252,8 +305,12 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
             inputs[told] = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
         if deep := _deep(model):
             inputs[DEEP], decoder = torch.zeros(deep, BATCH, SEQUENCE, _width(model), dtype=dtype), _Deep
-        caches = [(f"{i}.{kind}", tuple(map(int, t.shape))) for i, layer in enumerate(kept) for kind, t in layer]
-        pasts = [torch.zeros(BATCH, s[1], PAST, s[3], dtype=dtype) for _, s in caches]
+        caches = [
+            (f"{i}.{kind}", tuple(map(int, t.shape)), GROWS.get(kind, 0))
+            for i, layer in enumerate(kept)
+            for kind, t in layer
+        ]
+        pasts = [torch.zeros(extents(shape, at, BATCH, PAST), dtype=dtype) for _, shape, at in caches]
     batch, sequence, past = Dim("batch"), Dim("sequence"), Dim("past")
     # A Dim cannot express past + sequence: the mask's axis is left to torch.
     axes = {name: {0: batch, 1: Dim.DYNAMIC if name == "attention_mask" else sequence} for name in inputs}
@@ -266,19 +323,21 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
         **({told: ("batch", "sequence")} if told else {}),
     }
     feeds |= {DEEP: (deep, "batch", "sequence", _width(model))} if deep else {}
-    feeds |= {f"past_key_values.{slot}": ("batch", s[1], "past_sequence", s[3]) for slot, s in caches}
+    feeds |= {f"past_key_values.{slot}": extents(s, at, "batch", "past_sequence") for slot, s, at in caches}
     gives: dict[str, Axes] = {"logits": ("batch", "sequence", model.config.get_text_config().vocab_size)}
-    gives |= {f"present.{slot}": ("batch", s[1], "total_sequence", s[3]) for slot, s in caches}
+    gives |= {f"present.{slot}": extents(s, at, "batch", "total_sequence") for slot, s, at in caches}
     module = decoder(model, ("logits",), DynamicLayer, kept)
-    return Call(module, (inputs, pasts), (axes, [{0: batch, 2: past}] * len(pasts)), feeds, gives)
+    grown = [{0: batch} | ({at: past} if at else {}) for _, _, at in caches]
+    return Call(module, (inputs, pasts), (axes, grown), feeds, gives)
 
 
-def _kept(model: Any, inputs: dict[str, Any]) -> tuple[list[tuple[str, Any]], ...]:
-    """Keys and values of each layer of the decoder; ExportError if a layer keeps anything else."""
+def _kept(model: Any, inputs: dict[str, Any]) -> Kept:
+    """What each layer of the decoder keeps: keys and values, or the states of a convolution; ExportError for others."""
     cache = cache_of(model.config.get_text_config())
-    layers = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).past_key_values.layers
+    writer = model.language_model if model.config.model_type in ("blip-2", "instructblip") else model
+    layers = writer(**inputs, past_key_values=cache, use_cache=True, return_dict=True).past_key_values.layers
     kept = tuple(slots(layer) or [] for layer in layers)
-    if not kept or any([kind for kind, _ in layer] != ["key", "value"] for layer in kept):
+    if not kept or any([kind for kind, _ in layer] not in (["key", "value"], [CONV]) for layer in kept):
         raise ExportError(
             f"{type(model).__name__}: its decoder keeps something other than keys and values of all tokens\n"
             "  hint   convert it with target `hf`, which needs no graph"

@@ -7,7 +7,7 @@ window: the mask does the sliding, so inputs and outputs have the same form in a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,7 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         flat = [(f"{i}.{kind}", tensor) for i, layer in enumerate(kept) for kind, tensor in layer]
         shapes = {slot: tuple(map(int, tensor.shape)) for slot, tensor in flat}
         grows = {slot: GROWS.get(slot.rpartition(".")[2], 0) for slot in shapes}
-        extents = [_extents(shapes[slot], grows[slot], BATCH, PAST) for slot in shapes]
-        kinds = [tensor.dtype for _, tensor in flat]
-        pasts = [torch.zeros(s, dtype=kind) for s, kind in zip(extents, kinds, strict=True)] if past else []
+        pasts = [torch.zeros(extents(shapes[s], grows[s], BATCH, PAST), dtype=t.dtype) for s, t in flat] if past else []
     # Without a cache, models slice a table of positions, for which torch needs a declared bound.
     bound = getattr(model.config, "max_position_embeddings", None) or -1  # XLNet's too: it has no table
     bound = None if past or bound < 0 else bound
@@ -134,8 +132,8 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
         gives[EMBEDDING] = ("batch", int(probe["last_hidden_state"].shape[-1]))
     for slot, s in shapes.items():
         if past:
-            feeds[f"past_key_values.{slot}"] = _extents(s, grows[slot], "batch", "past_sequence")
-        gives[f"present.{slot}"] = _extents(s, grows[slot], "batch", total)
+            feeds[f"past_key_values.{slot}"] = extents(s, grows[slot], "batch", "past_sequence")
+        gives[f"present.{slot}"] = extents(s, grows[slot], "batch", total)
     layer = (DynamicLayer if past else _Tap) if shapes else None
     return Call(
         Flat(model, tuple(probe), layer, kept, pooling, **({"use_cache": False} if task.cached else {})),
@@ -160,7 +158,7 @@ def dynamic_axes(feeds: Mapping[str, Axes], bounds: Bounds, guarded: str = "") -
     return {n: {at: dims[axis] for at, axis in enumerate(axes) if isinstance(axis, str)} for n, axes in feeds.items()}
 
 
-def _extents(shape: tuple[int, ...], grows: int, batch: str | int, length: str | int) -> Any:
+def extents(shape: Sequence[int], grows: int, batch: str | int, length: str | int) -> Any:
     """The extents of what a layer keeps, with those of the batch and of the axis that grows; 0: none does."""
     return tuple(batch if at == 0 else length if at == grows else n for at, n in enumerate(shape))
 

@@ -19,15 +19,17 @@ from bridge.targets.trt.graph.this_thread import for_this_thread
 MASK = "feature_attention_mask"
 
 
-def image_rows(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Rows, width: the features of images in the order of their tokens."""
-    features = _IMAGES.get(model.config.model_type, _features)(model, pixel_values)
+def image_rows(model: Any, pixel_values: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+    """Rows, width: the features of images in the order of their tokens. `beside`: what else the tower reads."""
+    make: Callable[..., torch.Tensor] = _IMAGES.get(model.config.model_type) or _features
+    features = make(model, pixel_values, **beside)
     return features.reshape(-1, features.shape[-1])
 
 
-def _features(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+def _features(model: Any, pixel_values: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+    seer = model if hasattr(model, "get_image_features") else model.model  # Janus
     with _whole(model):
-        features: torch.Tensor = model.get_image_features(pixel_values, return_dict=True).pooler_output
+        features: torch.Tensor = seer.get_image_features(pixel_values, **beside, return_dict=True).pooler_output
     return features
 
 
@@ -88,6 +90,26 @@ def tile_rows(model: Any, pixel_values: torch.Tensor, rows: torch.Tensor, weight
     return torch.stack([part * weights[:, at, None] for at, part in enumerate(parts)]).sum(0)
 
 
+def patch_rows(model: Any, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Rows, width: the features of the one image that has these patches (1, patches, width); LFM2-VL.
+
+    `grid`: [[height, width]] in patches. Squares of patches become a row; transformers cuts them out of an image, of
+    which a graph has one shape. Here all squares stand beside each other, as an image that is one square high.
+    """
+    mask = torch.ones(patches.shape[:2], dtype=torch.long)
+    made = model.model.vision_tower(
+        pixel_values=patches, spatial_shapes=grid, pixel_attention_mask=mask, return_dict=True
+    )
+    projector, width = model.model.multi_modal_projector, grid[0, 1]
+    side = projector.factor
+    square, inner = torch.arange(patches.shape[1] // side**2), torch.arange(side)
+    top = torch.div(square, width // side, rounding_mode="floor") * side
+    left = torch.remainder(square, width // side) * side
+    place = (top[:, None] + inner[:, None, None]) * width + left[:, None] + inner  # side, squares, side
+    features: torch.Tensor = projector(made.last_hidden_state[:, place].flatten(2, 3))
+    return features.flatten(0, 2)
+
+
 def sound_rows(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Sounds, rows, width: the features of sound, and how many rows of each sound are its own."""
     if MASK not in inputs:
@@ -105,6 +127,6 @@ def sound_rows(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Te
 
 
 # Model type of transformers -> how the features are made, if not by `get_image_features` alone.
-_IMAGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+_IMAGES: dict[str, Callable[..., torch.Tensor]] = {
     "idefics3": _tiles, "smolvlm": _tiles, "llama4": _llama4, "mistral3": _one_image,
 }  # fmt: skip
