@@ -338,6 +338,7 @@ class Structure:
     the norm that it reads. `feeds`: matrices between which nothing but attention or a gate stands. `cuts`: role of a
     matrix that ranks share -> how. These three are empty without a table. `joined`: the weight of a stack of matrices
     that are gate and up of an expert -> "halves" if the rows of gate come first, "pairs" if rows of both alternate.
+    `states`: whether layers keep states of fixed size beside keys and values, or instead of them.
     """
 
     architecture: str
@@ -355,6 +356,7 @@ class Structure:
     feeds: tuple[Feed, ...] = ()
     cuts: dict[str, Cut] = field(default_factory=dict)
     joined: dict[str, str] = field(default_factory=dict)
+    states: bool = False
 
 
 @dataclass(frozen=True)

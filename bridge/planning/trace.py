@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import translate
 from functools import partial
@@ -26,7 +26,8 @@ from bridge.planning.diffusion import attention_groups
 from bridge.planning.diffusion import why_kept as diffusion_kept
 from bridge.planning.trace_inputs import Reads, input_reads, unreached_by_chance
 from bridge.sources.configs.diffusion import is_diffusion_model
-from bridge.sources.live_models.checkpoint_names import Origin, is_turned, live_names, tied_names
+from bridge.sources.live_models.cache_layers import cache_layers, keeps_keys, keeps_states
+from bridge.sources.live_models.checkpoint_names import Origin, is_turned, live_modules, live_names, tied_names
 from bridge.sources.live_models.meta_device import build_weightless, quiet
 from bridge.sources.source import Source
 
@@ -39,6 +40,8 @@ _KEPT = {
     "draft layers": ("mtp.*",),
 }
 _IMAGES = {"images": ("*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*")}
+# In names of attention. Nemotron-H and RecurrentGemma give those of their recurrent layers the same ones.
+_ATTENTION = ("attn", "attention", "mixer", "temporal_block")
 MATRIX = 2  # axes
 # Mamba's dt_proj and conv1d, the short convolutions of LFM2, the last matrix of torch's MultiheadAttention (SigLIP).
 # The input of such a matrix is unknown, and the model would read its codes as if they were the weight. vLLM does not
@@ -68,14 +71,14 @@ def trace_structure(source: Source) -> Structure:
     sites = [*_sites(model, origins), *_tied_heads(model, tied)]
     sites.sort(key=lambda site: place[site.weight if site.stacked else f"{site.module}.weight"])
     modules = _modules(origins)
-    embeddings, attention = _embeddings(model, modules), _attention(model)
+    embeddings, layers = _embeddings(model, modules), cache_layers(model.config)
     groups, never_run, unreached, ungrouped = _reads(model, mode, modules, {site.module for site in sites})
     sites = [replace(site, keep=site.keep or NEVER_RUN) if site.module in never_run else site for site in sites]
     sites = [replace(site, unreached=unreached.get(site.module, "")) for site in sites]
     return Structure(
         architecture,
         tuple(sites),
-        attention,
+        _attention(model, layers, origins),
         tied,
         ignored,
         groups=groups,
@@ -84,6 +87,7 @@ def trace_structure(source: Source) -> Structure:
         ungrouped=ungrouped,
         traced=True,
         joined=_joined(model, origins),
+        states=any(map(keeps_states, layers)),
     )
 
 
@@ -311,16 +315,21 @@ def _heads(model: Any) -> set[str]:
     return {name for name, module in model.named_modules() if is_head(name, module)}
 
 
-def _attention(model: Any) -> tuple[str, ...]:
-    """Attention modules with a place in the KV cache, in layer order. Linear attention keeps a state instead."""
+def _attention(model: Any, layers: Sequence[type], origins: Mapping[str, Origin]) -> tuple[str, ...]:
+    """Attention modules with a place in the KV cache, in layer order and in checkpoint names.
+
+    `layers`: what the cache keeps of each. Linear attention keeps a state instead of keys and values.
+    """
+    states = {at for at, kind in enumerate(layers) if keeps_states(kind) and not keeps_keys(kind)}
     modules = []
     for name, module in model.named_modules():
         kind = name.rstrip(".0123456789").rpartition(".")[2]  # one of two in a layer is `self_attn.1`
         at = _place_in_cache(module)
-        if isinstance(at, int) and ("attn" in kind or "attention" in kind) and "linear" not in kind:
+        if isinstance(at, int) and at not in states and any(word in kind for word in _ATTENTION):
             modules.append((at, name))
     inner = [(at, name) for at, name in modules if not any(other.startswith(f"{name}.") for _, other in modules)]
-    return tuple(name for _, name in sorted(inner))
+    stored = live_modules(origins)
+    return tuple(ours for _, live in sorted(inner) for ours in stored.get(live, (live,)))
 
 
 def _place_in_cache(module: Any) -> Any:

@@ -18,6 +18,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from bridge.sources.live_models.cache_layers import cache_layers
+
 CONV, RECURRENT = "conv_state", "recurrent_state"  # as onnxruntime-genai names them
 INDEXER = "indexer_key"  # by which sparse attention chooses tokens (DeepSeek V3.2): [batch, tokens, features]
 GROWS = {"key": 2, "value": 2, INDEXER: 1}  # the axis of tokens; others have a fixed size
@@ -84,11 +86,7 @@ OWN = (StateLayer, StateAndKeysLayer, DynamicIndexedLayer)  # what keeps more th
 
 def cache_of(config: Any) -> DynamicCache:
     """An empty cache: of the layers of `config` if some keep more than keys, else one that grows by layers of these."""
-    try:
-        kinds = [type(layer) for layer in DynamicCache(config=config).layers]
-    except (AttributeError, KeyError, TypeError, ValueError):  # a config without layers of known types
-        kinds = []
-    cache = _empty(config)
+    kinds, cache = cache_layers(config), _empty(config)
     if any(REPLACED.get(kind) in OWN for kind in kinds):
         cache.layers = [REPLACED.get(kind, DynamicLayer)() for kind in kinds]
         cache.layer_class_to_replicate = None
