@@ -39,8 +39,7 @@ INT4_BLOCKS = (64, 128)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 ALL_EXPERTS = "every token runs through all {} experts in the graph: standard ONNX has no fused routing"
-# Model types whose layers keep states, and keys and values, if any, in modules that no name shows.
-STATES = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma", "zamba")
+KV_ALONE = "the cache has codes of keys and values; states of convolutions and of recurrent layers stay as they are"
 LOOPS = ("rwkv", "xlstm")  # model types that read tokens in a Python loop
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 GRAPHS = (MODEL, *PARTS.values())
@@ -155,11 +154,12 @@ class Trt(StreamedTarget):
     def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: TrtOptions) -> str:
         if kv.dynamic or kv.per != "tensor":
             return f"standard ONNX cannot compute scales at run time, as {kv.dtype} blocks need; use kv='fp8' or 'int8'"
-        if options.task and (parts := TASKS[options.task].parts):
-            why = "go from one graph to another as they are" if "encoder" in parts else "are quantized for texts alone"
-            return f"its keys and values {why}; leave out kv"
+        crosses = any("cross_attn" in name for name in structure.attention)
+        if crosses or (options.task and "encoder" in TASKS[options.task].parts):
+            return "its keys and values go from one graph to another as they are; leave out kv"
         if not structure.attention:
-            return f"{structure.architecture} has no attention module with a cache"
+            kept = ": its layers keep states of fixed size" if structure.states else ""
+            return f"{structure.architecture} has no attention module with a cache of its own{kept}; leave out kv"
         return ""
 
     def why_stack_unsupported(self, format_: Format, site: Site, options: TrtOptions) -> str:
@@ -210,6 +210,7 @@ class Trt(StreamedTarget):
                 drafted.steps.append(part.reading(step) if part else step)
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
+            drafted.notes += [KV_ALONE] if draft.structure.states else []
         drafted.problems += generation_problems(draft.side_files)
         drafted.notes += [ALL_EXPERTS.format(experts)] if experts else []
         drafted.notes += _not_in_onnx_runtime(drafted.steps)
@@ -227,7 +228,7 @@ class Trt(StreamedTarget):
             return f"{architecture} {why}; use a checkpoint that generates text (task seq2seq-lm), or target hf"
         if task.cached and draft.config.get("model_type") in LOOPS:
             return f"{architecture} reads its tokens one by one in a Python loop, which no graph has; use target hf"
-        keeps = bool(draft.structure.attention) or draft.config.get("model_type") in STATES
+        keeps = bool(draft.structure.attention) or draft.structure.states
         if task.cached and draft.options.cache and not keeps:
             reason = "keeps neither keys and values nor states that a graph can take"
             return f"{architecture} {reason}; leave the cache out (cache=False, --no-cache), or use target hf"

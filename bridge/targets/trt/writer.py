@@ -140,7 +140,8 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     floats = {name: graph.model.graph.initializers.pop(initializer) for initializer, name in names.items()}
     for key in uses:
         inserter.quantize(steps[key], uses[key])
-    _quantize_kv(inserter, context, kv)
+    if part in ("", "decoder"):  # towers and embeddings keep none
+        _quantize_kv(inserter, context, kv)
     RemoveUnusedNodesPass()(graph.model)  # transposes and float weights that codes replaced
     attach(graph.model, floats, weights_file)
     stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}

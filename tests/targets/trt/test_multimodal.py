@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import bridge
-from bridge.core.errors import BridgeError, CannotRun, UsageError, VerifyError
+from bridge.core.errors import CannotRun, UsageError, VerifyError
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.image_places import image_places
 from bridge.targets.trt.multimodal import MultiModal
@@ -34,16 +34,16 @@ def llava() -> Path:
     return once.directory("tiny-llava", save_llava)
 
 
-def converted(scheme: str | None) -> Path:
+def converted(scheme: str | None, kv: str | None = None) -> Path:
     """An output, made once a run; it must pass its own verification."""
 
     def make(directory: Path) -> None:
         data = [batch(seed) for seed in (1, 2)]
-        report = bridge.convert(llava(), "trt", scheme, directory / "out", data=data, progress=False)
+        report = bridge.convert(llava(), "trt", scheme, directory / "out", data=data, kv=kv, progress=False)
         assert report.passed, report
         assert not [note for note in report.notes if "decoder.onnx" in note], "its layers are stamped"
 
-    return once.directory(f"llava-{scheme}", make) / "out"
+    return once.directory(f"llava-{scheme}-{kv}", make) / "out"
 
 
 def model() -> Any:
@@ -90,9 +90,14 @@ def test_only_the_decoder_is_quantized_and_the_outputs_stay_near() -> None:
     assert 1e-4 < far["logits"] < 0.2, far
 
 
-def test_a_cache_in_codes_is_refused() -> None:
-    with pytest.raises(BridgeError, match="its keys and values are quantized for texts alone; leave out kv"):
-        bridge.plan(llava(), "trt", "fp8", kv="fp8")
+def test_a_cache_in_codes_moves_the_outputs_little() -> None:
+    out = converted("fp8", "fp8")
+    graph = onnx.load(out / "decoder.onnx", load_external_data=False).graph
+    made = {name: node.op_type for node in graph.node for name in node.output}
+    present = [value.name for value in graph.output if value.name.startswith("present.")]
+    assert {made[name] for name in present} == {"DequantizeLinear"}
+    far = seeing.distances(model(), out)
+    assert 1e-4 < far["logits"] < 0.2, far
 
 
 def test_run_answers_a_text_with_an_image_as_transformers_does(tmp_path: Path) -> None:

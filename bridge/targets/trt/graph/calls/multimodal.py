@@ -171,13 +171,17 @@ class _Empty(DynamicCache):  # type: ignore[misc]  # transformers is not typed
 
 
 class _PrefixAtOnce(Flat):
-    """A decoder in which all tokens of type 0 see each other: PaliGemma. Past tokens are of type 1 to those."""
+    """A decoder in which all tokens of type 0 see each other: PaliGemma. Past tokens are of type 1 to those.
+
+    It counts positions from 1, which a quantized cache shows: keys are rotated before they are rounded.
+    """
 
     def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
         types, cache = inputs["token_type_ids"], filled(self.model.config, self.kinds, past)
         whole = torch.cat([types.new_ones(types.shape[0], past[0].shape[2]), types], 1)
         cache.__class__ = _Empty
-        out = self.model(**{**inputs, "token_type_ids": whole}, past_key_values=cache, use_cache=True)
+        given = {**inputs, "token_type_ids": whole, "position_ids": inputs["position_ids"] + 1}
+        out = self.model(**given, past_key_values=cache, use_cache=True)
         present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
         return (out.logits, *present)
 
