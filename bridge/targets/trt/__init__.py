@@ -127,6 +127,8 @@ class Trt(StreamedTarget):
             return 23, "older ones have no FP4"
         if (formats or (scheme and scheme.kv)) and chosen != "float32":
             return 23, f"older ones cannot dequantize to {chosen} with float32 scales"
+        if chosen == "bfloat16" and any(site.layout == "conv" for site in structure.sites):
+            return 22, "older ones have no convolution of bfloat16"
         return 21, "older ones have no scales of blocks"
 
     def why_unsupported(self, format_: Format, options: TrtOptions) -> str:
