@@ -151,7 +151,7 @@ def _family(
     model: dict[str, Any] | None = None,
     hf: dict[str, Any] | None = None,
 ) -> Family:
-    model_type = "qwen3_moe" if architecture == "Qwen3Moe" else architecture.lower()
+    model_type = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe"}.get(architecture, architecture.lower())
     kind = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
     return Family(CONFIG | (config or {}), MODEL | (model or {}), HF | kind | (hf or {}), nemo)
 
@@ -209,6 +209,32 @@ _DEEPSEEK: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
     "rope_interleave": True,
+}
+_GLM4_MOE: dict[str, Any] = EXPERTS | {
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
+    "num_moe_experts": 8,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_shared_expert_intermediate_size": 36,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+_GLM4_MOE_HF: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 36,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": BASE, "partial_rotary_factor": 0.5},
+    "partial_rotary_factor": 0.5,
 }
 _GEMMA = {"activation_func": "fast_gelu", "layernorm_zero_centered_gamma": True, "num_query_groups": 1}
 _GPT2: dict[str, Any] = {
@@ -362,6 +388,14 @@ MORE: dict[str, Family] = {
         "deepseek.DeepSeekModel",
         _LATENT | {"q_lora_rank": None},
         hf=_DEEPSEEK | {"q_lora_rank": None},
+    ),
+    "glm4-moe": _family("Glm4Moe", "base.GPTModel", _GLM4_MOE, {"rotary_percent": 0.5}, _GLM4_MOE_HF),
+    "glm4-moe-plain": _family(
+        "Glm4Moe",
+        "base.GPTModel",
+        _GLM4_MOE | {"moe_grouped_gemm": True, "qk_layernorm": False, "add_qkv_bias": False},
+        {"rotary_percent": 0.5},
+        _GLM4_MOE_HF | {"attention_bias": False, "use_qk_norm": False},
     ),
     "gpt_oss": _family("GptOss", "gpt_oss.GPTOSSModel", _GPT_OSS, {"position_embedding_type": "yarn"}, _GPT_OSS_HF),
     "starcoder2": _family(

@@ -31,6 +31,7 @@ BRIDGES = {
     "gemma3_text": "gemma.gemma3_bridge.Gemma3ModelBridge",
     "nemotron": "nemotron.nemotron_bridge.NemotronBridge",
     "mixtral": "qwen.qwen3_moe_bridge.Qwen3MoEBridge",
+    "glm4_moe": "glm.glm45_bridge.GLM45Bridge",
     "gpt_oss": "gpt_oss.gpt_oss_bridge.GPTOSSBridge",
 }
 

@@ -48,6 +48,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek", "bridge", {"layers": "singleton"}),
     ("deepseek", "bridge", {"layers": "single", "spec": "local"}),
     ("deepseek-plain", "bridge", {"tp": 2}),
+    ("glm4-moe", "bridge", {}),
+    ("glm4-moe", "bridge", {"layers": "singleton", "tp": 2}),
+    ("glm4-moe-plain", "bridge", {"layers": "single", "spec": "local"}),
     ("gpt_oss", "bridge", {}),
     ("gpt_oss", "bridge", {"layers": "single", "spec": "local"}),
 ]
@@ -96,7 +99,11 @@ def test_layout_does_not_change_the_answer(name: str, kind: str, options: dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*(name for name in FAMILIES if name != "gpt"), "gemma2", "deepseek", "deepseek-plain", "gpt_oss"]
+    "name",
+    [
+        *(name for name in FAMILIES if name != "gpt"),
+        *("gemma2", "deepseek", "deepseek-plain", "gpt_oss", "glm4-moe", "glm4-moe-plain"),
+    ],
 )
 def test_tensors_are_those_of_megatron_bridge(name: str, tmp_path: Path) -> None:
     config = {"vocab_size": VOCAB} | WORDLESS.get((name, "bridge"), {})

@@ -21,6 +21,10 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 18, "q_lora_rank": 26, "qk_nope_head_dim": 14,
     "qk_rope_head_dim": 8, "v_head_dim": 11,
 }  # fmt: skip
+GLM4_MOE: dict[str, Any] = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 28, "n_routed_experts": 5, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-mqa": LLAMA | {"num_key_value_heads": 1},
@@ -43,6 +47,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek": DEEPSEEK,
     "deepseek-plain": DEEPSEEK | {"q_lora_rank": None},
+    "glm4-moe": GLM4_MOE,
+    "glm4-moe-plain": GLM4_MOE | {"attention_bias": False, "use_qk_norm": False},
 }  # fmt: skip
 CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")  # Hugging Face stores their norms less one as well
 PADDED = 112  # 97 tokens, a multiple of 16

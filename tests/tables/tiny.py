@@ -45,6 +45,16 @@ _DEEPSEEK = _SQUARE | {
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 18,
     "q_lora_rank": 26, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "v_head_dim": 11,
 }  # fmt: skip
+_GLM4_MOE = _LLAMA | {
+    "moe_intermediate_size": 28, "n_routed_experts": 5, "n_shared_experts": 3, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+}  # fmt: skip
+_DOTS1 = _LLAMA | {
+    "moe_intermediate_size": 28, "n_routed_experts": 5, "n_shared_experts": 3, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "sliding_window": 23,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 _GPT_OSS = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.7,
     "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -87,6 +97,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-plain": ("GptOssForCausalLM", _GPT_OSS | {"attention_bias": False}),
     "deepseek": ("DeepseekV3ForCausalLM", _DEEPSEEK),
     "deepseek-plain": ("DeepseekV3ForCausalLM", _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True}),
+    "glm4_moe": ("Glm4MoeForCausalLM", _GLM4_MOE),
+    "glm4_moe-plain": ("Glm4MoeForCausalLM", _GLM4_MOE | {"attention_bias": False, "use_qk_norm": False}),
+    "dots1": ("Dots1ForCausalLM", _DOTS1),
+    "dots1-biases": ("Dots1ForCausalLM", _DOTS1 | {"attention_bias": True}),
     "bert": ("BertModel", _BERT),
     "bert-masked": ("BertForMaskedLM", _BERT),
     "bert-masked-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),
@@ -180,7 +194,7 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more = {"activation": "gelu_tanh"}
     if family == "nemotron":
         more = {"activation": "relu2", "rotary": int(config["head_dim"] * 0.6)}
-    if family in ("gemma2", "gemma3", "gpt_oss"):
+    if family in ("gemma2", "gemma3", "gpt_oss", "dots1"):
         kinds = config["layer_types"]
         window = tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds)
     if family in ("gemma2", "gemma3"):
@@ -192,9 +206,11 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
     if family == "gemma3":
         theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
-    if family == "deepseek":
-        more = {"nope": config["qk_nope_head_dim"], "top_k": config["num_experts_per_tok"]}
+    if family in ("deepseek", "glm4_moe", "dots1"):
+        more = {"nope": config.get("qk_nope_head_dim", 0), "top_k": config["num_experts_per_tok"]}
         more |= {"share": "sigmoid", "share_scale": config["routed_scaling_factor"]}
+    if family == "glm4_moe":
+        more |= {"rotary": int(config["head_dim"] * 0.6)}
     if family == "mixtral" or case == "qwen3-moe":
         more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
     return Formulas(3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, eps, **more)

@@ -100,14 +100,14 @@ def _family(matched: Matched) -> Family:
 
 def _terms(config: Mapping[str, Any], matched: Matched, family: Family) -> dict[str, Any]:
     """The config in the reader's terms; numbers of the table come first, since it knows the defaults."""
-    terms = {term: family.fixed.get(term) for term in ("activation", "up_offset")}
+    terms = {term: family.fixed.get(term) for term in ("activation", "up_offset", "score")}
     terms |= {term: config.get(field) for field, term in family.says.items()}
     known = {*TERMS.values(), *EXPERT_TERMS.values(), *terms}
     terms |= {term: count for term, count in matched.names.items() if term in known}
     terms |= {"tied": bool(matched.tied), "activation": config.get("hidden_activation") or terms.get("activation")}
     terms.setdefault("context", matched.names.get("positions"))
     if "kv_rank" in terms:
-        terms |= {"mla": True, "q_rank": terms.get("q_rank") or None, "score": family.fixed.get("score")}
+        terms |= {"mla": True, "q_rank": terms.get("q_rank") or None}
     return terms
 
 

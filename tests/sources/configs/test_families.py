@@ -75,7 +75,8 @@ CLASSES = {
     "Nemotron4Config340B": "NemotronForCausalLM", "NemotronHModel47BProvider": None,
     "NemotronNanoModelProvider9Bv2": None, "Nemotron3NanoProvider": None, "Starcoder2Config7B": "Starcoder2ForCausalLM",
     "StarcoderConfig15B": None, "DeepSeekV3ModelProvider": "DeepseekV3ForCausalLM", "DeepSeekV2Config": None,
-    "GLM45ModelProvider355B": None, "Phi3ConfigMini": None,
+    "GLM45ModelProvider355B": "Glm4MoeForCausalLM", "GLM45AirModelProvider106B": "Glm4MoeForCausalLM",
+    "Phi3ConfigMini": None,
 }  # fmt: skip
 
 

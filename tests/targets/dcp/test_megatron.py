@@ -56,6 +56,8 @@ SAID: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "mixtral": {"sliding_window": None},
+    "glm4-moe": {"partial_rotary_factor": 0.5},
+    "glm4-moe-plain": {"partial_rotary_factor": 0.5},
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
     "gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
