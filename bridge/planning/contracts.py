@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.core.text import fold_problems, grouped
+from bridge.core.text import fold_problems
 from bridge.core.values import Format, main_dtype
+from bridge.planning.fused import fused_modules, half_kept, kept_modules
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.planning.ranks import cut_blocks, numbers_of_ranks, uneven
@@ -22,6 +23,7 @@ CUT_AT_LOAD = ("hf",)
 HEAD = "output head"  # how `Site.keep` of one begins
 FUSED = "and it is fused with others"
 KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
+HALF = "differs in format from modules that are fused with it, or from other experts of its layer"
 # As `--dtype` takes them.
 FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -276,7 +278,9 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
     yield from _experts(contract, plan)
     if not contract.kept and formats:
-        yield from ((module, KEPT) for module in _kept(runtime, plan))
+        yield from ((module, KEPT) for module in kept_modules(runtime.fused, plan))
+    elif formats:
+        yield from ((module, HALF) for module in half_kept(runtime.fused, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     plain = {"unquantized models": contract.plain} if not formats else {}
     rows = {words: contract.loads.get(words) for words in sorted(map(contract_words, formats))}
@@ -284,20 +288,13 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         if row and row.dtypes and dtype not in row.dtypes:
             only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"
             yield "", f"{only}: pass --dtype {FLAGS[row.dtypes[0]]}"
-    followed = _fused(runtime, plan, followed=True)
+    followed = fused_modules(runtime.fused, plan, followed=True)
     for step in plan.quantized:
         assert step.site
         if row := contract.loads.get(_words(step)):
             yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in followed))
     if (ranks := _ranks(plan)) > 1:
         yield from _unshared(runtime, contract, plan, ranks)
-
-
-def _kept(runtime: Runtime, plan: Plan) -> list[str]:
-    """The modules that the program fuses and that stay unquantized."""
-    fused = {name for names in runtime.fused for name in names}
-    modules = [step.site.module for step in plan.steps if step.site and not step.format]
-    return [module for module in modules if module.rpartition(".")[2] in fused]
 
 
 def _ranks(plan: Plan) -> int:
@@ -321,7 +318,7 @@ def _unshared(runtime: Runtime, contract: Contract, plan: Plan, ranks: int) -> I
 
 def _misfits_of_ranks(runtime: Runtime, contract: Contract, plan: Plan, ranks: int) -> Iterator[tuple[str, str]]:
     yield from (("", why) for why in uneven(plan, ranks))
-    fused = _fused(runtime, plan)
+    fused = fused_modules(runtime.fused, plan)
     for step in plan.quantized:
         assert step.site
         if row := contract.loads.get(_words(step)):
@@ -363,22 +360,6 @@ def _out_in(step: Step, plan: Plan) -> tuple[int, int]:
     first = 0 if step.site.layout == "conv" else -2
     out, inner = shape[first], shape[first + 1]
     return (inner, out) if across else (out, inner)
-
-
-def _fused(runtime: Runtime, plan: Plan, followed: bool = False) -> set[str]:
-    """The modules that the program joins with others: siblings whose names stand together in `fused`.
-
-    `followed`: without the last of each, whose own last block may be cut short.
-    """
-    modules = [step.site.module for step in plan.quantized if step.site]
-    joined: set[str] = set()
-    for siblings in grouped(modules, lambda module: module.rpartition(".")[0]):
-        for names in runtime.fused:
-            ends = {module.rpartition(".")[2]: module for module in siblings}
-            members = [ends[name] for name in names if name in ends]
-            if len(members) > 1:
-                joined |= set(members[:-1] if followed else members)
-    return joined
 
 
 def _instead(runtime: Runtime, contract: Contract | None, plan: Plan) -> str:

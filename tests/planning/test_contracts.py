@@ -18,7 +18,7 @@ from bridge.cli.check import check_path
 from bridge.core.errors import BridgeError, SchemeError, TableError, UsageError, VerifyError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
-from bridge.planning.contracts import Evidence, Verdict, misfits, verdict
+from bridge.planning.contracts import HALF, Evidence, Verdict, misfits, verdict
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
@@ -358,6 +358,16 @@ def test_sglang_does_not_read_what_it_fuses_if_it_stays_unquantized(format_: str
     answer = verdict(load_runtime("sglang"), plan)
     assert answer.how == "no" and "mlp.up_proj: stays unquantized beside quantized modules" in answer.why_not
     assert verdict(load_runtime("vllm"), plan).how == "run"
+
+
+def test_no_program_that_fuses_modules_reads_them_half_quantized(tmp_path: Path) -> None:
+    half = recipe(tmp_path, "fp8_pc_pt", 'modules = ["*.mlp.up_proj"]\nquant = "none"')
+    for format_ in ("modelopt", "compressed-tensors"):
+        plan = bridge.plan(TINY, "hf", half, format=format_, allow_split=True)
+        answers = {name: verdict(load_runtime(name), plan) for name in ("vllm", "sglang", "transformers")}
+        assert f"mlp.up_proj: {HALF}" in answers["vllm"].why_not and answers["vllm"].how == "no"
+        assert "mlp.up_proj: " in answers["sglang"].why_not or answers["sglang"].how == "no"
+        assert HALF not in answers["transformers"].why_not  # it fuses none
 
 
 def test_a_quantized_head_is_read_where_a_run_shows_it(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.core.errors import PlanError
 from bridge.planning.contract_files import load_runtime
-from bridge.planning.contracts import verdict
+from bridge.planning.contracts import HALF, verdict
 from bridge.planning.memory import PIECE, SCRATCH, working_set
 from bridge.targets.hf.experts import BESIDE, UNLIKE
 from tests import once
@@ -176,6 +176,9 @@ def test_modules_of_experts_of_a_layer_that_differ_are_refused_unless_asked(
     assert f"{told}: {UNLIKE}" in str(refused.value)
     plan = bridge.plan(mixtral, "hf", rules, format="compressed-tensors", allow_split=True)
     assert any(note.startswith(f"{told}: {UNLIKE}") for note in plan.notes)
+    said = verdict(load_runtime("vllm"), plan)
+    assert said.how == "no" and HALF in said.why_not and ".experts.{0..2}.w2" in said.why_not
+    assert verdict(load_runtime("vllm"), bridge.plan(mixtral, "hf", "int8_wo", format="compressed-tensors")).how == "run"
 
 
 @pytest.mark.parametrize("model", ["llama4", "granite"])
