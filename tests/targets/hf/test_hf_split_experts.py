@@ -178,7 +178,9 @@ def test_modules_of_experts_of_a_layer_that_differ_are_refused_unless_asked(
     assert any(note.startswith(f"{told}: {UNLIKE}") for note in plan.notes)
     said = verdict(load_runtime("vllm"), plan)
     assert said.how == "no" and HALF in said.why_not and ".experts.{0..2}.w2" in said.why_not
-    assert verdict(load_runtime("vllm"), bridge.plan(mixtral, "hf", "int8_wo", format="compressed-tensors")).how == "run"
+    assert (
+        verdict(load_runtime("vllm"), bridge.plan(mixtral, "hf", "int8_wo", format="compressed-tensors")).how == "run"
+    )
 
 
 @pytest.mark.parametrize("model", ["llama4", "granite"])
