@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.api.prompts import image_alone, with_images
+from bridge.api.prompts import image_alone, sound_alone, with_images, with_sounds
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError, first_line
 from bridge.core.formats.safetensors import stored_shape
@@ -24,7 +24,7 @@ from bridge.sources.configs.positions import context_length, encoder_length
 from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
-from bridge.targets.generation import READING, Seeing, Settings, check_decoder, check_sees
+from bridge.targets.generation import READING, TRANSCRIBING, Seeing, Settings, check_decoder, check_hears, check_sees
 from bridge.targets.manifest import load_manifest
 from bridge.verification.verify import check_fits, check_on_disk
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bridge.planning.plan import Plan
     from bridge.targets.generation import Generator
 
+OPENING = 4  # tokens at most that Whisper begins with: start, language, task, no times
 _EMPTY = "text is empty; give the model something to continue"
 
 
@@ -79,6 +80,7 @@ def run(
     temperature: float = 0.0,
     seed: int = 0,
     image: str | Path | Sequence[str | Path] | None = None,
+    audio: str | Path | Sequence[str | Path] | None = None,
     stream: Callable[[str], object] | None = None,
 ) -> Generation:
     """Let a written language model continue `text`, and measure tokens per second.
@@ -92,6 +94,8 @@ def run(
         seed: of the random numbers, for a temperature above 0.
         image: a file, or files in the order in which `text` names them, for a model that sees. `text` may be empty for
             one that reads an image alone, as TrOCR.
+        audio: a WAV file, or files in the order in which `text` names them, for a model that hears. `text` may be empty
+            for one that writes down what it hears, as Whisper; else it is what the transcript begins with.
         stream: called with each piece of text as soon as it is known.
 
     Raises:
@@ -102,8 +106,8 @@ def run(
     >>> bridge.run("to-run", "The value of the", tokens=8).prompt_tokens
     4
     """
-    images = [] if image is None else [image] if isinstance(image, str | Path) else list(image)
-    settings = _settings(text, tokens, temperature, seed, needs_text=not images)
+    images, sounds = _listed(image), _listed(audio)
+    settings = _settings(text, tokens, temperature, seed, needs_text=not images and not sounds)
     directory = written_at(out)
     manifest = load_manifest(directory)
     target = load_target(manifest.plan.target)
@@ -115,12 +119,12 @@ def run(
     _check_unaltered(manifest.plan, directory)
     clock = time.perf_counter
     words = _Tokens(directory)
-    ids, seen = _prompt(directory, manifest.plan.architecture, text, images, words, chat)
-    settings, limited = _limited(settings, directory, ids)
+    ids, seen = _prompt(directory, manifest.plan.architecture, text, images, sounds, words, chat)
+    settings, limited = _limited(settings, directory, manifest.plan.architecture, ids)
     generator: Generator = target.generator(directory)
     if seen:
         if not isinstance(generator, Seeing):
-            raise CannotRun(f"no images are given to {target.name} here: {generator.runs}; leave out image (--image)")
+            raise CannotRun(f"no images and sounds are given to {target.name} here: {generator.runs}; use target trt")
         generator.look(seen)
     pieces: list[str] = []
     new: list[int] = []
@@ -136,20 +140,39 @@ def run(
     return Generation("".join(pieces), tuple(new), len(ids), first - times[0], times[-1] - first, end, generator.runs)
 
 
+def _listed(files: str | Path | Sequence[str | Path] | None) -> list[str | Path]:
+    return [] if files is None else [files] if isinstance(files, str | Path) else list(files)
+
+
 def _prompt(
-    directory: Path, architecture: str, text: str, images: list[str | Path], words: _Tokens, chat: bool
+    directory: Path,
+    architecture: str,
+    text: str,
+    images: list[str | Path],
+    sounds: list[str | Path],
+    words: _Tokens,
+    chat: bool,
 ) -> tuple[list[int], dict[str, np.ndarray]]:
-    """The ids of the prompt, and what is seen."""
+    """The ids of the prompt, and what is seen or heard."""
     if images:
         check_sees(architecture)
-    if architecture in READING:
+    if sounds:
+        check_hears(architecture)
+    if architecture in (*READING, *TRANSCRIBING):
+        what = "reads an image" if architecture in READING else "hears a sound"
         if chat:
-            raise UsageError(f"{architecture} reads an image, and no chat; leave out chat (--chat)")
-        return words.encode(text, special=False) if text else [], image_alone(directory, images)
+            raise UsageError(f"{architecture} {what}, and no chat; leave out chat (--chat)")
+        if architecture in TRANSCRIBING:
+            made = sound_alone(directory, sounds)
+        else:
+            text, made = image_alone(directory, images, text)
+        return words.encode(text, special=False) if text else [], made
     if not text:
         raise UsageError(_EMPTY)
     if images:
         return with_images(directory, text, images, chat=chat)
+    if sounds:
+        return with_sounds(directory, text, sounds, chat=chat)
     return words.chat(text) if chat else words.encode(text), {}
 
 
@@ -165,16 +188,17 @@ def _settings(text: str, tokens: int, temperature: float, seed: int, *, needs_te
     return Settings(tokens, float(temperature), seed)
 
 
-def _limited(settings: Settings, directory: Path, ids: list[int]) -> tuple[Settings, bool]:
+def _limited(settings: Settings, directory: Path, architecture: str, ids: list[int]) -> tuple[Settings, bool]:
     """The settings with the model's end tokens and within its context, and whether the context is what limits it."""
     config = read_json(directory / "config.json", f"{directory}/config.json")
     files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER)}
     ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    if (positions := encoder_length(config)) is not None and len(ids) > positions:
+    writes = architecture in (*READING, *TRANSCRIBING)  # then the ids are of the decoder
+    if not writes and (positions := encoder_length(config)) is not None and len(ids) > positions:
         raise UsageError(f"the text has {len(ids)} tokens, and the model's encoder reads {positions}; shorten it")
-    apart = config.get("is_encoder_decoder") and config.get("model_type") != "vision-encoder-decoder"
-    used = 0 if apart else len(ids)  # a decoder apart from the encoder of a text reads none of it
+    # A decoder apart from the encoder of a text reads none of it; a transcript begins with few tokens.
+    used = 0 if config.get("is_encoder_decoder") and not writes else max(len(ids), OPENING if writes else 0)
     room = None if (context := context_length(config)) is None else context - used
     if room is not None and room < 1:
         raise UsageError(

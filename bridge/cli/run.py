@@ -21,6 +21,7 @@ def run(
     temperature: Annotated[float, Option(help="0 takes the most likely token; above 0, tokens are drawn")] = 0.0,
     seed: Annotated[int, Option(help="of the random numbers")] = 0,
     image: Annotated[list[str] | None, Option(metavar="FILE", help="for a model that sees; may be repeated")] = None,
+    audio: Annotated[list[str] | None, Option(metavar="FILE", help="a WAV, for a model that hears")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="of a chain: replace what is there")] = False,
     no_resume: Annotated[bool, Option("--no-resume", help="of a chain: begin all steps again")] = False,
     as_json: Json = False,
@@ -35,16 +36,18 @@ def run(
         if is_chain:
             if text is not None:
                 raise UsageError(f"{out} is a chain of steps, which takes no text")
-            if image:
-                raise UsageError(f"{out} is a chain of steps, which takes no images; leave out --image")
+            for given, what, option in ((image, "images", "--image"), (audio, "sounds", "--audio")):
+                if given:
+                    raise UsageError(f"{out} is a chain of steps, which takes no {what}; leave out {option}")
             made = bridge.chain(out, overwrite=overwrite, resume=not no_resume, progress=terminal.progress)
             terminal.finish(made, "\n".join(made.lines()), as_json, False)
             return
-        if text is None:
+        if text is None and not image and not audio:
             raise UsageError(f'give the text that {out} continues: qbridge run {out} "The capital of France is"')
         terminal.progress(0, 0, "load")
         stream = None if as_json else terminal.write
         result = bridge.run(
-            out, text, tokens=tokens, chat=chat, temperature=temperature, seed=seed, image=image, stream=stream
-        )
+            out, text or "", tokens=tokens, chat=chat, temperature=temperature, seed=seed, image=image, audio=audio,
+            stream=stream,
+        )  # fmt: skip
         terminal.print(result.to_json() if as_json else f"\n{result}")

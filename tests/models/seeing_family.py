@@ -37,7 +37,7 @@ def stir(model: Any) -> None:
             else:
                 spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 and "embed" not in name else 0.3
                 parameter.add_(spread * torch.randn_like(parameter))
-        model.lm_head.weight.mul_(20)  # tokens apart from each other
+        model.get_output_embeddings().weight.mul_(20)  # tokens apart from each other
 
 
 def save_llava(directory: Path) -> None:

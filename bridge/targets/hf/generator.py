@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.targets.generation import Settings, from_thread
+from bridge.core.output.names import GENERATION
+from bridge.targets.generation import READING, TRANSCRIBING, Settings, from_thread
 from bridge.targets.hf.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -20,6 +21,11 @@ class Generator:
         runtime = Runtime(directory)
         self.runs = "its weights, dequantized, in transformers" if runtime.substitute else "its weights in transformers"
         self._model = runtime.model
+        if type(self._model).__name__ in TRANSCRIBING and (directory / GENERATION).is_file():
+            from transformers import GenerationConfig
+
+            # names the languages, and what is never written
+            self._model.generation_config = GenerationConfig.from_pretrained(directory)
         self._seen: dict[str, Any] = {}
 
     def look(self, inputs: Mapping[str, np.ndarray]) -> None:
@@ -42,8 +48,9 @@ class Generator:
 
         sampling = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0} if settings.temperature else {}
         torch.manual_seed(settings.seed)
-        # of a model that reads images alone, a prompt is what the decoder has written so far
-        name = "decoder_input_ids" if self._model.main_input_name == "pixel_values" else "inputs"
+        # of a model that reads an image or a sound alone, a prompt is what the decoder has written so far
+        alone = type(self._model).__name__ in (*READING, *TRANSCRIBING)
+        name = "decoder_input_ids" if alone else "input_ids"
         prompt = {name: torch.tensor([ids])} if ids else {}
         self._model.generate(
             **prompt, max_new_tokens=settings.tokens, do_sample=bool(sampling), streamer=stream,

@@ -302,7 +302,7 @@ class Trt(StreamedTarget):
 
     def generator(self, directory: Path) -> Generator:
         from bridge.targets.trt.cross_attention import load_multimodal
-        from bridge.targets.trt.encoder_decoder import ImageReader, TextGenerator
+        from bridge.targets.trt.encoder_decoder import SourceReader, TextGenerator
         from bridge.targets.trt.files import ENCODER
         from bridge.targets.trt.genai_config import graph_inputs
         from bridge.targets.trt.generator import Generator as OnnxGenerator
@@ -312,7 +312,7 @@ class Trt(StreamedTarget):
             return MultiModalGenerator(load_multimodal(directory))
         if len(graphs(directory)) == 1:
             return OnnxGenerator(directory)
-        return (ImageReader if "pixel_values" in graph_inputs(directory / ENCODER) else TextGenerator)(directory)
+        return (TextGenerator if "input_ids" in graph_inputs(directory / ENCODER) else SourceReader)(directory)
 
     def layer_errors(
         self, directory: Path, plan: Plan, source: Source, batch: Mapping[str, np.ndarray], runtime: Any

@@ -19,6 +19,7 @@ from bridge.targets.generation import Chooser, Settings
 from bridge.targets.trt.files import DECODER, ENCODER, graphs
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.runtime import PAST, PRESENT, Runtime
+from bridge.targets.trt.transcripts import opening, without
 
 Arrays = dict[str, np.ndarray]
 MASK = "encoder_attention_mask"
@@ -44,11 +45,12 @@ class EncoderDecoder:
         self.encoder, self.decoder = Runtime(directory / ENCODER), Runtime(directory / DECODER)
         self.substitute = self.encoder.substitute or self.decoder.substitute
         self.outputs = self.decoder.outputs
-        self.start = int(json.loads((directory / GENAI).read_text())["model"]["decoder_start_token_id"])
-        settings = generation_settings(
+        joined = json.loads((directory / GENAI).read_text())["model"]
+        self.start, self.kind = int(joined["decoder_start_token_id"]), str(joined["type"])
+        self.settings = generation_settings(
             {GENERATION: directory / GENERATION} if (directory / GENERATION).is_file() else {}
         )
-        self.first: int | None = settings.get("forced_bos_token_id")  # the language, in models of many
+        self.first: int | None = self.settings.get("forced_bos_token_id")  # the language, in models of many
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run both graphs once, with transformers' names of inputs."""
@@ -122,7 +124,8 @@ class _Loaded:
         for at in range(settings.tokens):
             logits, own = self.model.step(np.array([tokens], np.int64), source, own)
             forced = self.model.forced(at) if len(prompt) == 1 else None
-            token = chooser.choose(logits[0]) if forced is None else forced
+            allowed = without(logits[0], self.model.settings, first=at == 0)
+            token = chooser.choose(allowed) if forced is None else forced
             yield token
             if token in settings.stop:
                 return
@@ -136,15 +139,16 @@ class TextGenerator(_Loaded):
         super().__init__(directory)
         if "input_ids" not in self.model.encoder.inputs:
             raise CannotRun(
-                f"the encoder reads {', '.join(self.model.encoder.inputs)}, not text; for Whisper use onnxruntime-genai"
+                f"the encoder reads {', '.join(self.model.encoder.inputs)}, not text; give an image (--image) or a "
+                "sound (--audio)"
             )
 
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         return self.decode({"input_ids": np.array([ids], np.int64)}, [self.model.start], settings)
 
 
-class ImageReader(_Loaded):
-    """See `bridge.targets.generation.Generator`: writes what an image shows, behind a prompt of the decoder."""
+class SourceReader(_Loaded):
+    """See `bridge.targets.generation.Generator`: writes what an image shows or a sound says, behind a prompt."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -156,6 +160,13 @@ class ImageReader(_Loaded):
 
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         if not self._seen:
-            raise CannotRun("the encoder reads an image; give one: image= (--image)")
-        start = self.model.start
+            raise CannotRun("the encoder reads an image or a sound; give one: image= (--image) or audio= (--audio)")
+        start, told = self.model.start, self.model.settings
+        if not ids and self.model.kind == "whisper":
+            return self.decode(self._seen, opening(told, start, self._listen), settings)
         return self.decode(self._seen, ids if list(ids[:1]) == [start] else [start, *ids], settings)
+
+    def _listen(self) -> np.ndarray:
+        """The logits (vocabulary,) behind the start alone."""
+        logits: np.ndarray = self.model.step(np.array([[self.model.start]]), self.model.source(self._seen), {})[0][0]
+        return logits

@@ -144,8 +144,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
     if whisper:
         return ""
-    sound = not {"input_ids", "pixel_values"} & feeds.keys()
-    reader = "your program may read the file" if sound else "`qbridge run` reads the file, and so may your program"
+    reader = "`qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; onnxruntime-genai runs no {kind} of these graphs: {reader}"
 
 
