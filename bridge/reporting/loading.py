@@ -10,6 +10,7 @@ from bridge.planning.contracts import Verdict, verdicts
 from bridge.planning.plan import Plan
 from bridge.targets import load_target
 
+INSTEAD = "; write "
 LOADING = ("program", "loads it", "known by, or why not")
 KNOWN = {"run": "yes", "read": "yes, by its source", "no": "no"}
 
@@ -56,7 +57,7 @@ def loadings(plan: Plan) -> tuple[Loading, ...]:
 
 
 def _why_not(answer: Verdict) -> str:
-    return f"{answer.why_not}; write {answer.instead}" if answer.instead else answer.why_not
+    return f"{answer.why_not}{INSTEAD}{answer.instead}" if answer.instead else answer.why_not
 
 
 def loading_rows(entries: Iterable[Loading]) -> list[tuple[str, str, str]]:
@@ -68,6 +69,7 @@ def loading_line(entries: Iterable[Loading]) -> str:
     """The programs that load an output; "" if no contract is about its target."""
     entries = list(entries)
     names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"]
-    why = next((f" ({entry.program}: {entry.where})" for entry in entries if not entry.mistake), "")
+    refused = sorted((entry for entry in entries if not entry.mistake), key=lambda entry: INSTEAD not in entry.where)
+    why = next((f" ({entry.program}: {entry.where})" for entry in refused), "")  # what to write comes first
     loaded = ", ".join(names) or f"no program that a contract is about{why}"
     return "; ".join([loaded, *(f"not {e.program}: {e.mistake}" for e in entries if e.mistake)]) if entries else ""

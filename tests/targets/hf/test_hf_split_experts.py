@@ -23,6 +23,7 @@ from bridge.core.errors import PlanError
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import HALF, verdict
 from bridge.planning.memory import PIECE, SCRATCH, working_set
+from bridge.reporting.loading import loading_line, loadings
 from bridge.targets.hf.experts import BESIDE, UNLIKE
 from tests import once
 from tests.covering import grid
@@ -178,9 +179,16 @@ def test_modules_of_experts_of_a_layer_that_differ_are_refused_unless_asked(
     assert any(note.startswith(f"{told}: {UNLIKE}") for note in plan.notes)
     said = verdict(load_runtime("vllm"), plan)
     assert said.how == "no" and HALF in said.why_not and ".experts.{0..2}.w2" in said.why_not
-    assert (
-        verdict(load_runtime("vllm"), bridge.plan(mixtral, "hf", "int8_wo", format="compressed-tensors")).how == "run"
-    )
+    whole = bridge.plan(mixtral, "hf", "int8_wo", format="compressed-tensors")
+    assert verdict(load_runtime("vllm"), whole).how == "run"
+
+
+def test_what_no_program_loads_says_what_to_write_instead() -> None:
+    """Of four programs that refuse ModelOpt's int4, one reads the experts in no format, which helps nobody."""
+    line = loading_line(loadings(bridge.plan(source("granite"), "hf", "int4_wo", format="modelopt")))
+    assert line.startswith("no program") and "; write --format compressed-tensors)" in line
+    plan = bridge.plan(source("granite"), "hf", "int4_wo", format="compressed-tensors")
+    assert loading_line(loadings(plan)).startswith(("SGLang", "vLLM"))
 
 
 @pytest.mark.parametrize("model", ["llama4", "granite"])
