@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError, UsageError
 from bridge.core.parsing import load_json, parse_json
+
+# Fields that count or measure, in transformers' spellings; other fields may say "none" or "all" by -1.
+SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
+    "n_embd", "n_layer", "n_head", "n_positions", "d_model", "d_ff", "d_kv", "ffn_dim", "encoder_layers",
+    "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "image_size", "patch_size", "num_channels", "num_mel_bins",
+}  # fmt: skip
+OF_CODES = "quantization_config"  # its group_size may be -1
 
 
 def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
@@ -33,7 +43,27 @@ def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
             f"config.json has no architectures{example}: the model class is unknown; give the class that it was saved "
             f"from: config={given_as}, or --config FILE with that JSON in it"
         )
+    if wrong := list(_impossible(config)):
+        raise SourceError(
+            f"config.json: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it"
+        )
     return config
+
+
+def _impossible(config: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """NaN anywhere, and sizes that are negative or infinite: `text_config.hidden_size = -1`.
+
+    Other fields may be infinite: `time_step_limit` of Mamba 2 is.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name != OF_CODES:
+            yield from _impossible(value, f"{at}{name}.")
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                least = 0 if name in SIZES else -math.inf
+                if not least <= number <= math.inf or (name in SIZES and number == math.inf):
+                    yield f"{at}{name} = {value}"
+                    break
 
 
 def _class_of(model_type: Any) -> str:

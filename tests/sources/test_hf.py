@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -169,6 +170,34 @@ def test_missing_config_says_what_to_do(single: Path) -> None:
 def test_config_that_is_no_json_is_refused(single: Path) -> None:
     (single / "config.json").write_text("{")
     assert "config.json: cannot be read as JSON" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"hidden_size": -128, "eps": 1.0}, "hidden_size = -128:"),
+        ({"vocab_size": math.nan}, "vocab_size = nan:"),
+        ({"num_hidden_layers": math.inf}, "num_hidden_layers = inf:"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps = nan:"),
+        (
+            {"text_config": {"head_dim": -1}, "scales": [1.0, math.nan]},
+            "text_config.head_dim = -1, scales = [1.0, nan]:",
+        ),
+    ],
+)
+def test_impossible_numbers_of_a_config_are_one_error(single: Path, fields: dict[str, object], told: str) -> None:
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps(config | fields))
+    assert refusal(single).count("config.json: ") == 1
+    assert f"config.json: {told}" in refusal(single)
+
+
+def test_other_fields_may_be_infinite_or_negative(single: Path) -> None:
+    """Mamba 2's `time_step_limit`, and -1 for none or all."""
+    config = json.loads((single / "config.json").read_text())
+    fields = {"time_step_limit": [0.0, math.inf], "sliding_window": -1}
+    (single / "config.json").write_text(json.dumps(config | fields))
+    assert open_source(single).config["time_step_limit"] == [0.0, math.inf]
 
 
 @pytest.mark.parametrize("architectures", [None, [], "Llama", [1]])
