@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import translate
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -329,7 +330,8 @@ def _attention(model: Any, layers: Sequence[type], origins: Mapping[str, Origin]
             modules.append((at, name))
     inner = [(at, name) for at, name in modules if not any(other.startswith(f"{name}.") for _, other in modules)]
     stored = live_modules(origins)
-    return tuple(ours for _, live in sorted(inner) for ours in stored.get(live, (live,)))
+    inner.sort(key=itemgetter(0))  # stable: what layers share (Zamba 2) has one place, and stays in module order
+    return tuple(ours for _, live in inner for ours in stored.get(live, (live,)))
 
 
 def _place_in_cache(module: Any) -> Any:

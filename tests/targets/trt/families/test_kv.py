@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("modelopt.torch.quantization")
 import modelopt.torch.quantization as mtq
@@ -25,7 +26,7 @@ from bridge.targets.trt.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.oracles.modelopt_oracle import Answer, ask
 from tests.sweep import seeing
-from tests.sweep.build import build
+from tests.sweep.build import FAMILIES, build
 from tests.targets.trt import onnx_parity as parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
@@ -69,6 +70,16 @@ def test_the_plan_quantizes_the_cache_of_what_modelopt_does(name: str) -> None:
     assert {step.attention for step in plan.steps if step.attention} == asked(model, "fp8").calibration.k_amax.keys()
 
 
+def test_attention_that_layers_share_is_in_their_order() -> None:
+    kinds = ["hybrid" if layer in (2, 10) else "mamba" for layer in range(11)]
+    fields = FAMILIES["Zamba2ForCausalLM"] | {
+        "num_hidden_layers": 11, "layers_block_type": kinds, "hybrid_layer_ids": [2, 10],
+    }  # fmt: skip
+    plan = bridge.plan(transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**fields)), "trt", "int8_wo", kv="fp8")
+    layers = [step.attention for step in plan.steps if step.attention]
+    assert layers == [f"model.layers.{layer}.shared_transformer.self_attn" for layer in (2, 10)]
+
+
 @pytest.mark.parametrize(
     ("name", "kv"),
     [
@@ -79,6 +90,7 @@ def test_the_plan_quantizes_the_cache_of_what_modelopt_does(name: str) -> None:
         pytest.param("JambaForCausalLM", "fp8", marks=LATER),
         pytest.param("Lfm2ForCausalLM", "fp8", marks=LATER),
         pytest.param("Qwen3NextForCausalLM", "fp8", marks=LATER),
+        pytest.param("Zamba2ForCausalLM", "int8", marks=LATER),
     ],
 )
 def test_keys_and_values_beside_states_equal_modelopts(name: str, kv: str, tmp_path: Path) -> None:
