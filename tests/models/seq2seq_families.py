@@ -36,6 +36,16 @@ _SWIN: dict[str, Any] = {
     "model_type": "donut-swin", "embed_dim": 64, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2,
     "image_size": [16, 32], "patch_size": 4,
 }  # fmt: skip
+_PIX2STRUCT: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": VOCAB, "hidden_size": 128, "d_kv": 32, "d_ff": 384, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 2,
+    },
+    "vision_config": {
+        "hidden_size": 128, "patch_embed_hidden_size": 192, "d_ff": 320, "d_kv": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 8, "seq_len": 24,
+    },
+}  # fmt: skip
 _MBART: dict[str, Any] = {**_BART, "model_type": "mbart", "is_decoder": True, "add_cross_attention": True}
 _MOONSHINE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 384, "encoder_num_hidden_layers": 1,
@@ -69,6 +79,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "trocr": _read(_VIT, _TROCR),
     "trocr-sines": _read(_VIT, _TROCR | {"use_learned_position_embeddings": False, "layernorm_embedding": False}),
     "donut": _read(_SWIN, _MBART),
+    "pix2struct": ("Pix2StructConfig", "Pix2StructForConditionalGeneration", _PIX2STRUCT),
     "moonshine": ("MoonshineConfig", "MoonshineForConditionalGeneration", _MOONSHINE),
     "speech2text": ("Speech2TextConfig", "Speech2TextForConditionalGeneration", _S2T),
     "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
@@ -91,6 +102,12 @@ def sources(family: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
     if family.startswith(("trocr", "donut")):
         size = (16, 32) if family == "donut" else (32, 32)
         return {"pixel_values": torch.randn(rows, 3, *size, generator=generator)}
+    if family == "pix2struct":  # rows and columns from 1 on, before the pixels; zeros fill up
+        patch = torch.arange(12)
+        grid = torch.stack([patch // 4 + 1, patch % 4 + 1], -1).expand(rows, -1, -1)
+        mask = (patch < torch.tensor([8, *[12] * (rows - 1)])[:, None]).long()
+        patches = torch.cat([grid, torch.randn(rows, 12, 192, generator=generator)], -1) * mask[..., None]
+        return {"flattened_patches": patches, "attention_mask": mask}
     if family in ("moonshine", "speech2text"):
         name, extents = ("input_values", [3500]) if family == "moonshine" else ("input_features", [61, BINS])
         sound = torch.randn(rows, *extents, generator=generator)

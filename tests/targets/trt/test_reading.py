@@ -90,6 +90,31 @@ def test_what_reads_an_image_alone_takes_one_and_no_chat(tmp_path: Path) -> None
         bridge.run(converted("trt"), "")
 
 
+def test_pix2struct_reads_an_image_of_any_size_as_transformers_reads_it(tmp_path: Path) -> None:
+    """The text is a prompt of the decoder, where the processor asks for no question."""
+    model = seq2seq("pix2struct")
+    model.generation_config = transformers.GenerationConfig(decoder_start_token_id=START, pad_token_id=1)
+    model.save_pretrained(tmp_path / "model")
+    words = transformers.PreTrainedTokenizerFast(tokenizer_file=str(LLAMA / "tokenizer.json"))
+    words.save_pretrained(tmp_path / "model")
+    processor = {"image_processor_type": "Pix2StructImageProcessor", "patch_size": {"height": 8, "width": 8}}
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text(json.dumps(processor | {"max_patches": 15, "is_vqa": False}))
+    bridge.convert(tmp_path / "model", "trt", "none", tmp_path / "out", verify=False, progress=False)
+    image = picture(tmp_path / "image.png")
+    given = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")(images=image, return_tensors="pt")
+    assert 0 in given["attention_mask"], "some patches fill up"
+    for text in ("", "x1"):
+        prompt = words.encode(text, add_special_tokens=False) if text else []
+        tokens = [START, *prompt]
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                logits = model(**given, decoder_input_ids=torch.tensor([tokens]), use_cache=False).logits
+                tokens.append(int(logits[0, -1].argmax()))
+        answer = bridge.run(tmp_path / "out", text, image=tmp_path / "image.png", tokens=TOKENS)
+        assert list(answer.ids) == tokens[1 + len(prompt) :]
+
+
 def test_the_manifest_says_with_which_token_the_decoder_starts() -> None:
     model = json.loads((converted("trt") / GENAI).read_text())["model"]
     assert (model["type"], model["decoder_start_token_id"]) == ("encoder-decoder", START)
